@@ -34,6 +34,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     "situation",
