@@ -158,6 +158,7 @@ def test_records_are_drawn_afresh_in_every_step_and_alike_in_every_batch() -> No
             to.append(rows[batch.index(5)].numpy().tobytes())
 
         trainer.model.register_forward_pre_hook(keep)
+        trainer._sums.unchanged.check = trainer._unchanged.check = lambda *_: None  # type: ignore[method-assign]
         for _ in range(4):
             trainer.step()
         seen.append(inputs)
