@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from contenders import Size, contenders, random_images, settings_of
 from step_time import machine
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from dpmac_cli.randomness.keystream import make_keys
@@ -61,7 +60,7 @@ def profiled(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
     for event in found.events() or ():
         if getattr(event, "is_user_annotation", False):
             continue
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             kernels += 1
             microseconds += event.self_device_time_total
             by_kernel[event.name[:90]] += event.self_device_time_total

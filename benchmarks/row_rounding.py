@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,13 @@ def attention(x: Tensor) -> Tensor:
 def layers() -> Iterator[tuple[str, Build, tuple[int, ...]]]:
     """Yield names of layers, functions that build them, and shapes of one row."""
     for ins, outs in ((64, 1), (64, 10), (784, 256), (256, 10), (512, 512), (1568, 10)):
-        yield f"Linear {ins} to {outs}", lambda i=ins, o=outs: nn.Linear(i, o), (ins,)  # type: ignore[misc]
-        yield f"own Linear {ins} to {outs}", lambda i=ins, o=outs: OwnLinear(i, o), (ins,)  # type: ignore[misc]
+        yield f"Linear {ins} to {outs}", partial(nn.Linear, ins, outs), (ins,)
+        yield f"own Linear {ins} to {outs}", partial(OwnLinear, ins, outs), (ins,)
     for k in (1, 2, 3, 5, 7, 8, 9, 11):
         for c, o, side, stride in ((1, 8, 14, 1), (1, 16, 28, 2), (3, 16, 16, 1), (16, 16, 12, 1)):
             yield (
                 f"Conv2d {c} to {o}, kernel {k}, stride {stride}, {side}x{side}",
-                lambda c=c, o=o, k=k, s=stride: nn.Conv2d(c, o, k, s, k // 2),  # type: ignore[misc]
+                partial(nn.Conv2d, c, o, k, stride, k // 2),
                 (c, side, side),
             )
     yield "Conv2d 64 to 64, kernel 3", lambda: nn.Conv2d(64, 64, 3, padding=1), (64, 8, 8)
@@ -115,7 +116,8 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
 
     def run(x: Tensor) -> Tensor:
         with torch.enable_grad(), products_by_onednn(network):
-            return network(x)  # type: ignore[no-any-return]
+            result: Tensor = network(x)
+            return result
 
     def rows(n: int) -> Tensor:
         return base.repeat(-(-n // PERIOD), *[1] * len(shape))[:n]

@@ -72,18 +72,17 @@ def account(run: Path | None, **given: Any) -> None:
     3 target out of reach.
     """
     shown = take(Shown, given)
-    risk, plot, json = shown.risk, shown.plot, shown.json
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
     accountant = question.by_name(flags, []).get("accountant", DEFAULT_ACCOUNTANT)
     by_rdp = accountant in ("rdp", "all")
     faults = {
-        "--plot draws the trade-off curve of --risk: add --risk.": plot and not risk,
-        "--risk needs privacy loss distributions: add --accountant pld.": risk and by_rdp,
+        "--plot draws the trade-off curve of --risk: add --risk.": shown.plot and not shown.risk,
+        "--risk needs privacy loss distributions: add --accountant pld.": shown.risk and by_rdp,
     }
-    errors = [*(fault for fault, is_so in faults.items() if is_so), *faults_of_picture(plot)]
+    errors = [*(fault for fault, is_so in faults.items() if is_so), *faults_of_picture(shown.plot)]
     rows: list[Row] = []
     costs = out_of_reach = None
-    with console.waiting(json, "privacy cost"):
+    with console.waiting(shown.json, "privacy cost"):
         if run is not None:
             rows, *costs = recount(run, flags, errors)
         else:
@@ -94,14 +93,14 @@ def account(run: Path | None, **given: Any) -> None:
                     raise
                 out_of_reach = failure
         notes = [*question.notes(rows, accountant)]
-        if risk:
+        if shown.risk:
             for number, row in enumerate(rows):
                 found = assess_risk(row.events, row.dataset_size or 1, row.unit)
                 rows[number] = replace(row, risk=found)
-        if plot:
-            write_figure(trade_offs(rows), plot)
+        if shown.plot:
+            write_figure(trade_offs(rows), shown.plot)
     console.print_notes(notes)
-    if json:
+    if shown.json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
     else:
         _print(console.stdout(), rows)

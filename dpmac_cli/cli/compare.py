@@ -105,21 +105,21 @@ def compare(**given: Any) -> None:
     run failed (the others are in the table), 130 interrupted (run the same command to resume).
     """
     flags, file = take(CompareFlags, given), take(ConfigFlag, given).config
-    out, as_json, quiet, dry_run = flags.out, flags.json, flags.quiet, flags.dry_run
     choice = Choice(flags.executor, flags.jobs, flags.cluster, flags.slurm)
     both = "--dry-run and --json contradict each other: a plan has no table. Give one."
-    raise_errors([*choice.faults(), *[both] * (dry_run and as_json)])
-    with console.waiting(quiet, "settings"):
-        grid = plan(given, file, out / RUNS)
-        planned = planned_runs(grid) if dry_run else None
-    if not quiet:
+    raise_errors([*choice.faults(), *[both] * (flags.dry_run and flags.json)])
+    with console.waiting(flags.quiet, "settings"):
+        grid = plan(given, file, flags.out / RUNS)
+        planned = planned_runs(grid) if flags.dry_run else None
+    if not flags.quiet:
         console.print_notes(grid.notes)
     if planned is not None:
         console.stdout().print(planned)
         return
-    if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
+    if flags.out.is_dir() and any(flags.out.iterdir()) and not (flags.out / RUNS).is_dir():
         raise InputError(
-            f"--out {out} contains files that do not belong to a study. Use a new or empty folder."
+            f"--out {flags.out} contains files that do not belong to a study. Use a new or empty "
+            "folder."
         )
     raise_errors(
         f"{run.folder} contains a run with other settings, which is not part of this study. Move "
@@ -127,12 +127,14 @@ def compare(**given: Any) -> None:
         for run in grid.runs
         if was_changed(run)
     )
-    failures, interrupted = _carry_out(grid, out, choice, console.for_display(quiet, as_json))
-    with console.waiting(quiet, "table"):
-        document, summary = _write_results(grid, out, failures)
-    if as_json:
+    failures, interrupted = _carry_out(
+        grid, flags.out, choice, console.for_display(flags.quiet, flags.json)
+    )
+    with console.waiting(flags.quiet, "table"):
+        document, summary = _write_results(grid, flags.out, failures)
+    if flags.json:
         console.print_result(document)
-    elif not quiet:
+    elif not flags.quiet:
         console.stdout().print(Text(summary))
     console.print_errors(_failed(grid, failures), label="failed")
     if interrupted:

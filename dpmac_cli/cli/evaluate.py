@@ -166,27 +166,26 @@ def evaluate(run: Path, **given: Any) -> None:
     or the audit contradicts the guarantee.
     """
     flags = take(EvalFlags, given)
-    dataset, plot, json = flags.dataset, flags.plot, flags.json
     if flags.audit:  # only reads files of the run
-        others = {"dataset": dataset, "data-dir": flags.data_dir, "plot": plot}
+        others = {"dataset": flags.dataset, "data-dir": flags.data_dir, "plot": flags.plot}
         what = "--audit scores guesses, not test samples: leave out"
         raise_errors(f"{what} --{name}." for name, value in others.items() if value is not None)
-        with console.waiting(json, "bounds"):
+        with console.waiting(flags.json, "bounds"):
             from dpmac_cli.runs.audit import read_audit  # noqa: PLC0415  (loads numpy)
 
             found = read_audit(run)
             verdict = found.verdict()
-        _judge(found, verdict, run, json)
+        _judge(found, verdict, run, flags.json)
         return
-    raise_errors(faults_of_picture(plot))
-    with console.waiting(json, "scores"), console.kept_clear(json):
+    raise_errors(faults_of_picture(flags.plot))
+    with console.waiting(flags.json, "scores"), console.kept_clear(flags.json):
         from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
 
-        scored = score(run, dataset, flags.data_dir, flags.device, flags.model)
-    if dataset is not None and scored.held_out:
+        scored = score(run, flags.dataset, flags.data_dir, flags.device, flags.model)
+    if flags.dataset is not None and scored.held_out:
         part = f"{scored.result.samples:,} records that the run's split holds out"
-        console.print_notes([f"{dataset} has no test set: only the {part} are scored."])
-    _show(scored, plot, json)
+        console.print_notes([f"{flags.dataset} has no test set: only the {part} are scored."])
+    _show(scored, flags.plot, flags.json)
 
 
 @with_options(

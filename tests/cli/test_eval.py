@@ -70,8 +70,8 @@ def test_intervals_are_by_unit_where_records_belong_to_units() -> None:
     features = draws.random((120, 3))[owners]  # a unit's records are alike: all right or all wrong
     labels = (features[:, 0] + 0.4 * draws.standard_normal(120)[owners] > 0.5).astype(np.int64)
     np.savez("visits.npz", x=features, y=labels, unit=owners, low=0, high=1)
-    flags = ("--steps", "20", "--sigma", "0.5", "--batch-size", "20", "--quiet", "--out", "visits")
-    assert dpmac("train", "--dataset", "visits.npz", *flags).exit_code == 0
+    flags = ("--steps", "20", "--sigma", "0.5", "--batch-size", "20", "--seed", "0", "--quiet")
+    assert dpmac("train", "--dataset", "visits.npz", *flags, "--out", "visits").exit_code == 0
     test = json.loads(Path("visits/report.json").read_text())["test"]
     body = evaluation("visits")
     assert body["intervals"]["accuracy"] == test["accuracy_interval"]
@@ -80,7 +80,8 @@ def test_intervals_are_by_unit_where_records_belong_to_units() -> None:
     assert test["accuracy_interval"] == pytest.approx([wanted.low, wanted.high], abs=0.06)
     for name in ("accuracy", "balanced_accuracy", "f1"):
         low, high = body["intervals"][name]
-        assert high - low > 0.7 * (wanted.high - wanted.low), name
+        # Five independent records per person would make it shorter by the root of 5, to 0.45.
+        assert high - low > 0.55 * (wanted.high - wanted.low), name
 
 
 def test_every_sample_is_counted_once(run: Path) -> None:
