@@ -273,12 +273,12 @@ class InlinePool(workers.Pool):
         """As the command is asked to stop."""
         return False
 
-    def _submit(self, plans: Any) -> Any:
-        return plans
+    def _submit(self, runs: Any) -> Any:
+        return runs
 
     def _result(self, job: Any) -> Result:
         with contextlib.redirect_stdout(sys.stderr):
-            return train_run(job, self.data[job.data], self.stop)
+            return train_run(job, self.data[job.plan.data.source], self.stop)
 
     def _cancel(self, job: Any) -> None:
         pass

@@ -157,10 +157,10 @@ PLANNED: Mapping[str, Callable[[Any], Any]] = {
     **{name: attrgetter(_FIELDS.get(name, name)) for name in SETTINGS if name != "debug"},
     "isolate": lambda plan: plan.isolate,
     "pretrained": lambda plan: str(plan.pretrained),
-    "channels": lambda plan: str(plan.data.channels),
-    "classes": lambda plan: ",".join(plan.data.classes),
+    "channels": lambda plan: str(plan.data.source.channels),
+    "classes": lambda plan: ",".join(plan.data.source.classes),
     "class_weights": lambda plan: ",".join(f"{w:g}" for w in plan.recipe.loss.weights),
-    "feature_range": lambda plan: "{:g},{:g}".format(*plan.data.feature_range),
+    "feature_range": lambda plan: "{:g},{:g}".format(*plan.data.source.feature_range),
     "schema": lambda plan: plan.recorded["schema"],
     "epochs": lambda plan: plan.steps / plan.steps_per_epoch,
     "no_dp": lambda plan: not plan.private,
@@ -255,8 +255,8 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path, separator
 def test_flags_win_over_the_file(file: Path) -> None:
     body = {"sigma": 2.0, "lr": 0.5, "optimizer": "dp-sgd", "batch-size": 32}
     config = from_file(file, body, sigma="3", optimizer="dp-adam").plan
-    assert (config.sigma, config.optimizer) == (3.0, "dp-adam")
-    assert (config.hyper.lr, config.batch_size) == (0.5, 32)
+    assert (config.privacy.sigma, config.optimizer.name) == (3.0, "dp-adam")
+    assert (config.optimizer.hyper.lr, config.privacy.batch_size) == (0.5, 32)
 
 
 @pytest.mark.parametrize(
@@ -536,13 +536,13 @@ def test_bounds_read_well(name: str, said: str) -> None:
 
 def test_more_steps_than_a_run_takes_are_refused() -> None:
     # 235 steps an epoch.
-    assert resolve({"epochs": "42553"}).plan.steps == 9_999_955
+    assert resolve({"epochs": "42553"}).plan.privacy.steps == 9_999_955
     assert the_error({"epochs": "42554"}) == (
         "--epochs 42554 is 10,000,190 steps in total at --batch-size 256; a run has at most "
         "10,000,000. Use fewer epochs or larger batches."
     )
     config = resolve({"epochs": "42554", "batch_size": "512"}).plan
-    assert config.steps == 42_554 * config.steps_per_epoch
+    assert config.privacy.steps == 42_554 * config.privacy.steps_per_epoch
 
 
 @pytest.mark.parametrize("name", ["out", "data_dir"])
@@ -588,7 +588,7 @@ def test_faults_between_settings_are_refused(flags: Mapping[str, str], said: str
 @pytest.mark.privacy
 def test_no_noise_must_be_asked_for_by_name() -> None:
     assert "--no-dp" in the_error({"sigma": "0"})
-    assert resolve({}).plan.private is True
+    assert resolve({}).plan.privacy.private is True
 
 
 # What comes of it
@@ -598,14 +598,14 @@ def test_no_noise_must_be_asked_for_by_name() -> None:
 def test_defaults_are_the_data_sets_by_optimizer(optimizer: str) -> None:
     for name, dataset in DATASETS.items():
         config = resolve({"dataset": name, "optimizer": optimizer}).plan
-        defaults, hyper = dataset.defaults, config.hyper
+        defaults, hyper = dataset.defaults, config.optimizer.hyper
         row = OPTIMIZERS[optimizer]
         assert hyper.lr == row.lr_on.get(name, row.lr), name
-        assert (config.sigma, config.steps) == (
+        assert (config.privacy.sigma, config.privacy.steps) == (
             defaults.sigma,
-            defaults.epochs * config.steps_per_epoch,
+            defaults.epochs * config.privacy.steps_per_epoch,
         )
-        assert (config.batch_size, hyper.h1, hyper.h2) == (
+        assert (config.privacy.batch_size, hyper.h1, hyper.h2) == (
             defaults.batch_size,
             defaults.h1,
             defaults.h2,
@@ -616,21 +616,29 @@ def test_defaults_are_the_data_sets_by_optimizer(optimizer: str) -> None:
 
 def test_the_papers_settings_for_mnist() -> None:
     config = resolve({}).plan
-    hyper = config.hyper
-    assert (config.dataset, config.optimizer, config.model.name) == ("mnist", "dp-macadam", "mlp")
-    assert (config.batch_size, config.steps, config.delta) == (256, 5 * 235, 1e-5)
+    hyper = config.optimizer.hyper
+    assert (config.data.dataset, config.optimizer.name, config.network.model.name) == (
+        "mnist",
+        "dp-macadam",
+        "mlp",
+    )
+    assert (config.privacy.batch_size, config.privacy.steps, config.privacy.delta) == (
+        256,
+        5 * 235,
+        1e-5,
+    )
     assert (hyper.lr, hyper.h1, hyper.h2, hyper.clip_norm) == (1e-3, 1e-9, 1e-6, 1)
-    assert resolve({"optimizer": "dp-sgd"}).plan.hyper.lr == 0.1
+    assert resolve({"optimizer": "dp-sgd"}).plan.optimizer.hyper.lr == 0.1
     assert (hyper.kappa, hyper.phi) == ("tracked", "tracked")
 
 
 @pytest.mark.parametrize("name", ["table1-mnist", "table1-quick", "table2-cifar10"])
 def test_tables_of_the_paper_are_of_its_own_estimates(name: str) -> None:
     for run in plan({}, SAMPLES / f"{name}.yaml").runs:
-        hyper = run.plan.hyper
-        if "kappa" in run.plan.method.settings:
+        hyper = run.plan.optimizer.hyper
+        if "kappa" in run.plan.optimizer.method.settings:
             assert hyper.kappa == "paper"
-        if "phi" in run.plan.method.settings:
+        if "phi" in run.plan.optimizer.method.settings:
             assert hyper.phi == "paper"
         assert hyper.gamma_prime == 1e-8
 
@@ -644,10 +652,12 @@ def test_the_floor_of_adambc_goes_with_its_estimate() -> None:
         ("cifar10", "dp-adambc", None): 1e-8,
     }
     for (dataset, optimizer, phi), floor in expected.items():
-        hyper = resolve({"dataset": dataset, "optimizer": optimizer, "phi": phi}).plan.hyper
+        hyper = resolve(
+            {"dataset": dataset, "optimizer": optimizer, "phi": phi}
+        ).plan.optimizer.hyper
         assert hyper.gamma_prime == floor
     given = resolve({"dataset": "cifar10", "optimizer": "dp-macadambc", "gamma_prime": 1e-6})
-    assert given.plan.hyper.gamma_prime == 1e-6
+    assert given.plan.optimizer.hyper.gamma_prime == 1e-6
 
 
 @pytest.mark.privacy
@@ -663,8 +673,8 @@ def test_the_floor_of_adambc_goes_with_its_estimate() -> None:
 )
 def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, total: int) -> None:
     config = resolve(flags).plan
-    assert config.event.sampling_rate == rate
-    assert (config.steps_per_epoch, config.steps) == (per_epoch, total)
+    assert config.privacy.event.sampling_rate == rate
+    assert (config.privacy.steps_per_epoch, config.privacy.steps) == (per_epoch, total)
 
 
 @pytest.mark.parametrize(
@@ -734,9 +744,9 @@ def test_a_plan_is_frozen() -> None:
     config = resolve({}).plan
     assert isinstance(config, TrainPlan)
     with pytest.raises(AttributeError):
-        config.delta = 0.1  # type: ignore[misc]
+        config.privacy.delta = 0.1  # type: ignore[misc]
     with pytest.raises(AttributeError):
-        config.event.noise_multiplier = 0.1  # type: ignore[misc]
+        config.privacy.event.noise_multiplier = 0.1  # type: ignore[misc]
 
 
 def test_a_recorded_setting_that_is_gone_is_named() -> None:

@@ -55,7 +55,7 @@ def assist(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
             ranks.post(environment(choose_device(local.get("device", "auto"), ranks)))
             said = ranks.brief()
             plan, keys = change(said["config"], local).plan, Keys.of_json(said["keys"])
-            device = choose_device(plan.device, ranks)
+            device = choose_device(plan.run.device, ranks)
             task = outcome(make_task(plan, device, keys))
             trainer = make_trainer(
                 plan, steps=said["steps"], device=device, keys=keys, task=task, ranks=ranks

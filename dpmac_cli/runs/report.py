@@ -51,15 +51,18 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     ``epsilon_planned`` is that of all steps, without --max-epsilon. ``noise_multiplier`` and
     ``sampling_rate`` are null if parts differ.
     """
-    events, private = spent.events, plan.private
+    events, private = spent.events, plan.privacy.private
     trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
-    cost = price(events, plan.delta, unit=plan.unit)
-    whole = plan.event_of(plan.steps - spent.base)
-    planned = total_epsilon((*spent.earlier, whole), plan.delta)
-    promise, risk = cost.statement, assess_risk(events, plan.facts.train_size, plan.unit)
+    cost = price(events, plan.privacy.delta, unit=plan.privacy.unit)
+    whole = plan.privacy.event_of(plan.privacy.steps - spent.base)
+    planned = total_epsilon((*spent.earlier, whole), plan.privacy.delta)
+    promise, risk = (
+        cost.statement,
+        assess_risk(events, plan.data.facts.train_size, plan.privacy.unit),
+    )
     seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
     drawn = TEXTS.drawn
-    if plan.secure:
+    if plan.run.secure:
         drawn = TEXTS.drawn_securely if spent.secure else TEXTS.drawn_both_ways
     if not private:
         seeds = drawn = TEXTS.no_secrets
@@ -67,11 +70,11 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "private": private,
         "epsilon": shown(cost.epsilon),
         "epsilon_planned": shown(max(planned, cost.epsilon)),
-        "delta": plan.delta if private else None,
+        "delta": plan.privacy.delta if private else None,
         "noise_multiplier": cost.noise_multiplier,
         "unit": {
-            "name": plan.unit,
-            "told_by": plan.found.unit or None,
+            "name": plan.privacy.unit,
+            "told_by": plan.data.found.unit or None,
             "records_in_a_step": plan.recipe.records,
         },
         "sampler": cost.sampler,
@@ -80,11 +83,11 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "covered_scores": {
             "released": sum(event.steps for event in tested),
             "noise_multiplier": statements.common(event.noise_multiplier for event in tested),
-            "epsilon": shown(total_epsilon(tested, plan.delta)),
-            "epsilon_of_training": shown(total_epsilon(trained, plan.delta)),
+            "epsilon": shown(total_epsilon(tested, plan.privacy.delta)),
+            "epsilon_of_training": shown(total_epsilon(trained, plan.privacy.delta)),
             "statement": TEXTS.covered,
         }
-        if plan.scores
+        if plan.privacy.scores
         else None,
         "events": [vars(event) for event in events],
         "abandoned": [vars(event) for event in spent.abandoned],
@@ -100,13 +103,13 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
 
 def _counted(plan: TrainPlan) -> tuple[str, str]:
     """Return what train_size and the number of tested records count."""
-    counted = "units" if plan.found.unit else "records"
-    return counted, counted if plan.scores else "records"
+    counted = "units" if plan.data.found.unit else "records"
+    return counted, counted if plan.privacy.scores else "records"
 
 
 def _computed(plan: TrainPlan) -> list[dict[str, str]]:
     """Return the values that a run computes from its records, and whether each is protected."""
-    facts, found, own = plan.facts, plan.found, isinstance(plan.data, Source)
+    facts, found, own = plan.data.facts, plan.data.found, plan.data.own
     shape = ("channels", "image size") if facts.is_images else ("columns and their ranges",)
     trained, tested = _counted(plan)
     status = {
@@ -115,7 +118,7 @@ def _computed(plan: TrainPlan) -> list[dict[str, str]]:
         f"number of test {tested}": "declared public",
         **dict.fromkeys(("classes", *shape), "declared public" if own else "published"),
         **dict.fromkeys(found.inferred, "not covered"),
-        "scores of the test records": "protected" if plan.scores else "not covered",
+        "scores of the test records": "protected" if plan.privacy.scores else "not covered",
         "measured times": "not covered",
         "notes on the screen: records left out, untested classes, lack of memory": "not covered",
         "state in checkpoint/, with its keys": "secret",
@@ -125,17 +128,19 @@ def _computed(plan: TrainPlan) -> list[dict[str, str]]:
 
 def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """Return the answers to NIST SP 800-226's questions, and the open questions."""
-    data = plan.facts
+    data = plan.data.facts
     kind = "images" if data.is_images else "rows of numbers"
     shape = f"{' x '.join(map(str, data.shape))}, {len(data.classes)} classes"
-    ball = f"a ball of radius {plan.hyper.clip_norm:g}"
-    region = ball if "clip_norm" in plan.method.settings else TEXTS.ellipsoid
-    public = [f"the dataset {plan.found.name}: {data.about}"] * isinstance(plan.data, str)
-    if isinstance(plan.features, Backbone):
-        backbone = BACKBONES[plan.features.kind]
+    ball = f"a ball of radius {plan.optimizer.hyper.clip_norm:g}"
+    region = ball if "clip_norm" in plan.optimizer.method.settings else TEXTS.ellipsoid
+    public = [f"the dataset {plan.data.found.name}: {data.about}"] * (not plan.data.own)
+    if isinstance(plan.network.features, Backbone):
+        backbone = BACKBONES[plan.network.features.kind]
         public.append(f"weights of {backbone.about}; licence {backbone.licence}")
-    if plan.pretrained is not None:
-        public.append(f"weights in {plan.pretrained.name}; source and licence to be filled in")
+    if plan.network.pretrained is not None:
+        public.append(
+            f"weights in {plan.network.pretrained.name}; source and licence to be filled in"
+        )
     return {
         **TEXTS.statement,
         "mechanism": TEXTS.statement["mechanism"].format(region),
@@ -143,7 +148,9 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
         "unprotected": [row["what"] for row in computed if row["status"] != "protected"],
         "public": public,
         "software": f"dpmac {__version__}, torch {version('torch')}.",
-        "audit": TEXTS.audited.format(plan.canaries) if plan.canaries else TEXTS.not_audited,
+        "audit": TEXTS.audited.format(plan.privacy.audit.canaries)
+        if plan.privacy.audit.canaries
+        else TEXTS.not_audited,
     }
 
 
@@ -152,32 +159,39 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
 
     ``trained`` is the number of trained parameters.
     """
-    facts, inferred, kind = plan.facts, plan.found.inferred, task.independence
+    facts, inferred, kind = plan.data.facts, plan.data.found.inferred, task.independence
+    source = plan.data.source
     cost = privacy(plan, spent)
-    schema = plan.data.schema if isinstance(plan.data, Source) else None
+    schema = source.schema if isinstance(source, Source) else None
     notes = [TEXTS.public.format(*_counted(plan))] + [TEXTS.declared] * (schema is not None)
     notes += [TEXTS.taken.format(listed(inferred))] * bool(inferred)
-    audit = {"canaries": plan.canaries, "guesses": plan.guesses, "statement": TEXTS.audit_run}
+    audit = {
+        "canaries": plan.privacy.audit.canaries,
+        "guesses": plan.privacy.audit.guesses,
+        "statement": TEXTS.audit_run,
+    }
     return {
         "schema_version": SCHEMA_VERSION,
-        "optimizer": plan.optimizer,
+        "optimizer": plan.optimizer.name,
         "dataset": {
-            "name": plan.found.name,
+            "name": plan.data.found.name,
             "train_size": facts.train_size,
             "test_size": facts.test_size,
             "sha256": facts.sha256,
-            "own": isinstance(plan.data, Source),
+            "own": plan.data.own,
             "multilabel": facts.multilabel,
-            "held_out": plan.found.held_out,
-            "test_note": TEXTS.held_out if plan.found.held_out and not plan.scores else None,
+            "held_out": plan.data.found.held_out,
+            "test_note": TEXTS.held_out
+            if plan.data.found.held_out and not plan.privacy.scores
+            else None,
             "taken_from_records": list(inferred),
             "schema": None if schema is None else schema.model_dump(mode="json"),
             "public_note": " ".join(notes),
         },
         "model": {
-            "name": plan.model.name,
+            "name": plan.network.model.name,
             "parameters": task.parameters,
-            "fix_norm": plan.fix_norm,
+            "fix_norm": plan.network.fix_norm,
             "built_by": task.built_by or None,
             "independence": {"kind": kind, "statement": TEXTS.independence[kind]},
             **_public_part(plan, task, trained),
@@ -188,23 +202,25 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
         },
         "classes": list(facts.classes),
         "privacy": cost,
-        "statement": _statement(plan, cost["computed_from_records"]) if plan.private else None,
-        "audit": audit if plan.canaries else None,
+        "statement": _statement(plan, cost["computed_from_records"])
+        if plan.privacy.private
+        else None,
+        "audit": audit if plan.privacy.audit.canaries else None,
     }
 
 
 def _public_part(plan: TrainPlan, task: Task, trained: int) -> dict[str, Any]:
     """Return the part of a network that was public before training; empty for most networks."""
-    features, said, file = plan.features, [], None
+    features, said, file = plan.network.features, [], None
     if isinstance(features, Scattered):
         said.append(TEXTS.scattered.format(about=FEATURES[features.kind]))
     elif isinstance(features, Backbone):
         said.append(TEXTS.of_backbone.format(about=BACKBONES[features.kind].about))
-    if plan.pretrained is not None:
-        file = plan.pretrained.name
+    if plan.network.pretrained is not None:
+        file = plan.network.pretrained.name
         said.append(TEXTS.pretrained.format(file=file))
-    if plan.starts_public and plan.trained.part != "all":
-        said.append(TEXTS.trained.format(part=PARTS[plan.trained.part]))
+    if plan.network.starts_public and plan.network.trained.part != "all":
+        said.append(TEXTS.trained.format(part=PARTS[plan.network.trained.part]))
     flags = ("features", "backbone", "backbone-size", "train", "lora-rank", "lora-alpha")
     part = {
         **{flag.replace("-", "_"): plan.recorded.get(flag) for flag in flags},
@@ -240,7 +256,11 @@ def build_report(
         seconds: training time; ``total_seconds`` since the run was last started.
         machine: facts of the machine, besides those of the operating system.
     """
-    used = plan.method.settings if plan.private else plan.method.settings_without_clipping
+    used = (
+        plan.optimizer.method.settings
+        if plan.privacy.private
+        else plan.optimizer.method.settings_without_clipping
+    )
     speed = steps / seconds if seconds > 0 else 0.0
     return {
         **facts,
@@ -248,9 +268,9 @@ def build_report(
         "test": _scores(history, metrics),
         "hyperparameters": {
             "steps": steps,
-            "epochs": steps / plan.steps_per_epoch,
-            "batch_size": plan.batch_size,
-            **{name: getattr(plan.hyper, name) for name in sorted(used)},
+            "epochs": steps / plan.privacy.steps_per_epoch,
+            "batch_size": plan.privacy.batch_size,
+            **{name: getattr(plan.optimizer.hyper, name) for name in sorted(used)},
         },
         "recipe": {n: plan.recorded.get(flag_name(n), d) for n, d in RECIPE_DEFAULTS.items()},
         "post_noise": dict(post_noise),
@@ -258,7 +278,7 @@ def build_report(
             "training_seconds": round(seconds, 3),
             "total_seconds": round(total_seconds, 3),
             "steps_per_second": round(speed, 2),
-            "samples_per_second": round(speed * plan.batch_size, 1),
+            "samples_per_second": round(speed * plan.privacy.batch_size, 1),
         },
         "versions": {"python": platform.python_version(), "dpmac": __version__}
         | {package: version(package) for package in PACKAGES},
@@ -288,9 +308,9 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
         "step": evaluated.step,
         "epoch": evaluated.epoch,
         "epsilon": shown(epsilon),
-        "delta": plan.delta if plan.private else None,
+        "delta": plan.privacy.delta if plan.privacy.private else None,
         "test_accuracy": shown(result.accuracy),
-        metric_key(plan.metric): shown(result.metric(plan.metric)),
+        metric_key(plan.run.metric): shown(result.metric(plan.run.metric)),
         "test_loss": shown(result.loss),
         "test_samples": result.samples,
         "seconds": round(evaluated.seconds, 3),

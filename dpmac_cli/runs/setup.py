@@ -10,7 +10,6 @@ from dpmac_cli.accounting.statements import short
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data, fingerprint
 from dpmac_cli.data.loaders import loading
-from dpmac_cli.data.schema import Source
 from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.losses import Loss, alone
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
@@ -100,26 +99,28 @@ def make_trainer(
             does not build.
         ModelError: the model is not a torch module, or mixes samples.
     """
-    device = device or choose_device(plan.device)
-    keys = keys or make_keys(plan.seed)
+    device = device or choose_device(plan.run.device)
+    keys = keys or make_keys(plan.run.seed)
     task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan, task.data)
-    isolated = task.independence == "isolated" and not plan.head_only
+    isolated = task.independence == "isolated" and not plan.network.head_only
     # Built-in networks use no random numbers in their forward pass; others may.
     own = task.independence != "built in"
     trainer = Trainer(
         model=task.trained,
         data=task.data,
-        algorithm=build_algorithm(plan.method, plan.hyper, private=plan.private, rule=rule),
+        algorithm=build_algorithm(
+            plan.optimizer.method, plan.optimizer.hyper, private=plan.privacy.private, rule=rule
+        ),
         mechanism=_mechanism(plan),
         plan=Plan(
-            steps=plan.steps if steps is None else steps,
-            steps_per_epoch=plan.steps_per_epoch,
-            physical_batch=plan.gpu_batch if device.type == "cuda" else plan.physical_batch,
-            private=plan.private,
+            steps=plan.privacy.steps if steps is None else steps,
+            steps_per_epoch=plan.privacy.steps_per_epoch,
+            physical_batch=plan.run.gpu_batch if device.type == "cuda" else plan.run.physical_batch,
+            private=plan.privacy.private,
             recipe=plan.recipe,
             loss=None if loss is None else _checked(loss, plan, task.trained, device),
-            scores=plan.scores,
+            scores=plan.privacy.scores,
             isolated=isolated,
         ),
         randomness=_randomness(plan, keys, ranks, own=own),
@@ -133,11 +134,11 @@ def make_trainer(
 def _carried(plan: TrainPlan, task: Task) -> Training:
     """Return the training that a network carries from now on."""
     training = Training(
-        event=plan.event,
+        event=plan.privacy.event,
         unit=unit_of(plan),
-        private=plan.private,
-        seeded=plan.seed is not None,
-        secure=plan.secure,
+        private=plan.privacy.private,
+        seeded=plan.run.seed is not None,
+        secure=plan.run.secure,
     )
     attach(task.model, training)
     return training
@@ -145,15 +146,15 @@ def _carried(plan: TrainPlan, task: Task) -> Training:
 
 def unit_of(plan: TrainPlan) -> tuple[str, str]:
     """Return the unit of privacy, and what tells the units of records apart."""
-    return short(plan.unit), plan.found.unit
+    return short(plan.privacy.unit), plan.data.found.unit
 
 
 def _checked(loss: Loss, plan: TrainPlan, model: nn.Module, device: torch.device) -> Loss:
     """Return a user-supplied loss, validated on random outputs and labels."""
-    classes = len(plan.facts.classes)
+    classes = len(plan.data.facts.classes)
     outputs = torch.randn(2 * classes, classes, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(2 * classes) % classes
-    if plan.facts.multilabel:
+    if plan.data.facts.multilabel:
         labels = torch.eye(classes, dtype=torch.uint8).repeat(2, 1)
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     return alone(loss, outputs.to(device), labels.to(device), names)
@@ -172,41 +173,43 @@ def make_task(
     The network is validated before the first record is read. For arguments and errors see
     :func:`make_trainer`.
     """
-    shape, at_hand = plan.facts.shape, model is not None
-    seen = build.seen_by_network(plan.facts.signature, plan.features)
-    own = at_hand or isinstance(plan.model, UserModel)
+    shape, at_hand = plan.data.facts.shape, model is not None
+    seen = build.seen_by_network(plan.data.facts.signature, plan.network.features)
+    own = at_hand or isinstance(plan.network.model, UserModel)
     notes: tuple[str, ...] = ()
     if model is None:
         model = _build(plan, keys)
     else:
         _check_at_hand(plan, model)
     fingerprints = _fingerprints(plan, data, at_hand=at_hand)
-    if plan.starts_public:  # never for a network that was passed in
+    if plan.network.starts_public:  # never for a network that was passed in
         weights, notes = _start(plan, model)
         fingerprints["pretrained"] = weights.sha256
     trained = model = model.to(device)
     parts = None  # the frozen part, which runs once per record, and the trained one
     if isinstance(model, FrozenFeatures) and not at_hand:
         parts = model
-    elif plan.head_only:  # never for a network that was passed in
+    elif plan.network.head_only:  # never for a network that was passed in
         parts = cut_before_head(model, shape)
     kind, why = _independence(plan, model, parts, own=own)
-    if device.type == "cuda" and not plan.head_only:  # autocast on CUDA is not detected on the CPU
-        cached = plan.features is not None and parts is not None
+    if (
+        device.type == "cuda" and not plan.network.head_only
+    ):  # autocast on CUDA is not detected on the CPU
+        cached = plan.network.features is not None and parts is not None
         whole, given = (parts.head, seen.shape) if parts and cached else (model, shape)
         check_precision(whole, given)
     if data is None:
-        data = yield from loading(plan.data, plan.data_dir, device, facts=plan.facts)
-    if isinstance(plan.data, Source):
+        data = yield from loading(plan.data.source, plan.data.folder, device, facts=plan.data.facts)
+    if plan.data.own:
         fingerprints |= record_sums(data)
     if parts is not None:
-        parts.isolated = plan.features is None and kind == "isolated"
-        settings = {"isolate": plan.isolate, **vars(plan.trained)}
-        if plan.features is not None:
-            settings |= vars(plan.features)
+        parts.isolated = plan.network.features is None and kind == "isolated"
+        settings = {"isolate": plan.network.isolate, **vars(plan.network.trained)}
+        if plan.network.features is not None:
+            settings |= vars(plan.network.features)
         data, sha256 = yield from featured(parts, data, settings, cache_folder())
         trained, fingerprints["features"] = parts.head, sha256
-    named = None if at_hand or not isinstance(plan.model, UserModel) else plan.model
+    named = None if at_hand or not isinstance(plan.network.model, UserModel) else plan.network.model
     return Task(
         model=model,
         trained=trained,
@@ -229,26 +232,29 @@ def record_sums(data: Data) -> dict[str, str]:
 
 def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
     """Load the public weights into a network; return them with notes."""
-    weights = None if plan.pretrained is None else read_weights(plan.pretrained)
-    if isinstance(plan.features, Backbone):
-        weights = weights or public_weights(plan.features.kind)
-        model, head = model.get_submodule("frozen.network"), BACKBONES[plan.features.kind].head
+    weights = None if plan.network.pretrained is None else read_weights(plan.network.pretrained)
+    if isinstance(plan.network.features, Backbone):
+        weights = weights or public_weights(plan.network.features.kind)
+        model, head = (
+            model.get_submodule("frozen.network"),
+            BACKBONES[plan.network.features.kind].head,
+        )
         notes = weights.adopted_by(model, head)
     else:
         assert weights is not None  # noqa: S101  (it starts from public weights)
-        notes = weights.adopted_by(model, head_of(model, plan.facts.shape))
+        notes = weights.adopted_by(model, head_of(model, plan.data.facts.shape))
     return weights, (*_doubts(plan, weights), *notes)
 
 
 def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
     model = build.build_model(
-        plan.model,
-        plan.facts.signature,
+        plan.network.model,
+        plan.data.facts.signature,
         int.from_bytes(keys.init[:4], "little"),
-        fix_norm=plan.fix_norm,
-        features=plan.features,
-        trained=plan.trained if plan.starts_public else None,
-        isolated=plan.isolate,
+        fix_norm=plan.network.fix_norm,
+        features=plan.network.features,
+        trained=plan.network.trained if plan.network.starts_public else None,
+        isolated=plan.network.isolate,
     )
     check_publishable(model)
     return model
@@ -256,7 +262,7 @@ def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
 
 def _check_at_hand(plan: TrainPlan, model: object) -> None:
     """Validate a network that was passed in like a built one. Raises InputError, ModelError."""
-    if plan.features is not None or plan.pretrained is not None:
+    if plan.network.features is not None or plan.network.pretrained is not None:
         raise InputError(
             "features and pretrained are for a network that dpmac builds: leave them out, or "
             "do the same in your own network."
@@ -266,37 +272,39 @@ def _check_at_hand(plan: TrainPlan, model: object) -> None:
             f"{getattr(model, '__name__', repr(model))} is not a torch module. Pass a network "
             "instance, such as torch.nn.Linear(64, 10)."
         )
-    if plan.fix_norm:
+    if plan.network.fix_norm:
         build.without_batch_norm(model)
-    check_model(model, plan.facts.shape, len(plan.facts.classes), isolated=plan.isolate)
+    check_model(
+        model, plan.data.facts.shape, len(plan.data.facts.classes), isolated=plan.network.isolate
+    )
 
 
 def _fingerprints(plan: TrainPlan, data: Data | None, *, at_hand: bool) -> dict[str, str]:
     """Return checksums of user-supplied data, networks and weights, for resuming."""
-    facts, sums = plan.facts, {}
-    if isinstance(plan.data, Source):
+    facts, sums = plan.data.facts, {}
+    if plan.data.own:
         sums["classes"] = digest({}, {"classes": facts.classes})
         sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
     elif data is not None and facts.sha256 is not None:
         found = fingerprint(data.train, data.test)
         if found != facts.sha256:  # user-supplied records under a registered name
             sums["data"] = found
-    if isinstance(plan.model, UserModel) and not at_hand:
-        sums["network"] = build.source_sum(plan.model)
+    if isinstance(plan.network.model, UserModel) and not at_hand:
+        sums["network"] = build.source_sum(plan.network.model)
     return sums
 
 
 def _independence(
     plan: TrainPlan, model: nn.Module, parts: FrozenFeatures | None, *, own: bool
 ) -> tuple[Independence, tuple[str, ...]]:
-    if plan.isolate:
+    if plan.network.isolate:
         return "isolated", ()
     if not own:
         return "built in", ()
-    shape, classes = plan.facts.shape, len(plan.facts.classes)
-    if plan.features is not None:
-        model, shape = model.get_submodule("head"), plan.features.shape_of(shape)
-    frozen = parts.frozen if parts is not None and plan.head_only else None
+    shape, classes = plan.data.facts.shape, len(plan.data.facts.classes)
+    if plan.network.features is not None:
+        model, shape = model.get_submodule("head"), plan.network.features.shape_of(shape)
+    frozen = parts.frozen if parts is not None and plan.network.head_only else None
     kind, why = independence(model, shape, classes, frozen)
     if kind == "traced":
         return kind, ()
@@ -309,9 +317,9 @@ def _independence(
 def _doubts(plan: TrainPlan, weights: PublicWeights) -> tuple[str, ...]:
     """Return notes on weights that may not be public. Raises InputError if they are not."""
     name = weights.trained_on
-    if name != plan.found.name or not plan.private:
+    if name != plan.data.found.name or not plan.privacy.private:
         return ()
-    if not isinstance(plan.data, Source):
+    if not plan.data.own:
         raise InputError(
             f"--pretrained: {weights.path} was trained on {name} by dpmac, so its weights are not "
             "public to a run on the same records, and epsilon would not cover what they reveal. "
@@ -326,37 +334,37 @@ def _doubts(plan: TrainPlan, weights: PublicWeights) -> tuple[str, ...]:
 
 def _check_size(plan: TrainPlan, data: Data) -> None:
     """Reject data whose number of records differs from that of sampling rate and epsilon."""
-    if data.train.size != plan.facts.train_size:
+    if data.train.size != plan.data.facts.train_size:
         raise InputError(
-            f"data has {data.train.size:,} {plan.unit.split(' with ')[0]}s, but epsilon was "
-            f"computed for the {plan.facts.train_size:,} of {plan.found.name}. Save your records "
+            f"data has {data.train.size:,} {plan.privacy.unit.split(' with ')[0]}s, but epsilon was "
+            f"computed for the {plan.data.facts.train_size:,} of {plan.data.found.name}. Save your records "
             "as an .npz and use that as the dataset."
         )
-    if plan.scores is not None and data.test.size != plan.facts.test_size:
+    if plan.privacy.scores is not None and data.test.size != plan.data.facts.test_size:
         raise InputError(
             f"data has {data.test.size:,} test records or units, but scores are covered for the "
-            f"{plan.facts.test_size:,} of {plan.found.name}. Use the dataset with its units."
+            f"{plan.data.facts.test_size:,} of {plan.data.found.name}. Use the dataset with its units."
         )
 
 
 def _mechanism(plan: TrainPlan) -> GaussianMechanism:
-    if plan.private and plan.sigma == 0:
+    if plan.privacy.private and plan.privacy.sigma == 0:
         raise ValueError("a private run needs noise")
-    kind = SecureMechanism if plan.secure else GaussianMechanism
-    return kind(plan.sigma, plan.batch_size)
+    kind = SecureMechanism if plan.run.secure else GaussianMechanism
+    return kind(plan.privacy.sigma, plan.privacy.batch_size)
 
 
 def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> list[Canaries]:
     """Return the canaries of an audit run; an empty list for other runs."""
-    if plan.canaries == 0:
+    if plan.privacy.audit.canaries == 0:
         return []
     return [
         Canaries(
             parameters=sum(p.numel() for p in task.trained.parameters()),
-            rate=plan.event.sampling_rate,
-            batch=plan.batch_size,
+            rate=plan.privacy.event.sampling_rate,
+            batch=plan.privacy.batch_size,
             first=task.data.train.size,
-            count=plan.canaries,
+            count=plan.privacy.audit.canaries,
             inputs=plan.recipe.inputs,
             keys=keys,
             device=task.data.gain.device,
@@ -367,19 +375,19 @@ def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> list[Canaries]:
 def _randomness(plan: TrainPlan, keys: Keys, ranks: Ranks | None, *, own: bool) -> Randomness:
     """Return the random draws of a rank; ranks other than the first only have those of layers."""
     rank = 0 if ranks is None else ranks.rank
-    drawn = own or plan.recipe.augmented or plan.found.unit
+    drawn = own or plan.recipe.augmented or plan.data.found.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None
     if rank > 0:
         return Randomness(keys=Keys(layers=keys.layers), sampler=None, noise=None, layers=layers)
     sampler = KeyedSampler(
-        plan.event.sampler,
-        size=plan.facts.train_size + plan.canaries,
-        batch=plan.batch_size,
+        plan.privacy.event.sampler,
+        size=plan.data.facts.train_size + plan.privacy.audit.canaries,
+        batch=plan.privacy.batch_size,
         key=keys.sampler,
-        secure=plan.secure,
-        rate=plan.event.sampling_rate,
+        secure=plan.run.secure,
+        rate=plan.privacy.event.sampling_rate,
         base=keys.base,
     )
-    noise = Noise(keys.noise, secure=plan.secure)
-    scores = Noise(keys.scores, secure=True) if plan.scores else None
+    noise = Noise(keys.noise, secure=plan.run.secure)
+    scores = Noise(keys.scores, secure=True) if plan.privacy.scores else None
     return Randomness(keys=keys, sampler=sampler, noise=noise, layers=layers, scores=scores)
