@@ -21,7 +21,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Split
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.runs.setup import make_task
+from dpmac_cli.runs.prepare import make_task
 from dpmac_cli.storage.progress import outcome
 
 CONFIG = Path(__file__).parents[1] / "sample_configs" / "cifar10-backbone.yaml"

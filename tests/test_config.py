@@ -122,24 +122,28 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
 }
 BOUNDED = [name for name, setting in SETTINGS.items() if setting.bounds]
 _FIELDS = {
-    "model": "model.name",
-    "features": "features.kind",
-    "backbone": "features.kind",
-    "backbone_size": "features.size",
-    "backbone_flips": "features.flips",
-    "test_fraction": "data.test_fraction",
-    "split_seed": "data.split_seed",
-    "image_size": "data.image_size",
-    "levels": "data.levels",
-    "standardise": "data.standardise",
-    "unit": "data.unit",
+    "dataset": "data.dataset",
+    **{name: f"data.source.{name}" for name in ("test_fraction", "split_seed", "image_size")},
+    **{name: f"data.source.{name}" for name in ("levels", "standardise", "unit", "skip_bad")},
+    "data_dir": "data.folder",
+    "model": "network.model.name",
+    **{name: f"network.{name}" for name in ("fix_norm", "isolate")},
+    "features": "network.features.kind",
+    "backbone": "network.features.kind",
+    "backbone_size": "network.features.size",
+    "backbone_flips": "network.features.flips",
+    "train": "network.trained.part",
+    "lora_rank": "network.trained.rank",
+    "lora_alpha": "network.trained.alpha",
+    **{name: f"privacy.{name}" for name in ("steps", "batch_size", "sigma")},
+    **{name: f"privacy.{name}" for name in ("max_epsilon", "delta")},
+    "sampler": "privacy.event.sampler",
+    "canaries": "privacy.audit.canaries",
+    "guesses": "privacy.audit.guesses",
+    "optimizer": "optimizer.name",
+    **{name: f"optimizer.hyper.{name}" for name in ("lr", "clip_norm", "beta1", "beta2", "gamma")},
+    **{name: f"optimizer.hyper.{name}" for name in ("gamma_prime", "h1", "h2", "kappa", "phi")},
     "records_per_unit": "recipe.records",
-    "skip_bad": "data.skip_bad",
-    "epsilon": "target_epsilon",
-    "sampler": "event.sampler",
-    **{name: f"hyper.{name}" for name in ("lr", "clip_norm", "beta1", "beta2", "gamma")},
-    **{name: f"hyper.{name}" for name in ("gamma_prime", "h1", "h2", "kappa", "phi")},
-    "checkpoint_every": "checkpoint_steps",
     "lr_schedule": "recipe.schedule",
     "warmup_steps": "recipe.warmup",
     "weight_decay": "recipe.weight_decay",
@@ -148,26 +152,26 @@ _FIELDS = {
     "augment": "recipe.augment",
     "loss": "recipe.loss.name",
     "label_smoothing": "recipe.loss.smoothing",
-    "train": "trained.part",
-    "lora_rank": "trained.rank",
-    "lora_alpha": "trained.alpha",
+    **{name: f"run.{name}" for name in ("device", "seed", "secure", "physical_batch", "metric")},
+    "out": "run.folder.path",
+    "force": "run.folder.force",
 }
-#: The value of each setting as it was typed, read off a plan. A plan knows nothing of --debug.
+#: Settings that no plan has: what is shown, and the target that noise is calibrated for.
+UNPLANNED = ("json", "quiet", "debug", "epsilon")
+#: The value of each other setting as it was typed, read off a plan.
 PLANNED: Mapping[str, Callable[[Any], Any]] = {
-    **{name: attrgetter(_FIELDS.get(name, name)) for name in SETTINGS if name != "debug"},
-    "isolate": lambda plan: plan.isolate,
-    "pretrained": lambda plan: str(plan.pretrained),
+    **{name: attrgetter(field) for name, field in _FIELDS.items()},
+    "pretrained": lambda plan: str(plan.network.pretrained),
     "channels": lambda plan: str(plan.data.source.channels),
     "classes": lambda plan: ",".join(plan.data.source.classes),
     "class_weights": lambda plan: ",".join(f"{w:g}" for w in plan.recipe.loss.weights),
     "feature_range": lambda plan: "{:g},{:g}".format(*plan.data.source.feature_range),
     "schema": lambda plan: plan.recorded["schema"],
-    "epochs": lambda plan: plan.steps / plan.steps_per_epoch,
-    "no_dp": lambda plan: not plan.private,
-    "metric": lambda plan: plan.metric,
-    "cover_scores": lambda plan: plan.scores is not None,
-    "score_every": lambda plan: plan.scores.every / plan.steps_per_epoch,
-    "checkpoint_every": lambda plan: str(plan.checkpoint_steps),
+    "epochs": lambda plan: plan.privacy.steps / plan.privacy.steps_per_epoch,
+    "no_dp": lambda plan: not plan.privacy.private,
+    "cover_scores": lambda plan: plan.privacy.scores is not None,
+    "score_every": lambda plan: plan.privacy.scores.every / plan.privacy.steps_per_epoch,
+    "checkpoint_every": lambda plan: str(plan.run.checkpoints.steps),
 }
 
 
@@ -235,7 +239,7 @@ def test_a_field_is_all_that_a_flag_needs() -> None:
 
 
 def test_the_values_above_cover_every_setting() -> None:
-    assert VALUES.keys() == SETTINGS.keys() == PLANNED.keys() | {"debug"}
+    assert VALUES.keys() == SETTINGS.keys() == PLANNED.keys() | {*UNPLANNED}
 
 
 @pytest.mark.usefixtures("own_data")
@@ -246,9 +250,11 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path, separator
         value = str(VALUES[name]) if kind is Path else VALUES[name]
         typed = value if kind is bool else str(value)
         beside = BESIDE.get(name, {})
-        config = from_file(file, {name.replace("_", separator): value, **beside}).plan
-        assert name == "debug" or PLANNED[name](config) == VALUES[name], name
-        assert config == resolve({name: typed, **beside}).plan, name
+        resolved = from_file(file, {name.replace("_", separator): value, **beside})
+        if name in PLANNED:
+            assert PLANNED[name](resolved.plan) == VALUES[name], name
+        assert getattr(resolved.settings, name) == VALUES[name], name
+        assert resolved == resolve({name: typed, **beside}), name
         assert parse({name: typed}) == {name: VALUES[name]}
 
 
@@ -263,9 +269,9 @@ def test_flags_win_over_the_file(file: Path) -> None:
     ("body", "flags", "expected"),
     [
         ({"sigma": 2.0}, {"epsilon": "3"}, {"epsilon": 3.0, "no_dp": False}),
-        ({"epsilon": 3.0}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": math.inf, "no_dp": False}),
-        ({"no-dp": True}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": math.inf, "no_dp": False}),
-        ({"sigma": 2.0}, {"no_dp": True}, {"sigma": 0.0, "epsilon": math.inf, "no_dp": True}),
+        ({"epsilon": 3.0}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": None, "no_dp": False}),
+        ({"no-dp": True}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": None, "no_dp": False}),
+        ({"sigma": 2.0}, {"no_dp": True}, {"sigma": 0.0, "epsilon": None, "no_dp": True}),
         ({"max-epsilon": 2.0}, {"no_dp": True}, {"max_epsilon": math.inf, "no_dp": True}),
         ({"epochs": 9}, {"steps": "7"}, {"steps": 7}),
         ({"steps": 7}, {"epochs": "9"}, {"epochs": 9, "steps": 9 * 235}),
@@ -274,8 +280,10 @@ def test_flags_win_over_the_file(file: Path) -> None:
 def test_a_flag_displaces_the_files_answer_to_the_same_question(
     file: Path, body: Mapping[str, Any], flags: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
-    config = from_file(file, body, **flags).plan
-    assert {name: PLANNED[name](config) for name in expected} == expected
+    resolved = from_file(file, body, **flags)
+    config, targets = resolved.plan, {"epsilon": resolved.settings.epsilon}
+    found = {name: PLANNED[name](config) for name in expected if name in PLANNED}
+    assert {**targets, **found} == {"epsilon": None, **expected}
     assert config == resolve(flags).plan
     undone = body.keys() - flags.keys() - {"sigma"}
     assert not any(config.recorded.get(name) for name in undone)

@@ -76,7 +76,7 @@ def test_prices_and_settings_load_no_torch() -> None:
         "import sys\n"
         "from dpmac_cli import total_epsilon, resolve, price, plan, OPTIMIZERS\n"
         "config = resolve(dataset='digits', sigma=6, steps=3).plan\n"
-        "assert total_epsilon((config.event,), 1e-5) > 0\n"
+        "assert total_epsilon((config.privacy.event,), 1e-5) > 0\n"
         "slow = ('torch', 'torchvision', 'sklearn', 'matplotlib', 'typer')\n"
         "print(*(m for m in slow if m in sys.modules))"
     )

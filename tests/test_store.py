@@ -87,7 +87,7 @@ def test_a_run_that_reads_by_row_is_the_run_that_has_all_in_memory(
     photos(Path("photos"))
     _, one = train_events(plan_of())
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    source = plan_of().data
+    source = plan_of().data.source
     assert load_data(source, Path(), CPU).train.images.device.type == "meta"
     _, other = train_events(plan_of("other"))
     assert same_weights(one.folder, other.folder)

@@ -25,7 +25,7 @@ from dpmac_cli import (
     resolve,
     total_epsilon,
 )
-from dpmac_cli.runs import setup
+from dpmac_cli.runs import prepare
 from dpmac_cli.training.lineage import carried_by
 
 SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "device": "cpu"}
@@ -34,8 +34,8 @@ SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "device":
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the validation of networks, which takes seconds and is tested elsewhere."""
-    monkeypatch.setattr(setup, "independence", lambda *_: ("traced", ""))
-    monkeypatch.setattr(setup, "check_model", lambda *_, **__: None)
+    monkeypatch.setattr(prepare, "independence", lambda *_: ("traced", ""))
+    monkeypatch.setattr(prepare, "check_model", lambda *_, **__: None)
 
 
 def network() -> nn.Sequential:

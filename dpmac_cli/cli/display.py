@@ -15,8 +15,8 @@ from dpmac_cli.cli.console import ATTENTION, bar
 from dpmac_cli.cli.failures import stop
 from dpmac_cli.config.settings import METRICS
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
+from dpmac_cli.release.report import TEXTS
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs.report import TEXTS
 from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
 from dpmac_cli.storage.progress import LISTENER, Computing
 from dpmac_cli.training import evaluation, loop
@@ -125,7 +125,7 @@ def _computing(event: Computing) -> str:
 
 
 def _heading(event: Started) -> Iterator[Text]:
-    plan, (trained, total) = event.plan, event.parameters
+    plan, privacy, (trained, total) = event.plan, event.plan.privacy, event.parameters
     of_all = f" trained of {total:,}" * (trained < total)
     yield Text.assemble(
         (plan.optimizer.name, "bold"),
@@ -133,24 +133,25 @@ def _heading(event: Started) -> Iterator[Text]:
         f"{'units' if plan.data.found.unit else 'records'}, "
         f"{plan.network.model.name} with {trained:,}{of_all} parameters, {plan.run.device}",
     )
-    if not plan.privacy.private:
+    if not privacy.private:
         yield Text(NO_PRIVACY, style="bold red")
     else:
         yield Text(
-            f"sigma {plan.privacy.sigma:g}, expected batch {plan.privacy.batch_size}, {event.steps:,} steps "
-            f"(epochs: {event.steps / plan.privacy.steps_per_epoch:.4g}), delta {plan.privacy.delta:g}"
+            f"sigma {privacy.sigma:g}, expected batch {privacy.batch_size}, {event.steps:,} steps "
+            f"(epochs: {event.steps / privacy.steps_per_epoch:.4g}), delta {privacy.delta:g}"
         )
         one = "one image" if plan.data.facts.is_images else "one row"
-        yield Text(f"unit of privacy: {plan.privacy.unit if plan.data.found.unit else one}")
-    if plan.privacy.audit.canaries:
+        yield Text(f"unit of privacy: {privacy.unit if plan.data.found.unit else one}")
+    if privacy.audit.canaries:
         yield Text(
-            f"AUDIT: {plan.privacy.audit.canaries:,} canaries, about half of them "
+            f"AUDIT: {privacy.audit.canaries:,} canaries, about half of them "
             "trained on; the model will be unfit for release",
             style="bold red",
         )
-    if event.steps < plan.privacy.steps:  # --max-epsilon
+    if event.steps < privacy.steps:  # --max-epsilon
         yield Text(
-            f"--max-epsilon {plan.privacy.max_epsilon:g} allows {event.steps:,} of {plan.privacy.steps:,} steps",
+            f"--max-epsilon {privacy.max_epsilon:g} allows {event.steps:,} of {privacy.steps:,} "
+            "steps",
             style=ATTENTION,
         )
     if event.done:

@@ -15,7 +15,8 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, device_name, environment
 from dpmac_cli.runs.folder import resume_command
-from dpmac_cli.runs.setup import Task, make_task, make_trainer
+from dpmac_cli.runs.prepare import Task, make_task
+from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import DismissedError, Ranks

@@ -26,8 +26,9 @@ from dpmac_cli.runs.environment import (
     repeatable,
 )
 from dpmac_cli.runs.ledger import Ledger, Spent
+from dpmac_cli.runs.prepare import make_task
 from dpmac_cli.runs.session import Finished, RunEvent, Session
-from dpmac_cli.runs.setup import make_task, make_trainer
+from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import Computing, until
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import Ranks
@@ -161,26 +162,21 @@ def _session(
 ) -> Generator[Computing, None, Session]:
     device = choose_device(plan.run.device, ranks)
     plan = plan.on(str(device))
-    if ranks is not None and plan.privacy.audit.canaries:
+    privacy = plan.privacy
+    if ranks is not None and privacy.audit.canaries:
         raise InputError("--canaries needs a run with one process. Leave it out.")
     if ranks is not None:
         check_ranks(device, ranks)
     spent, saved = before.spent, before.saved
-    rest = plan.privacy.event_of(plan.privacy.steps - spent.base)
-    budget = (
-        plan.privacy.delta,
-        plan.privacy.max_epsilon,
-        spent.earlier,
-        plan.privacy.scores,
-        spent.base,
-    )
+    rest = privacy.event_of(privacy.steps - spent.base)
+    budget = (privacy.delta, privacy.max_epsilon, spent.earlier, privacy.scores, spent.base)
     steps = spent.base + affordable_steps(rest, *budget)
     exact = saved is not None and not before.fresh_noise
     keys = make_keys(plan.run.seed, base=spent.base)
     if saved is not None and exact:
         keys = Keys.of_json(saved.record["state"]["keys"])
     task = yield from until(stop, make_task(plan, device, keys, data))
-    if plan.privacy.scores is not None and task.independence == "isolated":
+    if privacy.scores is not None and task.independence == "isolated":
         raise ModelError(
             "--cover-scores scores test records in batches, and it could not be proven that the "
             "network treats the records of a batch independently. Leave it out."
@@ -193,10 +189,10 @@ def _session(
     where = folder.make_place(plan.run.folder)
     spent = replace(
         spent,
-        event=plan.privacy.event_of(steps - spent.base),
+        event=privacy.event_of(steps - spent.base),
         seeded=spent.seeded or plan.run.seed is not None,
         secure=spent.secure and plan.run.secure,
-        scores=plan.privacy.scores,
+        scores=privacy.scores,
     )
     return Session(
         plan=plan,
@@ -223,14 +219,15 @@ def _resumed(
     recorded, step = saved.record["config"], saved.step
     check_given(where, recorded, given, "--resume", ("dataset", "model"))
     resolved = change(recorded, given)
-    plan = resolved.plan
+    plan, privacy = resolved.plan, resolved.plan.privacy
     _check_unchanged(where, plan, recorded, given)
     device = choose_device(plan.run.device, ranks)
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
-    if step >= plan.privacy.steps and told and folder.reported_steps(where) >= step:
+    if step >= privacy.steps and told and folder.reported_steps(where) >= step:
         raise InputError(
-            f"{where} is finished: it took {step} of {plan.privacy.steps} steps. To train longer: "
-            f"{folder.fork_command(where, ['--epochs N'])} (N above {step // plan.privacy.steps_per_epoch})"
+            f"{where} is finished: it took {step} of {privacy.steps} steps. To train longer: "
+            f"{folder.fork_command(where, ['--epochs N'])} "
+            f"(N above {step // privacy.steps_per_epoch})"
         )
     before = inherited(where, saved, resolved.notes)
     changed = sorted(differences(saved.record["environment"], environment(device, ranks)))
@@ -239,7 +236,7 @@ def _resumed(
         reasons.append("steps on a GPU cannot be repeated bit for bit")
     if len(before.spent.earlier) > len(saved.spent.earlier):
         reasons.append("the checkpoint of the last session is lost")
-    if reasons and plan.privacy.audit.canaries:
+    if reasons and privacy.audit.canaries:
         raise InputError(
             f"{where} is an audit run, which can only be resumed exactly ({'; '.join(reasons)}): "
             "an audit tests one guarantee with one set of coins. Start a new run."

@@ -23,8 +23,8 @@ from dpmac_cli.runs.checkpoint import fingerprints
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.memory import keep_freed_memory
+from dpmac_cli.runs.prepare import record_sums
 from dpmac_cli.runs.session import RunEvent, Started, Update
-from dpmac_cli.runs.setup import record_sums
 from dpmac_cli.runs.train import resume, resumes_exactly, train
 from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.studies.grid import Run

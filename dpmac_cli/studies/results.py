@@ -11,9 +11,9 @@ from typing import Any
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.settings import metric_key
+from dpmac_cli.release.report_file import events_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
-from dpmac_cli.runs.report_file import events_of
 from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
 
 #: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
@@ -89,27 +89,23 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
     values, seconds, failed = {}, [], {}
     first = runs[0][1]
-    plan = first.plan
-    epsilon = (
-        total_epsilon((plan.privacy.event,), plan.privacy.delta)
-        if plan.privacy.private
-        else math.inf
-    )
+    privacy, event = first.plan.privacy, first.plan.privacy.event
+    epsilon = total_epsilon((event,), privacy.delta) if privacy.private else math.inf
+    key = metric_key(first.plan.run.metric).removeprefix("test_")
     for number, run in runs:
         report = finished_report(run)
         if report is None:
             failed[run.seed] = failures.get(number, "not finished")
             continue
-        if plan.privacy.private and (did := events_of(run.folder)) != (plan.privacy.event,):
-            epsilon = max(epsilon, total_epsilon(did, plan.privacy.delta))
-        key = metric_key(plan.run.metric).removeprefix("test_")
+        if privacy.private and (did := events_of(run.folder)) != (event,):
+            epsilon = max(epsilon, total_epsilon(did, privacy.delta))
         seconds.append(float(report["timings"]["training_seconds"]))
         value = report["test"].get(key)
         values[run.seed] = math.nan if value is None else float(value)
     return Cell(
         labels=first.labels,
         column=first.column,
-        sigma=plan.privacy.sigma,
+        sigma=privacy.sigma,
         epsilon=epsilon,
         values=values,
         seconds=fmean(seconds) if seconds else math.nan,

@@ -12,8 +12,8 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.plots import means
+from dpmac_cli.release.card import web_page
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.card import web_page
 from dpmac_cli.storage.files import shown, to_csv
 from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison
@@ -143,8 +143,8 @@ def remarks(comparison: Comparison) -> list[str]:
             "Each epsilon above is the privacy cost of one run chosen in advance. "
             f"The {runs} runs{counted} use the same records: publishing anything learnt from "
             f"all of them, such as which is best, costs epsilon {format_epsilon(epsilon)} at "
-            f"delta {comparison.grid.plan.privacy.delta:g} in total. This includes attempts at these runs "
-            "that were restarted from scratch."
+            f"delta {comparison.grid.plan.privacy.delta:g} in total. This includes attempts at "
+            "these runs that were restarted from scratch."
         )
     if len(cells) > 1:
         said.append(

@@ -23,12 +23,13 @@ from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.release.report import metrics_line
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.report import metrics_line
+from dpmac_cli.runs.prepare import make_task
 from dpmac_cli.runs.session import Finished, Session
-from dpmac_cli.runs.setup import make_task, make_trainer, unit_of
+from dpmac_cli.runs.setup import make_trainer, unit_of
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.evaluation import Evaluation
@@ -106,7 +107,7 @@ class PrivateTraining:
             recipe = replace(plan.recipe, loss=LossKind(called))
             plan = replace(plan, recipe=recipe, recorded=recorded)
         if plan.privacy.private:
-            check_composable(self._earlier, unit_of(plan))
+            check_composable(self._earlier, unit_of(plan.privacy, plan.data))
         if self._earlier and plan.privacy.audit.canaries:
             raise InputError(
                 "canaries: the network was trained before, and an audit tests one guarantee. Use "
