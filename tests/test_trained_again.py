@@ -50,8 +50,8 @@ def trained(net: nn.Module, **settings: Any) -> Any:
 
 
 def both(*privates: Any) -> float:
-    events = tuple(p.plan.event_of(p._trainer.state.step) for p in privates)
-    return total_epsilon(events, privates[0].plan.delta)
+    events = tuple(p.plan.privacy.event_of(p._trainer.state.step) for p in privates)
+    return total_epsilon(events, privates[0].plan.privacy.delta)
 
 
 @pytest.mark.privacy

@@ -63,32 +63,39 @@ def make_trainer(
     keys = keys or make_keys(plan.run.seed)
     task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan.data, plan.privacy, task.data)
-    private, optimizer, run = plan.privacy.private, plan.optimizer, plan.run
+    method, hyper, private = plan.optimizer.method, plan.optimizer.hyper, plan.privacy.private
     if loss is not None:
         loss = _checked(loss, plan.data.facts, task.trained, device)
-    # Built-in networks use no random numbers in their forward pass; others may.
-    layers = task.independence != "built in" or plan.recipe.augmented or plan.data.found.unit != ""
+    steps = plan.privacy.steps if steps is None else steps
+    isolated = task.independence == "isolated" and not plan.network.head_only
     trainer = Trainer(
         model=task.trained,
         data=task.data,
-        algorithm=build_algorithm(optimizer.method, optimizer.hyper, private=private, rule=rule),
-        mechanism=_mechanism(plan.privacy, secure=run.secure),
-        plan=Plan(
-            steps=plan.privacy.steps if steps is None else steps,
-            steps_per_epoch=plan.privacy.steps_per_epoch,
-            physical_batch=run.gpu_batch if device.type == "cuda" else run.physical_batch,
-            private=private,
-            recipe=plan.recipe,
-            loss=loss,
-            scores=plan.privacy.scores,
-            isolated=task.independence == "isolated" and not plan.network.head_only,
-        ),
-        randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, layers=layers),
+        algorithm=build_algorithm(method, hyper, private=private, rule=rule),
+        mechanism=_mechanism(plan.privacy, secure=plan.run.secure),
+        plan=_steps_of(plan, steps, device, loss, isolated=isolated),
+        randomness=_randomness(plan, keys, task, rank=0 if ranks is None else ranks.rank),
         hooks=_canaries(plan.privacy, plan.recipe, task, keys),
         ranks=ranks,
     )
     trainer.training = _carried(plan, task)
     return trainer
+
+
+def _steps_of(
+    plan: TrainPlan, steps: int, device: torch.device, loss: Loss | None, *, isolated: bool
+) -> Plan:
+    """Return what is fixed about every step of a run."""
+    return Plan(
+        steps=steps,
+        steps_per_epoch=plan.privacy.steps_per_epoch,
+        physical_batch=plan.run.gpu_batch if device.type == "cuda" else plan.run.physical_batch,
+        private=plan.privacy.private,
+        recipe=plan.recipe,
+        loss=loss,
+        scores=plan.privacy.scores,
+        isolated=isolated,
+    )
 
 
 def _carried(plan: TrainPlan, task: Task) -> Training:
@@ -161,11 +168,14 @@ def _canaries(privacy: PrivacyPlan, recipe: Recipe, task: Task, keys: Keys) -> l
     ]
 
 
-def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, layers: bool) -> Randomness:
+def _randomness(plan: TrainPlan, keys: Keys, task: Task, *, rank: int) -> Randomness:
     """Return the random draws of a rank; ranks other than the first only have those of layers."""
-    drawn = LayerDraws(keys.layers, rank) if layers else None
+    # Built-in networks use no random numbers in their forward pass; others may.
+    own = task.independence != "built in"
+    drawn = own or plan.recipe.augmented or plan.data.found.unit
+    layers = LayerDraws(keys.layers, rank) if drawn else None
     if rank > 0:
-        return Randomness(keys=Keys(layers=keys.layers), sampler=None, noise=None, layers=drawn)
+        return Randomness(keys=Keys(layers=keys.layers), sampler=None, noise=None, layers=layers)
     privacy, secure = plan.privacy, plan.run.secure
     sampler = KeyedSampler(
         privacy.event.sampler,
@@ -178,4 +188,4 @@ def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, layers: bool) -> Rand
     )
     noise = Noise(keys.noise, secure=secure)
     scores = Noise(keys.scores, secure=True) if privacy.scores else None
-    return Randomness(keys=keys, sampler=sampler, noise=noise, layers=drawn, scores=scores)
+    return Randomness(keys=keys, sampler=sampler, noise=noise, layers=layers, scores=scores)
