@@ -82,7 +82,6 @@ def test_the_line_of_the_issue() -> None:
 PAPER = {0.5: 7.4793, 0.6: 3.9886, 0.7: 2.3158, 0.8: 1.4470, 0.9: 1.0122, 1.0: 0.7850}
 
 
-@pytest.mark.long
 @pytest.mark.privacy
 def test_the_row_of_the_paper_in_one_table() -> None:
     line = f"--sigma {','.join(map(str, PAPER))}"
@@ -244,7 +243,6 @@ INVERSES = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("method", ["poisson", "random-allocation --accountant rdp"])
 @pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: inverse.solve)

@@ -75,6 +75,7 @@ def test_an_ordinary_run_is_no_audit(tmp_path: Path) -> None:
     assert "it is not an audit run, or has not ended" in found.stderr
 
 
+@pytest.mark.long
 def test_what_the_attack_found_beside_the_claim(trained: tuple[Path, Result]) -> None:
     out, _ = trained
     told = dpmac("eval", out, "--audit")
