@@ -28,6 +28,7 @@ from tests.digits_runs import (
     train_digits,
     train_events,
 )
+from tests.tiers import rest_long
 from tests.typed import dpmac, hooked, loading, shell
 
 DELTA = 1e-5
@@ -327,7 +328,7 @@ def test_targets_out_of_reach_do_not_hide_those_within() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("delta", ["1e-15", "1e-30"])
+@pytest.mark.parametrize("delta", rest_long(["1e-15", "1e-30"]))
 @pytest.mark.parametrize("solve", ["sigma", "steps", "batch-size"])
 def test_where_privacy_losses_end_rdp_goes_on_and_is_named(solve: str, delta: str) -> None:
     sigma = "" if solve == "sigma" else "--sigma 4"
