@@ -9,6 +9,7 @@ from dpmac_cli.data.registry import Dataset
 
 if TYPE_CHECKING:
     from dpmac_cli.data.table_schema import TableSchema
+    from dpmac_cli.data.texts import TextReader
 
 #: File name suffixes of tables.
 TABLES = (".csv", ".tsv", ".parquet")
@@ -53,6 +54,7 @@ class Source:
     at_hand: AtHand | None = None
     unit: str | None = None  # column, or pattern of paths, that gives the unit of each record
     skip_bad: bool = False  # leave out unusable records instead of rejecting the dataset
+    texts: "TextReader | None" = None  # how texts are read; None for images and numbers
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import STANDARDS, Found, Source
+from dpmac_cli.data.texts import layout
 from dpmac_cli.errors import InputError, raise_errors
 
 #: Number of faults of one kind to list; the rest are counted.
@@ -137,7 +138,9 @@ def found(
         constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
     names = tuple(classes)
     facts = Dataset(
-        train, test, shape, names, *constants, defaults, "your own", levels, multilabel=several
+        *(train, test, shape, names, *constants, defaults, "your own", levels),
+        texts=layout(source.schema, source.texts),
+        multilabel=several,
     )
     tested = set(np.flatnonzero(labels.any(0)) if several else labels.tolist())
     unit = "" if sides[0].units is None else source.unit or "unit"
