@@ -5,12 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import yaml
 
-from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve
-from dpmac_cli.runs.train import finish, train
+from dpmac_cli import load_model
 from tests.tiny_bert import WIDTH, notes, write_encoder
 from tests.typed import dpmac
 
@@ -56,7 +53,8 @@ def test_a_table_of_notes_is_trained_on_and_predicted() -> None:
     table("new.csv", 10, seed=1)
     result = dpmac("predict", "run", "new.csv")
     assert result.exit_code == 0, result.output
-    rows = list(csv.DictReader(Path("predictions.csv").open()))
+    with Path("predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
     assert len(rows) == 10
     result = dpmac("eval", "run")
     assert result.exit_code == 0, result.output

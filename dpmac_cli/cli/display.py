@@ -140,7 +140,7 @@ def _heading(event: Started) -> Iterator[Text]:
             f"sigma {plan.sigma:g}, expected batch {plan.batch_size}, {event.steps:,} steps "
             f"(epochs: {event.steps / plan.steps_per_epoch:.4g}), delta {plan.delta:g}"
         )
-        one = "one image" if plan.facts.is_images else "one row"
+        one = {"images": "one image", "texts": "one record"}.get(plan.facts.holds, "one row")
         yield Text(f"unit of privacy: {plan.unit if plan.found.unit else one}")
     if plan.canaries:
         yield Text(

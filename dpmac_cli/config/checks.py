@@ -19,6 +19,8 @@ from dpmac_cli.training.schedules import LOSSES
 
 #: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5
+#: What to do about a table without texts.
+DECLARE = "Declare a column of texts in the schema (NAME: {text: 128}), or leave it out."
 #: Number of classes to list in a note; the rest are counted.
 NAMED = 5
 
@@ -96,11 +98,16 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
     features, weights, part = plan.features, plan.pretrained, plan.trained.part
     once = isinstance(features, Scattered) or part == "head"
     if features is not None:
-        flag = f"--{'backbone' if isinstance(features, Backbone) else 'features'} {features.kind}"
-        if not plan.facts.is_images:
-            yield f"{flag} is for images, but {plan.dataset} contains numbers. Leave it out."
+        flag = f"--{'features' if isinstance(features, Scattered) else 'backbone'} {features.kind}"
+        if features.reads != plan.facts.holds:
+            yield (
+                f"{flag} is for {features.reads}, but {plan.dataset} contains {plan.facts.holds}. "
+                f"{DECLARE if features.reads == 'texts' else 'Leave it out.'}"
+            )
         elif (fault := features.fault(plan.facts.shape)) is not None:
-            yield f"{flag}: images of {plan.dataset} {fault}"
+            yield f"{flag}: {features.reads} of {plan.dataset} {fault}"
+        if features.reads == "texts" and part != "head":
+            yield f"{flag} supports only --train head. Leave out --train."
         package = BACKBONES[features.kind].package if isinstance(features, Backbone) else ""
         if package and weights is None:
             yield from fault_of_package(package, "backbones", flag)

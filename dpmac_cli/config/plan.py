@@ -11,6 +11,7 @@ from dpmac_cli.config.settings import Complete
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
+from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import Backbone, BuiltIn, Features, Trained, UserModel
 from dpmac_cli.training.schedules import Recipe
 
@@ -96,7 +97,7 @@ class TrainPlan:
     @property
     def starts_public(self) -> bool:
         """Return whether the network starts from public weights."""
-        return self.pretrained is not None or isinstance(self.features, Backbone)
+        return self.pretrained is not None or isinstance(self.features, Backbone | TextEncoder)
 
     @property
     def head_only(self) -> bool:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
@@ -27,12 +27,16 @@ from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand, Found, Source
-from dpmac_cli.data.table_schema import read_schema
+from dpmac_cli.data.table_schema import TOKENS, read_schema
 from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models import registry
+from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.schedules import LossKind, Recipe
+
+if TYPE_CHECKING:
+    from dpmac_cli.data.texts import TextReader
 
 
 @dataclass(frozen=True)
@@ -87,16 +91,19 @@ def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Res
     return _resolved(from_flags(flags, errors), given, errors)
 
 
-def data_settings(file: Path, dataset: str | AtHand | None) -> TrainPlan:
+def data_settings(
+    file: Path, dataset: str | AtHand | None, texts: "TextReader | None" = None
+) -> TrainPlan:
     """Return a plan with only the data settings of a run's config.yaml.
 
-    ``dataset`` is the current path of the data; None for the path in the file. Raises InputError.
+    ``dataset`` is the current path of the data; None for the path in the file. ``texts`` reads
+    texts like the run. Raises InputError.
     """
     errors: list[str] = []
     given = {
         name: entry
         for name, entry in read_settings(file, errors).items()
-        if name == "dataset" or SETTINGS[name].flag.group == DATA
+        if name == "dataset" or (SETTINGS[name].flag.group == DATA and name != "tokens")
     }
     if dataset is None and str(given["dataset"].value).startswith("<"):
         raise InputError(
@@ -104,7 +111,7 @@ def data_settings(file: Path, dataset: str | AtHand | None) -> TrainPlan:
             "path of a file of them, or score it with dpmac_cli.score."
         )
     moved: Keywords = {"dataset": dataset}
-    return _resolved(from_flags(moved, errors), given, errors).plan
+    return _resolved(from_flags(moved, errors), given, errors, texts=texts).plan
 
 
 def _resolved(
@@ -112,15 +119,19 @@ def _resolved(
     file: Mapping[SettingName, Given],
     errors: list[str],
     earlier: tuple[TrainingEvent, ...] = (),
+    texts: "TextReader | None" = None,
 ) -> Resolved:
-    """Return a validated plan; ``errors`` were found before."""
+    """Return a validated plan; ``errors`` were found before.
+
+    ``texts`` reads texts if there is no encoder.
+    """
     given = combined(file, flags, errors)
     settings, invalid = validated(given, errors)
     # Otherwise defaults would be another dataset's, or all images would be decoded first.
     if "dataset" in invalid or settings.skip_bad:
         raise_errors(errors)
     try:
-        data, found = _data(settings)
+        data, found = _data(settings, texts or _text_reader(settings))
     except InputError as failure:
         raise InputError([*errors, *failure.errors]) from failure
     if isinstance(data, Source):
@@ -165,7 +176,7 @@ def make_plan(settings: Complete, data: str | Source, found: Found) -> TrainPlan
         model=registry.parse_model(settings.model),
         fix_norm=settings.fix_norm,
         isolate=settings.isolate,
-        features=_features(settings),
+        features=_features(settings, found),
         pretrained=None if settings.pretrained is None else Path(settings.pretrained),
         trained=_trained(settings),
         event=event,
@@ -230,7 +241,7 @@ def _trained(settings: Complete) -> registry.Trained:
     return registry.Trained(part, settings.lora_rank, settings.lora_alpha)
 
 
-def _data(settings: Settings) -> tuple[str | Source, Found]:
+def _data(settings: Settings, texts: "TextReader | None") -> tuple[str | Source, Found]:
     """Return a registered name or the source of your own dataset, and the facts of the dataset.
 
     They are read once, because files may change during a run.
@@ -263,8 +274,18 @@ def _data(settings: Settings) -> tuple[str | Source, Found]:
         at_hand=at_hand,
         unit=settings.unit,
         skip_bad=settings.skip_bad,
+        texts=texts,
     )
     return source, inspect(source)
+
+
+def _text_reader(settings: Settings) -> "TextReader | None":
+    """Return how texts are read with the vocabulary of an encoder; None without one."""
+    if settings.backbone is None or settings.backbone in registry.BACKBONES:
+        return None
+    from dpmac_cli.data.texts import TextReader  # noqa: PLC0415  (loads numpy)
+
+    return TextReader(read_encoder(settings.backbone).tokenizer, settings.tokens or TOKENS)
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:
@@ -278,7 +299,9 @@ def _ends(text: str | None) -> tuple[float, float] | None:
     return low, high
 
 
-def _features(settings: Complete) -> registry.Features | None:
+def _features(settings: Complete, found: Found) -> registry.Features | None:
+    if settings.backbone is not None and settings.backbone not in registry.BACKBONES:
+        return read_encoder(settings.backbone).of(found.facts.texts)
     if settings.backbone is not None and settings.backbone_size is not None:
         return registry.Backbone(settings.backbone, settings.backbone_size, settings.backbone_flips)
     return None if settings.features is None else registry.Scattered(settings.features)

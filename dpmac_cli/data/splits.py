@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import STANDARDS, Found, Source
-from dpmac_cli.data.texts import layout
 from dpmac_cli.errors import InputError, raise_errors
 
 #: Number of faults of one kind to list; the rest are counted.
@@ -139,7 +138,7 @@ def found(
     names = tuple(classes)
     facts = Dataset(
         *(train, test, shape, names, *constants, defaults, "your own", levels),
-        texts=layout(source.schema, source.texts),
+        texts=source.layout,
         multilabel=several,
     )
     tested = set(np.flatnonzero(labels.any(0)) if several else labels.tolist())

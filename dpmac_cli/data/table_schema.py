@@ -17,8 +17,8 @@ from dpmac_cli.errors import InputError
 
 #: Placeholder in a draft for values that the author must fill in.
 FILL_IN = "FILL_IN"
-#: Limits of the number of tokens of a text. A text has at least its first and its last.
-MIN_TOKENS, MAX_TOKENS = 3, 8192
+#: Default and limits of the number of tokens of a text, which has a first and a last.
+TOKENS, MIN_TOKENS, MAX_TOKENS = 128, 3, 8192
 
 
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import units_in
-from dpmac_cli.data.class_folders import TESTS, parts_of, units_by_pattern, visible
+from dpmac_cli.data.class_folders import TESTS, is_hidden, parts_of, units_by_pattern, visible
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import complaints
-from dpmac_cli.data.texts import is_blank
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.data.splits import refuse
+from dpmac_cli.data.texts import TextReader, is_blank
+from dpmac_cli.errors import InputError
 
 SUFFIX = ".txt"
 REMEDY = " Correct or remove them, or add --skip-bad to leave them out."
@@ -36,13 +36,16 @@ def read_folder(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[
                 texts.append(text)
                 names.append(str(name.relative_to(source.path)))
                 labels.append(label)
+        if source.classes is None and not side:
+            held = {classes[label] for label in labels}
+            faults += [f"{part / name} has no texts" for name in classes if name not in held]
         found[f"x{side}"] = source.texts.read(texts)
         found[f"y{side}"] = np.array(labels, np.int64)
         if source.unit is not None:
             found[f"unit{side}"], kept = _units(names, source.unit, faults)
             found |= {f"{key}{side}": found[f"{key}{side}"][kept] for key in ("x", "y", "unit")}
     if not source.skip_bad:
-        raise_errors(complaints(faults, REMEDY))
+        refuse(faults, REMEDY)
     found["low"], found["high"] = map(np.array, source.texts.ends)
     return found, tuple(faults), classes
 
@@ -97,3 +100,15 @@ def _units(
     kept = units != ""
     faults += [f"{names[row]} does not match --unit {pattern}" for row in np.flatnonzero(~kept)]
     return units, kept
+
+
+def read_new_files(folder: Path, reader: TextReader) -> tuple[NDArray[np.float64], list[str]]:
+    """Return the tokens and the names of all texts in a folder and below. Raises InputError."""
+    faults = list[str]()
+    below = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    names = sorted(str(name) for name in below if not any(map(is_hidden, name.parts)))
+    strange = [name for name in names if not name.lower().endswith(SUFFIX)]
+    refuse([f"{folder / name} is not a file of text" for name in strange], " Remove such files.")
+    texts = [_read(folder / name, faults) or "" for name in names]
+    refuse(faults, " Correct or remove them.")
+    return reader.read(texts), names

@@ -4,7 +4,7 @@ Numbers of tokens are divided by a power of two to be inputs, which float32 stor
 message contains a text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults
-from dpmac_cli.data.table_schema import TableSchema
+from dpmac_cli.data.splits import refuse
+from dpmac_cli.data.table_schema import TOKENS
 from dpmac_cli.data.wordpiece import WordPiece
 from dpmac_cli.errors import InputError
 
-#: Default of the largest number of tokens of a text.
-TOKENS = 128
 #: What to do about texts without an encoder.
 NEEDS_ENCODER = "Add an encoder: --backbone minilm, or --backbone FOLDER"
 NO_TEXT = "has no text"
@@ -37,26 +36,13 @@ class TextReader:
 
     def read(self, texts: Iterable[str], limit: int | None = None) -> NDArray[np.float64]:
         """Return the tokens of each text, shape (texts, limit)."""
-        return self.tokenizer.tokens(texts, limit or self.limit).astype(np.float64)
+        limit = limit or self.limit
+        return np.array(self.tokenizer.tokens(texts, limit), np.float64).reshape(-1, limit)
 
 
 def is_blank(text: str) -> bool:
     """Return whether a text has only spaces and control characters."""
     return not text.strip()
-
-
-def layout(schema: TableSchema | None, reader: TextReader | None) -> tuple[tuple[int, int], ...]:
-    """Return the first input and the number of inputs of each text of a record."""
-    if reader is None:
-        return ()
-    if schema is None:
-        return ((0, reader.limit),)
-    found, first = [], 0
-    for column in schema.columns:
-        if column.text is not None:
-            found.append((first, column.text))
-        first += column.inputs
-    return tuple(found)
 
 
 def is_text(x: NDArray[Any]) -> bool:
@@ -77,7 +63,8 @@ def read_arrays(arrays: dict[str, Any], reader: TextReader | None, name: str) ->
         return {}
     if not all(holds):
         raise InputError(
-            f"{name} must contain texts for this --backbone: x must be a list of str, one per record."
+            f"{name} must contain texts for this --backbone: x must be a list of str, one per "
+            "record."
         )
     faults: dict[str, Faults] = {}
     for side in sides:
@@ -97,10 +84,10 @@ def _fault(text: object) -> str:
     return NO_TEXT if is_blank(text) else ""
 
 
-def read_new(texts: Sequence[Any], reader: TextReader) -> NDArray[np.float64]:
+def read_new(x: NDArray[Any], reader: TextReader, name: str) -> NDArray[np.float64]:
     """Return the tokens of new texts. Raises InputError for values that are not texts."""
-    arrays = {"x": np.array(texts, object)}
-    for row, fault in read_arrays(arrays, reader, "The array")[""].items():
-        raise InputError(f"Record {row} {fault}.")
+    arrays = {"x": x}
+    faults = read_arrays(arrays, reader, name)[""]
+    refuse([f"Record {row} {fault}" for row, fault in faults.items()], " Correct or remove them.")
     tokens: NDArray[np.float64] = arrays["x"]
     return tokens

@@ -1,4 +1,4 @@
-"""WordPiece tokens of texts, as in BERT (Devlin et al. 2019, arXiv 1810.04805). Imports no torch.
+"""WordPiece tokens of texts, as in BERT (Devlin et al. 2019, arXiv 1810.04805). Imports nothing slow.
 
 A text's tokens depend on that text and the public vocabulary alone. Names of special tokens, such
 as [SEP], that occur in a text are split at their brackets like any other word.
@@ -8,9 +8,6 @@ import string
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
 
 #: Tokens that a vocabulary must have: padding, which has the number 0, begin and end of a text, and unknown words.
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
@@ -92,8 +89,8 @@ class WordPiece:
         """Return :func:`scale_of` the vocabulary."""
         return scale_of(self.size)
 
-    def tokens(self, texts: Iterable[str], limit: int) -> NDArray[np.int32]:
-        """Return the tokens of each text, shape (texts, limit).
+    def tokens(self, texts: Iterable[str], limit: int) -> list[list[int]]:
+        """Return ``limit`` numbers of tokens for each text.
 
         A text is truncated to ``limit`` tokens, including the first, [CLS], and the last, [SEP].
         Shorter ones are padded.
@@ -111,7 +108,7 @@ class WordPiece:
                     break
             row = [*row[: limit - 1], end]
             rows.append(row + [0] * (limit - len(row)))
-        return np.array(rows, np.int32).reshape(-1, limit)
+        return rows
 
     def words(self, text: str) -> Sequence[str]:
         """Return words and punctuation marks."""

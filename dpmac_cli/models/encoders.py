@@ -6,12 +6,13 @@ package or a folder is run.
 """
 
 import hashlib
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -86,22 +87,31 @@ class TextEncoder:
     """Features of texts: the vectors of a public encoder, and then all other inputs unchanged.
 
     Attributes:
-        name: a key of :data:`ENCODERS`, or the name of a folder.
+        kind: a key of :data:`ENCODERS`, or the name of a folder.
         form: sizes of the network.
         texts: first input and number of inputs of each text, which are its tokens.
         folder: folder of the weights and the vocabulary; None for a published model, which has
             them.
     """
 
-    name: str
+    kind: str
     form: BertForm
     texts: tuple[tuple[int, int], ...]
     folder: Path | None = field(default=None, compare=False)
 
+    #: What it has features of.
+    reads: ClassVar = "texts"
+
     @property
-    def kind(self) -> EncoderKind | None:
+    def registered(self) -> EncoderKind | None:
         """Return the row of a registered encoder; None for a folder."""
-        return ENCODERS.get(self.name)
+        return ENCODERS.get(self.kind)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return JSON values of everything but weights that determines the features."""
+        form, unicode = self.form.model_dump(), unicodedata.unidata_version
+        return {"kind": self.kind, "form": form, "texts": self.texts, "unicode": unicode}
 
     @property
     def scale(self) -> int:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
-from dpmac_cli.data.wordpiece import WordPiece
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.encoders import VOCABULARY, WEIGHTS, BertForm, TextEncoder, tokenizer_of
+from dpmac_cli.models.encoders import VOCABULARY, WEIGHTS, BertForm, TextEncoder
 from dpmac_cli.models.weights import PublicWeights, read_weights
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
@@ -120,11 +119,6 @@ class TextFeatures(nn.Module):
         super().train(False)
         return self
 
-    @property
-    def tokenizer(self) -> WordPiece:
-        """Return the tokenizer of the vocabulary."""
-        return tokenizer_of(self.get_buffer("vocabulary").cpu().numpy().tobytes(), self._form)
-
     def forward(self, x: Tensor) -> Tensor:
         """Return features, shape (records, features, 1, 1), of inputs (records, inputs, 1, 1)."""
         rows, parts, last = x.flatten(1), list[Tensor](), 0
@@ -153,7 +147,7 @@ def public_weights(encoder: TextEncoder) -> PublicWeights:
 
     Raises InputError if they cannot be read, or have another checksum.
     """
-    kind, flag = encoder.kind, f"--backbone {encoder.name}"
+    kind, flag = encoder.registered, f"--backbone {encoder.kind}"
     assert encoder.folder is not None  # noqa: S101  (a published model has its weights)
     found = read_weights(encoder.folder / WEIGHTS, flag)
     if kind is not None and found.sha256 != kind.sha256:

@@ -20,7 +20,9 @@ from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS, metric_key
 from dpmac_cli.data.schema import Source, listed
+from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
+from dpmac_cli.release import texts
 from dpmac_cli.release.card import OPEN, templates
 from dpmac_cli.release.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.ledger import Spent
@@ -108,6 +110,8 @@ def _computed(plan: TrainPlan) -> list[dict[str, str]]:
     """Return the values that a run computes from its records, and whether each is protected."""
     facts, found, own = plan.facts, plan.found, isinstance(plan.data, Source)
     shape = ("channels", "image size") if facts.is_images else ("columns and their ranges",)
+    if facts.texts:
+        shape = (texts.LIMITS,)
     trained, tested = _counted(plan)
     status = {
         "weights, and all numbers of the report except those below": "protected",
@@ -128,18 +132,21 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
     data = plan.facts
     kind = "images" if data.is_images else "rows of numbers"
     shape = f"{' x '.join(map(str, data.shape))}, {len(data.classes)} classes"
+    domain = texts.domain(data) if data.texts else f"Labelled {kind} of shape {shape}."
     ball = f"a ball of radius {plan.hyper.clip_norm:g}"
     region = ball if "clip_norm" in plan.method.settings else TEXTS.ellipsoid
     public = [f"the dataset {plan.found.name}: {data.about}"] * isinstance(plan.data, str)
     if isinstance(plan.features, Backbone):
         backbone = BACKBONES[plan.features.kind]
         public.append(f"weights of {backbone.about}; licence {backbone.licence}")
+    if isinstance(plan.features, TextEncoder):
+        public.append(texts.source(plan.features))
     if plan.pretrained is not None:
         public.append(f"weights in {plan.pretrained.name}; source and licence to be filled in")
     return {
         **TEXTS.statement,
         "mechanism": TEXTS.statement["mechanism"].format(region),
-        "data_domain": f"Labelled {kind} of shape {shape}.",
+        "data_domain": domain,
         "unprotected": [row["what"] for row in computed if row["status"] != "protected"],
         "public": public,
         "software": f"dpmac {__version__}, torch {version('torch')}.",
@@ -155,6 +162,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
     facts, inferred, kind = plan.facts, plan.found.inferred, task.independence
     cost = privacy(plan, spent)
     schema = plan.data.schema if isinstance(plan.data, Source) else None
+    beside = {"text_note": texts.REVEALED if facts.texts else None}
     notes = [TEXTS.public.format(*_counted(plan))] + [TEXTS.declared] * (schema is not None)
     notes += [TEXTS.taken.format(listed(inferred))] * bool(inferred)
     audit = {"canaries": plan.canaries, "guesses": plan.guesses, "statement": TEXTS.audit_run}
@@ -173,6 +181,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
             "taken_from_records": list(inferred),
             "schema": None if schema is None else schema.model_dump(mode="json"),
             "public_note": " ".join(notes),
+            **beside,
         },
         "model": {
             "name": plan.model.name,
@@ -184,6 +193,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
         },
         "input": {
             "levels": facts.levels,
+            "texts": [list(place) for place in facts.texts],
             **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },
         "classes": list(facts.classes),
@@ -195,11 +205,14 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
 
 def _public_part(plan: TrainPlan, task: Task, trained: int) -> dict[str, Any]:
     """Return the part of a network that was public before training; empty for most networks."""
-    features, said, file = plan.features, [], None
+    features, said, file, encoder = plan.features, [], None, None
     if isinstance(features, Scattered):
         said.append(TEXTS.scattered.format(about=FEATURES[features.kind]))
     elif isinstance(features, Backbone):
         said.append(TEXTS.of_backbone.format(about=BACKBONES[features.kind].about))
+    elif isinstance(features, TextEncoder):
+        said.append(texts.about(features))
+        encoder = features.form.model_dump()
     if plan.pretrained is not None:
         file = plan.pretrained.name
         said.append(TEXTS.pretrained.format(file=file))
@@ -208,6 +221,7 @@ def _public_part(plan: TrainPlan, task: Task, trained: int) -> dict[str, Any]:
     flags = ("features", "backbone", "backbone-size", "train", "lora-rank", "lora-alpha")
     part = {
         **{flag.replace("-", "_"): plan.recorded.get(flag) for flag in flags},
+        "encoder": encoder,
         "backbone_flips": plan.recorded.get("backbone-flips", False),
         "pretrained": file,
         "sha256": task.fingerprints.get("pretrained"),

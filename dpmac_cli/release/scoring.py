@@ -12,7 +12,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand, Source
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.plots import COLOURS, new_figure, write_figure
-from dpmac_cli.release.publish import load_model, read_facts
+from dpmac_cli.release.publish import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
@@ -83,7 +83,7 @@ def _chosen(file: Path, facts: Facts, dataset: str | AtHand | None) -> TrainPlan
     beside = file.parent / CONFIG
     if facts.own and beside.is_file():
         # A run's config.yaml records how your own data was read and split.
-        return data_settings(beside, dataset)
+        return data_settings(beside, dataset, text_reader(file, facts))
     if dataset is None and facts.own:
         raise InputError(
             f"{file} was trained on your own data, {facts.dataset}. Set --dataset to its path."

@@ -16,8 +16,9 @@ from dpmac_cli.dp.losses import Loss, alone
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models import build
+from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
+from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
@@ -200,10 +201,12 @@ def make_task(
     if isinstance(plan.data, Source):
         fingerprints |= record_sums(data)
     if parts is not None:
-        parts.isolated = plan.features is None and kind == "isolated"
+        # On a CPU, each text is processed at its own length.
+        separate = isinstance(plan.features, TextEncoder) and device.type == "cpu"
+        parts.isolated = separate or (plan.features is None and kind == "isolated")
         settings = {"isolate": plan.isolate, **vars(plan.trained)}
         if plan.features is not None:
-            settings |= vars(plan.features)
+            settings |= plan.features.values
         data, sha256 = yield from featured(parts, data, settings, cache_folder())
         trained, fingerprints["features"] = parts.head, sha256
     named = None if at_hand or not isinstance(plan.model, UserModel) else plan.model
@@ -230,6 +233,9 @@ def record_sums(data: Data) -> dict[str, str]:
 def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
     """Load the public weights into a network; return them with notes."""
     weights = None if plan.pretrained is None else read_weights(plan.pretrained)
+    if isinstance(plan.features, TextEncoder):
+        weights = text_encoder.public_weights(plan.features)
+        return weights, tuple(weights.adopted_by(model.get_submodule("frozen"), None))
     if isinstance(plan.features, Backbone):
         weights = weights or public_weights(plan.features.kind)
         model, head = model.get_submodule("frozen.network"), BACKBONES[plan.features.kind].head
