@@ -1,4 +1,4 @@
-"""A small BERT encoder with random weights, as Hugging Face writes one, and texts to read with it."""
+"""A small BERT encoder with random weights, as Hugging Face writes one, and texts for it."""
 
 import json
 from pathlib import Path

@@ -93,7 +93,8 @@ def read_inputs(
 ) -> tuple[NDArray[np.float64], list[str] | None]:
     """Return the inputs of unlabelled records, and their column ``id`` if there is one.
 
-    ``reader`` reads columns of text. Other columns are ignored. Raises InputError with every fault found.
+    ``reader`` reads columns of text. Other columns are ignored. Raises InputError with every fault
+    found.
     """
     names, wanted = numeric_columns(path), [column.name for column in columns]
     refuse(_absent(wanted, names), f" {path} has the columns {', '.join(names)}.")

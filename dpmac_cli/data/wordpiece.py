@@ -1,7 +1,8 @@
-"""WordPiece tokens of texts, as in BERT (Devlin et al. 2019, arXiv 1810.04805). Imports nothing slow.
+"""WordPiece tokens of texts, as in BERT (Devlin et al. 2019, arXiv 1810.04805).
 
 A text's tokens depend on that text and the public vocabulary alone. Names of special tokens, such
 as [SEP], that occur in a text are split at their brackets like any other word.
+Imports nothing slow.
 """
 
 import string
@@ -9,7 +10,8 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-#: Tokens that a vocabulary must have: padding, which has the number 0, begin and end of a text, and unknown words.
+#: Tokens that a vocabulary must have: padding, which has the number 0, begin and end of a text, and
+#: unknown words.
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
 #: Number of characters from which a word is unknown.
 LONGEST_WORD = 100

@@ -9,7 +9,6 @@ import hashlib
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -170,14 +169,14 @@ def read_encoder(named: str) -> EncoderFiles:
     return files
 
 
-@lru_cache(maxsize=4)
 def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
     if not folder.is_dir():
         known = f"{', '.join(ENCODERS)}, or " * (not remedy)
         raise InputError(f"{flag}: there is no such folder. Use {known}{FOLDER}.{remedy}")
     absent = [n for n in (CONFIG, WEIGHTS, VOCABULARY) if not (folder / n).is_file()]
     raise_errors(
-        f"{flag}: {folder} has no {name}, which every BERT encoder has. {_hint(folder, name)}{remedy}"
+        f"{flag}: {folder} has no {name}, which every BERT encoder has. "
+        f"{_hint(folder, name)}{remedy}"
         for name in absent
     )
     config, pooling = _json(folder / CONFIG, flag), _json(folder / POOLING, flag)

@@ -33,8 +33,8 @@ def about(encoder: TextEncoder) -> str:
     return (
         f"The network takes vectors of texts from a public encoder ({name}), which depend on each "
         f"text alone. Texts are truncated to {limits} tokens of its public vocabulary. {trained} "
-        "Neither its weights nor those texts are covered. If any of the records above, or quotations "
-        "from them, were among those texts, epsilon does not include it."
+        "Neither its weights nor those texts are covered. If any of the records above, or "
+        "quotations from them, were among those texts, epsilon does not include it."
     )
 
 
