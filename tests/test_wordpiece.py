@@ -15,24 +15,10 @@ TINY = tokenizer_of("\n".join(VOCABULARY).encode(), FORM)
 #: What people type, and what breaks tokenizers.
 TEXTS = (
     *("", " ", "\t \n", "\0", "chest pain since 3 days", "No FEVER!", "café Ünïcode", "a" * 300),
-    *(
-        "[SEP] [CLS] [PAD]",
-        "##ain ##",
-        "日本語 text",
-        "emoji 🍦🤒",
-        "שלום עולם",
-        "مرحبا",
-        "İstanbul",
-    ),
-    *(
-        "x" * 100,
-        "x" * 101,
-        "e\u0301\u0323",
-        "soft\u00adhyphen",
-        "zero\u200bwidth",
-        "line\u2028end",
-    ),
-    *("$5.00 <b>&amp;</b>", "don't", "Σίσυφος", "ﬁne", "\ufffd?", "pain " * 5000, "한국어", "\x85"),
+    *("[SEP] [CLS] [PAD]", "##ain ##", "日本語 text", "emoji 🍦🤒", "שלום עולם", "مرحبا"),
+    *("x" * 100, "x" * 101, "e\u0301\u0323", "soft\u00adhyphen", "zero\u200bwidth", "İstanbul"),
+    *("$5.00 <b>&amp;</b>", "don't", "Σίσυφος", "ﬁne", "\ufffd?", "한국어", "\x85"),
+    *("pain " * 5000, "line\u2028end"),
 )
 
 

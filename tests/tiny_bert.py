@@ -53,7 +53,11 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
             shapes |= {f"{block}.{name}.weight": (out, into), f"{block}.{name}.bias": (out,)}
         for name in ("attention.output.LayerNorm", "output.LayerNorm"):
             shapes |= {f"{block}.{name}.weight": (WIDTH,), f"{block}.{name}.bias": (WIDTH,)}
-    return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for name, values in drawn.items():
+        values *= 1.0 if "word" in name else 0.2
+        values += float("Norm.weight" in name)
+    return drawn
 
 
 def write_encoder(folder: Path, seed: int = 0, **changes: Any) -> Path:

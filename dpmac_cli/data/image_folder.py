@@ -270,7 +270,8 @@ def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:
     if stat.S_ISDIR(facts.st_mode):
         return "is a folder, but images must be directly in the folder of their class"
     if not _is_image(entry.name):
-        return "is not an image"
+        text = entry.name.lower().endswith(".txt")
+        return "is a text, which needs --backbone minilm" if text else "is not an image"
     regular = stat.S_ISREG(facts.st_mode)
     return ImageFile.found(entry.path, label, facts) if regular else "is not a regular file"
 
