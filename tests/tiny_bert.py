@@ -54,10 +54,10 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
         for name in ("attention.output.LayerNorm", "output.LayerNorm"):
             shapes |= {f"{block}.{name}.weight": (WIDTH,), f"{block}.{name}.bias": (WIDTH,)}
     drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    for name, values in drawn.items():
-        values *= 1.0 if "word" in name else 0.2
-        values += float("Norm.weight" in name)
-    return drawn
+    return {
+        name: float("Norm.weight" in name) + (1.0 if "word" in name else 0.2) * values
+        for name, values in drawn.items()
+    }
 
 
 def write_encoder(folder: Path, seed: int = 0, **changes: Any) -> Path:

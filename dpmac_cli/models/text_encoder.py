@@ -5,6 +5,7 @@ arXiv 1908.10084), or the first. It depends on that text alone, bit for bit: on 
 processed separately, at its own length; on a GPU all have one shape, and padding is masked.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -102,6 +103,7 @@ class Bert(nn.Module):
 class TextFeatures(nn.Module):
     """Maps the inputs of a record to vectors of its texts, followed by its other inputs.
 
+    Vectors are scaled to a mean square of 1, which is the scale that default learning rates fit.
     Nothing in it is trained or random. The vocabulary is a buffer, so it is published with the
     weights.
     """
@@ -128,7 +130,8 @@ class TextFeatures(nn.Module):
             parts.append(self._vectors(ids.clamp(0, self._form.vocab_size - 1)))
             others.append(rows[:, last:first])
             last = first + count
-        return torch.cat([*parts, *others, rows[:, last:]], 1)[:, :, None, None]
+        vectors = [part * math.sqrt(part.shape[1]) for part in parts]
+        return torch.cat([*vectors, *others, rows[:, last:]], 1)[:, :, None, None]
 
     def _vectors(self, ids: Tensor) -> Tensor:
         """Return the vectors of texts, shape (texts, width). Padding has the number 0."""
