@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.data.at_hand import AtHand
 from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.schema import AtHand
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.text_encoder import Bert
@@ -76,7 +76,8 @@ def refused(dataset: str | AtHand = "notes.csv", **more: Any) -> str:
 
 def inputs(of: TrainPlan) -> Tensor:
     """Training and test records as the network sees them."""
-    data = load_data(of.data, of.data_dir, torch.device("cpu"), facts=of.facts)
+    source, folder = of.data.source, of.data.folder
+    data = load_data(source, folder, torch.device("cpu"), facts=of.data.facts)
     images = torch.cat([data.train.images, data.test.images])
     return data.standardised(images)[:, :, 0, 0]
 
@@ -147,8 +148,8 @@ def test_tokens_enter_exactly_and_other_columns_stay_in_place() -> None:
     }
     schema = {"label": {"column": "outcome", "classes": list(CLASSES)}, "columns": columns}
     of = plan(from_dataframe(frame, schema))
-    assert of.facts.texts == ((1, 16), (19, 12))
-    assert of.facts.shape == (32, 1, 1)
+    assert of.data.facts.texts == ((1, 16), (19, 12))
+    assert of.data.facts.shape == (32, 1, 1)
     sexes = torch.tensor([[row % 2 == 0, row % 2 == 1] for row in range(60)]).float()
     parts = tokens(list(frame["note"])), sexes, tokens(list(frame["plan"]), 12)
     expected = torch.cat([*parts, torch.zeros(60, 1)], 1)
@@ -157,8 +158,8 @@ def test_tokens_enter_exactly_and_other_columns_stay_in_place() -> None:
     assert torch.allclose(inputs(of)[:, 0].sort().values, ages.sort().values, atol=1e-6)
     scaled = inputs(of)[:, 1:17] * read_encoder("encoder").tokenizer.scale
     assert torch.equal(scaled, scaled.round())
-    assert of.features is not None
-    assert of.features.shape_of(of.facts.shape) == (2 * WIDTH + 4, 1, 1)
+    assert of.network.features is not None
+    assert of.network.features.shape_of(of.data.facts.shape) == (2 * WIDTH + 4, 1, 1)
 
 
 def sources() -> dict[str, Any]:
@@ -191,15 +192,15 @@ def test_every_source_gives_the_same_records() -> None:
         more = {"classes": ",".join(CLASSES)} if isinstance(source, str) else {}
         more |= {} if name in ("pandas", "polars", "arrow") else {"tokens": "16"}
         of = plan(source, **more)
-        assert of.facts.texts == ((0, 16),), name
+        assert of.data.facts.texts == ((0, 16),), name
         assert as_set(inputs(of)) == as_set(tokens(texts)), name
-        assert of.facts.classes == CLASSES, name
-        assert not of.found.inferred, name
+        assert of.data.facts.classes == CLASSES, name
+        assert not of.data.found.inferred, name
 
 
 def test_a_folder_without_declared_classes_says_so() -> None:
     sources()
-    found = plan("folder", tokens=16).found
+    found = plan("folder", tokens=16).data.found
     assert found.facts.classes == CLASSES
     assert found.inferred == ("classes",)
     assert "may have 128 tokens, but the encoder supports 64" in refused("folder")
@@ -222,7 +223,7 @@ def test_units_of_several_texts_stay_together() -> None:
             folder = Path("folder", name)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"patient{row % 10}_{row}.txt").write_text(f"{name} {number} {row}")
-    found = plan("folder", unit="patient([0-9]+)", tokens="16", batch_size=2).found
+    found = plan("folder", unit="patient([0-9]+)", tokens="16", batch_size=2).data.found
     assert found.facts.train_size + found.facts.test_size == 10
 
 
@@ -233,7 +234,7 @@ def test_a_test_folder_is_the_test_set() -> None:
             folder.mkdir(parents=True)
             for row in range(count):
                 (folder / f"{row}.txt").write_text(f"{part} {name} {row}")
-    found = plan("folder", tokens="16").found
+    found = plan("folder", tokens="16").data.found
     assert (found.facts.train_size, found.facts.test_size, found.held_out) == (16, 8, False)
 
 
@@ -251,7 +252,7 @@ def test_new_texts_in_every_form_are_predicted_alike() -> None:
     for data in ("new.npz", np.array(texts)):
         assert np.array_equal(predict("run", data).probabilities, expected.probabilities)
     found = predict("run", "new")
-    order = [int(Path(name).stem) for name in found.records]
+    order = [int(Path(str(name)).stem) for name in found.records]
     assert np.array_equal(found.probabilities, expected.probabilities[order])
 
 
@@ -344,11 +345,11 @@ def test_missing_texts_are_counted_or_become_an_input() -> None:
         file.write(',40,home\n"   ",41,ward\n')
     assert "Record 121 and 1 more have no text in note" in refused()
     assert "--skip-bad" in refused()
-    found = plan(skip_bad=True).found
+    found = plan(skip_bad=True).data.found
     assert found.skipped == ("record 121", "record 122")
     Path("schema.yaml").write_text(SCHEMA.replace("text: 16", "text: 16, missing: input"))
     of = plan()
-    assert of.facts.shape == (18, 1, 1)
+    assert of.data.facts.shape == (18, 1, 1)
     assert inputs(of)[:, 16].sum() == 2
 
 
@@ -368,7 +369,7 @@ def test_another_encoding_is_named(kind: str) -> None:
         assert "folder/home/bad.txt is not text in UTF-8" in message
         assert "folder/home/empty.txt has no text" in message
         assert "folder/home/notes.pdf is not a file of text" in message
-        assert len(plan("folder", tokens=16, skip_bad=True).found.skipped) == 3
+        assert len(plan("folder", tokens=16, skip_bad=True).data.found.skipped) == 3
 
 
 def test_a_text_without_an_encoder_and_an_encoder_without_texts_are_named() -> None:
@@ -394,7 +395,7 @@ def test_values_that_are_not_texts_are_named() -> None:
     message = refused(ArrayData(texts, [0, 1] * 10), tokens=16)
     assert "has no text" in message
     assert "is not text, but float" in message
-    found = plan(ArrayData(texts, [0, 1] * 10), tokens=16, skip_bad=True).found
+    found = plan(ArrayData(texts, [0, 1] * 10), tokens=16, skip_bad=True).data.found
     assert len(found.skipped) == 2
 
 

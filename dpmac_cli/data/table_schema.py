@@ -156,11 +156,20 @@ def schema_of(given: Any, origin: str) -> TableSchema:
 
 
 def draft(
-    file: Path, numeric: Mapping[str, bool | None], label: str | None, drop: tuple[str, ...]
+    file: Path,
+    numeric: Mapping[str, bool | None],
+    label: str | None,
+    drop: tuple[str, ...] = (),
+    texts: tuple[str, ...] = (),
 ) -> str:
     """Return a draft of a schema for a table.
 
-    ``numeric`` maps each column to whether it holds numbers; None if the file does not declare it.
+    Args:
+        file: the table.
+        numeric: whether each column holds numbers; None if the file does not declare it.
+        label: column to predict.
+        drop: columns to leave out.
+        texts: columns of texts.
     """
     from jinja2 import Template  # noqa: PLC0415  (only drafts need it)
 
@@ -168,7 +177,11 @@ def draft(
     template: Template = Template(text, trim_blocks=True)
     used = {_quoted(name): n for name, n in numeric.items() if name not in (label, *drop)}
     return template.render(
-        file=file.name, label=label and _quoted(label), columns=used, drop=map(_quoted, drop)
+        file=file.name,
+        label=label and _quoted(label),
+        columns=used,
+        drop=map(_quoted, drop),
+        texts=[_quoted(name) for name in texts],
     )
 
 

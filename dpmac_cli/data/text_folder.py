@@ -98,7 +98,9 @@ def _units(
     """Return the unit of each file, and which files have one."""
     units, _ = units_in(units_by_pattern(names, pattern))
     kept = units != ""
-    faults += [f"{names[row]} does not match --unit {pattern}" for row in np.flatnonzero(~kept)]
+    faults += [
+        f"{names[row]} does not match --unit {pattern}" for row in np.flatnonzero(~kept).tolist()
+    ]
     return units, kept
 
 

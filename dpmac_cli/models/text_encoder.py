@@ -141,7 +141,7 @@ class TextFeatures(nn.Module):
             found: Tensor = self.network(ids, used)
             return found
         lengths = used.sum(1).tolist()
-        texts = zip(ids.split(1), lengths, strict=True)
+        texts = zip(torch.split(ids, 1), lengths, strict=True)
         return torch.cat([self.network(text[:, :length]) for text, length in texts])
 
 
