@@ -30,6 +30,7 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(command)
+    @errors.named_as_flags()
     def run(**given: Any) -> None:
         console.begin()
         shown = take(Shown, dict(given))

@@ -39,7 +39,7 @@ from dpmac_cli.config.plan import (
 from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.dp.optimizers import Hyperparameters
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError, named, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.training.schedules import LossKind, Recipe
 
@@ -127,7 +127,7 @@ def _resolved(
     plan = make_plan(complete, data)
     raise_errors([*errors, *checks.faults(plan, complete.epochs)])
     plan = _calibrated(plan, complete, earlier)
-    return Resolved(plan, complete, tuple(checks.notes(plan, flags)))
+    return Resolved(plan, complete, tuple(map(named, checks.notes(plan, flags))))
 
 
 def _calibrated(
