@@ -44,7 +44,6 @@ def _as_keyword(flag: re.Match[str]) -> str:
     return flag[1].replace("-", "_") + "=" * (flag[2] is not None)
 
 
-
 class DpmacError(Exception):
     """Base class of errors with messages for the user, each a full sentence with a remedy.
 
