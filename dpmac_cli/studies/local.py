@@ -20,13 +20,15 @@ from dpmac_cli.data.decoding import usable_cores
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import DpmacError, explain_os_error
-from dpmac_cli.runs import train as run
+from dpmac_cli.release import run
+from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs.checkpoint import fingerprints
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.memory import keep_freed_memory
-from dpmac_cli.runs.session import RunEvent, Started, Update
+from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.runs.setup import record_sums
+from dpmac_cli.runs.train import resumes_exactly
 from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.torch_errors import what_failed
 
@@ -85,7 +87,7 @@ def train_run(
 
 def _events(plan: TrainPlan, data: Data | None, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     """Train a run, resuming it if that is exact."""
-    if run.resumes_exactly(plan.folder, plan.device):
+    if resumes_exactly(plan.folder, plan.device):
         flags = {"device": plan.device, "model": plan.settings.model}
         return run.resume(plan.folder, flags, stop, data)
     # This run cannot be resumed here: its earlier steps still count towards the privacy cost.
