@@ -10,7 +10,7 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.release.publish import Finished, publish
-from dpmac_cli.runs.session import Reduced, SessionEvent, Started, Trained, Update
+from dpmac_cli.runs.session import Reduced, SessionEvent, Started, EndOfTraining, Update
 from dpmac_cli.runs.train import forked_run, new_run, resumed_run
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.torch_errors import explained
@@ -97,7 +97,7 @@ def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent
     """Publish a run once it is trained, while its folder is still locked."""
     with closing(events):
         for event in events:
-            if not isinstance(event, Trained):
+            if not isinstance(event, EndOfTraining):
                 yield event
                 continue
             with explained():

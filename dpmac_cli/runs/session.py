@@ -144,7 +144,7 @@ class Session:
         if self.ranks is not None:
             self.ranks.dismiss()
         self.save()
-        yield Trained(session=self, seconds=time.perf_counter() - began)
+        yield EndOfTraining(session=self, seconds=time.perf_counter() - began)
 
     def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
         """Train, save checkpoints when they are due, and report progress."""
@@ -212,7 +212,7 @@ class Session:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class EndOfTraining:
     """Training has ended and its last checkpoint is written, but no model or report yet.
 
     The run's folder is locked until the next event. ``seconds`` have passed since the run was last
@@ -223,5 +223,5 @@ class Trained:
     seconds: float
 
 
-#: Events of a session. What publishes the run replaces the last one, :class:`Trained`.
-SessionEvent: TypeAlias = Computing | Started | Update | Reduced | Trained
+#: Events of a session. What publishes the run replaces the last one, :class:`EndOfTraining`.
+SessionEvent: TypeAlias = Computing | Started | Update | Reduced | EndOfTraining
