@@ -10,7 +10,7 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.release.publish import Finished, publish
-from dpmac_cli.runs.session import Reduced, SessionEvent, Started, EndOfTraining, Update
+from dpmac_cli.runs.session import EndOfTraining, Reduced, SessionEvent, Started, Update
 from dpmac_cli.runs.train import forked_run, new_run, resumed_run
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.torch_errors import explained
