@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.custom_layers import ConstantNorm
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.modules import ConstantNorm
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.features import LoraLinear, freeze
 from dpmac_cli.models.registry import PARTS, Trained
