@@ -15,8 +15,8 @@ from rich.text import Text
 
 from dpmac_cli.cli.display import Display
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.release.run import train
 from dpmac_cli.runs.session import Update
-from dpmac_cli.runs.train import train
 from dpmac_cli.training.loop import Evaluated
 
 COMMAND = "dpmac train --dataset digits"

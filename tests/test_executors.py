@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from dpmac_cli.release import run
+from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Started
-from dpmac_cli.runs.train import finish
 from dpmac_cli.studies import executor
 from dpmac_cli.studies import local as workers
 from dpmac_cli.studies.choice import Choice

@@ -23,9 +23,10 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.release import run
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import assist
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, Started
+from dpmac_cli.runs.session import Started
 from dpmac_cli.runs.setup import make_trainer as make_run_trainer
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.schedules import Recipe

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.runs.train import finish, fork, train
+from dpmac_cli.release.run import finish, fork, train
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import collect

@@ -25,11 +25,12 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
+from dpmac_cli.release import run
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report_file import events_of
+from dpmac_cli.release.run import RunEvent, finish
 from dpmac_cli.runs import checkpoint, environment, folder, ledger, prepare
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, RunEvent, Started
-from dpmac_cli.runs.train import finish
+from dpmac_cli.runs.session import Started
 from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Grid, plan
@@ -189,7 +190,9 @@ def test_epsilon_is_never_below_what_was_spent(
         if not has_checkpoint(where):
             return
         lost |= draw.random() < 0.5 and lose(draw, where)
-        monkeypatch.setattr(run, "environment", draw.choice([here, lambda *_: {"threads": 77}]))
+        monkeypatch.setattr(
+            "dpmac_cli.runs.train.environment", draw.choice([here, lambda *_: {"threads": 77}])
+        )
         longer = {"steps": str(steps := steps + 4)}
         change = draw.choice([{}, {}, {"lr": "0.01"}, {"sigma": draw.choice("78")}, longer])
         stop = after(draw.randrange(1, 9)) if draw.random() < 0.5 else lambda: False
@@ -282,7 +285,7 @@ def test_a_session_that_only_the_ledger_knows_is_charged(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", killed)
-        patch.setattr(run, "environment", lambda *_: {"threads": 77})
+        patch.setattr("dpmac_cli.runs.train.environment", lambda *_: {"threads": 77})
         with pytest.raises(Killed):
             finish(run.resume(RUN, {}))
     spent = ledger.read(RUN)
@@ -460,7 +463,7 @@ def test_a_killed_run_beside_a_study_is_charged_with_all_that_it_inherits(
     """Its report is from before it was resumed."""
     finish(run.train(start(), after(6)))
     with monkeypatch.context() as patch:
-        patch.setattr(run, "environment", lambda *_: {"threads": 77})
+        patch.setattr("dpmac_cli.runs.train.environment", lambda *_: {"threads": 77})
         events = run.resume(RUN, {})
         next(events)
     events.close()  # type: ignore[attr-defined]

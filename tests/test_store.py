@@ -26,8 +26,8 @@ from dpmac_cli.data import dataset, decoding, own
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError, RunError
+from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.runs.session import Started
-from dpmac_cli.runs.train import finish, resume, train
 from dpmac_cli.storage import rows
 from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files, whole
 from dpmac_cli.storage.progress import LISTENER, Computing, outcome, until

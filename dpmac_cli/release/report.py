@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +18,7 @@ from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
-from dpmac_cli.config.settings import RECIPE_DEFAULTS, metric_key
+from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
 from dpmac_cli.release.card import OPEN, templates
@@ -26,8 +26,6 @@ from dpmac_cli.release.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.prepare import Task
 from dpmac_cli.storage.files import shown
-from dpmac_cli.training.covered import CoveredScore
-from dpmac_cli.training.loop import Evaluated
 
 #: Keys of test scores in the report, besides accuracy and loss; null if there are none.
 METRICS = (
@@ -36,8 +34,6 @@ METRICS = (
     "accuracy_interval",
 )
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
-
-State = Literal["finished", "interrupted", "budget-spent"]
 
 #: Sentences of a report, by name.
 TEXTS: Any = SimpleNamespace(
@@ -237,7 +233,7 @@ def build_report(
     plan: TrainPlan,
     facts: Mapping[str, Any],
     *,
-    state: State,
+    state: str,
     steps: int,
     history: Sequence[Mapping[str, Any]],
     metrics: Mapping[str, Any],
@@ -295,24 +291,6 @@ def _scores(history: Sequence[Mapping[str, Any]], exact: Mapping[str, Any]) -> d
         **{name: exact.get(name, last.get(f"test_{name}")) for name in METRICS},
         "best_accuracy": best["test_accuracy"],
         "best_epoch": best["epoch"],
-    }
-
-
-def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[str, Any]:
-    """Return a line of metrics.jsonl."""
-    result = evaluated.result
-    return {
-        "step": evaluated.step,
-        "epoch": evaluated.epoch,
-        "epsilon": shown(epsilon),
-        "delta": plan.privacy.delta if plan.privacy.private else None,
-        "test_accuracy": shown(result.accuracy),
-        metric_key(plan.run.metric): shown(result.metric(plan.run.metric)),
-        "test_loss": shown(result.loss),
-        "test_samples": result.samples,
-        "seconds": round(evaluated.seconds, 3),
-        **(result.values() if isinstance(result, CoveredScore) else {}),
-        **evaluated.public,
     }
 
 

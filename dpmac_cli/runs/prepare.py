@@ -17,9 +17,8 @@ from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
 from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
-from dpmac_cli.models.weights import PublicWeights, read_weights
+from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
-from dpmac_cli.release.publish import check_publishable
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing

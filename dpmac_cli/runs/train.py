@@ -1,6 +1,6 @@
-"""Train, resume and fork runs: from a plan or a run folder to the files of a run."""
+"""Sessions of new, resumed and forked runs, up to the last step of each."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from dpmac_cli.config.given import by_setting, parse
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import change
-from dpmac_cli.config.settings import SETTINGS, Settings
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.randomness.keystream import Keys, make_keys
@@ -27,38 +27,21 @@ from dpmac_cli.runs.environment import (
 )
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import make_task
-from dpmac_cli.runs.session import Finished, RunEvent, Session
+from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import Computing, until
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import Ranks
 
 
-def train(
+def new_run(
     plan: TrainPlan,
-    stop: Callable[[], bool] = lambda: False,
-    data: Data | None = None,
-    ranks: Ranks | None = None,
-    abandoned: tuple[TrainingEvent, ...] = (),
-) -> Iterator[RunEvent]:
-    """Train, write the run folder, and report progress.
-
-    With ``force``, an existing run is removed once this one is ready for its first step.
-
-    Args:
-        plan: result of :func:`dpmac_cli.config.resolve.resolve`.
-        stop: called after every step; True ends the run early with everything written.
-        data: data on the device; None to load it.
-        ranks: the processes of the run; the others :func:`~dpmac_cli.runs.assist.assist` this one.
-        abandoned: events of attempts that this run replaces in a study. Its report lists them. The
-            epsilon of the study covers them, but not the run's epsilon.
-
-    Raises:
-        InputError: data, device or folder cannot be used; nothing was written.
-        BudgetError: the budget allows no step.
-        ModelError: the model mixes samples.
-        RunError: training diverged, memory ran out, or the device failed.
-    """
+    stop: Callable[[], bool],
+    data: Data | None,
+    ranks: Ranks | None,
+    abandoned: tuple[TrainingEvent, ...],
+) -> Generator[SessionEvent, None, None]:
+    """Train a new run up to its last step; see :func:`dpmac_cli.release.run.train`."""
     with explained():
         folder.check_place(plan.run.folder)
         spent = Spent((), plan.privacy.event, 0, 0, False, True, abandoned)
@@ -66,7 +49,7 @@ def train(
         yield from _first(session, stop)
 
 
-def _first(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
+def _first(session: Session, stop: Callable[[], bool]) -> Generator[SessionEvent, None, None]:
     """Run a session in a new folder."""
     plan, where = session.plan, session.where
     with folder.locked(where):
@@ -83,39 +66,18 @@ def _first(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         yield from session.drive(stop)
 
 
-def finish(events: Iterable[RunEvent]) -> Finished:
-    """Run to the end: ``finish(train(plan))``. Exceptions are propagated."""
-    *_, last = events
-    assert isinstance(last, Finished)  # noqa: S101
-    return last
-
-
-def resume(
+def resumed_run(
     where: Path | str,
-    flags: Settings | Mapping[str, Any] | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    data: Data | None = None,
-    ranks: Ranks | None = None,
-) -> Iterator[RunEvent]:
-    """Resume a run from its newest undamaged checkpoint, with its settings.
-
-    On the same CPU and software, the result is bitwise identical to that of an uninterrupted run.
-    If steps cannot be repeated exactly (a GPU, another machine or torch), noise and batches are
-    drawn with new keys, so no noise is added to two different gradients, and epsilon also covers
-    the steps that were lost.
-
-    ``flags`` are settings that do not change the result, such as ``device``, and ``model`` if it is
-    user-supplied: code is not imported because a file refers to it. For other arguments and errors
-    see :func:`train`.
-
-    Raises:
-        InputError: there is no such run, it is finished, a setting would change, all checkpoints
-            are damaged, or config.yaml was modified.
-    """
+    flags: Mapping[Any, Any],
+    stop: Callable[[], bool],
+    data: Data | None,
+    ranks: Ranks | None,
+) -> Generator[SessionEvent, None, None]:
+    """Resume a run up to its last step; see :func:`dpmac_cli.release.run.resume`."""
     where = Path(where)
     folder.check_run_folder(where)
     with folder.locked(where), explained():
-        plan, before = _resumed(where, parse(flags or {}), ranks)
+        plan, before = _resumed(where, parse(flags), ranks)
         session = yield from _session(plan, before, stop, data, ranks)
         # Write the ledger first: after a kill here, the run has no checkpoint with the new keys,
         # and its next resume charges for them.
@@ -126,24 +88,14 @@ def resume(
         yield from session.drive(stop)
 
 
-def fork(
+def forked_run(
     parent: Path | str,
-    flags: Settings | Mapping[str, Any],
-    stop: Callable[[], bool] = lambda: False,
-    data: Data | None = None,
-    ranks: Ranks | None = None,
-) -> Iterator[RunEvent]:
-    """Continue from a run's newest checkpoint with other settings, in a new folder.
-
-    The parent is unchanged. Noise and batches are drawn with new keys, and epsilon covers
-    everything that was done to the records up to the checkpoint and since.
-
-    ``flags`` are settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`, with ``out``.
-    For other arguments and errors see :func:`train`.
-
-    Raises:
-        InputError: there is no such run, or the change cannot be made to it.
-    """
+    flags: Mapping[Any, Any],
+    stop: Callable[[], bool],
+    data: Data | None,
+    ranks: Ranks | None,
+) -> Generator[SessionEvent, None, None]:
+    """Fork a run up to its last step; see :func:`dpmac_cli.release.run.fork`."""
     parent = Path(parent)
     folder.check_run_folder(parent, "--fork")
     with explained():

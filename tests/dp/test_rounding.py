@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.clipping.clipped_sum import SLACK_SHARE, clip_limit, clip_weights
-from dpmac_cli.dp.clipping.forms import total_squared_norms
+from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, Sizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms, sum_rounded_up
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.products import PositionProducts, Sizes, sizes
+from dpmac_cli.dp.clipping.per_sample_gradients import total_squared_norms
 from dpmac_cli.dp.geometry import part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, ball, ellipsoid
 from dpmac_cli.randomness.noise import SeededNormals
@@ -240,8 +240,8 @@ def test_terms_that_cancel_cannot_lift_a_sample_above_one(
 ) -> None:
     torch.manual_seed(0)
     if form != "whole":
-        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 1)
-        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.HELD", 0)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 1)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.HELD", 0)
         if form == "pieces":
             monkeypatch.setattr(Sizes, "instantiating", lambda *_: 0)
         else:
@@ -405,7 +405,7 @@ def test_the_margin_covers_the_rounding_of_what_is_written_out(
             return out.squeeze(1)
 
     if pieces:
-        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 1)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 1)
     assert worst_contribution("ball", 1024, 6, Places) <= 1
 
 

@@ -1,4 +1,4 @@
-"""Ways to run a network so that a row's result depends on no other row, bit for bit.
+"""Batch invariance: run a network so that a row's result depends on no other row, bit for bit.
 
 Libraries may round a row by the number of rows computed with it, or by its place among them.
 Removing a record changes both for the others. Differences of rounding are within the margin of the
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.direct import tensors_in
+from dpmac_cli.dp.clipping.direct_parameters import tensors_in
 
 #: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows
 #: of products of fewer rows differently (measured up to 11).
