@@ -21,6 +21,7 @@ from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.storage.files import to_json
 
 if TYPE_CHECKING:
+    from dpmac_cli.release.publish import Finished
     from dpmac_cli.training.distributed import Ranks
 
 
@@ -96,13 +97,8 @@ def train(**flags: Any) -> None:
 
 def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     resolved = None
-    if start.resume and start.fork:
-        raise InputError("--resume and --fork contradict each other: give one.")
-    if run := start.resume or start.fork:
-        way = "--resume" if start.resume else "--fork"
-        if start.config:
-            raise InputError(f"{way} uses the settings of the run: leave out --config.")
-        check_run_folder(run, way)
+    if start.resume or start.fork:
+        _check(start)
         settings = Settings.model_validate(flags)
     else:
         shown = take(Shown, dict(flags))
@@ -131,6 +127,22 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
         finished = follow(events, display, asked, shown_by)
     if json:
         console.print_result(to_json(finished.report))
+    _end(finished)
+
+
+def _check(start: Start) -> None:
+    """Reject flags that contradict the run to resume or fork, or a folder that has none."""
+    if start.resume and start.fork:
+        raise InputError("--resume and --fork contradict each other: give one.")
+    run, way = (start.resume, "--resume") if start.resume else (start.fork, "--fork")
+    if start.config:
+        raise InputError(f"{way} uses the settings of the run: leave out --config.")
+    assert run is not None  # noqa: S101
+    check_run_folder(run, way)
+
+
+def _end(finished: "Finished") -> None:
+    """Exit with the code of a run that ended before its last step, and say how to go on."""
     where, kept = finished.folder, f"the run so far is in {finished.folder}."
     if finished.state == "interrupted":
         stop(f"interrupted; {kept} To resume: {resume_command(where)}", INTERRUPTED)

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.fields import flag_name
@@ -26,7 +28,7 @@ from dpmac_cli.runs.environment import (
     repeatable,
 )
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.prepare import make_task
+from dpmac_cli.runs.prepare import Task, make_task
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import Computing, until
@@ -114,12 +116,9 @@ def _session(
 ) -> Generator[Computing, None, Session]:
     device = choose_device(plan.run.device, ranks)
     plan = plan.on(str(device))
-    privacy = plan.privacy
-    if ranks is not None and privacy.audit.canaries:
-        raise InputError("--canaries needs a run with one process. Leave it out.")
     if ranks is not None:
-        check_ranks(device, ranks)
-    spent, saved = before.spent, before.saved
+        _check_parallel(plan, device, ranks)
+    privacy, spent, saved = plan.privacy, before.spent, before.saved
     rest = privacy.event_of(privacy.steps - spent.base)
     budget = (privacy.delta, privacy.max_epsilon, spent.earlier, privacy.scores, spent.base)
     steps = spent.base + affordable_steps(rest, *budget)
@@ -128,35 +127,52 @@ def _session(
     if saved is not None and exact:
         keys = Keys.of_json(saved.record["state"]["keys"])
     task = yield from until(stop, make_task(plan, device, keys, data))
-    if privacy.scores is not None and task.independence == "isolated":
-        raise ModelError(
-            "--cover-scores scores test records in batches, and it could not be proven that the "
-            "network treats the records of a batch independently. Leave it out."
-        )
+    if privacy.scores is not None:
+        _check_scored(task)
     if saved is not None:
         check_same(task.fingerprints, saved.record["fingerprints"], exactly=exact)
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
     where = folder.make_place(plan.run.folder)
-    spent = replace(
-        spent,
-        event=privacy.event_of(steps - spent.base),
-        seeded=spent.seeded or plan.run.seed is not None,
-        secure=spent.secure and plan.run.secure,
-        scores=privacy.scores,
-    )
     return Session(
         plan=plan,
         task=task,
         trainer=trainer,
         where=where,
-        ledger=Ledger(where, spent),
+        ledger=Ledger(where, _spent(plan, spent, steps)),
         ranks=ranks,
         history=[] if saved is None else list(saved.record["history"]),
         seconds=0.0 if saved is None else saved.record["seconds"],
         notes=(*before.notes, *task.notes, *trainer.notes),
         fresh_noise=before.fresh_noise,
+    )
+
+
+def _check_parallel(plan: TrainPlan, device: torch.device, ranks: Ranks) -> None:
+    """Reject a run that several processes cannot share. Raises InputError."""
+    if plan.privacy.audit.canaries:
+        raise InputError("--canaries needs a run with one process. Leave it out.")
+    check_ranks(device, ranks)
+
+
+def _check_scored(task: Task) -> None:
+    """Reject a network that may mix test records, each of which is protected."""
+    if task.independence == "isolated":
+        raise ModelError(
+            "--cover-scores scores test records in batches, and it could not be proven that the "
+            "network treats the records of a batch independently. Leave it out."
+        )
+
+
+def _spent(plan: TrainPlan, before: Spent, steps: int) -> Spent:
+    """Return what a session that ends at step ``steps`` may spend, and what was spent before."""
+    return replace(
+        before,
+        event=plan.privacy.event_of(steps - before.base),
+        seeded=before.seeded or plan.run.seed is not None,
+        secure=before.secure and plan.run.secure,
+        scores=plan.privacy.scores,
     )
 
 
