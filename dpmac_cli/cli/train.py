@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, StrictBool
@@ -97,8 +98,8 @@ def train(**flags: Any) -> None:
 
 def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     resolved = None
-    if start.resume or start.fork:
-        _check(start)
+    if run := start.resume or start.fork:
+        _check(start, run)
         settings = Settings.model_validate(flags)
     else:
         shown = take(Shown, dict(flags))
@@ -130,14 +131,13 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     _end(finished)
 
 
-def _check(start: Start) -> None:
+def _check(start: Start, run: Path) -> None:
     """Reject flags that contradict the run to resume or fork, or a folder that has none."""
     if start.resume and start.fork:
         raise InputError("--resume and --fork contradict each other: give one.")
-    run, way = (start.resume, "--resume") if start.resume else (start.fork, "--fork")
+    way = "--resume" if start.resume else "--fork"
     if start.config:
         raise InputError(f"{way} uses the settings of the run: leave out --config.")
-    assert run is not None  # noqa: S101
     check_run_folder(run, way)
 
 
