@@ -15,10 +15,10 @@ from pydantic import Field
 from dpmac_cli.cli.options import parameter
 from dpmac_cli.config.fields import Flag, Option, flag_name, options
 from dpmac_cli.config.flags import near_setting
-from dpmac_cli.config.given import parse
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import Resolved, change, resolve
 from dpmac_cli.config.settings import RECIPE, Count, Settings
+from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -249,7 +249,7 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path, separator
         config = from_file(file, {name.replace("_", separator): value, **beside}).plan
         assert name == "debug" or PLANNED[name](config) == VALUES[name], name
         assert config == resolve({name: typed, **beside}).plan, name
-        assert parse({name: typed}) == {name: VALUES[name]}
+        assert parse_settings({name: typed}) == {name: VALUES[name]}
 
 
 def test_flags_win_over_the_file(file: Path) -> None:
@@ -555,12 +555,12 @@ def test_empty_paths_are_refused(file: Path, name: str) -> None:
 
 
 def test_a_few_flags_are_parsed_for_themselves() -> None:
-    assert parse({"dataset": None, "data_dir": "here", "sigma": "2"}) == {
+    assert parse_settings({"dataset": None, "data_dir": "here", "sigma": "2"}) == {
         "data_dir": Path("here"),
         "sigma": 2.0,
     }
     with pytest.raises(InputError) as found:
-        parse({"dataset": "mnits", "device": "tpu"})
+        parse_settings({"dataset": "mnits", "device": "tpu"})
     assert len(found.value.errors) == 2
 
 

@@ -12,7 +12,10 @@ from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.given import (
+from dpmac_cli.config.keywords import Keywords, SettingName
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
+from dpmac_cli.config.sources import (
     Given,
     Values,
     by_setting,
@@ -21,9 +24,6 @@ from dpmac_cli.config.given import (
     from_flags,
     validated,
 )
-from dpmac_cli.config.keywords import Keywords, SettingName
-from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand, Found, Source
@@ -129,7 +129,7 @@ def _resolved(
     plan = make_plan(completed(settings, found.facts), data, found)
     raise_errors([*errors, *checks.faults(plan)])
     plan = _calibrated(plan, earlier)
-    return Resolved(plan, tuple(checks.notes(plan, flags)))
+    return Resolved(plan, tuple(checks.notes_on_plan(plan, flags)))
 
 
 def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPlan:
@@ -244,7 +244,7 @@ def _data(settings: Settings) -> tuple[str | Source, Found]:
                 "a table, a folder, or an .npz with an array unit."
             )
         return name, Found(DATASETS[name], name)
-    from dpmac_cli.data.own import inspect  # noqa: PLC0415  (loads numpy)
+    from dpmac_cli.data.user_data import inspect  # noqa: PLC0415  (loads numpy)
 
     schema = None if at_hand is None else at_hand.schema
     if settings.schema is not None:

@@ -24,7 +24,7 @@ OURS = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExecutorChoice:
     """Executor and its options.
 
     Attributes:
@@ -79,7 +79,7 @@ class Choice:
 
 @contextmanager
 def opened(
-    choice: Choice, plans: Sequence[TrainPlan], data: "SharedData", jobs: Path
+    choice: ExecutorChoice, plans: Sequence[TrainPlan], data: "SharedData", jobs: Path
 ) -> Iterator[Executor]:
     """Create the executor of a valid choice. Does not write any files yet.
 
