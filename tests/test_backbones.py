@@ -337,16 +337,24 @@ def test_a_head_needs_no_settings(sizes: tuple[int, int]) -> None:
     size, batch = sizes
     name = "cifar10" if size == 50_000 else "digits"
     plan = resolve({"dataset": name, "backbone": LITE0}).plan
-    assert (plan.facts.train_size, plan.batch_size, plan.steps) == (size, batch, 240)
-    assert (plan.optimizer, plan.hyper.lr, plan.recipe.ema) == ("dp-adam", 0.003, 0.95)
-    assert plan.trained.part == "head"
-    assert 2.9 < total_epsilon((plan.event,), plan.delta) <= 3
+    assert (plan.data.facts.train_size, plan.privacy.batch_size, plan.privacy.steps) == (
+        size,
+        batch,
+        240,
+    )
+    assert (plan.optimizer.name, plan.optimizer.hyper.lr, plan.recipe.ema) == (
+        "dp-adam",
+        0.003,
+        0.95,
+    )
+    assert plan.network.trained.part == "head"
+    assert 2.9 < total_epsilon((plan.privacy.event,), plan.privacy.delta) <= 3
     other = resolve({"dataset": name, "backbone": LITE0, "optimizer": "dp-sgd", "sigma": 2}).plan
     chosen = OPTIMIZERS["dp-sgd"]
-    assert (other.sigma, other.hyper.lr) == (2, chosen.lr_on.get(name, chosen.lr))
+    assert (other.privacy.sigma, other.optimizer.hyper.lr) == (2, chosen.lr_on.get(name, chosen.lr))
     whole = resolve({"dataset": name, "backbone": LITE0, "train": "norm"}).plan
-    assert (whole.recipe.ema, whole.optimizer, whole.steps) == (0.95, "dp-adam", 240)
-    assert whole.physical_batch == 16
+    assert (whole.recipe.ema, whole.optimizer.name, whole.privacy.steps) == (0.95, "dp-adam", 240)
+    assert whole.run.physical_batch == 16
 
 
 @pytest.mark.privacy

@@ -29,7 +29,7 @@ from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report_file import events_of
 from dpmac_cli.release.run import RunEvent, finish
-from dpmac_cli.runs import checkpoint, environment, folder, ledger, setup
+from dpmac_cli.runs import checkpoint, environment, folder, ledger, prepare
 from dpmac_cli.runs.session import Started
 from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
@@ -60,7 +60,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         yield from ()
         return digits()
 
-    monkeypatch.setattr(setup, "loading", loading)
+    monkeypatch.setattr(prepare, "loading", loading)
     monkeypatch.setattr(ledger, "SECONDS", 0.0)
     torch.set_num_threads(1)
 
@@ -360,7 +360,7 @@ def attempt(study: Grid, threads: int, monkeypatch: pytest.MonkeyPatch, kill: in
     torch.set_num_threads(threads)
     with monkeypatch.context() as patch, suppress(Killed):
         patch.setattr(GaussianMechanism, "release", released)
-        list(local._events(study.runs[0].plan, digits(), lambda: False))
+        list(local._events(study.runs[0], digits(), lambda: False))
 
 
 def counted_in(study: Grid) -> list[int]:
@@ -369,7 +369,7 @@ def counted_in(study: Grid) -> list[int]:
     events = list(compare._events(study.runs))
     assert collect(study, {}).epsilon == total_epsilon(tuple(events), 1e-5)
     assert all(event == replace(events[-1], steps=event.steps) for event in events)
-    assert run.plan.steps == STEPS
+    assert run.plan.privacy.steps == STEPS
     return [event.steps for event in events]
 
 
@@ -429,7 +429,7 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
             patch.setattr(os, "replace", killing(os.replace))
             patch.setattr(Path, "unlink", killing(Path.unlink))
             attempt(study, 2 + kill % 2, monkeypatch, kill=1)
-        begun = ledger.attempts(where, study.runs[0].plan.event)
+        begun = ledger.attempts(where, study.runs[0].plan.privacy.event)
         assert begun[0].steps == 15
         found = ledger.read_spent(where)
         assert found is not None

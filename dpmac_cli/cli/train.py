@@ -108,7 +108,7 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
         shown = take(DisplayFlags, dict(flags))
         with console.waiting(shown.quiet, "settings"):
             resolved = resolve(flags, start.config)
-        settings = resolved.plan.settings
+        settings = resolved.settings
         if not settings.quiet:
             console.print_notes(resolved.notes)
     quiet, json = settings.quiet, settings.json

@@ -31,11 +31,11 @@ def publish(session: Session, total_seconds: float) -> Finished:
     An earlier report goes first: a kill in between must not leave it beside a later model.
     """
     plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
-    state: State = "finished" if session.steps == plan.steps else "budget-spent"
+    state: State = "finished" if session.steps == plan.privacy.steps else "budget-spent"
     if trainer.state.step < session.steps:
         state = "interrupted"
     scored = session.scored
-    if scored is None and plan.scores is None:  # the run was resumed at its end
+    if scored is None and plan.privacy.scores is None:  # the run was resumed at its end
         scored = trainer.evaluate()
     theta = trainer.state.theta
     facts = public_facts(plan, session.spent(), task, theta.numel())

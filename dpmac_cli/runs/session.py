@@ -17,7 +17,7 @@ from dpmac_cli.runs import checkpoint, folder, workers
 from dpmac_cli.runs.environment import environment
 from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.setup import Task
+from dpmac_cli.runs.prepare import Task
 from dpmac_cli.storage import files
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.training.distributed import Ranks
@@ -135,7 +135,7 @@ class Session:
             yield from self._updates(stop)
         except DivergedError as failure:
             # Divergence reveals information about the records, so a fork must count those steps.
-            epoch = failure.step / self.plan.steps_per_epoch
+            epoch = failure.step / self.plan.privacy.steps_per_epoch
             self.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
             self.ledger.write(self.ledger.charged(failure.step))
             self.write_metrics()
@@ -148,18 +148,19 @@ class Session:
 
     def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
         """Train, save checkpoints when they are due, and report progress."""
-        plan, trainer, interval = self.plan, self.trainer, self.plan.checkpoint_steps
+        plan, trainer, interval = self.plan, self.trainer, self.plan.run.checkpoints
         saved, chunk, spent = time.perf_counter(), trainer.state.chunk, self.ledger.spent
-
-        def due(step: int) -> bool:
-            return interval > 0 and step % interval == 0
 
         with ThreadPoolExecutor(1) as pool:
             # Privacy costs are computed in the background, so they do not delay training.
             costs = pool.submit(
-                epsilon_schedule, spent.event, plan.delta, plan.steps_per_epoch, spent.earlier
+                epsilon_schedule,
+                spent.event,
+                plan.privacy.delta,
+                plan.privacy.steps_per_epoch,
+                spent.earlier,
             )
-            for event in fit(trainer, stop, due, self.seconds, self.ledger.before):
+            for event in fit(trainer, stop, interval.due, self.seconds, self.ledger.before):
                 self.seconds = event.seconds
                 scored = isinstance(event, Evaluated)
                 schedule = costs.result() if scored or costs.done() else None
@@ -170,15 +171,15 @@ class Session:
                         self.scored = event.result
                     self.history.append(metrics_line(event, epsilon, plan))
                 # Save no step before its score: a run that resumed after it would never score it.
-                scores = event.step % plan.steps_per_epoch == 0 or event.step == self.steps
+                scores = event.step % plan.privacy.steps_per_epoch == 0 or event.step == self.steps
                 settled = scored or not scores
                 # Repeating a step with another chunk size would round the sum differently under
                 # the same noise: nothing of it may be shown before this is saved.
                 reduced = settled and trainer.state.chunk < chunk
-                late = time.perf_counter() - saved >= plan.checkpoint_seconds
+                late = time.perf_counter() - saved >= interval.seconds
                 # No other score may be released instead of one that was shown, either.
-                released = scored and plan.scores is not None
-                if reduced or released or (settled and (late or due(event.step))):
+                released = scored and plan.privacy.scores is not None
+                if reduced or released or (settled and (late or interval.due(event.step))):
                     kept = self.save()
                     saved = time.perf_counter()
                     if reduced:  # nor may an earlier checkpoint with larger chunks be used
@@ -195,14 +196,16 @@ class Session:
         """Return epsilon up to an event: of its own step if it is an evaluation, else a bound."""
         plan, spent = self.plan, self.ledger.spent
         if isinstance(event, Evaluated) and event.last:  # like the report
-            return total_epsilon(self.spent().events, plan.delta)
+            return total_epsilon(self.spent().events, plan.privacy.delta)
         epsilon = schedule.at(done := event.step - spent.base)
         if isinstance(event, Evaluated) and done not in dict(schedule.points):
             part = replace(spent.event, steps=done)
-            epsilon = min(epsilon, total_epsilon((*spent.earlier, part), plan.delta, widest=COARSE))
-        if plan.scores is not None:
-            tested = plan.scores.event(event.step, self.steps, spent.base)
-            epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.delta))
+            epsilon = min(
+                epsilon, total_epsilon((*spent.earlier, part), plan.privacy.delta, widest=COARSE)
+            )
+        if plan.privacy.scores is not None:
+            tested = plan.privacy.scores.event(event.step, self.steps, spent.base)
+            epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.privacy.delta))
         return epsilon
 
     def write_metrics(self) -> None:

@@ -180,14 +180,14 @@ def test_an_audit_scores_no_data_set(trained: tuple[Path, Result], flag: str) ->
 )
 def test_a_tenth_is_guessed_and_a_few_at_least(canaries: int, guesses: int) -> None:
     config = digits_config(canaries=canaries)
-    assert config.guesses == guesses
-    assert digits_config(canaries=canaries, guesses=1).guesses == 1
+    assert config.privacy.audit.guesses == guesses
+    assert digits_config(canaries=canaries, guesses=1).privacy.audit.guesses == 1
 
 
 @pytest.mark.privacy
 def test_a_config_file_repeats_an_audit(trained: tuple[Path, Result]) -> None:
     config = resolve({}, trained[0] / folder.CONFIG).plan
-    assert (config.canaries, config.guesses) == (100, 20)
-    assert config.event.sampling_rate == 128 / (DATASETS["digits"].train_size + 50)
+    assert (config.privacy.audit.canaries, config.privacy.audit.guesses) == (100, 20)
+    assert config.privacy.event.sampling_rate == 128 / (DATASETS["digits"].train_size + 50)
     with pytest.raises(InputError, match="without a privacy guarantee there is nothing to audit"):
         resolve({"no_dp": True}, trained[0] / folder.CONFIG)
