@@ -18,11 +18,11 @@ from .config.plan import TrainPlan as TrainPlan
 from .config.resolve import Resolved as Resolved
 from .config.resolve import resolve as resolve
 from .config.settings import Settings as Settings
-from .data.at_hand import ArrayData as ArrayData
-from .data.at_hand import from_dataframe as from_dataframe
-from .data.at_hand import from_torch as from_torch
 from .data.dataset import Data as Data
 from .data.dataset import Split as Split
+from .data.in_memory import ArrayData as ArrayData
+from .data.in_memory import from_dataframe as from_dataframe
+from .data.in_memory import from_torch as from_torch
 from .data.loaders import load_data as load_data
 from .data.registry import DATASETS as DATASETS
 from .dp.mechanism import PrivateMean as PrivateMean

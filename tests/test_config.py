@@ -15,10 +15,10 @@ from pydantic import Field
 from dpmac_cli.cli.options import parameter
 from dpmac_cli.config.fields import Flag, Option, flag_name, options
 from dpmac_cli.config.flags import near_setting
-from dpmac_cli.config.given import parse
 from dpmac_cli.config.plan import RunPlan, TrainPlan
 from dpmac_cli.config.resolve import Resolved, change, resolve
 from dpmac_cli.config.settings import RECIPE, Complete, Count, Settings
+from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
@@ -257,7 +257,7 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path, separator
         typed_as_flag = resolve({name: typed, **beside})
         assert resolved.plan == typed_as_flag.plan, name
         assert resolved.settings == typed_as_flag.settings, name
-        assert parse({name: typed}) == {name: VALUES[name]}
+        assert parse_settings({name: typed}) == {name: VALUES[name]}
 
 
 def test_flags_win_over_the_file(file: Path) -> None:
@@ -565,12 +565,12 @@ def test_empty_paths_are_refused(file: Path, name: str) -> None:
 
 
 def test_a_few_flags_are_parsed_for_themselves() -> None:
-    assert parse({"dataset": None, "data_dir": "here", "sigma": "2"}) == {
+    assert parse_settings({"dataset": None, "data_dir": "here", "sigma": "2"}) == {
         "data_dir": Path("here"),
         "sigma": 2.0,
     }
     with pytest.raises(InputError) as found:
-        parse({"dataset": "mnits", "device": "tpu"})
+        parse_settings({"dataset": "mnits", "device": "tpu"})
     assert len(found.value.errors) == 2
 
 

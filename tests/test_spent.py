@@ -288,7 +288,7 @@ def test_a_session_that_only_the_ledger_knows_is_charged(monkeypatch: pytest.Mon
         patch.setattr("dpmac_cli.runs.train.environment", lambda *_: {"threads": 77})
         with pytest.raises(Killed):
             finish(run.resume(RUN, {}))
-    spent = ledger.read(RUN)
+    spent = ledger.read_spent(RUN)
     assert spent is not None
     ledger.Ledger(RUN, spent).write(8)
     started, *_, last = run.resume(RUN, {})
@@ -307,7 +307,7 @@ def test_a_step_is_reserved_before_it_begins(
     step, ahead = Trainer.step, []
 
     def begun(trainer: Trainer) -> None:
-        spent = ledger.read(RUN)
+        spent = ledger.read_spent(RUN)
         assert spent is not None
         ahead.append(spent.begun - trainer.state.step)
         step(trainer)
@@ -317,7 +317,7 @@ def test_a_step_is_reserved_before_it_begins(
     assert len(ahead) == 10
     assert min(ahead) == 1
     assert (max(ahead) == 1) == (seconds == 0)
-    spent = ledger.read(RUN)
+    spent = ledger.read_spent(RUN)
     assert spent is not None
     assert spent.begun == 10  # what was not begun is given back
 
@@ -410,7 +410,10 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
     calls, kill, replaced = 0, 0, False
     while calls >= kill:
         calls, kill = 0, kill + 1
-        old, saved = ledger.read(where), {file.read_bytes() for file in checkpoints.iterdir()}
+        old, saved = (
+            ledger.read_spent(where),
+            {file.read_bytes() for file in checkpoints.iterdir()},
+        )
 
         def killing(do: Callable[..., Any]) -> Any:
             def called(*args: Any, **kwargs: Any) -> Any:
@@ -428,7 +431,7 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
             attempt(study, 2 + kill % 2, monkeypatch, kill=1)
         begun = ledger.attempts(where, study.runs[0].plan.privacy.event)
         assert begun[0].steps == 15
-        found = ledger.read(where)
+        found = ledger.read_spent(where)
         assert found is not None
         if found != old:  # no checkpoint of the run before may be resumed beside it
             replaced = True

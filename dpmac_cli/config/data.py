@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from dpmac_cli.config.given import Values, combined, from_flags, validated
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
+from dpmac_cli.config.sources import Values, combined, from_flags, validated
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand, Found, Source
@@ -65,7 +65,7 @@ def _found(settings: Settings) -> tuple[str | Source, Found]:
                 "a table, a folder, or an .npz with an array unit."
             )
         return name, Found(DATASETS[name], name)
-    from dpmac_cli.data.own import inspect  # noqa: PLC0415  (loads numpy)
+    from dpmac_cli.data.user_data import inspect  # noqa: PLC0415  (loads numpy)
 
     source = _source(settings, name if isinstance(name, AtHand) else None)
     return source, inspect(source)

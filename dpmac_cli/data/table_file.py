@@ -37,7 +37,7 @@ NO_CELLS = (
     pa.types.is_fixed_size_binary,
 )
 Cells = dict[str, pa.Array]
-Mask = NDArray[np.bool_]
+BoolArray = NDArray[np.bool_]
 #: Values of inputs, (records, inputs), and the lowest and highest value of each.
 Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
@@ -98,7 +98,7 @@ def read_inputs(
     refuse(_absent(wanted, names), f" {path} has the columns {', '.join(names)}.")
     kept = ["id"] if "id" in names else []
     cells, ragged = _cells(path, tuple(dict.fromkeys([*wanted, *kept])), strict=True)
-    bad: dict[str, Mask] = {}
+    bad: dict[str, BoolArray] = {}
     inputs, *_ = _inputs(columns, cells, bad, strict=True)
     refuse([*ragged, *_reasons(bad)], f" Correct {path}.")
     return inputs, cells["id"].cast(pa.string()).fill_null("").to_pylist() if kept else None
@@ -269,14 +269,16 @@ def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
     return np.asarray(found.fill_null(-1), np.int64)
 
 
-def _inputs(columns: Iterable[Column], cells: Cells, bad: dict[str, Mask], strict: bool) -> Inputs:
+def _inputs(
+    columns: Iterable[Column], cells: Cells, bad: dict[str, BoolArray], strict: bool
+) -> Inputs:
     """Return columns as inputs, and add masks of records with invalid values to ``bad``."""
     parts = [_inputs_of(column, cells[column.name], bad, strict) for column in columns]
     x, low, high = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
     return x, low, high
 
 
-def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bool) -> Inputs:
+def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, BoolArray], strict: bool) -> Inputs:
     words = pa.array([word for word in MISSING if word not in column.categories])
     missing = np.asarray(compute.or_(cells.is_null(), compute.is_in(_text(cells), words)))
     if column.range is not None:
@@ -303,8 +305,8 @@ def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bo
 
 
 def _numbers(
-    column: Column, cells: pa.Array, missing: Mask, bad: dict[str, Mask]
-) -> tuple[NDArray[np.float64], Mask]:
+    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
+) -> tuple[NDArray[np.float64], BoolArray]:
     """Return numbers, with missing ones at the middle of the range, and a mask of outliers."""
     assert column.range is not None  # noqa: S101
     low, high = column.range
@@ -320,7 +322,7 @@ def _numbers(
     return np.where(np.isnan(values), (low + high) / 2, values), outside
 
 
-def _reasons(bad: dict[str, Mask]) -> Iterator[str]:
+def _reasons(bad: dict[str, BoolArray]) -> Iterator[str]:
     """Yield a message per reason with the first bad record and the number of bad records."""
     for what, records in bad.items():
         if count := int(records.sum()):

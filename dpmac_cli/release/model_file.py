@@ -21,7 +21,7 @@ from dpmac_cli.data.registry import DATASETS, Signature
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import registry, weights
 from dpmac_cli.models.build import build_model, build_network, seen_by_network
-from dpmac_cli.release.report_file import Facts, parse
+from dpmac_cli.release.report_file import Facts, parse_file
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.storage.digest import digest
@@ -157,7 +157,7 @@ def _features(file: Path, facts: Facts) -> registry.Features | None:
 
 def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], Facts]:
     """Return a model file, its weights, and its facts, also validated. Raises InputError."""
-    file, content = folder.read(path, folder.MODEL, WANTED)
+    file, content = folder.read_run_file(path, folder.MODEL, WANTED)
     try:
         tensors, header = weights.unpacked(content)
     except weights.NOT_SAFE as failure:
@@ -170,7 +170,7 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], Facts]:
             f"Do not share it. Use {folder.MODEL}, one folder up."
         )
     text = header.get(weights.MODEL_HEADER, "{}")
-    facts, kept = parse(Facts, text, file, FOREIGN, WANTED), json.loads(text)
+    facts, kept = parse_file(Facts, text, file, FOREIGN, WANTED), json.loads(text)
     if kept.pop(CHECKSUM) != digest(tensors, kept):
         raise InputError(
             f"{file} is damaged: its contents do not match its checksum. Copy it again from its "

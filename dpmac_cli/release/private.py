@@ -32,7 +32,7 @@ from dpmac_cli.runs.prepare import make_task
 from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.setup import make_trainer, unit_of
 from dpmac_cli.storage.progress import outcome
-from dpmac_cli.torch_errors import explained
+from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, check_composable
 from dpmac_cli.training.loop import Evaluated
@@ -201,7 +201,7 @@ class PrivateTraining:
                 "more epochs, or call make_private again, which also counts these steps."
             )
         began = time.perf_counter()
-        with explained(), torch.inference_mode(False):
+        with torch_failures_explained(), torch.inference_mode(False):
             trainer.step()
             if trainer.state.step % self.plan.privacy.steps_per_epoch == 0:
                 trainer.check_finite()

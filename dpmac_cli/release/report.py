@@ -25,7 +25,7 @@ from dpmac_cli.release.card import OPEN, templates
 from dpmac_cli.release.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.prepare import Task
-from dpmac_cli.storage.files import shown
+from dpmac_cli.storage.files import finite_or_none
 
 #: Keys of test scores in the report, besides accuracy and loss; null if there are none.
 METRICS = (
@@ -61,8 +61,8 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         seeds = drawn = TEXTS.no_secrets
     return {
         "private": private,
-        "epsilon": shown(cost.epsilon),
-        "epsilon_planned": shown(max(planned, cost.epsilon)),
+        "epsilon": finite_or_none(cost.epsilon),
+        "epsilon_planned": finite_or_none(max(planned, cost.epsilon)),
         "delta": part.delta if private else None,
         "noise_multiplier": cost.noise_multiplier,
         "unit": {
@@ -76,8 +76,8 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "covered_scores": {
             "released": sum(event.steps for event in tested),
             "noise_multiplier": statements.common(event.noise_multiplier for event in tested),
-            "epsilon": shown(total_epsilon(tested, part.delta)),
-            "epsilon_of_training": shown(total_epsilon(trained, part.delta)),
+            "epsilon": finite_or_none(total_epsilon(tested, part.delta)),
+            "epsilon_of_training": finite_or_none(total_epsilon(trained, part.delta)),
             "statement": TEXTS.covered,
         }
         if part.scores

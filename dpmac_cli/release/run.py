@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.given import Values
 from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.sources import Values
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs.session import EndOfTraining, Reduced, SessionEvent, Started, Update
 from dpmac_cli.runs.train import forked_run, new_run, resumed_run
 from dpmac_cli.storage.progress import Computing
-from dpmac_cli.torch_errors import explained
+from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks
 
 RunEvent: TypeAlias = Computing | Started | Update | Reduced | Finished
@@ -36,7 +36,8 @@ def train(
         plan: result of :func:`dpmac_cli.config.resolve.resolve`.
         stop: called after every step; True ends the run early with everything written.
         data: data on the device; None to load it.
-        ranks: the processes of the run; the others :func:`~dpmac_cli.runs.assist.assist` this one.
+        ranks: the processes of the run; the others call
+            :func:`~dpmac_cli.runs.workers.run_worker`.
         abandoned: events of attempts that this run replaces in a study. Its report lists them. The
             epsilon of the study covers them, but not the run's epsilon.
 
@@ -111,7 +112,7 @@ def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent
             if not isinstance(event, EndOfTraining):
                 yield event
                 continue
-            with explained():
+            with torch_failures_explained():
                 finished = publish(event.session, event.seconds)
             yield finished
 

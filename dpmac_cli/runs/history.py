@@ -4,7 +4,7 @@ from typing import Any
 
 from dpmac_cli.config.plan import PrivacyPlan
 from dpmac_cli.config.settings import metric_key
-from dpmac_cli.storage.files import shown
+from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.loop import Evaluated
 
@@ -17,11 +17,11 @@ def metrics_line(
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,
-        "epsilon": shown(epsilon),
+        "epsilon": finite_or_none(epsilon),
         "delta": privacy.delta if privacy.private else None,
-        "test_accuracy": shown(result.accuracy),
-        metric_key(metric): shown(result.metric(metric)),
-        "test_loss": shown(result.loss),
+        "test_accuracy": finite_or_none(result.accuracy),
+        metric_key(metric): finite_or_none(result.metric(metric)),
+        "test_loss": finite_or_none(result.loss),
         "test_samples": result.samples,
         "seconds": round(evaluated.seconds, 3),
         **(result.values() if isinstance(result, CoveredScore) else {}),

@@ -13,7 +13,7 @@ from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.errors import DivergedError
-from dpmac_cli.runs import assist, checkpoint, folder
+from dpmac_cli.runs import checkpoint, folder, workers
 from dpmac_cli.runs.environment import environment
 from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
@@ -130,7 +130,7 @@ class Session:
             notes=self.notes,
         )
         if self.ranks is not None:
-            assist.begin(self.ranks, self.plan, self.task, self.trainer, self.where)
+            workers.brief_workers(self.ranks, self.plan, self.task, self.trainer, self.where)
         try:
             yield from self._updates(stop)
         except DivergedError as failure:

@@ -10,11 +10,11 @@ import torch
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.given import by_setting, parse
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.config.sources import by_setting, parse_settings
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.randomness.keystream import Keys, make_keys
@@ -32,7 +32,7 @@ from dpmac_cli.runs.prepare import Task, make_task
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import Computing, until
-from dpmac_cli.torch_errors import explained
+from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks
 
 
@@ -44,7 +44,7 @@ def new_run(
     abandoned: tuple[TrainingEvent, ...],
 ) -> Generator[SessionEvent, None, None]:
     """Train a new run up to its last step; see :func:`dpmac_cli.release.run.train`."""
-    with explained():
+    with torch_failures_explained():
         folder.check_place(plan.run.folder)
         spent = Spent((), plan.privacy.event, 0, 0, False, True, abandoned)
         session = yield from _session(plan, Inherited(None, spent), stop, data, ranks)
@@ -78,8 +78,8 @@ def resumed_run(
     """Resume a run up to its last step; see :func:`dpmac_cli.release.run.resume`."""
     where = Path(where)
     folder.check_run_folder(where)
-    with folder.locked(where), explained():
-        plan, before = _resumed(where, parse(flags), ranks)
+    with folder.locked(where), torch_failures_explained():
+        plan, before = _resumed(where, parse_settings(flags), ranks)
         session = yield from _session(plan, before, stop, data, ranks)
         # Write the ledger first: after a kill here, the run has no checkpoint with the new keys,
         # and its next resume charges for them.
@@ -100,9 +100,9 @@ def forked_run(
     """Fork a run up to its last step; see :func:`dpmac_cli.release.run.fork`."""
     parent = Path(parent)
     folder.check_run_folder(parent, "--fork")
-    with explained():
+    with torch_failures_explained():
         with folder.locked(parent):
-            plan, before = _forked(parent, parse(flags))
+            plan, before = _forked(parent, parse_settings(flags))
             session = yield from _session(plan, before, stop, data, ranks)
         yield from _first(session, stop)
 

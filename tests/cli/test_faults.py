@@ -21,9 +21,9 @@ from typer.testing import Result
 from dpmac_cli import torch_errors as faults
 from dpmac_cli.data import loaders as data
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
-from dpmac_cli.release import run
+from dpmac_cli.release import publish, run
 from dpmac_cli.release.scoring import score
-from dpmac_cli.runs import checkpoint, folder, session
+from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs.session import Reduced
 from dpmac_cli.storage import files
@@ -121,13 +121,13 @@ def test_a_full_disk_at_the_end_loses_nothing(
     last: str, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with file_size_limit() as limit, monkeypatch.context() as patch:
-        do = getattr(session, last)
+        do = getattr(publish, last)
 
         def full(*args: Any, **named: Any) -> Any:
             limit(1000)
             return do(*args, **named)
 
-        patch.setattr(session, last, full)
+        patch.setattr(publish, last, full)
         result = dpmac(*RUN)
     failed(result, 2, "Free some space.", "(step 9): dpmac train --resume run")
     assert dpmac("train", "--resume", "run").exit_code == 0
@@ -221,7 +221,7 @@ def test_a_lost_device_names_the_last_checkpoint(
 def test_what_is_a_bug_is_not_laid_on_the_device() -> None:
     assert not faults.device_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not faults.out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    with pytest.raises(RuntimeError, match="mat1"), faults.explained():
+    with pytest.raises(RuntimeError, match="mat1"), faults.torch_failures_explained():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 

@@ -21,7 +21,7 @@ from dpmac_cli.dp.clipping import clipped_sum as clipping
 from dpmac_cli.dp.clipping import ghost_clipping, per_sample_gradients
 from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
-from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, Sizes, sizes
+from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.matmul import ONEDNN, products_by_onednn
@@ -153,7 +153,7 @@ def going(way: str, kind: str, layer: Layer) -> Iterator[None]:
     taken: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         cost = 0 if way == "pieces" else 1 << 60
-        patch.setattr(Sizes, "instantiating", lambda *_: cost)
+        patch.setattr(UseSizes, "instantiating", lambda *_: cost)
         for other in ("_by_gram", "_by_pairs", "_by_pieces"):
             patch.setattr(PositionProducts, other, _noting(other, taken))
         yield
@@ -348,7 +348,7 @@ def test_gradients_that_are_held_are_those_that_are_added(
 ) -> None:
     """Norm and sum read the same floats, so that terms that cancel are no matter."""
     monkeypatch.setattr(per_sample_gradients, "PIECE", 1)
-    monkeypatch.setattr(Sizes, "holding_pays", lambda *_: True)
+    monkeypatch.setattr(UseSizes, "holding_pays", lambda *_: True)
     layer = LAYERS["stride"].layer()
     uses = random_uses(LAYERS["stride"], layer, 6)
     form = choose_form(layer, uses, ball=kind == "ball")

@@ -22,7 +22,7 @@ from dpmac_cli.dp.clipping.clipped_sum import (
     clip_weights,
 )
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
-from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, Sizes
+from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
@@ -486,7 +486,7 @@ def test_pairs_of_positions_match_the_oracle(
 ) -> None:
     monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 0)
     monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.HELD", 0)
-    monkeypatch.setattr(Sizes, "pairs", 0)
+    monkeypatch.setattr(UseSizes, "pairs", 0)
     net = {**NETS, **AGAIN}[name]
     subject = prepare(net.build(), views=views, example=net.batch()[0][:2])
     [form, *_] = subject.forms(*views_of(net, views))

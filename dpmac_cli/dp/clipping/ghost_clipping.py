@@ -42,7 +42,7 @@ HOLDING = 40
 DOUBLE = 4
 
 
-class Sizes(NamedTuple):
+class UseSizes(NamedTuple):
     """Public sizes of a layer's uses. The choice of a form depends on nothing else."""
 
     positions: int  # T, over all uses and views
@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
         return holding <= self.norm(ball) + self.product
 
 
-def sizes(layer: Layer, uses: Sequence[Use], views: int) -> Sizes | None:
+def sizes(layer: Layer, uses: Sequence[Use], views: int) -> UseSizes | None:
     """Return the sizes of a layer whose gradients are sums of outer products; None for others."""
     module: Any = layer.module
     if "weight" not in layer.parameters or not all(is_plain(layer, use) for use in uses):
@@ -94,8 +94,8 @@ def sizes(layer: Layer, uses: Sequence[Use], views: int) -> Sizes | None:
         by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
     gram = DOUBLE * (by_inputs + t * t * outputs)
     if isinstance(module, StandardisedConv2d):
-        return Sizes(t, k, outputs, gram + t * k * outputs, math.inf, True)
-    return Sizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs, False)
+        return UseSizes(t, k, outputs, gram + t * k * outputs, math.inf, True)
+    return UseSizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs, False)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PositionProducts:
     layer: Layer
     uses: tuple[Use, ...]
     views: int
-    sizes: Sizes
+    sizes: UseSizes
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute norms of a few samples at a time, with the cheapest method."""
