@@ -1,7 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.errors import named_as_flags
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.runs import prepare
 from dpmac_cli.storage.progress import Computing
@@ -50,6 +51,13 @@ def pytest_terminal_summary(
     """Print how many long tests were left out, and how to run them."""
     if count := config.stash.get(LEFT_OUT, 0):
         terminalreporter.write_line(f"{count} long tests were not run. Run all: pytest --long")
+
+
+@pytest.fixture(autouse=True)
+def _messages_of_a_command() -> Iterator[None]:
+    """Messages are read as a command shows them; test_library.py reads those of a program."""
+    with named_as_flags():
+        yield
 
 
 @pytest.fixture(autouse=True)

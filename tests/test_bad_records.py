@@ -22,11 +22,11 @@ from pyarrow import parquet
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dpmac_cli import ArrayData, from_dataframe, from_torch, resolve
-from dpmac_cli.data import decoding, own
+from dpmac_cli.data import decoding, user_data
 from dpmac_cli.data.canonical import units_in
-from dpmac_cli.data.own import inspect
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.data.table_schema import schema_of
+from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.storage.rows import Rows
@@ -88,7 +88,7 @@ def seen(source: Source) -> tuple[Found, list[set[tuple[bytes, int, str]]]]:
 
 
 def parts(source: Source) -> Any:
-    return outcome(own.load(source, None))
+    return outcome(user_data.load(source, None))
 
 
 def columns(found: list[Row]) -> dict[str, list[Any]]:
@@ -796,7 +796,7 @@ def test_text_of_parquet_that_is_not_utf8_is_left_out(tmp_path: Path) -> None:
         parquet.write_table(pa.concat_tables([plain, added]), tmp_path / "t.parquet")
         source = Source(tmp_path / "t.parquet", schema=SCHEMA, unit="unit", skip_bad=True)
         found.append(seen(source))
-        own._reader.cache_clear()
+        user_data._reader.cache_clear()
     assert found[0][1] == found[1][1]
     assert [len(facts.skipped) for facts, _ in found] == [1, 1]
 

@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 
+from dpmac_cli.release import run
+from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Started
-from dpmac_cli.runs.train import finish
 from dpmac_cli.studies import executor
 from dpmac_cli.studies import local as workers
-from dpmac_cli.studies.choice import Choice
-from dpmac_cli.studies.executor import Ended, Executor, Moved, Result, RunEvent, carry_out
+from dpmac_cli.studies.choose_executor import ExecutorChoice
+from dpmac_cli.studies.executor import Ended, Executor, Moved, Result, StudyEvent, carry_out
 from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.local import Pool, share_data, train_run
 from dpmac_cli.studies.results import collect, finished_report
-from dpmac_cli.studies.tables import as_values
+from dpmac_cli.studies.tables import as_json
 from tests.digits_runs import a_run, after, digits_config, train_digits
 from tests.typed import ENVIRONMENT, dpmac, hooked, loading, process
 
@@ -100,7 +100,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         if isinstance(event, Ended)
     ]
     assert ended == [Ended(number) for number in range(4)]
-    return table(as_values(collect(grid, {})))
+    return table(as_json(collect(grid, {})))
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert written(out) == local
 
 
-Jobs = Callable[..., Iterator[RunEvent]]
+Jobs = Callable[..., Iterator[StudyEvent]]
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
 
     def events(
         grid: Grid, out: Path, numbers: Sequence[int], stop: Callable[[], bool] = never
-    ) -> Iterator[RunEvent]:
+    ) -> Iterator[StudyEvent]:
         array = slurm.Array(grid.runs, None, out / "jobs", {"time": "60"}, cluster="local")
         return carry_out(array, numbers, stop)
 
@@ -232,7 +232,7 @@ def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_
     jobs: Jobs, local: dict[str, Any], tmp_path: Path
 ) -> None:
     grid = grid_in(tmp_path)
-    seen: list[RunEvent] = []
+    seen: list[StudyEvent] = []
     killed = False
     before = os.umask(0)
     try:
@@ -254,7 +254,7 @@ def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_
     assert {e.number: e.step for e in seen if isinstance(e, Moved)} == dict.fromkeys(
         range(4), grid.runs[0].plan.privacy.steps
     )
-    assert table(as_values(collect(grid, {}))) == local
+    assert table(as_json(collect(grid, {}))) == local
     assert stat.S_IMODE((tmp_path / "jobs").stat().st_mode) == 0o700
     records = share_data(grid.runs[:1])["digits"].train.images
     told_to_jobs = list((tmp_path / "jobs").rglob("*.pkl"))
@@ -358,7 +358,9 @@ def test_options_reach_sbatch(tmp_path: Path) -> None:
     need("submitit")
     from dpmac_cli.studies import slurm  # noqa: PLC0415
 
-    sbatch = Choice("slurm", 3, None, "partition=short,time=1:30:00, cpus_per_task=2").sbatch
+    sbatch = ExecutorChoice(
+        "slurm", 3, None, "partition=short,time=1:30:00, cpus_per_task=2"
+    ).sbatch
     runs = grid_in(tmp_path, device="cuda").runs
     (tmp_path / "bin").mkdir()
     for name in ("srun", "sbatch"):
@@ -382,16 +384,16 @@ def test_options_reach_sbatch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        (Choice("cloud"), "must be one of local, ray, slurm, not 'cloud'"),
-        (Choice("local", 0), "--jobs must be from 1 to 1,024, not 0"),
-        (Choice(cluster="auto"), "Add --executor ray"),
-        (Choice(slurm="time=1"), "Add --executor slurm"),
-        (Choice("slurm"), "--slurm time=60"),
-        (Choice("slurm", slurm="time=60,gpu"), "'gpu' is not KEY=VALUE"),
-        (Choice("slurm", slurm="time=60,array=1-9"), "array cannot be set"),
+        (ExecutorChoice("cloud"), "must be one of local, ray, slurm, not 'cloud'"),
+        (ExecutorChoice("local", 0), "--jobs must be from 1 to 1,024, not 0"),
+        (ExecutorChoice(cluster="auto"), "Add --executor ray"),
+        (ExecutorChoice(slurm="time=1"), "Add --executor slurm"),
+        (ExecutorChoice("slurm"), "--slurm time=60"),
+        (ExecutorChoice("slurm", slurm="time=60,gpu"), "'gpu' is not KEY=VALUE"),
+        (ExecutorChoice("slurm", slurm="time=60,array=1-9"), "array cannot be set"),
     ],
 )
-def test_a_choice_that_cannot_be_is_told(choice: Choice, words: str) -> None:
+def test_a_choice_that_cannot_be_is_told(choice: ExecutorChoice, words: str) -> None:
     assert any(words in fault for fault in choice.faults())
     if choice.name in ("local", "cloud"):
         flags = {"--executor": choice.name, "--cluster": choice.cluster, "--slurm": choice.slurm}

@@ -23,7 +23,7 @@ from dpmac_cli.data.schema import AtHand
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.text_encoder import Bert
-from dpmac_cli.runs.train import finish, resume, train
+from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.rows import RowFile
 from tests.tiny_bert import WIDTH, notes, write_encoder

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.given import Given
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS
+from dpmac_cli.config.sources import Given
 from dpmac_cli.data.schema import TABLES, Found, Source, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.training.schedules import LOSSES, LossKind, Recipe
@@ -130,7 +130,7 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
         )
 
 
-def notes(plan: TrainPlan, flags: Mapping[SettingName, Given]) -> Iterator[str]:
+def notes_on_plan(plan: TrainPlan, flags: Mapping[SettingName, Given]) -> Iterator[str]:
     """Yield notes on valid settings that are probably mistakes."""
     for name, what in _idle(plan).items():
         if name in flags:

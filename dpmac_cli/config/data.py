@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpmac_cli.config.given import Values, combined, from_flags, validated
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
+from dpmac_cli.config.sources import Values, combined, from_flags, validated
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand, Found, Source
@@ -77,7 +77,7 @@ def _found(settings: Settings, texts: "TextReader | None") -> tuple[str | Source
                 "a table, a folder, or an .npz with an array unit."
             )
         return name, Found(DATASETS[name], name)
-    from dpmac_cli.data.own import inspect  # noqa: PLC0415  (loads numpy)
+    from dpmac_cli.data.user_data import inspect  # noqa: PLC0415  (loads numpy)
 
     source = _source(settings, name if isinstance(name, AtHand) else None)
     source = replace(source, texts=texts or _text_reader(settings))

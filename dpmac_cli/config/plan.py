@@ -164,7 +164,7 @@ class CheckpointInterval:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """How a run is carried out: machine, random keys and files.
+    """Machine, random keys and files of a run.
 
     Attributes:
         seed: seed of all random numbers; None for secret keys from the operating system.

@@ -13,15 +13,6 @@ from dpmac_cli.config import checks
 from dpmac_cli.config.data import plan_data
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.given import (
-    Given,
-    Values,
-    by_setting,
-    combined,
-    faults_of_model,
-    from_flags,
-    validated,
-)
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.plan import (
     AuditPlan,
@@ -37,9 +28,18 @@ from dpmac_cli.config.plan import (
     unit_of_privacy,
 )
 from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
+from dpmac_cli.config.sources import (
+    Given,
+    Values,
+    by_setting,
+    combined,
+    faults_of_model,
+    from_flags,
+    validated,
+)
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.dp.optimizers import Hyperparameters
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError, named, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.training.schedules import LossKind, Recipe
@@ -128,7 +128,7 @@ def _resolved(
     plan = make_plan(complete, data)
     raise_errors([*errors, *checks.faults(plan, complete.epochs)])
     plan = _calibrated(plan, complete, earlier)
-    return Resolved(plan, complete, tuple(checks.notes(plan, flags)))
+    return Resolved(plan, complete, tuple(map(named, checks.notes_on_plan(plan, flags))))
 
 
 def _calibrated(

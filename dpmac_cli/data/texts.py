@@ -24,7 +24,7 @@ NO_TEXT = "has no text"
 
 @dataclass(frozen=True)
 class TextReader:
-    """How texts are read: a public tokenizer, and a public limit of texts outside a table."""
+    """Public tokenizer, and public limit of texts outside a table."""
 
     tokenizer: WordPiece
     limit: int = TOKENS

@@ -25,7 +25,7 @@ from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import TextReader, read_new
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.publish import load_model, read_facts, text_reader
+from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device

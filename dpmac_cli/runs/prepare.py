@@ -18,9 +18,8 @@ from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
 from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
-from dpmac_cli.models.weights import PublicWeights, read_weights
+from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
-from dpmac_cli.release.publish import check_publishable
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing
@@ -68,24 +67,17 @@ def make_task(
     :func:`make_trainer`.
     """
     network, facts, at_hand = plan.network, plan.data.facts, model is not None
-    model = _build(network, facts, keys) if model is None else _check_at_hand(network, facts, model)
-    fingerprints = _data_sums(plan.data, data)
-    notes: tuple[str, ...] = ()
-    built_by = ""
-    if isinstance(network.model, UserModel) and not at_hand:
-        fingerprints["network"] = build.source_sum(network.model)
-        seen = build.seen_by_network(facts.signature, network.features)
-        built_by = build.built_by(network.model, seen)
-    if network.starts_public:  # never for a network that was passed in
-        weights, notes = _start(network, facts, model)
-        notes = (*_doubts(weights, plan.data, private=plan.privacy.private), *notes)
-        fingerprints["pretrained"] = weights.sha256
-    model = model.to(device)
+    if model is None:
+        built = _build(plan, keys)
+    else:
+        built = _Built(model=_check_at_hand(network, facts, model))
+    model = built.model.to(device)
     parts = None if at_hand else _parts(network, facts, model)
     own = at_hand or isinstance(network.model, UserModel)
     kind, why = _independence(network, facts, model, parts, own=own)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(network, facts, model, parts)
+    fingerprints = {**built.fingerprints, **_data_sums(plan.data, data)}
     if data is None:
         data = yield from loading(plan.data.source, plan.data.folder, device, facts=facts)
     if plan.data.own:
@@ -103,9 +95,19 @@ def make_task(
         data=data,
         independence=kind,
         fingerprints=fingerprints,
-        notes=(*notes, *why),
-        built_by=built_by,
+        notes=(*built.notes, *why),
+        built_by=built.built_by,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    """A network, and what :class:`Task` says of how it was built."""
+
+    model: nn.Module
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    built_by: str = ""
 
 
 def _parts(network: NetworkPlan, facts: Dataset, model: nn.Module) -> FrozenFeatures | None:
@@ -156,7 +158,9 @@ def _start(
     return weights, tuple(weights.adopted_by(model, head_of(model, facts.shape)))
 
 
-def _build(network: NetworkPlan, facts: Dataset, keys: Keys) -> nn.Module:
+def _build(plan: TrainPlan, keys: Keys) -> _Built:
+    """Build the network of a plan, and load its public weights."""
+    network, facts = plan.network, plan.data.facts
     model = build.build_model(
         network.model,
         facts.signature,
@@ -167,7 +171,16 @@ def _build(network: NetworkPlan, facts: Dataset, keys: Keys) -> nn.Module:
         isolated=network.isolate,
     )
     check_publishable(model)
-    return model
+    sums, notes, built_by = dict[str, str](), tuple[str, ...](), ""
+    if isinstance(network.model, UserModel):
+        sums["network"] = build.source_sum(network.model)
+        seen = build.seen_by_network(facts.signature, network.features)
+        built_by = build.built_by(network.model, seen)
+    if network.starts_public:
+        weights, adopted = _start(network, facts, model)
+        sums["pretrained"] = weights.sha256
+        notes = (*_doubts(weights, plan.data, private=plan.privacy.private), *adopted)
+    return _Built(model=model, fingerprints=sums, notes=notes, built_by=built_by)
 
 
 def _check_at_hand(network: NetworkPlan, facts: Dataset, model: object) -> nn.Module:
