@@ -13,9 +13,10 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults, units_in
+from dpmac_cli.data.complaints import NAMED
 from dpmac_cli.data.decoding import DIM, decode
 from dpmac_cli.data.schema import Signs, Source
-from dpmac_cli.data.splits import NAMED, Records, check_classes, found, split
+from dpmac_cli.data.splits import Records, check_classes, found, split
 from dpmac_cli.data.stacking import key_of, labels_in, masks, stacked
 from dpmac_cli.errors import InputError, raise_errors
 

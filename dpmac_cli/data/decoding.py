@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.splits import refuse
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.errors import RunError
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.storage.rows import RowFile

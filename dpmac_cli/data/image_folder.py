@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.class_folders import TESTS, parts_of, units_by_pattern, visible
+from dpmac_cli.data.complaints import complaints, refuse
 from dpmac_cli.data.decoding import (
     DIM,
     ImageFile,
@@ -23,7 +24,7 @@ from dpmac_cli.data.decoding import (
     usable_cores,
 )
 from dpmac_cli.data.schema import Signs, Source
-from dpmac_cli.data.splits import Records, check_classes, complaints, found, refuse, split
+from dpmac_cli.data.splits import Records, check_classes, found, split
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.cache import WHOLE, kept_file, whole
 from dpmac_cli.storage.paths import cache_folder

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import MISSING, UNUSABLE, text_of, unit_name, units_in
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_schema import Column
 from dpmac_cli.data.texts import NEEDS_ENCODER, TextReader, is_blank

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import units_in
 from dpmac_cli.data.class_folders import TESTS, is_hidden, parts_of, units_by_pattern, visible
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.texts import TextReader, is_blank
 from dpmac_cli.errors import InputError
 

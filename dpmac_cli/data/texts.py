@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults
-from dpmac_cli.data.splits import refuse
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.table_schema import TOKENS
 from dpmac_cli.data.wordpiece import WordPiece
 from dpmac_cli.errors import InputError

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
 from dpmac_cli.data.class_folders import is_hidden
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.decoding import decode, looked_at, size_of, usable_cores
 from dpmac_cli.data.image_folder import GREY, SUFFIXES
 from dpmac_cli.data.schema import TABLES
-from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.stacking import one_by_one
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
