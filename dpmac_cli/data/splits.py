@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.complaints import refuse
+from dpmac_cli.data.complaints import escaped, refuse
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import STANDARDS, Found, Source
 from dpmac_cli.errors import InputError
