@@ -437,6 +437,7 @@ def test_price_rises_with_rate_and_steps_and_falls_with_noise_and_delta(
         TrainingEvent(DIGITS_RATE, 6.0, 3),
         TrainingEvent(1.0, 2.0, 5),
         TrainingEvent(0.01, 0.3, 40),
+        TrainingEvent(1.0, 0.02, 3),
         TrainingEvent(DIGITS_RATE, 1.5, 24, "random-allocation", 12),
     ],
     ids=str,

@@ -82,11 +82,11 @@ def _divergences(pmf: Any, epsilons: Any) -> Any:
 
     dense = pmf.to_dense_pmf()
     losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization
-    masses = dense._probs[::-1]
+    counted = losses > epsilons.min()
+    losses, masses = losses[counted], dense._probs[counted][::-1]
     upper = np.cumsum(np.append(dense._infinity_mass, masses))
-    with np.errstate(over="ignore"):
-        lower = np.cumsum(np.append(0.0, masses * np.exp(-losses[::-1])))
-    above = dense.size - np.searchsorted(losses, epsilons, side="right")
+    lower = np.cumsum(np.append(0.0, masses * np.exp(-losses[::-1])))
+    above = len(losses) - np.searchsorted(losses, epsilons, side="right")
     return upper[above] - np.where(above > 0, np.exp(epsilons) * lower[above], 0.0)
 
 
