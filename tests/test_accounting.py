@@ -75,10 +75,10 @@ def digits(sampler: str, sigma: float = 1.5, steps: int = 60) -> TrainingEvent:
 @pytest.mark.parametrize(("sigma", "ours", "paper"), rest_long(MNIST_GOLDEN))
 def test_mnist_epsilons_of_the_paper(sigma: float, ours: float, paper: float) -> None:
     config = resolve({"dataset": "mnist", "sigma": sigma}).plan
-    assert (config.event.sampling_rate, config.steps) == (MNIST_RATE, 1175)
-    event = TrainingEvent(config.event.sampling_rate, sigma, config.steps)
-    assert total_epsilon((event,), config.delta) == pytest.approx(ours, abs=1e-3)
-    assert total_epsilon((event,), config.delta) <= paper
+    assert (config.privacy.event.sampling_rate, config.privacy.steps) == (MNIST_RATE, 1175)
+    event = TrainingEvent(config.privacy.event.sampling_rate, sigma, config.privacy.steps)
+    assert total_epsilon((event,), config.privacy.delta) == pytest.approx(ours, abs=1e-3)
+    assert total_epsilon((event,), config.privacy.delta) <= paper
 
 
 @pytest.mark.parametrize(("sigma", "ours", "paper"), CIFAR_GOLDEN)

@@ -70,7 +70,7 @@ def test_no_order_of_findings_is_a_class() -> None:
     with pytest.raises(InputError, match="--canaries, --features and --backbone need one class"):
         resolve(dataset=ArrayData(x, y.clip(0, 1)), canaries=100, batch_size=8)
     kept = resolve(dataset=ArrayData(x, y), skip_bad=True).plan
-    assert kept.facts.train_size + kept.facts.test_size == 59
+    assert kept.data.facts.train_size + kept.data.facts.test_size == 59
 
 
 def rare(count: int = 6000) -> ArrayData:

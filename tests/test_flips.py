@@ -14,11 +14,12 @@ import torch
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import scoring
+from dpmac_cli.release import run, scoring
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import RunEvent
 from dpmac_cli.release.scoring import score
-from dpmac_cli.runs import checkpoint, folder, ledger, setup
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, RunEvent, Started
+from dpmac_cli.runs import checkpoint, folder, ledger, prepare
+from dpmac_cli.runs.session import Started
 from dpmac_cli.storage import files
 from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
@@ -48,7 +49,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         yield from ()
         return digits()
 
-    monkeypatch.setattr(setup, "loading", loading)
+    monkeypatch.setattr(prepare, "loading", loading)
     monkeypatch.setattr(scoring, "load_data", lambda *args, **kwargs: digits())
 
 
@@ -169,7 +170,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Run:
     torch.set_num_threads(1)
     flags = {"dataset": "digits", "optimizers": "dp-adam", "sigma": "6", "steps": "14"}
     [planned] = plan({**flags, "seeds": "1", "device": "cpu"}, None, root).runs
-    assert list(local._events(planned.plan, digits(), lambda: False))
+    assert list(local._events(planned, digits(), lambda: False))
     assert compare.finished_report(planned) is not None
     return planned
 
@@ -188,9 +189,9 @@ def test_a_flipped_byte_changes_no_table(name: str, study: Run) -> None:
             again += 1
             if folder.vouched(study.folder, folder.CONFIG) is False and name == folder.SUMS:
                 with pytest.raises(InputError, match="and its checksum in"):
-                    list(local._events(study.plan, digits(), lambda: False))
+                    list(local._events(study, digits(), lambda: False))
                 (study.folder / folder.CONFIG).unlink()  # as the message says
-            assert list(local._events(study.plan, digits(), lambda: False))
+            assert list(local._events(study, digits(), lambda: False))
         assert result(study.folder) == expected
     shutil.rmtree(study.folder)
     shutil.copytree("before", study.folder)

@@ -1,1 +1,1 @@
-"""What leaves a run: published model, report, card, predictions, scores, audit."""
+"""Outputs of a run: published model, report, card, predictions, scores, audit."""

@@ -14,7 +14,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import audit
-from dpmac_cli.release.publish import load_model
+from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.report import TEXTS
 from dpmac_cli.runs import folder
 from tests.digits_runs import digits_config
@@ -189,14 +189,14 @@ def test_an_audit_scores_no_data_set(trained: tuple[Path, Result], flag: str) ->
 )
 def test_a_tenth_is_guessed_and_a_few_at_least(canaries: int, guesses: int) -> None:
     config = digits_config(canaries=canaries)
-    assert config.guesses == guesses
-    assert digits_config(canaries=canaries, guesses=1).guesses == 1
+    assert config.privacy.audit.guesses == guesses
+    assert digits_config(canaries=canaries, guesses=1).privacy.audit.guesses == 1
 
 
 @pytest.mark.privacy
 def test_a_config_file_repeats_an_audit(trained: tuple[Path, Result]) -> None:
     config = resolve({}, trained[0] / folder.CONFIG).plan
-    assert (config.canaries, config.guesses) == (100, 20)
-    assert config.event.sampling_rate == 128 / (DATASETS["digits"].train_size + 50)
+    assert (config.privacy.audit.canaries, config.privacy.audit.guesses) == (100, 20)
+    assert config.privacy.event.sampling_rate == 128 / (DATASETS["digits"].train_size + 50)
     with pytest.raises(InputError, match="without a privacy guarantee there is nothing to audit"):
         resolve({"no_dp": True}, trained[0] / folder.CONFIG)

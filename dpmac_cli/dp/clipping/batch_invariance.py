@@ -1,4 +1,4 @@
-"""Ways to run a network so that a row's result depends on no other row, bit for bit.
+"""Batch invariance: run a network so that a row's result depends on no other row, bit for bit.
 
 Libraries may round a row by the number of rows computed with it, or by its place among them.
 Removing a record changes both for the others. Differences of rounding are within the margin of the
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.direct import tensors_in
+from dpmac_cli.dp.clipping.direct_parameters import tensors_in
 
 #: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows
 #: of products of fewer rows differently (measured up to 11).
@@ -139,11 +139,11 @@ class Whole(nn.Module):
 
 
 #: Runs a network on rows, as in training, and returns results with one or more rows per row.
-Run = Callable[[Tensor], Any]
+RunNetwork = Callable[[Tensor], Any]
 
 
 def find_manner(
-    network: nn.Module, run: Run, base: Tensor, chunk: int, *, fixed: bool = False
+    network: nn.Module, run: RunNetwork, base: Tensor, chunk: int, *, fixed: bool = False
 ) -> Manner | list[str]:
     """Return the cheapest way to run a network in which no row depends on the others.
 
@@ -196,7 +196,7 @@ def some_numbers(chunk: int) -> list[int]:
 
 
 @torch.no_grad()
-def differing(network: nn.Module, run: Run, base: Tensor, numbers: list[int]) -> list[str]:
+def differing(network: nn.Module, run: RunNetwork, base: Tensor, numbers: list[int]) -> list[str]:
     """Return the names of modules whose outputs for equal rows differ, but not their inputs.
 
     Of a module and a part of it, only the part is returned; "" is the network, or its loss.
@@ -222,7 +222,7 @@ class _Trial:
         self._network = network
         self._first: dict[tuple[Any, ...], Tensor] = {}
 
-    def of(self, run: Run, base: Tensor, number: int, seed: int) -> set[str]:
+    def of(self, run: RunNetwork, base: Tensor, number: int, seed: int) -> set[str]:
         """Run on a number of rows; return where results begin to differ."""
         found, calls = set[str](), dict[str, int]()
 
