@@ -10,6 +10,7 @@ from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
+from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import Backbone, BuiltIn, Features, Trained, UserModel
 from dpmac_cli.training.schedules import Recipe
 
@@ -63,7 +64,7 @@ class NetworkPlan:
     @property
     def starts_public(self) -> bool:
         """Return whether the network starts from public weights."""
-        return self.pretrained is not None or isinstance(self.features, Backbone)
+        return self.pretrained is not None or isinstance(self.features, Backbone | TextEncoder)
 
     @property
     def head_only(self) -> bool:
@@ -163,7 +164,7 @@ class CheckpointInterval:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """How a run is carried out: machine, random keys and files.
+    """Machine, random keys and files of a run.
 
     Attributes:
         seed: seed of all random numbers; None for secret keys from the operating system.
