@@ -113,6 +113,7 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "records_per_unit": {"dataset": PICTURES, "unit": "[0-9]+"},
     "schema": {"dataset": TABLE},
     "guesses": {"canaries": 100},
+    "force": {"out": "out"},
     "score_every": {"cover_scores": True},
     "augment": {"augmentations": 2},
     "backbone_size": {"backbone": "efficientnet-lite1"},
