@@ -21,6 +21,7 @@ from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
+from dpmac_cli.models.trial import Trial
 from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
 from dpmac_cli.models.weights import PublicWeights, read_weights
 from dpmac_cli.randomness.keystream import Keys, make_keys
@@ -194,7 +195,7 @@ def make_task(
     if device.type == "cuda" and not plan.head_only:  # autocast on CUDA is not detected on the CPU
         cached = plan.features is not None and parts is not None
         whole, given = (parts.head, seen.shape) if parts and cached else (model, shape)
-        check_precision(whole, given)
+        check_precision(whole, Trial.of(given, len(plan.facts.classes)))
     if data is None:
         data = yield from loading(plan.data, plan.data_dir, device, facts=plan.facts)
     if isinstance(plan.data, Source):
