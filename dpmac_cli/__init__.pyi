@@ -12,6 +12,9 @@ from .accounting.pricing import price as price
 from .accounting.risk import Risk as Risk
 from .accounting.risk import assess_risk as assess_risk
 from .accounting.risk import trade_off as trade_off
+from .accounting.sampling import OwnLoader as OwnLoader
+from .accounting.sampling import Poisson as Poisson
+from .accounting.sampling import RandomAllocation as RandomAllocation
 from .accounting.statements import format_epsilon as format_epsilon
 from .accounting.statements import statement as statement
 from .config.plan import TrainPlan as TrainPlan
@@ -41,6 +44,7 @@ from .runs.prediction import Predictions as Predictions
 from .runs.prediction import predict as predict
 from .runs.private import PrivateTraining as PrivateTraining
 from .runs.private import make_private as make_private
+from .runs.private_step import PrivateStep as PrivateStep
 from .runs.publish import Released as Released
 from .runs.publish import load_model as load_model
 from .runs.scoring import Scored as Scored

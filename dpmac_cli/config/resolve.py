@@ -125,7 +125,40 @@ def _resolved(
         raise InputError([*errors, *failure.errors]) from failure
     if isinstance(data, Source):
         settings = settings.replace(dataset=str(data.path))
-    errors += checks.lonely(given)
+    return _planned(settings, data, found, flags, [*errors, *checks.lonely(given)], earlier)
+
+
+def resolve_batches(
+    found: Found, keywords: Keywords, earlier: tuple[TrainingEvent, ...] = ()
+) -> Resolved:
+    """Resolve the settings of a training whose batches a program supplies.
+
+    Args:
+        found: public facts of its records, of which the number is used.
+        keywords: settings by name.
+        earlier: events on the same records, which a target epsilon must cover too.
+
+    Raises:
+        InputError: lists every fault found.
+        BudgetError: no noise meets the target epsilon.
+    """
+    errors: list[str] = []
+    flags = from_flags(keywords, errors)
+    given = combined({}, flags, errors)
+    settings, _ = validated(given, errors)
+    settings = settings.replace(dataset=found.name)
+    return _planned(settings, found.name, found, flags, errors, earlier)
+
+
+def _planned(
+    settings: Settings,
+    data: str | Source,
+    found: Found,
+    flags: Mapping[SettingName, Given],
+    errors: list[str],
+    earlier: tuple[TrainingEvent, ...],
+) -> Resolved:
+    """Return a validated plan with calibrated noise, and notes."""
     plan = make_plan(completed(settings, found.facts), data, found)
     raise_errors([*errors, *checks.faults(plan)])
     plan = _calibrated(plan, earlier)

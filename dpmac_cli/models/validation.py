@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.batches import tensors_in
+from dpmac_cli.dp.clipping.batches import Structure, tensors_in
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.parts import duplicate
@@ -44,6 +44,13 @@ ROUNDING = (
 )
 #: Number of samples in a trial.
 FEW = 5
+#: Remedy for a network whose per-sample gradients do not follow from the calls of its layers.
+ISOLATE = " Or add --isolate to run the network on each sample separately."
+#: Note for a network that is run on each sample alone, with the reason.
+ALONE = (
+    "The network is run on each sample alone, which is slower, because it could not be proven "
+    "independent across samples. {} An operation across samples then sees only one."
+)
 
 
 def check_model(
@@ -104,8 +111,7 @@ def check_trial(
     if isolated:
         return
     _without_zeros(probe)
-    remedy = " Or add --isolate to run the network on each sample separately."
-    with _explained(trial, remedy):
+    with _explained(trial, ISOLATE):
         _check_forward(probe, trial)
         if not frozen:
             _check_backward(probe, trial)
@@ -146,6 +152,33 @@ def independence_on(
     except UnprovenError as failure:
         return "isolated", str(failure)
     return "traced", ""
+
+
+def validated(
+    objective: nn.Module, inputs: Structure, *, isolated: bool = False
+) -> tuple[Independence, tuple[str, ...]]:
+    """Validate a network that returns its own losses; return how it must run, and notes.
+
+    It runs on each sample alone if it is not proven independent across samples, or if per-sample
+    gradients do not follow from the calls of its layers.
+
+    Args:
+        objective: maps a batch to one loss per sample, shape (samples,). It is not changed.
+        inputs: structure of a sample.
+        isolated: run it on each sample alone in any case.
+
+    Raises ModelError, which names the layer and the remedy.
+    """
+    trial = Trial(inputs, None)
+    check_trial(objective, trial, isolated=True)
+    if isolated:
+        return "isolated", ()
+    try:
+        check_trial(objective, trial)
+        kind, why = independence_on(objective, trial)
+    except ModelError as failure:
+        kind, why = "isolated", str(failure).removesuffix(ISOLATE)
+    return kind, () if kind == "traced" else (ALONE.format(why),)
 
 
 @contextlib.contextmanager

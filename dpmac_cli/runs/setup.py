@@ -22,7 +22,13 @@ from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
 from dpmac_cli.models.trial import Trial
-from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
+from dpmac_cli.models.validation import (
+    ALONE,
+    Independence,
+    check_model,
+    check_precision,
+    independence,
+)
 from dpmac_cli.models.weights import PublicWeights, read_weights
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
@@ -301,10 +307,7 @@ def _independence(
     kind, why = independence(model, shape, classes, frozen)
     if kind == "traced":
         return kind, ()
-    return kind, (
-        "The network is run on each sample alone, which is slower, because it could not be proven "
-        f"independent across samples. {why} An operation across samples then sees only one.",
-    )
+    return kind, (ALONE.format(why),)
 
 
 def _doubts(plan: TrainPlan, weights: PublicWeights) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import ceil, sqrt
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.dp.clipping.batches import Structure, map_rows, samples_in, tensors_in
+from dpmac_cli.dp.clipping.batches import NOTHING, Structure, map_rows, samples_in, tensors_in
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import (
@@ -215,6 +216,27 @@ class ChunkedSum(ABC):
             self._isolated.seeds = self._layers.seeds(step, np.append(drawn, filling))
         with self.manner.of(self._network), without_gradients(self._parameters):
             self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
+
+
+class BatchSum(ChunkedSum):
+    """Sum over the records of batches that a program supplies.
+
+    Takes a network that returns its own losses, the structure of a sample, how it is run, and the
+    random draws of its layers.
+
+    Attributes:
+        batch: batch of the step, one row for each drawn record, in their order.
+    """
+
+    batch: Any = NOTHING
+
+    def __init__(
+        self, objective: nn.Module, inputs: Structure, how: Running, layers: LayerDraws | None
+    ) -> None:
+        super().__init__(objective, inputs, Structure(NOTHING), how, layers)
+
+    def _read(self, drawn: Batch, part: slice, ahead: slice, step: int) -> tuple[Any, Any]:
+        return map_rows(itemgetter(part), self.batch), NOTHING
 
 
 class DataSum(ChunkedSum):
