@@ -1,5 +1,7 @@
 """A private step on the batches of a program: any network, any loss, any dataset."""
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.utils.data import Dataset
 from dpmac_cli import (
     ArrayData,
     BudgetError,
+    InputError,
     Poisson,
     PrivateStep,
     RandomAllocation,
@@ -137,3 +140,168 @@ def test_it_is_the_same_training_as_that_of_make_private(optimizer: str, sampler
     assert weights(step.model).equal(weights(private.model))
     assert step.epsilon == private.epsilon
     assert step.event == private.plan.event
+
+
+# What is trained on is what was drawn.
+
+
+@pytest.mark.privacy
+def test_the_loader_draws_what_is_accounted_for() -> None:
+    """Every batch has the rows of the sampler's draw, in order, and each of them once."""
+    notes, step = Notes(), started(steps=30)
+    drawn = POISSON.draws(step._keys.sampler)
+    for number, batch in enumerate(step.loader(notes), 1):
+        rows = drawn.draw(number)
+        assert batch["input_ids"].equal(torch.stack([notes[int(i)]["input_ids"] for i in rows]))
+        assert batch["labels"].equal(notes.labels[torch.from_numpy(rows)])
+        step(batch)
+
+
+def odd_batches(batch: dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
+    """What a program may make of the batch that was drawn."""
+    yield "a row less", {name: t[1:] for name, t in batch.items()}
+    yield "a row twice", {name: torch.cat([t, t[:1]]) for name, t in batch.items()}
+    yield "another order", {name: t.flip(0) for name, t in batch.items()}
+    yield "a copy", {name: t.clone() for name, t in batch.items()}
+    yield "only the same tensors", dict(batch)
+
+
+@pytest.mark.privacy
+def test_a_batch_that_was_not_drawn_for_the_step_is_refused() -> None:
+    step, epsilon = started(), 0.0
+    for number, batch in enumerate(step.loader(Notes())):
+        for _, odd in odd_batches(batch):
+            with pytest.raises(InputError, match="not the one that the loader drew"):
+                step(odd)
+        assert step.epsilon == epsilon, "a refused batch costs nothing"
+        if number == 3:
+            batch["labels"][:1] = 1 - batch["labels"][:1]  # changed in place
+            with pytest.raises(InputError, match="not the one that the loader drew"):
+                step(batch)
+            break
+        step(batch)
+        epsilon = step.epsilon
+        with pytest.raises(InputError, match="not the one that the loader drew"):
+            step(batch)  # again
+    loader = step.loader(Notes())
+    next(loader)  # left out
+    with pytest.raises(InputError, match="not the one that the loader drew"):
+        step(next(loader))
+
+
+class Turned(Notes):
+    """Has a random transform."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        record = super().__getitem__(index)
+        return {
+            **record,
+            "input_ids": torch.where(torch.rand(LENGTH) < 0.5, 1, record["input_ids"]),
+        }
+
+
+def without_last(records: list[Any]) -> Any:
+    ids = [r["input_ids"] for r in records[:-1]]
+    return {"input_ids": torch.cat([torch.empty(0, LENGTH, dtype=torch.long), *ids])}
+
+
+def doubled(records: list[Any]) -> Any:
+    return {name: torch.stack([r[name] for r in [*records, *records]]) for name in records[0]}
+
+
+def to_the_longest(records: list[Any]) -> Any:
+    longest = max(int(r["attention_mask"].sum()) for r in records)
+    return {
+        name: torch.stack([r[name][:longest] if r[name].ndim else r[name] for r in records])
+        for name in records[0]
+    }
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("collate", "said"),
+    [
+        (without_last, "0 rows for one record"),
+        (doubled, "2 rows for one record"),
+        (to_the_longest, "Pad to a fixed length"),
+        (lambda records: {"text": ["a"] * len(records)}, "a str as batch"),
+        (lambda records: {"n": torch.tensor(1.0)}, "no dimension for one record"),
+        (lambda records: records[7], "cannot be read by index"),
+    ],
+)
+def test_a_record_that_is_not_one_row_of_one_shape_is_refused(collate: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        trained(started(), Notes(), collate=collate)
+
+
+@pytest.mark.privacy
+def test_a_collate_function_sees_each_record_alone() -> None:
+    seen = []
+
+    def centred(records: list[Any]) -> Any:
+        seen.append(len(records))
+        ids = torch.stack([r["input_ids"] for r in records])
+        return {**{n: torch.stack([r[n] for r in records]) for n in records[0]}, "input_ids": ids}
+
+    step = started()
+    step(next(step.loader(Notes(), centred)))
+    assert set(seen) == {1}
+
+
+def test_a_dataset_of_another_size_is_refused() -> None:
+    with pytest.raises(InputError, match=r"has 150 records, but epsilon was computed for n=200"):
+        started().loader(Notes(150))
+
+
+# Any worker, and any interruption, leads to the same weights.
+
+
+def trained(step: PrivateStep, dataset: Any, **options: Any) -> Tensor:
+    for batch in step.loader(dataset, **{"collate_fn": options.pop("collate", None), **options}):
+        step(batch)
+    return weights(step.model)
+
+
+def test_workers_change_nothing() -> None:
+    expected, step = trained(started(), Turned()), started()
+    random = torch.get_rng_state()
+    assert trained(step, Turned(), workers=2).equal(expected)
+    assert torch.get_rng_state().equal(random), "the program's own random numbers"
+    assert not trained(started(), Notes()).equal(expected)
+
+
+class Dropping(Reader):
+    """With dropout, whose random numbers are repeated too."""
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(**inputs)["logits"]
+        return {"logits": nn.functional.dropout(logits, 0.3, self.training)}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("optimizer", ["dp-macadam", "dp-sgd"])
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_training_that_was_killed_goes_on_exactly(optimizer: str, isolate: bool) -> None:
+    settings: dict[str, Any] = {**SETTINGS, "steps": 40, "optimizer": optimizer, "seed": None}
+
+    def made(**changes: Any) -> PrivateStep:
+        torch.manual_seed(0)
+        chosen = {**settings, **changes}
+        return PrivateStep(Dropping(), loss, sampling=POISSON, isolate=isolate, **chosen)
+
+    step, saved = made(), []
+    for batch in step.loader(Turned()):
+        if step(batch) % 10 == 0:
+            saved.append(copy.deepcopy(step.state_dict()))
+    for state in saved[:-1]:
+        again = made()
+        again.load_state_dict(state)
+        assert again.taken == state["begun"]
+        assert trained(again, Turned()).equal(weights(step.model))
+        assert again.epsilon == step.epsilon
+    with pytest.raises(InputError, match="sigma is 2"):
+        made(sigma=2.0).load_state_dict(saved[0])
+    again = made()
+    again.load_state_dict(saved[0])
+    with pytest.raises(InputError, match="not the one that this training began with"):
+        again.loader(Notes())

@@ -184,7 +184,8 @@ def _joined(structure: Structure, rows: list[Any]) -> Any:
 def first_row(records: OneByOne, number: int = 0) -> Batch:
     """Return a record as a batch of one row. Raises InputError if it cannot be used."""
     try:
-        row = _as_row(records.collate([records.dataset[number]]))
+        with forked():
+            row = _as_row(records.collate([records.dataset[number]]))
     except Exception as failure:
         raise InputError(
             f"Record {number} cannot be read by index: {what_failed(failure)} Pass a map-style "
