@@ -28,7 +28,16 @@ from .data.dataset import Data as Data
 from .data.dataset import Split as Split
 from .data.loaders import load_data as load_data
 from .data.registry import DATASETS as DATASETS
+from .dp.geometry import AdaClip as AdaClip
+from .dp.geometry import Ball as Ball
+from .dp.geometry import Geometry as Geometry
+from .dp.geometry import MacAdam as MacAdam
+from .dp.mechanism import Ellipsoid as Ellipsoid
+from .dp.mechanism import GaussianMechanism as GaussianMechanism
 from .dp.mechanism import PrivateMean as PrivateMean
+from .dp.mechanism import SecureMechanism as SecureMechanism
+from .dp.mechanism import ball as ball
+from .dp.mechanism import ellipsoid as ellipsoid
 from .dp.optimizers import OPTIMIZERS as OPTIMIZERS
 from .dp.optimizers import Optimizer as Optimizer
 from .dp.rules import Moments as Moments
@@ -40,6 +49,7 @@ from .errors import InputError as InputError
 from .errors import ModelError as ModelError
 from .errors import RunError as RunError
 from .models.registry import MODELS as MODELS
+from .randomness.noise import Noise as Noise
 from .runs.prediction import Predictions as Predictions
 from .runs.prediction import predict as predict
 from .runs.private import PrivateTraining as PrivateTraining
@@ -64,6 +74,7 @@ from .studies.grid import Grid as Grid
 from .studies.grid import plan as plan
 from .studies.results import Comparison as Comparison
 from .studies.results import collect as collect
+from .training.clipped import ClippedSum as ClippedSum
 from .training.evaluation import Evaluation as Evaluation
 from .training.evaluation import evaluate as evaluate
 from .training.loop import Evaluated as Evaluated
