@@ -12,7 +12,7 @@ from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.models.trial import Objective
-from dpmac_cli.models.validation import validated
+from dpmac_cli.models.validation import Independence, validated
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
@@ -71,7 +71,6 @@ class StepEngine:
         return descent.state.step
 
 
-@full_float32()
 def build_engine(
     objective: Objective,
     plan: TrainPlan,
@@ -95,6 +94,37 @@ def build_engine(
         ModelError: they cannot be clipped.
     """
     kind, why = validated(objective, structure, isolated=plan.isolate)
+    with full_float32():
+        sums, descent, given = _built(objective, plan, structure, steps, keys, rule, kind)
+    training = Training(
+        event=plan.event,
+        unit=UNIT,
+        private=True,
+        seeded=plan.seed is not None,
+        secure=plan.secure,
+    )
+    attach(objective.network, training)
+    descent.training = training
+    return StepEngine(
+        descent=descent,
+        sums=sums,
+        given=given,
+        training=training,
+        structure=structure,
+        notes=(*why, *sums.notes),
+    )
+
+
+def _built(
+    objective: Objective,
+    plan: TrainPlan,
+    structure: Structure,
+    steps: int,
+    keys: Keys,
+    rule: Rule | None,
+    kind: Independence,
+) -> tuple[BatchSum, Descent, Given]:
+    """Return the clipped sum, the descent on it, and the sampler that names its records."""
     isolated, on_cuda = kind == "isolated", device_of(objective).type == "cuda"
     physical = plan.gpu_batch if on_cuda else plan.physical_batch
     layers, given = LayerDraws(keys.layers), Given()
@@ -120,20 +150,4 @@ def build_engine(
             layers=layers,
         ),
     )
-    training = Training(
-        event=plan.event,
-        unit=UNIT,
-        private=True,
-        seeded=plan.seed is not None,
-        secure=plan.secure,
-    )
-    attach(objective.network, training)
-    descent.training = training
-    return StepEngine(
-        descent=descent,
-        sums=sums,
-        given=given,
-        training=training,
-        structure=structure,
-        notes=(*why, *sums.notes),
-    )
+    return sums, descent, given

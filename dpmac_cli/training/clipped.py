@@ -67,7 +67,6 @@ class ClippedSum:
         self._sums: BatchSum | None = None
         self._calls, self._chunk = 0, 0
 
-    @full_float32()
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
         """Return the sum over the records of a batch, shape (d,), float64 for several chunks.
@@ -79,7 +78,7 @@ class ClippedSum:
         sums.unchanged.check()
         sums.batch, self._calls = batch, self._calls + 1
         metric = Metric(self.region)
-        with self._layers.of(self._calls):
+        with full_float32(), self._layers.of(self._calls):
             records = np.arange(samples_in(batch))
             total, self._chunk = sums.of(records, self._calls, metric, self._chunk)
         sums.unchanged.check(DURING)
@@ -106,7 +105,8 @@ class ClippedSum:
             batch=self._batch,
             isolated=kind == "isolated",
         )
-        self._sums = BatchSum(self._objective, Structure.of(example), how, self._layers)
+        with full_float32():
+            self._sums = BatchSum(self._objective, Structure.of(example), how, self._layers)
         self._chunk, self.notes = self._sums.chunk, (*why, *self._sums.notes)
         return self._sums
 
