@@ -139,6 +139,19 @@ def test_a_loss_that_mixes_records_sees_each_of_them_alone(mixing: Callable[...,
         assert moved <= RADIUS
 
 
+@pytest.mark.privacy
+def test_only_the_last_tensor_of_a_batch_mixes_records() -> None:
+    """Labels, whose name sorts last, are shifted without any operation on the batch's size."""
+
+    def shifted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss(model, {**batch, "labels": batch["labels"].flip(0)})
+
+    model = reader()
+    clipped = ClippedSum(model, shifted, ball(RADIUS, weights(model)), batch_size=9)
+    clipped(notes())
+    assert "run on each sample alone" in clipped.notes[0]
+
+
 def test_other_batches_are_structures_of_tensors_too() -> None:
     """A tuple and a tensor, with the same result as a dict."""
     batch, expected = notes(), torch.empty(0)

@@ -1,7 +1,9 @@
 """A private step on the batches of a program: any network, any loss, any dataset."""
 
 import copy
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from dpmac_cli import (
     ArrayData,
     BudgetError,
     InputError,
+    ModelError,
+    OwnLoader,
     Poisson,
     PrivateStep,
     RandomAllocation,
@@ -305,3 +309,116 @@ def test_a_training_that_was_killed_goes_on_exactly(optimizer: str, isolate: boo
     again.load_state_dict(saved[0])
     with pytest.raises(InputError, match="not the one that this training began with"):
         again.loader(Notes())
+
+
+class Made(Dataset[dict[str, Tensor]]):
+    """A hundred thousand records that are nowhere in memory: each is made from its number."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {
+            "input_ids": torch.randint(2, WORDS, (LENGTH,), generator=generator),
+            "attention_mask": torch.ones(LENGTH, dtype=torch.long),
+            "labels": torch.tensor(index % 2),
+            "image": torch.zeros(4000),  # 1.6 GB in all
+        }
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_records_are_not_held_in_memory() -> None:
+    sampling = Poisson(n=100_000, batch_size=512)
+    step = PrivateStep(reader(), loss, sampling=sampling, **{**SETTINGS, "steps": 60})
+    after: dict[int, int] = {}
+    for batch in step.loader(Made(), workers=2):
+        after[step(batch)] = resident()
+    assert after[60] - after[15] < 90e6, "45 batches are 370 MB"
+
+
+# Other loaders, other trainings, other networks.
+
+
+@pytest.mark.privacy
+def test_a_loader_of_ones_own_is_priced_as_stated_and_the_statement_says_so() -> None:
+    stated = OwnLoader(RandomAllocation(n=RECORDS, batch_size=BATCH))
+    step = PrivateStep(reader(), loss, sampling=stated, **SETTINGS)
+    batch = torch.utils.data.default_collate([Notes()[i] for i in range(BATCH)])
+    step(batch)
+    step({name: t[:5] for name, t in batch.items()})
+    assert step.event == stated.drawn_as.event(1.0, 2)
+    assert "dpmac did not draw them" in step.statement
+    assert "dpmac" not in started().statement
+    with pytest.raises(InputError, match="your own loader draws"):
+        step.loader(Notes())
+    with pytest.raises(InputError, match="different numbers of rows"):
+        step({**batch, "labels": batch["labels"][:3]})
+    with pytest.raises(InputError, match="other parts, shapes or types"):
+        step({**batch, "input_ids": batch["input_ids"][:, :3]})
+    assert step.event.steps == 2
+
+
+@pytest.mark.privacy
+def test_what_the_network_was_trained_for_before_is_paid_for_too() -> None:
+    first = started()
+    trained(first, Notes())
+    second = PrivateStep(first.model, loss, sampling=POISSON, **{**SETTINGS, "seed": 4})
+    assert second.epsilon == first.epsilon > 0
+    trained(second, Notes())
+    both = (first.event, second.event)
+    assert second.epsilon == total_epsilon(both, second.plan.delta) > first.epsilon
+    again = started()
+    again.load_state_dict(second.state_dict())
+    assert again.epsilon == second.epsilon, "a saved state carries earlier training"
+    waiting = PrivateStep(again.model, loss, sampling=POISSON, **SETTINGS)
+    other = PrivateStep(again.model, loss, sampling=POISSON, **SETTINGS)
+    trained(other, Notes())
+    with pytest.raises(ModelError, match="trained by another PrivateStep"):
+        waiting.loader(Notes())
+
+
+@pytest.mark.privacy
+def test_a_network_or_a_loss_that_changed_is_refused_before_the_step() -> None:
+    weight = [1.0]
+
+    def weighted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss(model, batch) * weight[0]
+
+    step = PrivateStep(reader(), weighted, sampling=POISSON, **SETTINGS)
+    loader = step.loader(Notes())
+    step(next(loader))
+    batch, cost = next(loader), step.epsilon
+    weight[0] = 2.0
+    with pytest.raises(ModelError, match="no longer the one that was validated"):
+        step(batch)
+    weight[0] = 1.0
+    assert step.epsilon == cost
+    step.model.get_submodule("head").register_forward_hook(lambda *_: None)
+    with pytest.raises(ModelError, match="hooks of"):
+        step(batch)
+
+
+def test_all_arguments_that_cannot_be_used_are_named_together() -> None:
+    odd: Any = {"sigma": 1.0, "batch_size": 3, "views": 2}
+    with pytest.raises(InputError) as caught:
+        PrivateStep(reader(), 3, sampling="poisson", **odd)  # type: ignore[arg-type]
+    assert len(caught.value.errors) == 4
+    with pytest.raises(InputError, match="must not be above n, 10"):
+        Poisson(n=10, batch_size=12)
+    with pytest.raises(InputError, match="--sigma and --epsilon contradict"):
+        started(epsilon=2.0)
+    with pytest.raises(ModelError, match="not a torch module"):
+        PrivateStep(Reader, loss, sampling=POISSON)  # type: ignore[arg-type]
+
+
+def test_an_epsilon_is_met_with_the_least_noise() -> None:
+    step = started(sigma=None, epsilon=2.0)
+    trained(step, Notes())
+    assert 1.99 < step.epsilon <= 2

@@ -242,8 +242,9 @@ class PrivateStep:
             )
         records = self._records_of(batch)
         engine = self._engine or self._prepare(Structure.of(batch))
+        number = engine.step(batch, records)
         self._drawn = None
-        return engine.step(batch, records)
+        return number
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next steps follow from, for ``torch.save``.

@@ -6,9 +6,11 @@ function of the secret key, the step and the record, in any worker.
 """
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +22,7 @@ from torch.utils.data import DataLoader, default_collate
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness import sampling
-from dpmac_cli.randomness.layers import LayerDraws, forked, seed_all
+from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.torch_errors import what_failed
 
 #: Records whose contents identify a dataset, evenly spaced.
@@ -78,15 +80,36 @@ class OneByOne:
     def __getitem__(self, item: Item) -> Any:
         """Return a record as a batch of one row, or its fault."""
         step, number = item
-        [[word]] = LayerDraws(self.key).words(step, np.array([number]), 1)
-        with forked():
-            seed_all(int(word))
+        [[word]] = _draws(self.key).words(step, np.array([number]), 1)
+        with _seeded(int(word)):
             try:
                 return _as_row(self.collate([self.dataset[number]]))
             except (MemoryError, KeyboardInterrupt):
                 raise
             except Exception as failure:  # noqa: BLE001  (user code may raise anything)
                 return Fault(f"A record cannot be read: {type(failure).__name__}.")
+
+
+@cache
+def _draws(key: bytes) -> LayerDraws:
+    return LayerDraws(key)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of this process, and restore them unless it is a worker."""
+    ours = torch.utils.data.get_worker_info() is None
+    before = (torch.get_rng_state(), np.random.get_state(), random.getstate()) if ours else None
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also prepares every device
+    np.random.seed([seed % 2**32, seed >> 32])
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        if before is not None:
+            torch.set_rng_state(before[0])
+            np.random.set_state(before[1])
+            random.setstate(before[2])
 
 
 def _as_row(collated: Any) -> Any:
@@ -184,7 +207,7 @@ def _joined(structure: Structure, rows: list[Any]) -> Any:
 def first_row(records: OneByOne, number: int = 0) -> Batch:
     """Return a record as a batch of one row. Raises InputError if it cannot be used."""
     try:
-        with forked():
+        with _seeded(0):
             row = _as_row(records.collate([records.dataset[number]]))
     except Exception as failure:
         raise InputError(
