@@ -1,7 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.errors import named_as_flags
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.runs import setup
+from dpmac_cli.runs import prepare
 from dpmac_cli.storage.progress import Computing
 
 OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
@@ -50,6 +51,13 @@ def pytest_terminal_summary(
     """Print how many long tests were left out, and how to run them."""
     if count := config.stash.get(LEFT_OUT, 0):
         terminalreporter.write_line(f"{count} long tests were not run. Run all: pytest --long")
+
+
+@pytest.fixture(autouse=True)
+def _messages_of_a_command() -> Iterator[None]:
+    """Messages are read as a command shows them; test_library.py reads those of a program."""
+    with named_as_flags():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -103,4 +111,4 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
         return Data(split(data.train), split(data.test), *plain), ""
 
-    monkeypatch.setattr(setup, "featured", featured)
+    monkeypatch.setattr(prepare, "featured", featured)

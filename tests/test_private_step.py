@@ -95,7 +95,7 @@ def test_a_program_trains_on_dicts_and_pays_what_its_steps_cost(optimizer: str) 
     for number, batch in enumerate(step.loader(Notes()), 1):
         assert step(batch) == number
         assert step.event == POISSON.event(1.0, number)
-        assert step.epsilon == total_epsilon((step.event,), step.plan.delta)
+        assert step.epsilon == total_epsilon((step.event,), step.delta)
     assert number == 6
     assert not weights(step.model).equal(before)
     with pytest.raises(BudgetError, match="All 6 steps"):
@@ -138,12 +138,14 @@ def test_it_is_the_same_training_as_that_of_make_private(optimizer: str, sampler
     records = Digits(private.standardise(split.images), split.labels)
     kind = Poisson if sampler == "poisson" else RandomAllocation
     sampling = kind(n=len(records), batch_size=60)
-    step = PrivateStep(network(), classify, sampling=sampling, delta=private.plan.delta, **settings)
+    step = PrivateStep(
+        network(), classify, sampling=sampling, delta=private.plan.privacy.delta, **settings
+    )
     for batch in step.loader(records):
         step(batch)
     assert weights(step.model).equal(weights(private.model))
     assert step.epsilon == private.epsilon
-    assert step.event == private.plan.event
+    assert step.event == private.plan.privacy.event
 
 
 # What is trained on is what was drawn.
@@ -373,7 +375,7 @@ def test_what_the_network_was_trained_for_before_is_paid_for_too() -> None:
     assert second.epsilon == first.epsilon > 0
     trained(second, Notes())
     both = (first.event, second.event)
-    assert second.epsilon == total_epsilon(both, second.plan.delta) > first.epsilon
+    assert second.epsilon == total_epsilon(both, second.delta) > first.epsilon
     again = started()
     again.load_state_dict(second.state_dict())
     assert again.epsilon == second.epsilon, "a saved state carries earlier training"

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.batches import Structure, tensors_in
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models import tracing
 from dpmac_cli.models.hooks import UnprovenError, check_hooks

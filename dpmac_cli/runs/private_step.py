@@ -12,7 +12,7 @@ from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
 from dpmac_cli.accounting.statements import format_epsilon, statement
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import PrivacyPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.dp.clipping.batches import (
@@ -98,11 +98,12 @@ class PrivateStep:
         counted = tuple(training.done for training in self._earlier)
         resolved = resolve_batches(*settings_of(model, sampling, keywords), counted)
         recipe = replace(resolved.plan.recipe, ema=0.0)  # nothing is scored or published
-        self.plan: TrainPlan = replace(resolved.plan, recipe=recipe)
+        self._plan = replace(resolved.plan, recipe=recipe)
+        self.privacy: PrivacyPlan = self._plan.privacy
         self._steps = affordable_steps(
-            self.plan.event, self.plan.delta, self.plan.max_epsilon, counted
+            self.privacy.event, self.privacy.delta, self.privacy.max_epsilon, counted
         )
-        self._keys = make_keys(self.plan.seed, part=len(self._earlier))
+        self._keys = make_keys(self._plan.run.seed, part=len(self._earlier))
         self._notes = resolved.notes
         self._drawn: Drawn | None = None
         self._engine: StepEngine | None = None
@@ -132,17 +133,27 @@ class PrivateStep:
     @property
     def event(self) -> TrainingEvent:
         """Return the privacy event of all steps that have begun."""
-        return self.plan.event_of(self._begun)
+        return self.privacy.event_of(self._begun)
+
+    @property
+    def delta(self) -> float:
+        """Return delta of the guarantee."""
+        return self.privacy.delta
+
+    @property
+    def sigma(self) -> float:
+        """Return the noise multiplier."""
+        return self.privacy.sigma
 
     @property
     def epsilon(self) -> float:
         """Return the privacy cost of all steps that have begun, and of earlier training."""
-        return total_epsilon(self._events, self.plan.delta)
+        return total_epsilon(self._events, self.privacy.delta)
 
     @property
     def statement(self) -> str:
         """Return the meaning of the guarantee, and who is responsible for the sampling."""
-        said = statement(self.epsilon, self.plan.delta, self._events)
+        said = statement(self.epsilon, self.privacy.delta, self._events)
         if not isinstance(self._sampling, OwnLoader):
             return said
         return (
@@ -156,15 +167,17 @@ class PrivateStep:
 
         It has no privacy cost if it depends only on public values.
         """
-        return self.plan.hyper.lr
+        return self._plan.optimizer.hyper.lr
 
     @lr.setter
     def lr(self, rate: float) -> None:
         Settings(lr=rate)  # raises InputError
-        self.plan = replace(self.plan, hyper=replace(self.plan.hyper, lr=float(rate)))
+        hyper = replace(self._plan.optimizer.hyper, lr=float(rate))
+        optimizer = replace(self._plan.optimizer, hyper=hyper)
+        self._plan = replace(self._plan, optimizer=optimizer)
         if self._engine is not None:
             descent = self._engine.descent
-            descent.algorithm = replace(descent.algorithm, hyper=self.plan.hyper)
+            descent.algorithm = replace(descent.algorithm, hyper=hyper)
 
     def loader(
         self, dataset: Any, collate_fn: Collate | None = None, *, workers: int = 0
@@ -212,7 +225,7 @@ class PrivateStep:
 
     def _draws(self) -> Sampler:
         assert isinstance(self._sampling, BatchSampling)  # noqa: S101
-        return self._sampling.draws(self._keys.sampler, secure=self.plan.secure)
+        return self._sampling.draws(self._keys.sampler, secure=self._plan.run.secure)
 
     def _batches(self, loader: KeyedLoader) -> Iterator[Batch]:
         for drawn in loader.batches(self.taken + 1, self._steps):
@@ -262,7 +275,7 @@ class PrivateStep:
             "numbers": state.numbers(),
             "begun": self._begun,
             "earlier": [training.as_json() for training in self._earlier],
-            "settings": dict(self.plan.recorded),
+            "settings": dict(self._plan.recorded),
             "lr": self.lr,
             "structure": map_rows(Tensor.cpu, structure.template),
             "public": structure.keep,
@@ -291,8 +304,9 @@ class PrivateStep:
             )
         self._earlier = tuple(map(Training.of_json, saved["earlier"]))
         self._check_settings(saved["settings"])
-        event = replace(self.plan.event, noise_multiplier=saved["settings"]["sigma"])
-        self.plan = replace(self.plan, event=event)
+        event = replace(self.privacy.event, noise_multiplier=saved["settings"]["sigma"])
+        self.privacy = replace(self.privacy, event=event)
+        self._plan = replace(self._plan, privacy=self.privacy)
         self.lr = saved["lr"]
         self._keys, self._records = Keys.of_json(saved["numbers"]["keys"]), saved["records"]
         for training in self._earlier:
@@ -343,7 +357,7 @@ class PrivateStep:
     def _check_settings(self, saved: Mapping[str, Any]) -> None:
         """Raise InputError if a saved training has other settings."""
         free = {"lr"} | ({"sigma"} if self._earlier else set())  # it covers earlier events
-        mine = dict(self.plan.recorded)
+        mine = dict(self._plan.recorded)
         names = [n for n in {**mine, **saved} if n not in free and mine.get(n) != saved.get(n)]
         raise_errors(
             f"{name} is {mine.get(name)}, but {saved.get(name)} in the saved state. Use the same."
@@ -360,7 +374,7 @@ class PrivateStep:
             )
         self._engine = build_engine(
             Objective(self._model, self._loss),
-            self.plan,
+            self._plan,
             structure,
             steps=self._steps,
             keys=self._keys,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
 from dpmac_cli.config.keywords import Keywords
+from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.data.registry import Dataset, Defaults
 from dpmac_cli.data.schema import AtHand, Found
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, samples_in
@@ -19,6 +20,8 @@ from dpmac_cli.errors import InputError, ModelError, raise_errors
 BatchLoss = Callable[[Any, Any], Tensor]
 #: Unit of privacy of a batch's rows.
 UNIT = ("training record", "")
+#: Name of the dataset in settings.
+BATCHES = "<batches>"
 #: Records to process at a time by default.
 AT_A_TIME = 256
 
@@ -83,7 +86,7 @@ def check_arguments(
 
 def settings_of(
     model: nn.Module, sampling: BatchSampling | OwnLoader, keywords: StepKeywords
-) -> tuple[Found, Keywords]:
+) -> tuple[DataPlan, Keywords]:
     """Return the public facts of the records, and all settings."""
     name = f"{type(model).__module__}:{type(model).__qualname__}"
     facts = Dataset(
@@ -98,12 +101,15 @@ def settings_of(
         levels=1,
     )
     named: Keywords = {
-        "dataset": AtHand(Path("<batches>")),
+        "dataset": AtHand(Path(BATCHES)),
         "model": name,
         "batch_size": sampling.batch_size,
         "sampler": sampling.sampler,
     }
-    return Found(facts, "<batches>"), {**keywords, **named}
+    data = DataPlan(
+        dataset=BATCHES, source=BATCHES, found=Found(facts, BATCHES), folder=Path(BATCHES)
+    )
+    return data, {**keywords, **named}
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -18,7 +18,7 @@ from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Batch as Records
 from dpmac_cli.runs.step_arguments import UNIT, device_of
-from dpmac_cli.torch_errors import explained
+from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.chunks import BatchSum, Running
 from dpmac_cli.training.descent import Descent
 from dpmac_cli.training.lineage import Training, attach
@@ -61,7 +61,7 @@ class StepEngine:
         self.given.records, self.sums.batch = records, batch
         descent = self.descent
         try:
-            with explained(), torch.inference_mode(False):
+            with torch_failures_explained(), torch.inference_mode(False):
                 descent.step()
                 if descent.state.step % descent.plan.steps_per_epoch == 0:
                     descent.check_finite()
@@ -93,15 +93,15 @@ def build_engine(
     Raises:
         ModelError: they cannot be clipped.
     """
-    kind, why = validated(objective, structure, isolated=plan.isolate)
+    kind, why = validated(objective, structure, isolated=plan.network.isolate)
     with full_float32():
         sums, descent, given = _built(objective, plan, structure, steps, keys, rule, kind)
     training = Training(
-        event=plan.event,
+        event=plan.privacy.event,
         unit=UNIT,
         private=True,
-        seeded=plan.seed is not None,
-        secure=plan.secure,
+        seeded=plan.run.seed is not None,
+        secure=plan.run.secure,
     )
     attach(objective.network, training)
     descent.training = training
@@ -126,19 +126,20 @@ def _built(
 ) -> tuple[BatchSum, Descent, Given]:
     """Return the clipped sum, the descent on it, and the sampler that names its records."""
     isolated, on_cuda = kind == "isolated", device_of(objective).type == "cuda"
-    physical = plan.gpu_batch if on_cuda else plan.physical_batch
+    physical = plan.run.gpu_batch if on_cuda else plan.run.physical_batch
     layers, given = LayerDraws(keys.layers), Given()
-    how = Running(loss=returned, physical_batch=physical, batch=plan.batch_size, isolated=isolated)
+    batch, sigma = plan.privacy.batch_size, plan.privacy.sigma
+    how = Running(loss=returned, physical_batch=physical, batch=batch, isolated=isolated)
     sums = BatchSum(objective, structure, how, layers)
-    mechanism = SecureMechanism if plan.secure else GaussianMechanism
+    mechanism = SecureMechanism if plan.run.secure else GaussianMechanism
     descent = Descent(
         model=objective,
         sums=sums,
-        algorithm=build_algorithm(plan.method, plan.hyper, rule=rule),
-        mechanism=mechanism(plan.sigma, plan.batch_size),
+        algorithm=build_algorithm(plan.optimizer.method, plan.optimizer.hyper, rule=rule),
+        mechanism=mechanism(sigma, batch),
         plan=Plan(
             steps=steps,
-            steps_per_epoch=plan.steps_per_epoch,
+            steps_per_epoch=plan.privacy.steps_per_epoch,
             physical_batch=physical,
             recipe=plan.recipe,
             isolated=isolated,
@@ -146,7 +147,7 @@ def _built(
         randomness=Randomness(
             keys=keys,
             sampler=given,
-            noise=Noise(keys.noise, secure=plan.secure),
+            noise=Noise(keys.noise, secure=plan.run.secure),
             layers=layers,
         ),
     )

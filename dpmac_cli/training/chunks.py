@@ -13,6 +13,14 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
+from dpmac_cli.dp.clipping.batch_invariance import (
+    PERIOD,
+    Manner,
+    Whole,
+    fill_rows,
+    find_manner,
+    without_zeros,
+)
 from dpmac_cli.dp.clipping.batches import NOTHING, Structure, map_rows, samples_in, tensors_in
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.isolation import Isolated
@@ -25,7 +33,6 @@ from dpmac_cli.dp.clipping.layers import (
 )
 from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.clipping.recorder import by_row
-from dpmac_cli.dp.clipping.rows import PERIOD, Manner, Whole, fill_rows, find_manner, without_zeros
 from dpmac_cli.dp.losses import Loss, build_loss
 from dpmac_cli.errors import ModelError, RunError
 from dpmac_cli.models.unchanged import DURING, Unchanged

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.algorithm import Algorithm
-from dpmac_cli.dp.clipping.parts import duplicate
+from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.training.canaries import Canaries

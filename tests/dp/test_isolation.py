@@ -18,12 +18,12 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit
-from dpmac_cli.dp.clipping.forms import Instantiated
+from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.clipping.layers import Layer, flatten_parameters, split_by_module
-from dpmac_cli.dp.clipping.modules import StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
+from dpmac_cli.dp.clipping.per_sample_gradients import Instantiated
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.errors import ModelError
 from dpmac_cli.training.trainer import Trainer

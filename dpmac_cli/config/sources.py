@@ -99,7 +99,7 @@ def validated(
     return settings, frozenset(name for name in given if name in invalid)
 
 
-def parse(flags: Settings | Mapping[Any, Any]) -> dict[SettingName, Any]:
+def parse_settings(flags: Settings | Mapping[Any, Any]) -> dict[SettingName, Any]:
     """Convert given flags to values and validate each of them separately.
 
     Raises InputError with every fault found.

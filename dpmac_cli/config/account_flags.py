@@ -119,7 +119,7 @@ class Question:
         return [(unit, count) for unit, counts in units.items() for count in counts or ()]
 
 
-def parse(given: Mapping[AccountName, str], errors: list[str]) -> AccountFlags:
+def parse_account_flags(given: Mapping[AccountName, str], errors: list[str]) -> AccountFlags:
     """Return the valid flags, and add the faults of the others to ``errors``."""
     return valid_part(AccountFlags, given, errors)[0]
 
@@ -138,7 +138,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
     """
     errors = list(found)
     named = by_name(given, errors)
-    typed = parse(named, errors)
+    typed = parse_account_flags(named, errors)
     solve = named.get("solve")
     if solve is None and "epsilon" in named:
         solve = "steps" if "sigma" in named else "sigma"
@@ -271,7 +271,7 @@ def _solved(
     return replace(row, dataset_size=size, batch_size=batch, solved=question.solve)
 
 
-def notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
+def account_notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
     """Yield what is legal, but probably not what was meant; ``accountant`` was asked for."""
     events = [event for row in rows for event in row.events]
     for delta, size in dict.fromkeys((row.delta, row.dataset_size) for row in rows):

@@ -1,4 +1,4 @@
-"""Ways to run a network so that a row's result depends on no other row, bit for bit.
+"""Batch invariance: run a network so that a row's result depends on no other row, bit for bit.
 
 Libraries may round a row by the number of rows computed with it, or by its place among them.
 Removing a record changes both for the others. Differences of rounding are within the margin of the
@@ -143,11 +143,11 @@ class Whole(nn.Module):
 
 
 #: Runs a network on rows, as in training, and returns results with one or more rows per row.
-Run = Callable[[Batch], Any]
+RunNetwork = Callable[[Batch], Any]
 
 
 def find_manner(
-    network: nn.Module, run: Run, base: Batch, chunk: int, *, fixed: bool = False
+    network: nn.Module, run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False
 ) -> Manner | list[str]:
     """Return the cheapest way to run a network in which no row depends on the others.
 
@@ -200,7 +200,7 @@ def some_numbers(chunk: int) -> list[int]:
 
 
 @torch.no_grad()
-def differing(network: nn.Module, run: Run, base: Batch, numbers: list[int]) -> list[str]:
+def differing(network: nn.Module, run: RunNetwork, base: Batch, numbers: list[int]) -> list[str]:
     """Return the names of modules whose outputs for equal rows differ, but not their inputs.
 
     Of a module and a part of it, only the part is returned; "" is the network, or its loss.
@@ -226,7 +226,7 @@ class _Trial:
         self._network = network
         self._first: dict[tuple[Any, ...], Tensor] = {}
 
-    def of(self, run: Run, base: Batch, number: int, seed: int) -> set[str]:
+    def of(self, run: RunNetwork, base: Batch, number: int, seed: int) -> set[str]:
         """Run on a number of rows; return where results begin to differ."""
         found, calls = set[str](), dict[str, int]()
 
