@@ -18,6 +18,7 @@ from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.dp.algorithm import build_algorithm
+from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
@@ -242,6 +243,16 @@ def per_sample_gradients(theta: NDArray[np.float64], data: Data, rows: Any) -> N
     by_w1 = (delta1[:, :, None] * x[:, None, :]).reshape(-1, SIDE**2 * WIDTH)
     by_w2 = (delta2[:, :, None] * hidden[:, None, :]).reshape(-1, WIDTH * CLASSES)
     return np.concatenate([by_w1, delta1, by_w2, delta2], axis=1)
+
+
+def numbers(*shape: int) -> Structure:
+    """The structure of a sample of float32 numbers."""
+    return Structure(torch.zeros(1, *shape))
+
+
+def classes(*shape: int) -> Structure:
+    """The structure of a sample's labels, which are classes."""
+    return Structure(torch.zeros(1, *shape, dtype=torch.long), keep=True)
 
 
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]

@@ -21,6 +21,7 @@ from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.validation import check_model, independence
+from tests.helpers import numbers
 from tests.networks import (
     CLASSES,
     INNOCENT,
@@ -59,7 +60,7 @@ def clipped_sum(
     """The sum of clipped gradients over the radius, and the names of its parameters in order."""
     model = copy.deepcopy(model)
     layers = split_by_module(model) if isolated else find_layers(model)
-    one_by_one = Isolated(model, layers, SHAPE) if isolated else None
+    one_by_one = Isolated(model, layers, numbers(*SHAPE)) if isolated else None
     theta = flatten_parameters(layers)
     clipped = ClippedSum(model, layers, len(x) + 1, per_sample=one_by_one)
     out = torch.empty_like(theta)

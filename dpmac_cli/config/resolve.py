@@ -125,10 +125,42 @@ def _resolved(
         raise InputError([*errors, *failure.errors]) from failure
     errors += checks.lonely(given)
     complete = completed(settings.replace(dataset=data.dataset), data.facts)
-    plan = make_plan(complete, data)
-    raise_errors([*errors, *checks.faults(plan, complete.epochs)])
-    plan = _calibrated(plan, complete, earlier)
-    return Resolved(plan, complete, tuple(map(named, checks.notes_on_plan(plan, flags))))
+    return _planned(complete, data, flags, errors, earlier)
+
+
+def resolve_batches(
+    data: DataPlan, keywords: Keywords, earlier: tuple[TrainingEvent, ...] = ()
+) -> Resolved:
+    """Resolve the settings of a training whose batches a program supplies.
+
+    Args:
+        data: public facts of its records, of which the number is used.
+        keywords: settings by name.
+        earlier: events on the same records, which a target epsilon must cover too.
+
+    Raises:
+        InputError: lists every fault found.
+        BudgetError: no noise meets the target epsilon.
+    """
+    errors: list[str] = []
+    flags = from_flags(keywords, errors)
+    settings, _ = validated(combined({}, flags, errors), errors)
+    complete = completed(settings.replace(dataset=data.dataset), data.facts)
+    return _planned(complete, data, flags, errors, earlier)
+
+
+def _planned(
+    settings: Complete,
+    data: DataPlan,
+    flags: Mapping[SettingName, Given],
+    errors: list[str],
+    earlier: tuple[TrainingEvent, ...],
+) -> Resolved:
+    """Return a validated plan with calibrated noise, and notes."""
+    plan = make_plan(settings, data)
+    raise_errors([*errors, *checks.faults(plan, settings.epochs)])
+    plan = _calibrated(plan, settings, earlier)
+    return Resolved(plan, settings, tuple(map(named, checks.notes_on_plan(plan, flags))))
 
 
 def _calibrated(

@@ -17,7 +17,14 @@ from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
-from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
+from dpmac_cli.models.trial import Trial
+from dpmac_cli.models.validation import (
+    ALONE,
+    Independence,
+    check_model,
+    check_precision,
+    independence,
+)
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.storage.digest import digest
@@ -121,10 +128,12 @@ def _check_precision(
     network: NetworkPlan, facts: Dataset, model: nn.Module, parts: FrozenFeatures | None
 ) -> None:
     """Reject autocast in the trained part of a network."""
+    classes = len(facts.classes)
     if parts is not None and network.features is not None:
-        check_precision(parts.head, network.features.shape_of(facts.shape))
+        shape = network.features.shape_of(facts.shape)
+        check_precision(parts.head, Trial.of(shape, classes))
     elif not network.head_only:
-        check_precision(model, facts.shape)
+        check_precision(model, Trial.of(facts.shape, classes))
 
 
 def _of_features(network: NetworkPlan) -> dict[str, object]:
@@ -234,10 +243,7 @@ def _independence(
     kind, why = independence(model, shape, classes, frozen)
     if kind == "traced":
         return kind, ()
-    return kind, (
-        "The network is run on each sample alone, which is slower, because it could not be proven "
-        f"independent across samples. {why} An operation across samples then sees only one.",
-    )
+    return kind, (ALONE.format(why),)
 
 
 def _doubts(weights: PublicWeights, data: DataPlan, *, private: bool) -> tuple[str, ...]:
