@@ -14,12 +14,12 @@ import typer
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import app
 from dpmac_cli.config import keywords
+from dpmac_cli.config.account_flags import FLAGS
 from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.fields import Option, flag_name
-from dpmac_cli.config.given import EXCLUSIVE, INCOMPATIBLE
-from dpmac_cli.config.question import FLAGS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Settings
+from dpmac_cli.config.sources import EXCLUSIVE, INCOMPATIBLE
 from dpmac_cli.data.registry import DATASETS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import LEAST_CNN, Records, found
@@ -369,7 +369,7 @@ def by_optimizer() -> str:
     names = sorted(set().union(*(row.settings for row in OPTIMIZERS.values())))
     rows = []
     for optimizer, row in OPTIMIZERS.items():
-        hyper = resolve(dataset="mnist", optimizer=optimizer).plan.hyper
+        hyper = resolve(dataset="mnist", optimizer=optimizer).plan.optimizer.hyper
         cells = [shown(getattr(hyper, name)) if name in row.settings else "" for name in names]
         rows.append((f"`{optimizer}`", *cells))
     head = ("", *(f"`--{flag_name(name)}`" for name in names))

@@ -69,7 +69,7 @@ def _place(failure: BaseException) -> str:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def torch_failures_explained() -> Iterator[None]:
     """Convert out-of-memory errors and a lost device to a RunError with a remedy."""
     try:
         yield

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.config.fields import options
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data import own
+from dpmac_cli.data import user_data
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Source
@@ -249,6 +249,6 @@ Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 def load(source: Source, facts: Dataset | None = None) -> tuple[Arrays, Arrays]:
     """Training and test records of a dataset of your own, read from their file."""
-    (x, y, _), (x_test, y_test, _) = outcome(own.load(source, facts))
+    (x, y, _), (x_test, y_test, _) = outcome(user_data.load(source, facts))
     records = (part.read() if isinstance(part, Rows) else part for part in (x, x_test))
     return (next(records), y), (next(records), y_test)

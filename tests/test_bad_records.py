@@ -22,11 +22,11 @@ from pyarrow import parquet
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dpmac_cli import ArrayData, from_dataframe, from_torch, resolve
-from dpmac_cli.data import decoding, own
+from dpmac_cli.data import decoding, user_data
 from dpmac_cli.data.canonical import units_in
-from dpmac_cli.data.own import inspect
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.data.table_schema import schema_of
+from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.storage.rows import Rows
@@ -88,7 +88,7 @@ def seen(source: Source) -> tuple[Found, list[set[tuple[bytes, int, str]]]]:
 
 
 def parts(source: Source) -> Any:
-    return outcome(own.load(source, None))
+    return outcome(user_data.load(source, None))
 
 
 def columns(found: list[Row]) -> dict[str, list[Any]]:
@@ -515,7 +515,7 @@ def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kin
         with pytest.raises(InputError, match=f"40 different records, and {copies} copies.*unit="):
             from_torch(repeated, unit=unit, **known)
     plan = resolve(dataset=from_torch(repeated, unit="record", **known), sigma=4).plan
-    assert plan.facts.train_size + len(set(plan_units(plan))) == 40
+    assert plan.data.facts.train_size + len(set(plan_units(plan))) == 40
     assert not [note for note in resolve(dataset=from_torch(whole, **known), sigma=4).notes
                 if "copies" in note]  # fmt: skip
 
@@ -529,11 +529,11 @@ def test_records_that_are_trained_on_are_not_tested_on() -> None:
         with pytest.raises(InputError, match="5 records are both in the training set and in"):
             from_torch(first, last, unit=unit, **known)
     apart = from_torch(first, Subset(whole, range(30, 40)), unit="record", **known)
-    assert resolve(dataset=apart, sigma=4).plan.facts.train_size == 30
+    assert resolve(dataset=apart, sigma=4).plan.data.facts.train_size == 30
 
 
 def plan_units(plan: Any) -> list[str]:
-    return list(parts(plan.data)[1].units.tolist())
+    return list(parts(plan.data.source)[1].units.tolist())
 
 
 @pytest.mark.privacy
@@ -543,7 +543,7 @@ def test_copies_are_remarked_on_and_not_published() -> None:
     drawn = [n % 20 for n in range(60)]
     source: dict[str, Any] = {"low": 0, "high": 1, "classes": CLASSES}
     given = resolve(dataset=ArrayData(x[drawn], y[drawn], **source), sigma=4)
-    assert given.plan.found.signs.copies == 40
+    assert given.plan.data.found.signs.copies == 40
     (note,) = [note for note in given.notes if "copies" in note]
     assert "40 records of <arrays> are exact copies" in note
     assert "unit=" in note
@@ -677,7 +677,7 @@ def test_scans_of_twelve_bits_are_remarked_on_and_scaled_on_request(tmp_path: Pa
     scaled = resolve({**settings, "levels": 4095})
     assert not [note for note in scaled.notes if "brightest" in note]
     source = Source(tmp_path, levels=4095)
-    assert scaled.plan.data == source
+    assert scaled.plan.data.source == source
     (x, _), _ = load(source)
     assert x.max() == 255
     assert x[0, 0, 3, 0] == round(255 * int(4095 * 24 / 47) / 4095)
@@ -796,7 +796,7 @@ def test_text_of_parquet_that_is_not_utf8_is_left_out(tmp_path: Path) -> None:
         parquet.write_table(pa.concat_tables([plain, added]), tmp_path / "t.parquet")
         source = Source(tmp_path / "t.parquet", schema=SCHEMA, unit="unit", skip_bad=True)
         found.append(seen(source))
-        own._reader.cache_clear()
+        user_data._reader.cache_clear()
     assert found[0][1] == found[1][1]
     assert [len(facts.skipped) for facts, _ in found] == [1, 1]
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, Started
+from dpmac_cli.release import run
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.runs.session import Started
 from dpmac_cli.training.schedules import Plan, Recipe
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dpmac_cli.data.own import inspect
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.data.splits import Records, split
+from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from tests.helpers import load
 

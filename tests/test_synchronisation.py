@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.dp.clipping.rows import Manner
+from dpmac_cli.dp.clipping.batch_invariance import Manner
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.randomness.noise import Noise

@@ -17,9 +17,9 @@ from pyarrow import csv as arrow_csv
 from pyarrow import parquet
 
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.own import inspect
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema
+from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from tests.helpers import load
 from tests.typed import dpmac
@@ -258,7 +258,7 @@ def test_a_unit_whose_name_is_not_text_is_left_out(tmp_path: Path, name: bytes) 
         path.write_bytes(b"u,x,y\n" + b"".join([*rows, *more]))
         flags = {"dataset": str(path), "schema": str(schema), "unit": "u", "skip_bad": True}
         plan = resolve({**flags, "sigma": 2, "epochs": 1, "device": "cpu"}).plan
-        found.append((plan.facts, len(plan.found.skipped)))
+        found.append((plan.data.facts, len(plan.data.found.skipped)))
     assert found[0][0] == found[1][0]
     assert (found[0][1], found[1][1]) == (0, 1)
 

@@ -28,13 +28,13 @@ from dpmac_cli.config.settings import (
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import MISFIT, raise_errors
 from dpmac_cli.plots import faults_of_picture
-from dpmac_cli.runs.card import FORMATS, render_card, run_page
+from dpmac_cli.release.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD
-from dpmac_cli.storage.files import shown, to_json, write_atomically
+from dpmac_cli.storage.files import finite_or_none, to_json, write_atomically
 
 if TYPE_CHECKING:
-    from dpmac_cli.runs.audit import Audit
-    from dpmac_cli.runs.scoring import Scored
+    from dpmac_cli.release.audit import Audit
+    from dpmac_cli.release.scoring import Scored
 
 HOLDS = (
     "The attack does not contradict the claim. That does not prove it: a better attack might find "
@@ -110,7 +110,7 @@ class Format(Flags, frozen=True):
     ] = "md"
 
 
-class Answers(Flags, frozen=True):
+class CardAnswers(Flags, frozen=True):
     """Answers of a model card that only its publisher knows."""
 
     data_curator: Annotated[
@@ -171,7 +171,7 @@ def evaluate(run: Path, **given: Any) -> None:
         what = "--audit scores guesses, not test samples: leave out"
         raise_errors(f"{what} --{name}." for name, value in others.items() if value is not None)
         with console.waiting(flags.json, "bounds"):
-            from dpmac_cli.runs.audit import read_audit  # noqa: PLC0415  (loads numpy)
+            from dpmac_cli.release.audit import read_audit  # noqa: PLC0415  (loads numpy)
 
             found = read_audit(run)
             verdict = found.verdict()
@@ -179,7 +179,7 @@ def evaluate(run: Path, **given: Any) -> None:
         return
     raise_errors(faults_of_picture(flags.plot))
     with console.waiting(flags.json, "scores"), console.kept_clear(flags.json):
-        from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.release.scoring import score  # noqa: PLC0415  (loads torch)
 
         scored = score(run, flags.dataset, flags.data_dir, flags.device, flags.model)
     if flags.dataset is not None and scored.held_out:
@@ -211,7 +211,7 @@ def predict(run: Path, data: Path, **given: Any) -> None:
     out, quiet = flags.out, flags.quiet
     raise_errors(_faults_of_file(out, (".csv",), flags.force))
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
-        from dpmac_cli.runs.prediction import predict  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.release.prediction import predict  # noqa: PLC0415  (loads torch)
 
         found = predict(run, data, flags.device, flags.model)
     found.write(out)
@@ -221,7 +221,7 @@ def predict(run: Path, data: Path, **given: Any) -> None:
         console.stdout().print(Text(f"{out}: predictions for {len(found.records):,} records"))
 
 
-@with_options(argument("run", "A run folder."), options(Format), options(Answers), DEBUG)
+@with_options(argument("run", "A run folder."), options(Format), options(CardAnswers), DEBUG)
 def card(run: Path, **given: Any) -> None:
     """Print the model card of a run as Markdown, as a web page or as a registry entry.
 
@@ -234,7 +234,7 @@ def card(run: Path, **given: Any) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    answers, flags = take(Answers, given), take(Format, given)
+    answers, flags = take(CardAnswers, given), take(Format, given)
     rows = {name.replace("_", " "): " ".join(text.split()) for name, text in answers.given.items()}
     written = {name: text for name, text in rows.items() if text}
     console.print_result(render_card(run, flags.format, written))
@@ -280,7 +280,7 @@ def _faults_of_file(
 def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
     """Print the scores of a model, and draw them if requested."""
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.runs.scoring import draw_evaluation  # noqa: PLC0415  (loads torch)
+    from dpmac_cli.release.scoring import draw_evaluation  # noqa: PLC0415  (loads torch)
     from dpmac_cli.training import metrics  # noqa: PLC0415  (loads numpy)
 
     result, card = scored.result, scored.path.with_name(CARD)
@@ -297,11 +297,12 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
             "model": str(scored.path),
             "card": str(card) if card.is_file() else None,
             "dataset": scored.dataset,
-            "loss": shown(result.loss),
+            "loss": finite_or_none(result.loss),
             "samples": result.samples,
             **shares,
             "intervals": {
-                name.replace("-", "_"): [*map(shown, ends)] for name, ends in intervals.items()
+                name.replace("-", "_"): [*map(finite_or_none, ends)]
+                for name, ends in intervals.items()
             },
             "per_class": dict(zip(scored.classes, shares["sensitivity"], strict=True)),
             "confusion": result.confusion.tolist(),

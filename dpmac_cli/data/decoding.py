@@ -225,7 +225,7 @@ def _looked(file: IO[bytes], look: "Callable[[Image], Seen]") -> "Seen | str":
         return f"cannot be read as an image ({failure})"
 
 
-def main() -> None:
+def decode_listed() -> None:
     """Decode the images listed on standard input, and skip damaged ones."""
     rows, parent = RowFile(Path(sys.argv[1]), writable=True), os.getppid()
     levels, job = json.load(sys.stdin)
@@ -236,4 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    decode_listed()

@@ -32,14 +32,14 @@ class Records(NamedTuple):
         return Records(self.x[rows], self.y[rows], None if self.units is None else self.units[rows])
 
 
-def shown(text: str) -> str:
+def escaped(text: str) -> str:
     """Return text with escapes for characters that a terminal may take for commands."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
     """Return a message that lists some faults of one kind and counts the rest; [] for none."""
-    faults = [shown(fault) for fault in faults]
+    faults = [escaped(fault) for fault in faults]
     more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
     return [f"{'; '.join(faults[:NAMED])}{more}.{remedy}"] if faults else []
 
@@ -137,13 +137,15 @@ def found(
         constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
     names = tuple(classes)
     facts = Dataset(
-        train, test, shape, names, *constants, defaults, "your own", levels, multilabel=several
+        *(train, test, shape, names, *constants, defaults, "your own", levels),
+        texts=source.layout,
+        multilabel=several,
     )
     tested = set(np.flatnonzero(labels.any(0)) if several else labels.tolist())
     unit = "" if sides[0].units is None else source.unit or "unit"
     untested = tuple(name for label, name in enumerate(names) if label not in tested)
     name = source.path.resolve().stem.strip("<>")
-    skipped = tuple(map(shown, skipped))
+    skipped = tuple(map(escaped, skipped))
     return Found(facts, name, unit=unit, untested=untested, skipped=skipped, **rest)
 
 

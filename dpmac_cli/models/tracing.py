@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from dpmac_cli.dp.clipping.direct import tensors_in
+from dpmac_cli.dp.clipping.deep_copy import duplicate
+from dpmac_cli.dp.clipping.direct_parameters import tensors_in
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.precision import inherited_precision
 from dpmac_cli.models.hooks import UnprovenError, without_hooks

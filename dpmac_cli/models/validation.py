@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
-from dpmac_cli.dp.clipping.direct import tensors_in
+from dpmac_cli.dp.clipping.deep_copy import duplicate
+from dpmac_cli.dp.clipping.direct_parameters import tensors_in
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models import tracing
 from dpmac_cli.models.hooks import UnprovenError, check_hooks

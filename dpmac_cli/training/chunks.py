@@ -10,6 +10,14 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
+from dpmac_cli.dp.clipping.batch_invariance import (
+    PERIOD,
+    Manner,
+    Whole,
+    fill_rows,
+    find_manner,
+    without_zeros,
+)
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import (
@@ -20,7 +28,6 @@ from dpmac_cli.dp.clipping.layers import (
     without_gradients,
 )
 from dpmac_cli.dp.clipping.norms import Metric
-from dpmac_cli.dp.clipping.rows import PERIOD, Manner, Whole, fill_rows, find_manner, without_zeros
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.errors import ModelError, RunError
 from dpmac_cli.models.unchanged import DURING, Unchanged

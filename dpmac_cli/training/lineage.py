@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.dp.clipping.parts import LINEAGE
+from dpmac_cli.dp.clipping.deep_copy import LINEAGE
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.unchanged import watched
 

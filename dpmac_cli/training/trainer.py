@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.algorithm import Algorithm
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
+from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.dp.clipping.norms import Metric
-from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.dp.geometry import part_of, pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.dp.precision import full_float32

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.attention import calling_projections
-from dpmac_cli.dp.clipping.forms import ByLayer, choose_form, total_squared_norms
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.clipping.matmul import products_by_onednn
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
-from dpmac_cli.dp.clipping.outer_products import products_by_onednn
+from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, choose_form, total_squared_norms
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.torch_errors import code_of_network

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.clipping.layer_rules import RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
-from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.layers import forked, seed_all

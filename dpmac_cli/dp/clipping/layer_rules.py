@@ -11,10 +11,10 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import group_norm, layer_norm
 
+from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.modules import ConstantNorm, Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.patches import gradients_by_position, inputs_by_position, kernel_gradient
+from dpmac_cli.dp.clipping.unfold import gradients_by_position, inputs_by_position, kernel_gradient
 from dpmac_cli.errors import ModelError
 
 #: Inputs per output of a convolution, and positions of an image, up to which products of patches

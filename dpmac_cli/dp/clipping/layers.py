@@ -11,7 +11,7 @@ from torch.nn.utils import vector_to_parameters
 from torch.nn.utils.parametrize import is_parametrized
 
 from dpmac_cli.dp.clipping.attention import projections, self_attentions
-from dpmac_cli.dp.clipping.direct import copied_parameters
+from dpmac_cli.dp.clipping.direct_parameters import copied_parameters
 from dpmac_cli.errors import ModelError
 
 #: Coordinates that a CPU processes at a time. With fewer, the overhead of operations exceeds the

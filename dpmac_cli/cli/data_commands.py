@@ -1,0 +1,98 @@
+"""dpmac schema and dpmac cache: drafts of table schemas, and the cache."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, StrictBool
+from rich.filesize import decimal
+from rich.text import Text
+
+from dpmac_cli.cli import console
+from dpmac_cli.cli.options import argument, take, with_options
+from dpmac_cli.config.fields import Flag, options
+from dpmac_cli.config.flags import Flags, near
+from dpmac_cli.config.settings import Debug
+from dpmac_cli.data.table_schema import draft
+from dpmac_cli.errors import raise_errors
+from dpmac_cli.storage.paths import cache_folder, cache_size
+
+
+class Columns(Flags, frozen=True):
+    """Flags of ``dpmac schema``."""
+
+    label: Annotated[str | None, Field(description="Column to predict."), Flag("Table")] = None
+    drop: Annotated[
+        str | None,
+        Field(description="Columns to leave out, separated by commas."),
+        Flag("Table"),
+    ] = None
+    text: Annotated[
+        str | None,
+        Field(description="Columns of texts, such as notes, separated by commas."),
+        Flag("Table"),
+    ] = None
+    debug: Debug = False
+
+
+class CacheFlags(Flags, frozen=True):
+    """Flags of ``dpmac cache``."""
+
+    clear: Annotated[StrictBool, Field(description="Remove all files."), Flag("Cache")] = False
+    debug: Debug = False
+
+
+@with_options(argument("file", "Table in CSV or Parquet."), options(Columns))
+def schema(file: Path, **given: Any) -> None:
+    """Draft the schema of a table, which declares the allowed values of each column.
+
+    The draft contains the table's columns and nothing from its records. Fill in the range or
+    the categories of each column, and the classes, based on what the columns mean.
+
+    Examples:
+
+        dpmac schema patients.csv --label outcome --drop id,name > schema.yaml
+
+        dpmac schema notes.csv --label outcome --text note > schema.yaml
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
+    """
+    from dpmac_cli.data.table_file import numeric_columns  # noqa: PLC0415  (loads an extra)
+
+    columns = take(Columns, given)
+    label, drop = columns.label, columns.drop
+    kinds = numeric_columns(file)
+    dropped, texts = (
+        tuple(name.strip() for name in names.split(",")) if names else ()
+        for names in (drop, columns.text)
+    )
+    named = dict.fromkeys(dropped, "drop") | dict.fromkeys(texts, "text")
+    named |= {label: "label"} if label else {}
+    raise_errors(
+        f"--{flag} {name}: {file} has no such column.{near(name, kinds)}"
+        for name, flag in named.items()
+        if name not in kinds
+    )
+    console.print_result(draft(file, kinds, label, dropped, texts))
+
+
+@with_options(options(CacheFlags))
+def cache(**given: Any) -> None:
+    """Show or clear the cache of decoded images, and of features of public backbones and frozen
+    layers.
+
+    They are as private as the records that they were computed from. Runs compute missing
+    entries. The least recently used files are removed when the total size exceeds
+    DPMAC_CACHE_SIZE (in gigabytes, default 20). Set DPMAC_CACHE_DIR to use another folder.
+
+    Example: dpmac cache --clear
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
+    """
+    from dpmac_cli.storage.cache import kept_files, make_room  # noqa: PLC0415  (loads numpy)
+
+    folder, limit = cache_folder(), cache_size()
+    removed = make_room(folder, -1) if take(CacheFlags, given).clear else []
+    sizes = [file.stat().st_size for file in kept_files(folder)]
+    total, most = decimal(sum(sizes)), decimal(int(limit))
+    said = f"{folder}: {len(sizes)} files, {total} of {most}; {len(removed)} removed"
+    console.stdout().print(Text(said))

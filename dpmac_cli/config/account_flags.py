@@ -1,0 +1,290 @@
+"""Flags of ``dpmac account``: validation, and the rows that answer them."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import Field
+
+from dpmac_cli.accounting import calibration
+from dpmac_cli.accounting.accountants import (
+    ACCOUNTANTS,
+    DEFAULT_ACCOUNTANT,
+    SIGMA_MAX,
+    SIGMA_MIN,
+)
+from dpmac_cli.accounting.calibration import MOST_STEPS
+from dpmac_cli.accounting.events import ALIASES, LEAST_NOISE, SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.pricing import Row, accountant_note, price
+from dpmac_cli.config.checks import delta_note, misfits
+from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
+from dpmac_cli.config.flags import Flags, unknown, valid_part
+from dpmac_cli.config.keywords import AccountName
+from dpmac_cli.config.settings import DELTA, Count, Length, Positive, Probability
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.errors import BudgetError, raise_errors
+
+#: Settings to solve for, with the flags that must be left out.
+SOLVABLE: Mapping[str, tuple[AccountName, ...]] = {
+    "sigma": ("sigma",),
+    "steps": ("epochs", "steps"),
+    "batch-size": ("batch_size",),
+}
+#: Accountants to use, by the value of ``--accountant``.
+USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
+TRAINING, TARGET, METHOD = "Training", "Question", "Method"
+NoiseOrNone = Annotated[float, Field(ge=0, le=SIGMA_MAX)]
+
+
+class AccountFlags(Flags, frozen=True):
+    """Flags of ``dpmac account``, as given."""
+
+    dataset: Annotated[
+        str, Choice(tuple(DATASETS)), Field(description="Dataset."), Flag(TRAINING)
+    ] = "mnist"
+    dataset_size: Annotated[
+        Count | None,
+        Field(description="Number of training records n, for data that dpmac does not have."),
+        Flag(TRAINING),
+    ] = None
+    batch_size: Annotated[
+        Count | None,
+        Field(description="Expected batch size B."),
+        Flag(TRAINING, otherwise="the dataset's"),
+    ] = None
+    epochs: Annotated[
+        Several[Length] | None,
+        Field(description="Epochs of ceil(n/B) steps."),
+        Flag(TRAINING, otherwise="the dataset's"),
+    ] = None
+    steps: Annotated[
+        Several[Length] | None,
+        Field(description="Steps, instead of --epochs."),
+        Flag(TRAINING),
+    ] = None
+    sigma: Annotated[
+        Several[NoiseOrNone] | None,
+        Field(description="Noise multiplier."),
+        Flag(TRAINING),
+    ] = None
+    epsilon: Annotated[
+        Several[Positive] | None,
+        Field(description="Target epsilon: solve for a setting that meets it."),
+        Flag(TARGET),
+    ] = None
+    solve: Annotated[
+        str | None,
+        Choice(tuple(SOLVABLE)),
+        Field(description="Setting to solve for, given --epsilon."),
+        Flag(TARGET, otherwise="sigma, or steps if --sigma is given"),
+    ] = None
+    delta: Annotated[Probability, Field(description="Delta of (epsilon, delta)."), Flag(TARGET)] = (
+        DELTA
+    )
+    sampler: Annotated[
+        str,
+        Choice(tuple(SAMPLERS), renamed=ALIASES),
+        Field(description="Batch sampling method."),
+        Flag(METHOD),
+    ] = "poisson"
+    accountant: Annotated[
+        str, Choice(tuple(USED)), Field(description="Accounting method."), Flag(METHOD)
+    ] = "pld"
+
+
+FLAGS: Mapping[AccountName, Option] = options(AccountFlags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Flags of ``dpmac account`` with their defaults; None for the setting to solve for."""
+
+    dataset_size: int
+    batch_size: int | None = None
+    epochs: tuple[int, ...] | None = None
+    steps: tuple[int, ...] | None = None
+    sigma: tuple[float, ...] | None = None
+    epsilon: tuple[float, ...] | None = None
+    solve: str | None = None
+    delta: float
+    sampler: str
+    accountant: str
+
+    @property
+    def lengths(self) -> list[tuple[str, int]]:
+        """Lengths of training, such as ("epochs", 5) or ("steps", 1000)."""
+        units = {"epochs": self.epochs, "steps": self.steps}
+        return [(unit, count) for unit, counts in units.items() for count in counts or ()]
+
+
+def parse_account_flags(given: Mapping[AccountName, str], errors: list[str]) -> AccountFlags:
+    """Return the valid flags, and add the faults of the others to ``errors``."""
+    return valid_part(AccountFlags, given, errors)[0]
+
+
+def by_name(flags: Mapping[str, str], errors: list[str]) -> dict[AccountName, str]:
+    """Return flags ("batch-size") by the names of their fields; add unknown ones to ``errors``."""
+    names: dict[str, AccountName] = {flag_name(name): name for name in FLAGS}
+    errors.extend(unknown(name, FLAGS) for name in flags if name not in names)
+    return {names[name]: text for name, text in flags.items() if name in names}
+
+
+def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
+    """Convert text by flag name ("batch-size") to a validated question.
+
+    Raises InputError with every fault, including those ``found`` before.
+    """
+    errors = list(found)
+    named = by_name(given, errors)
+    typed = parse_account_flags(named, errors)
+    solve = named.get("solve")
+    if solve is None and "epsilon" in named:
+        solve = "steps" if "sigma" in named else "sigma"
+    errors += _faults_of_solving(named, solve)
+    errors += [
+        f"--sigma must be 0 for no noise, or at least {SIGMA_MIN:g}, not {sigma:g}."
+        for sigma in typed.sigma or ()
+        if 0 < sigma < SIGMA_MIN
+    ]
+    size, batch, epochs = typed.dataset_size, typed.batch_size, typed.epochs
+    if "dataset" in named or "dataset_size" not in named:
+        facts = DATASETS.get(named.get("dataset", typed.dataset))
+    else:
+        facts = None
+    if facts is not None:
+        size = facts.train_size
+        if batch is None and solve != "batch-size":
+            batch = facts.defaults.batch_size
+        if epochs is None and typed.steps is None and solve != "steps":
+            epochs = (facts.defaults.epochs,)
+    if size is not None and batch is not None:
+        errors += misfits("the dataset", size, batch, epochs or ())
+    raise_errors(errors)
+    assert size is not None  # noqa: S101
+    return Question(
+        dataset_size=size,
+        batch_size=batch,
+        epochs=epochs,
+        steps=typed.steps,
+        sigma=typed.sigma,
+        epsilon=typed.epsilon,
+        solve=solve,
+        delta=typed.delta,
+        sampler=typed.sampler,
+        accountant=typed.accountant,
+    )
+
+
+def _faults_of_solving(given: Mapping[AccountName, str], solve: str | None) -> Iterator[str]:
+    """Yield settings that contradict the requested answer, or are missing for it."""
+    for one, other in _EITHER:
+        if one in given and other in given:
+            yield (f"--{flag_name(one)} and --{flag_name(other)} contradict each other: give one.")
+    if solve not in (None, *SOLVABLE):
+        return
+    if solve and "0" in given.get("sigma", "").split(","):
+        yield "--sigma 0 adds no noise, so its epsilon is infinite: nothing can be solved for."
+    for name in SOLVABLE[solve] if solve else ():
+        if name in given and "solve" in given:
+            yield (
+                f"--{flag_name(name)} leaves nothing to solve for with --solve {solve}: leave it "
+                "out."
+            )
+        elif name in given:
+            yield (
+                f"--sigma, --epsilon and --{flag_name(name)} together leave nothing to solve for: "
+                "leave one out, or add --solve batch-size."
+            )
+    if missing := [*_missing(given, solve)]:
+        them = "it" if len(missing) == 1 else "them"
+        yield f"Add {', and '.join(missing)}: without {them} there is no answer."
+
+
+#: Flags of which one may be given.
+_EITHER: tuple[tuple[AccountName, AccountName], ...] = (
+    ("epochs", "steps"),
+    ("dataset", "dataset_size"),
+)
+
+
+def _missing(given: Mapping[AccountName, str], solve: str | None) -> Iterator[str]:
+    """Yield flags without which there is no answer."""
+    if solve is None:
+        if "sigma" not in given:
+            yield "--sigma (to compute epsilon) or --epsilon (to compute sigma)"
+    else:
+        if "sigma" not in given and solve != "sigma":
+            yield "--sigma"
+        if "epsilon" not in given:
+            yield "--epsilon"
+    if "dataset_size" in given and "dataset" not in given:  # a dataset has defaults for these
+        if "batch_size" not in given and solve != "batch-size":
+            yield "--batch-size"
+        if "epochs" not in given and "steps" not in given and solve != "steps":
+            yield "--epochs or --steps"
+
+
+def answer(question: Question) -> Iterator[Row]:
+    """Yield the rows that answer a question, one for each combination of its values.
+
+    Raises:
+        BudgetError: after all rows that can be computed, if some targets cannot be met.
+    """
+    out_of_reach: dict[str, None] = {}
+    for case in itertools.product(
+        question.sigma or (0.0,),
+        question.lengths or (("steps", 1),),
+        question.epsilon or (0.0,),
+        USED[question.accountant],
+    ):
+        try:
+            yield _solved(question, *case)
+        except BudgetError as failure:
+            out_of_reach[str(failure)] = None
+    if out_of_reach:
+        raise BudgetError("\n".join(out_of_reach))
+
+
+def _solved(
+    question: Question, sigma: float, length: tuple[str, int], target: float, accountant: str
+) -> Row:
+    """Solve for a setting, and compute the privacy cost of the result."""
+    size, batch, delta = question.dataset_size, question.batch_size or 0, question.delta
+
+    def event_of(batch: int) -> TrainingEvent:
+        unit, count = length
+        per_epoch = math.ceil(size / batch)
+        steps = count * per_epoch if unit == "epochs" else count
+        return TrainingEvent(batch / size, sigma, steps, question.sampler, per_epoch)
+
+    if question.solve == "batch-size":
+        batch = calibration.largest_batch(event_of, size, delta, target, accountant)
+    event = event_of(batch)
+    if question.solve == "sigma":
+        sigma = calibration.calibrate_noise(event, delta, target, accountant)
+        event = replace(event, noise_multiplier=sigma)
+    elif question.solve == "steps":
+        event = replace(event, steps=calibration.longest_run(event, delta, target, accountant))
+    row = price((event,), delta, accountant)
+    return replace(row, dataset_size=size, batch_size=batch, solved=question.solve)
+
+
+def account_notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
+    """Yield what is legal, but probably not what was meant; ``accountant`` was asked for."""
+    events = [event for row in rows for event in row.events]
+    for delta, size in dict.fromkeys((row.delta, row.dataset_size) for row in rows):
+        if size is not None:
+            yield from delta_note(delta, size)
+    if DEFAULT_ACCOUNTANT in USED[accountant]:
+        by_rdp = (accountant_note(row.events, row.delta) for row in rows)
+        yield from dict.fromkeys(itertools.chain.from_iterable(by_rdp))
+    if any(e.sampling.once_an_epoch and 0 < e.noise_multiplier < LEAST_NOISE for e in events):
+        yield (
+            f"Below noise multiplier {LEAST_NOISE:g} random allocation is accounted without "
+            "amplification: an epoch costs as much as a step on all records. Poisson sampling may "
+            "cost less (--sampler poisson)."
+        )
+    if any(row.solved == "steps" and row.steps == MOST_STEPS for row in rows):
+        yield f"{MOST_STEPS:,} steps is the maximum of a run; the budget would allow more."

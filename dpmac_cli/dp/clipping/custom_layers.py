@@ -1,0 +1,109 @@
+"""Custom layers whose per-sample gradients :mod:`dpmac_cli.dp.clipping.ghost_clipping` supports."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d
+
+from dpmac_cli.errors import ModelError
+
+#: Lower bound on the divisor ||W - mean||^2; below it, standardising would amplify rounding errors.
+LEAST_SQUARE = 1e-4
+
+
+class StandardisedConv2d(nn.Conv2d):
+    """Convolution with W-hat = gain (W - mean) / ||W - mean||, mean and norm per output.
+
+    Weight standardisation with a learnt gain (Qiao et al. 2019, arXiv 1903.10520; in this form
+    Brock et al. 2021, arXiv 2101.08692), as used for private training by De et al. 2022.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, **options: Any) -> None:
+        super().__init__(inputs, outputs, kernel, **options)
+        self.gain = nn.Parameter(torch.ones(outputs))
+
+    def standardised(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Return z / ||z|| for z = W - mean by row, (out, fan-in), and 1 / ||z||, (out, 1)."""
+        flat = self.weight.flatten(1).to(dtype or self.weight.dtype)
+        centred = flat - flat.mean(1, keepdim=True)
+        square = centred.square().sum(1, keepdim=True)
+        scale = square.clamp(min=LEAST_SQUARE).rsqrt()
+        return centred * scale, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the convolution of x, shape (samples, in, height, width), with W-hat."""
+        direction, _ = self.standardised()
+        weight = (direction * self.gain.unsqueeze(1)).view_as(self.weight)
+        return conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class ConstantNorm(nn.Module):
+    """Batch norm with constants: scale (x - mean) / sqrt(var + eps) + shift per channel.
+
+    Each sample is normalised with statistics of public data, so no sample depends on others.
+    Parameters and buffers are those of a batch norm, ``norm``, under the same names. Raises
+    ModelError, with ``name`` as the layer's name, if ``norm`` has no running statistics.
+    """
+
+    def __init__(self, norm: Any, name: str) -> None:
+        super().__init__()
+        if norm.running_mean is None:
+            raise ModelError(
+                f"The layer {name}, a batch norm without running statistics, mixes the samples of "
+                f"every batch. Use nn.GroupNorm(groups, {norm.num_features}) instead, or add "
+                "--fix-norm to replace it."
+            )
+        self._parameters |= norm._parameters
+        self._buffers |= norm._buffers
+        self._non_persistent_buffers_set |= norm._non_persistent_buffers_set
+        self.eps = float(norm.eps)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """Return (x - mean) / sqrt(var + eps), of shape (samples, channels, ...)."""
+        mean, scale = self._constants(x)
+        return (x - mean) * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs for x, shape (samples, channels, ...)."""
+        mean, scale = self._constants(x)
+        weight, bias = (self._parameters[name] for name in ("weight", "bias"))
+        if weight is None or bias is None:
+            return (x - mean) * scale
+        gain = scale * weight.view_as(mean)
+        return torch.addcmul(bias.view_as(mean) - mean * gain, x, gain)
+
+    def _constants(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and 1 / sqrt(var + eps), (channels, 1, ...), in the dtype of x."""
+        shape = (-1, *[1] * (x.ndim - 2))
+        mean, var = (self.get_buffer(f"running_{name}").to(x.dtype) for name in ("mean", "var"))
+        return mean.view(shape), (var + self.eps).rsqrt().view(shape)
+
+
+@dataclass(frozen=True)
+class Standardisation:
+    """Linear map from gradients w.r.t. W-hat to those w.r.t. a StandardisedConv2d's parameters.
+
+    W-hat = gain z / ||z|| with z = W - mean, row by row.
+    """
+
+    direction: Tensor  # z / ||z||, (out, fan-in)
+    scale: Tensor  # gain / ||z||, (out,)
+    moves: Tensor  # 1, or 0 where ||z|| is treated as a constant, (out,)
+
+    @staticmethod
+    def of(conv: StandardisedConv2d, dtype: torch.dtype) -> "Standardisation":
+        """Return the map at a convolution's weights, computed in float64 and rounded once."""
+        direction, norms = conv.standardised(torch.float64)
+        norms = norms.squeeze(1)  # 1 / ||z||
+        moves = (norms.square() * LEAST_SQUARE < 1).to(dtype)
+        return Standardisation(direction.to(dtype), (conv.gain * norms).to(dtype), moves)
+
+    def __call__(self, by_kernel: Tensor) -> dict[str, Tensor]:
+        """Map gradients w.r.t. the kernel, (samples, out, in, height, width). Overwrites them."""
+        g = by_kernel.flatten(2)
+        along = (g * self.direction).sum(2, keepdim=True)
+        g.addcmul_(self.direction, along * self.moves.unsqueeze(1), value=-1)
+        g.sub_(g.mean(2, keepdim=True)).mul_(self.scale.unsqueeze(1))
+        return {"weight": g, "gain": along}

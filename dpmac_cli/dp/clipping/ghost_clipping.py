@@ -1,0 +1,261 @@
+"""Ghost clipping: norms and clipped sums of per-sample gradients that are never stored.
+
+It is for layers with several positions (Bu, Mao and Xu 2022, arXiv 2205.10683).
+
+Let delta_it be the gradient of the loss w.r.t. the layer's output at position t, and a_it its input
+there (a patch, for a convolution). The gradient w.r.t. the weights is G_i = sum_t delta_it a_it^T.
+Norms are computed from Gram matrices, pairs of positions, or temporary pieces of G_i that fit in a
+cache. The clipped sum is one product, that of a plain weight gradient, with c_i delta_it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.dp.clipping import unfold
+from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
+from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, is_plain
+from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.clipping.matmul import FEW_TERMS, matmul
+from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, SquaredNorms, kept, roundoff
+from dpmac_cli.dp.clipping.outer_products import OuterProducts
+from dpmac_cli.dp.clipping.weight_norms import Kernel
+
+#: Numbers of a piece of gradients that stays in a CPU's cache while it is written and read.
+IN_CACHE = 1 << 18
+#: Numbers to process at a time on CUDA; with fewer, launching operations takes longer.
+DEVICE_PIECE = 1 << 24
+#: Number of samples summed by one float32 product; products are summed in float64.
+ADDED = 64
+#: Cost of one coordinate of G_i besides its products, in multiplications, for norms in a ball or
+#: in an ellipsoid: it is written, and centred, squared, weighted and added up.
+PASSES = {True: 22, False: 47}
+#: Additional cost of mapping it through a standardised kernel.
+STANDARDISING = 80
+#: Additional cost of storing it until it is added up.
+HOLDING = 40
+#: Cost of a float64 product, relative to float32.
+DOUBLE = 4
+
+
+class UseSizes(NamedTuple):
+    """Public sizes of a layer's uses. The choice of a form depends on nothing else."""
+
+    positions: int  # T, over all uses and views
+    inputs: int  # K, per position
+    outputs: int  # O
+    gram: float  # cost of a norm from Gram matrices, in multiplications
+    pairs: float  # the same from pairs of positions
+    standardised: bool
+
+    @property
+    def product(self) -> int:
+        """Return the number of multiplications for one G_i."""
+        return self.positions * self.inputs * self.outputs
+
+    def instantiating(self, ball: bool) -> int:
+        """Return the cost of writing G_i and reading it once, in multiplications."""
+        passes = PASSES[ball] + STANDARDISING * self.standardised
+        return self.product + passes * self.inputs * self.outputs
+
+    def norm(self, ball: bool) -> float:
+        """Return the cost of the cheapest norm, in multiplications."""
+        return min(self.instantiating(ball), self.gram if ball else self.pairs)
+
+    def holding_pays(self, ball: bool) -> bool:
+        """Return whether storing all G_i until they are summed is cheaper than a second product."""
+        holding = self.instantiating(ball) + HOLDING * self.inputs * self.outputs
+        return holding <= self.norm(ball) + self.product
+
+
+def sizes(layer: Layer, uses: Sequence[Use], views: int) -> UseSizes | None:
+    """Return the sizes of a layer whose gradients are sums of outer products; None for others."""
+    module: Any = layer.module
+    if "weight" not in layer.parameters or not all(is_plain(layer, use) for use in uses):
+        return None
+    linear = type(module) is nn.Linear
+    if not linear:
+        if type(module) not in {nn.Conv2d, StandardisedConv2d} or module.groups != 1:
+            return None
+        zeros = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        if not zeros or any(use.inputs[0].ndim != 4 for use in uses):
+            return None
+    outputs = len(module.weight)
+    k = module.weight.numel() // outputs
+    t = sum(use.delta[0].numel() for use in uses) // outputs * views
+    by_inputs = t * t * k
+    if not linear and len(uses) * views == 1:
+        channels, *image = uses[0].inputs[0].shape[1:]
+        taps = math.prod(module.kernel_size)
+        by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
+    gram = DOUBLE * (by_inputs + t * t * outputs)
+    if isinstance(module, StandardisedConv2d):
+        return UseSizes(t, k, outputs, gram + t * k * outputs, math.inf, True)
+    return UseSizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs, False)
+
+
+@dataclass(frozen=True)
+class PositionProducts:
+    """Gradients of a Linear layer or a convolution that is used at several positions."""
+
+    layer: Layer
+    uses: tuple[Use, ...]
+    views: int
+    sizes: UseSizes
+
+    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
+        """Compute norms of a few samples at a time, with the cheapest method."""
+        sizes, ball = self.sizes, metric.centre is None
+        factors = sizes.positions * (sizes.inputs + sizes.outputs)
+        if sizes.norm(ball) == sizes.instantiating(ball):
+            kernel = Kernel(self.layer, metric, self.uses[0].delta.dtype)
+            return SquaredNorms.of(self._by_pieces(uses, kernel) for uses in self._groups(factors))
+        if not ball:
+            return SquaredNorms.of(self._by_pairs(uses, metric) for uses in self._groups(factors))
+        kernel = Kernel(self.layer, metric, torch.float64)
+        numbers = 4 * sizes.gram / (sizes.inputs + sizes.outputs)
+        return SquaredNorms.of(self._by_gram(uses, kernel) for uses in self._groups(numbers))
+
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, exact: Mask = None) -> None:
+        """Compute the plain weight gradient with c_i delta_i, for some samples at a time."""
+        if exact is None:
+            self._add_up(c, valid, out)
+            return
+        # Their terms cancel so much that they would increase the rounding of the others' sum.
+        rest = torch.empty_like(out, dtype=torch.float64)
+        self.select(exact)._add_up(c[exact].double(), None, rest)
+        self._add_up(torch.where(exact, 0, c), ~exact if valid is None else valid & ~exact, out)
+        out.copy_(rest.add_(out))
+
+    def select(self, rows: Tensor | slice) -> "PositionProducts":
+        """Return some samples, in float64."""
+        by_row = rows.repeat_interleave(self.views) if isinstance(rows, Tensor) else rows
+        uses = tuple(
+            Use((use.inputs[0][by_row].double(),), use.delta[by_row].double()) for use in self.uses
+        )
+        return PositionProducts(self.layer, uses, self.views, self.sizes)
+
+    def _groups(self, numbers: float) -> Iterator[list[Use]]:
+        """Yield the uses of a few samples at a time, given the numbers that each sample takes."""
+        room = DEVICE_PIECE if self.uses[0].delta.is_cuda else 4 * IN_CACHE
+        return in_groups(self.uses, self.views, max(1, room // int(numbers)))
+
+    def _factors(self, uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
+        """Return delta, (samples, T, O), and a, (samples, T, K)."""
+        module = self.layer.module
+        delta = [unfold.gradients_by_position(module, use.delta, self.views) for use in uses]
+        a = [unfold.inputs_by_position(module, use.inputs[0], self.views) for use in uses]
+        return _side_by_side(delta), _side_by_side(a)
+
+    def _by_sample(self, rows: Sequence[Tensor]) -> Tensor:
+        """Concatenate the numbers by position of a sample's views and uses, (samples, T)."""
+        return _side_by_side([t.reshape(len(t) // self.views, -1) for t in rows])
+
+    def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
+        bias = "bias" in self.layer.parameters
+        return OuterProducts(*self._factors(uses), bias).squared_norms(metric)
+
+    def _by_gram(self, uses: Sequence[Use], kernel: Kernel) -> SquaredNorms:
+        """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
+        module, metric = self.layer.module, kernel.metric
+        delta = _side_by_side(
+            [unfold.gradients_by_position(module, use.delta, self.views) for use in uses]
+        )
+        if len(uses) * self.views == 1 and isinstance(module, nn.Conv2d):
+            gram = unfold.gram_by_position(module, uses[0].inputs[0])
+        else:
+            a = self._factors(uses)[1].double()
+            gram = a @ a.mT
+        reach = kernel.reach(delta, gram.diagonal(dim1=1, dim2=2))
+        u = roundoff(sum(self.sizes[:3]), torch.float64)
+        value, slack = torch.zeros_like(reach), 2 * u * reach
+        if (along := kernel.along(uses, self.views)) is not None:
+            by_gain, rest = along
+            off = reach.sqrt() * roundoff(self.sizes.inputs, uses[0].delta.dtype)
+            value += by_gain
+            slack += off * (2 * rest.sqrt() + off)
+            by_use = [unfold.means_by_position(module, use.inputs[0]) for use in uses]
+            means = self._by_sample(by_use)
+            gram.baddbmm_(means.unsqueeze(2), means.unsqueeze(1), alpha=-self.sizes.inputs)
+        if "bias" in self.layer.parameters:
+            value += metric.squares(delta.sum(1, dtype=torch.float64), self.layer.slices["bias"])
+        delta = kernel.scaled(delta.double())
+        value += torch.bmm(delta, delta.mT).mul_(gram).sum((1, 2)).mul_(metric.inverse)
+        return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
+
+    def _by_pieces(self, uses: Sequence[Use], kernel: Kernel) -> SquaredNorms:
+        """Compute norms from G_i itself, for some outputs of some samples at a time.
+
+        The error of G_i is at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
+        """
+        delta, a = self._factors(uses)
+        squares = [unfold.squares_by_position(self.layer.module, use.inputs[0]) for use in uses]
+        reach = kernel.reach(delta, self._by_sample(squares))
+        total = torch.zeros(len(delta), dtype=torch.float64, device=delta.device)
+        if "bias" in self.layer.parameters:
+            total += kernel.metric.squares(delta.sum(1), self.layer.slices["bias"])
+        gross = total.clone()
+        a = kernel.centred(a)
+        for some, part in self._pieces(delta):
+            g = OuterProducts(delta[some, :, part], a[some], bias=False).weights()
+            value, before = kernel.squares(g, part)
+            total[some] += value
+            gross[some] += before
+        off = reach.sqrt().mul_(roundoff(self.sizes.positions + kernel.extra, delta.dtype))
+        slack = off * (2 * gross.sqrt() + off) + roundoff(ROW + kernel.extra, delta.dtype) * gross
+        return SquaredNorms(*(n.div_(kernel.metric.factor) for n in (total, slack, reach)))
+
+    def _pieces(self, delta: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Yield some samples and outputs at a time, so that an output's metric stays in cache."""
+        inputs, outputs = self.sizes.inputs, self.sizes.outputs
+        room = DEVICE_PIECE if delta.is_cuda else IN_CACHE
+        samples = max(1, room // (inputs * outputs))
+        step = -(-outputs // -(-inputs * outputs // room))
+        for o in range(0, outputs, step):
+            for i in range(0, len(delta), samples):
+                yield slice(i, i + samples), slice(o, min(o + step, outputs))
+
+    def _add_up(self, c: Tensor, valid: Mask, out: Tensor) -> None:
+        """Write the sum of c_i G_i, with products of at most :data:`ADDED` samples."""
+        layer = self.layer
+        by_row = c.to(self.uses[0].delta.dtype).repeat_interleave(self.views)
+        finite = None if valid is None else valid.repeat_interleave(self.views)
+        step = ADDED * self.views
+        several = len(self.uses) > 1 or len(by_row) > step
+        total: dict[str, Tensor] = {}
+        for use in self.uses:
+            for begin in range(0, len(by_row), step):
+                rows = slice(begin, begin + step)
+                some = None if finite is None else finite[rows]
+                for name, part in self._product(use.part(rows), by_row[rows], some).items():
+                    if name in total:
+                        total[name] += part
+                    else:
+                        total[name] = part.double() if several else part
+        if isinstance(layer.module, StandardisedConv2d):
+            kernel = total["weight"].unsqueeze(0)
+            total |= Standardisation.of(layer.module, kernel.dtype)(kernel)
+        for name, slot in layer.slices.items():
+            out[slot] = total[name].flatten()
+
+    def _product(self, use: Use, c: Tensor, finite: Mask) -> dict[str, Tensor]:
+        """Return the sums over rows and positions of c delta a^T, (O, K), and of c delta."""
+        module: Any = self.layer.module
+        a, delta = kept(use.inputs[0], finite), kept(use.delta, finite)
+        delta = delta * c.view(-1, *[1] * (delta.ndim - 1))
+        convolution = isinstance(module, nn.Conv2d)
+        if convolution and delta.numel() > FEW_TERMS * self.sizes.outputs:
+            weight = unfold.kernel_gradient(module, a, delta, module.weight.shape)
+            return {"weight": weight.flatten(1), "bias": delta.sum((0, 2, 3))}
+        delta = unfold.gradients_by_position(module, delta).flatten(0, 1)
+        weight = matmul(delta.T, unfold.inputs_by_position(module, a).flatten(0, 1))
+        return {"weight": weight, "bias": delta.sum(0)}
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate the positions of several uses, (samples, T, ...)."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)

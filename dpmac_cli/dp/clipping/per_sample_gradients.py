@@ -1,0 +1,143 @@
+"""Per-sample gradients of a layer in the cheapest of several forms: stored, in pieces, or ghost."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.dp.clipping.ghost_clipping import DEVICE_PIECE, PositionProducts, sizes
+from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
+from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, Metric, SquaredNorms, kept, roundoff
+from dpmac_cli.dp.clipping.outer_products import OuterProducts
+
+#: Numbers to instantiate at a time on a CPU, to fit in its cache.
+PIECE = 1 << 20
+#: Numbers of one layer's gradients to hold between norm and sum: 80 MB in float32.
+HELD = 20_000_000
+
+
+class PerSampleGradients(Protocol):
+    """Per-sample gradients of one layer for a chunk: the interface of a form."""
+
+    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
+        """Return ||(g_i - m)/b||^2 over this layer, with bounds on rounding."""
+
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, exact: Mask = None) -> None:
+        """Write the sum of c_i g_i over the valid samples into ``out``.
+
+        Args:
+            c: weights, shape (samples,); 0 where not valid.
+            valid: mask of finite samples; None if all are finite. The others add exactly 0.
+            out: the layer's slice, shape (d_layer,).
+            exact: mask of samples to add in float64, because their terms cancel; None for none.
+                Forms that store the gradients ignore it.
+        """
+
+    def select(self, rows: Tensor | slice) -> "PerSampleGradients":
+        """Return the samples of a mask, or all of them for ``slice(None)``, in float64."""
+
+
+#: Layers, each with its per-sample gradients for a chunk.
+ByLayer = Sequence[tuple[Layer, PerSampleGradients]]
+
+
+def total_squared_norms(gradients: ByLayer, metric: Metric) -> SquaredNorms:
+    """Return ||(g_i - m)/b||^2 over several layers, each with its part of the metric."""
+    return reduce(add, [form.squared_norms(metric.of(layer)) for layer, form in gradients])
+
+
+@dataclass(frozen=True)
+class Instantiated:
+    """Instantiated gradients: all of them, or some samples at a time if they are too large.
+
+    ``pieces`` yields (samples, d_layer) for a few samples at a time, with the same floats every
+    time, so norms and sum read the same numbers.
+    """
+
+    pieces: Callable[[], Iterable[Tensor]]
+
+    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
+        """Compute the norms directly; nothing cancels."""
+        squares = list[Tensor]()
+        for piece in self.pieces():
+            parts = torch.split(piece, _at_a_time(piece, piece.shape[1]))
+            squares += map(metric.squares, parts)
+        value = torch.cat(squares).div_(metric.factor)
+        return SquaredNorms(value, roundoff(ROW, piece.dtype) * value, torch.zeros_like(value))
+
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, _: Mask = None) -> None:
+        """Compute one matrix-vector product per piece."""
+        out.zero_()
+        begin = 0
+        for g in self.pieces():
+            rows = slice(begin, begin + len(g))
+            out.addmv_(kept(g, None if valid is None else valid[rows]).T, c[rows])
+            begin += len(g)
+
+    def select(self, rows: Tensor | slice) -> "Instantiated":
+        """Return some samples, in float64."""
+        return Instantiated(partial(_selected, self.pieces, rows))
+
+
+def held(g: Tensor) -> Instantiated:
+    """Return the form of gradients that are all in memory, shape (samples, d_layer)."""
+    return Instantiated(lambda: [g])
+
+
+def in_pieces(layer: Layer, uses: Sequence[Use], views: int = 1) -> Instantiated:
+    """Return the form of gradients that are instantiated again whenever they are read."""
+    step = _at_a_time(uses[0].delta, layer.stop - layer.start)
+    return Instantiated(
+        lambda: (instantiate(layer, some, views) for some in in_groups(uses, views, step))
+    )
+
+
+def _selected(pieces: Callable[[], Iterable[Tensor]], rows: Tensor | slice) -> Iterator[Tensor]:
+    begin = 0
+    for g in pieces():
+        chosen = rows[begin : begin + len(g)] if isinstance(rows, Tensor) else rows
+        yield g[chosen].double()
+        begin += len(g)
+
+
+def choose_form(
+    layer: Layer, uses: Sequence[Use] | Tensor, views: int = 1, *, ball: bool
+) -> PerSampleGradients:
+    """Return the cheapest form that the layer's type, its shapes and its uses allow.
+
+    ``uses`` are all uses in a forward pass, or the instantiated gradients. Each has ``views``
+    adjacent rows per sample, whose gradients are summed. ``ball``: norms are taken in a ball.
+    """
+    if isinstance(uses, Tensor):
+        return held(uses)
+    delta = uses[0].delta
+    samples, size = len(delta) // views, layer.stop - layer.start
+    found = sizes(layer, uses, views)
+    small = samples * size <= _piece(delta)
+    if found is not None:
+        if found.positions == 1 and type(layer.module) is nn.Linear:
+            a = uses[0].inputs[0].reshape(samples, 1, -1)
+            return OuterProducts(delta.reshape(samples, 1, -1), a, "bias" in layer.parameters)
+        products = PositionProducts(layer, tuple(uses), views, found)
+        if not small and (samples * size > HELD or not found.holding_pays(ball)):
+            return products
+    elif not small and not isinstance(layer.module, nn.Conv2d):
+        # Gradients of other convolutions are too expensive to compute twice.
+        return in_pieces(layer, uses, views)
+    # A few samples at a time, whose gradients stay in the cache while they are written.
+    return held(instantiate(layer, uses, views, max(2, _piece(delta) // 4 // size)))
+
+
+def _piece(like: Tensor) -> int:
+    """Return how many numbers to instantiate at a time."""
+    return DEVICE_PIECE if like.is_cuda else PIECE
+
+
+def _at_a_time(like: Tensor, size: int) -> int:
+    """Return how many samples of ``size`` numbers to instantiate at a time."""
+    return max(1, _piece(like) // max(1, size))

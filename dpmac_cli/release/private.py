@@ -1,0 +1,293 @@
+"""Train an existing network privately, step by step, in a Python program."""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.calibration import affordable_steps
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.config.keywords import Keywords, TrainingKeywords
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import Settings
+from dpmac_cli.data.schema import AtHand
+from dpmac_cli.dp.losses import Loss
+from dpmac_cli.dp.rules import Rule
+from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.release.publish import Finished, publish
+from dpmac_cli.runs import folder
+from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.history import metrics_line
+from dpmac_cli.runs.ledger import Ledger, Spent
+from dpmac_cli.runs.prepare import make_task
+from dpmac_cli.runs.session import Session
+from dpmac_cli.runs.setup import make_trainer, unit_of
+from dpmac_cli.storage.progress import outcome
+from dpmac_cli.torch_errors import torch_failures_explained
+from dpmac_cli.training.evaluation import Evaluation
+from dpmac_cli.training.lineage import carried_by, check_composable
+from dpmac_cli.training.loop import Evaluated
+from dpmac_cli.training.schedules import LossKind
+
+
+class PrivateTraining:
+    """Private training of an existing network in your own training loop.
+
+    Iterating takes the remaining steps and yields their numbers, from 1. Batches, losses and
+    gradients belong to private records and are never returned.
+
+    Args:
+        model: maps (samples, channels, height, width) to logits (samples, classes). It is trained
+            in place: its parameters become views of one vector.
+        data: name or path of a dataset, or records in memory.
+        settings: settings as a model; ``model``, ``data`` and ``loss`` replace its own.
+        loss: name of a loss, or a function ``loss(output, target)`` of tensors of one sample, shape
+            (1, classes) and (1,), that returns its loss. It runs on each sample separately, and
+            must not store or print its inputs, which are private.
+        rule: update rule that replaces the optimizer's; see
+            :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
+        keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
+            optimizer="dp-macadam"``.
+
+    A network that was trained privately before, or a part of it, carries what was done: epsilon,
+    its target and ``max_epsilon`` then cover the earlier steps too.
+
+    Raises:
+        InputError: settings, data or device cannot be used; lists every fault found.
+        BudgetError: no noise meets the target epsilon, or ``max_epsilon`` allows no step.
+        ModelError: the network mixes samples, or cannot be clipped; or its earlier training cannot
+            be added.
+    """
+
+    __slots__ = (
+        "_earlier",
+        "_notes",
+        "_plan",
+        "_seconds",
+        "_steps",
+        "_target",
+        "_task",
+        "_trainer",
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: str | Path | AtHand,
+        settings: Settings | None = None,
+        *,
+        loss: str | Loss | None = None,
+        rule: Rule | None = None,
+        **keywords: Unpack[TrainingKeywords],
+    ) -> None:
+        named, own = (loss, None) if isinstance(loss, str) else (None, loss)
+        name = f"{type(model).__module__}:{type(model).__qualname__}"
+        self._earlier = carried_by(model, own) if isinstance(model, nn.Module) else ()
+        counted = tuple(training.done for training in self._earlier if training.private)
+        chosen: Keywords = {"dataset": data, "model": name}
+        if loss is not None:
+            chosen["loss"] = named
+        given = {} if settings is None else settings.given
+        resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
+        device = choose_device(resolved.plan.run.device)
+        plan = resolved.plan.on(str(device))
+        if plan.privacy.scores is not None:
+            raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
+        if own is not None:  # the report names it
+            called = f"{own.__module__}:{getattr(own, '__qualname__', type(own).__qualname__)}"
+            recorded = {**plan.recorded, "loss": called}
+            recipe = replace(plan.recipe, loss=LossKind(called))
+            plan = replace(plan, recipe=recipe, recorded=recorded)
+        if plan.privacy.private:
+            check_composable(self._earlier, unit_of(plan.privacy, plan.data))
+        if self._earlier and plan.privacy.audit.canaries:
+            raise InputError(
+                "canaries: the network was trained before, and an audit tests one guarantee. Use "
+                "a new network."
+            )
+        self._plan = plan
+        budget = (plan.privacy.delta, plan.privacy.max_epsilon, self._earlier_events)
+        steps = affordable_steps(plan.privacy.event, *budget)
+        keys = make_keys(plan.run.seed, part=len(self._earlier))
+        self._task = outcome(make_task(plan, device, keys, model=model))
+        self._trainer = make_trainer(
+            plan, steps=steps, device=device, keys=keys, task=self._task, loss=own, rule=rule
+        )
+        self._steps, self._seconds = steps, 0.0
+        self._target = resolved.settings.epsilon or math.inf
+        on_run = (*self._task.notes, *self._trainer.notes)
+        self._notes = (*resolved.notes, *self._notes_on_earlier(), *on_run)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in (*self.__slots__, "lr"):
+            raise InputError(
+                f"{name} cannot be set: the noise was calibrated for the settings as they were, "
+                "and only lr can change between steps. To train with other settings, pass them to "
+                "a new make_private(model, data, ...), which also counts the steps taken so far."
+            )
+        object.__setattr__(self, name, value)
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the network. Every step sets it to training mode."""
+        return self._task.model
+
+    @property
+    def plan(self) -> TrainPlan:
+        """Return the plan of the training, with ``sigma`` and ``delta``."""
+        return self._plan
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on probable mistakes in valid settings, and on earlier training."""
+        return self._notes
+
+    @property
+    def _begun(self) -> int:
+        """Return the number of steps that may have used records."""
+        assert self._trainer.training is not None  # noqa: S101
+        return self._trainer.training.begun
+
+    @property
+    def _earlier_events(self) -> tuple[TrainingEvent, ...]:
+        return tuple(training.done for training in self._earlier)
+
+    def _notes_on_earlier(self) -> tuple[str, ...]:
+        if not self._earlier:
+            return ()
+        events = self._earlier_events
+        cost, target = total_epsilon(events, self._plan.privacy.delta), self._target
+        steps = sum(event.steps for event in events)
+        spent = f" of the {format_epsilon(target)} asked for" if cost < target < math.inf else ""
+        return (
+            f"The network was trained privately before: epsilon counts those steps too ({steps}), "
+            f"which cost {format_epsilon(cost)}{spent} alone. To leave them out, start from a new "
+            "network.",
+        )
+
+    def __len__(self) -> int:
+        """Return the total number of steps."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[int]:
+        """Take the remaining steps. Raises the same errors as :meth:`step`."""
+        while self._trainer.state.step < self._steps:
+            yield self.step()
+
+    def step(self) -> int:
+        """Draw a batch, clip, add noise and update the weights; return the step number.
+
+        Raises:
+            BudgetError: all steps that the privacy budget covers have begun.
+            DivergedError: a weight is no longer finite; checked once per epoch.
+            ModelError: the network is no longer the one that was validated, or cannot be clipped
+                on these records.
+            RunError: memory ran out with a single sample, or the device failed.
+        """
+        trainer = self._trainer
+        if self._begun >= self._steps:
+            raise BudgetError(
+                f"All {self._steps} steps have been taken, and epsilon is "
+                f"{format_epsilon(self.epsilon)}. To train longer, start from a new network with "
+                "more epochs, or call make_private again, which also counts these steps."
+            )
+        began = time.perf_counter()
+        with torch_failures_explained(), torch.inference_mode(False):
+            trainer.step()
+            if trainer.state.step % self.plan.privacy.steps_per_epoch == 0:
+                trainer.check_finite()
+                trainer.check_network()
+        self._seconds += time.perf_counter() - began
+        return trainer.state.step
+
+    @property
+    def epsilon(self) -> float:
+        """Privacy cost of all steps that have begun, and of earlier training, at plan.delta."""
+        events = (*self._earlier_events, self.plan.privacy.event_of(self._begun))
+        return total_epsilon(events, self.plan.privacy.delta)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, before warm-up and schedule; set it to change it.
+
+        It has no privacy cost if it depends only on public values, including test scores.
+        """
+        return self._trainer.algorithm.hyper.lr
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        Settings(lr=rate)  # raises InputError
+        hyper = replace(self.plan.optimizer.hyper, lr=float(rate))
+        recorded = {**self.plan.recorded, "lr": hyper.lr}
+        optimizer = replace(self.plan.optimizer, hyper=hyper)
+        self._plan = replace(self.plan, optimizer=optimizer, recorded=recorded)
+        self._trainer.algorithm = replace(self._trainer.algorithm, hyper=hyper)
+
+    def standardise(self, x: Tensor) -> Tensor:
+        """Standardise records of the dataset, as for the network's inputs."""
+        return self._task.data.standardised(x.to(self._trainer.state.theta.device))
+
+    def evaluate(self) -> Evaluation:
+        """Score the network, or the average of its weights with ``ema``, on the test records."""
+        return self._trainer.evaluate()
+
+    @torch.no_grad()
+    def publish(self, out: str | Path, *, force: bool = False) -> Finished:
+        """Write the model, its report and its card to a run folder, like ``train``.
+
+        ``out`` is a new or empty folder; ``force`` replaces an existing run.
+
+        Raises:
+            DivergedError: a weight is no longer finite.
+            InputError: the folder cannot be used.
+            ModelError: the network is no longer the one that was validated.
+        """
+        trainer, where, plan = self._trainer, Path(out), self.plan
+        folder.check_chosen_folder(where, force)
+        trainer.check_finite()
+        trainer.check_network()
+        spent, step = self._spent(), trainer.state.step
+        epoch, result = step / plan.privacy.steps_per_epoch, self.evaluate()
+        trainer.check_network()  # it also runs while it is scored
+        scored = Evaluated(
+            step, epoch, self._seconds, result, last=True, public=trainer.public_values()
+        )
+        session = Session(
+            plan=plan,
+            task=self._task,
+            trainer=trainer,
+            where=folder.make_folder(where),
+            ledger=Ledger(where, spent),
+            history=[metrics_line(scored, self.epsilon, plan.privacy, plan.run.metric)],
+            scored=result,
+            seconds=self._seconds,
+        )
+        with folder.locked(where):
+            folder.clear(where)
+            session.begin_files()
+            return publish(session, self._seconds)
+
+    def _spent(self) -> Spent:
+        """Return what was done to the records, as of a fork of earlier training."""
+        plan, earlier = self._plan, self._earlier
+        return Spent(
+            earlier=self._earlier_events,
+            event=plan.privacy.event_of(self._steps),
+            base=0,
+            begun=self._begun,
+            seeded=plan.run.seed is not None or any(training.seeded for training in earlier),
+            secure=plan.run.secure and all(training.secure for training in earlier),
+        )
+
+
+#: Opacus also uses this name.
+make_private = PrivateTraining

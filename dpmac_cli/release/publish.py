@@ -1,0 +1,81 @@
+"""Publish a run: its model, report, card and audit, and their checksums."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dpmac_cli.release import audit
+from dpmac_cli.release.model_file import save_model
+from dpmac_cli.release.report import build_report, model_card, public_facts
+from dpmac_cli.runs import folder
+from dpmac_cli.runs.environment import device_name
+from dpmac_cli.runs.session import Session
+from dpmac_cli.storage import files
+
+State = Literal["finished", "interrupted", "budget-spent"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run has ended and its files are written; ``report`` is the content of report.json."""
+
+    report: dict[str, Any]
+    folder: Path
+    state: State
+
+
+def publish(session: Session, total_seconds: float) -> Finished:
+    """Write the published files of a run, and their checksums last.
+
+    An earlier report goes first: a kill in between must not leave it beside a later model.
+    """
+    plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
+    state: State = "finished" if session.steps == plan.privacy.steps else "budget-spent"
+    if trainer.state.step < session.steps:
+        state = "interrupted"
+    scored = session.scored
+    if scored is None and plan.privacy.scores is None:  # the run was resumed at its end
+        scored = trainer.evaluate()
+    theta = trainer.state.theta
+    facts = public_facts(plan, session.spent(), task, theta.numel())
+    for name in (folder.REPORT, folder.CARD, folder.AUDIT):
+        (where / name).unlink(missing_ok=True)
+    with trainer.published():
+        save_model(where / folder.MODEL, task.model, facts)
+    report = build_report(
+        plan,
+        facts,
+        state=state,
+        steps=trainer.state.step,
+        history=session.history,
+        metrics={} if scored is None else scored.values(),
+        post_noise=trainer.public_values(),
+        seconds=session.seconds,
+        total_seconds=total_seconds,
+        # Not the chunk: it says when memory ran out, which depends on the size of a batch.
+        machine={
+            "device": device_name(theta.device),
+            "physical_batch": trainer.plan.physical_batch,
+        },
+    )
+    files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
+    files.write_atomically(where / folder.REPORT, files.to_json(report).encode())
+    if state != "interrupted":  # it includes coins: only for runs that cannot be resumed
+        _write_audit(session, report)
+    session.write_metrics()
+    folder.seal(where)
+    return Finished(report, where, state)
+
+
+def _write_audit(session: Session, report: Mapping[str, Any]) -> None:
+    """Write the guesses of an audit run; nothing for other runs."""
+    if not session.trainer.hooks:
+        return
+    [canaries] = session.trainer.hooks
+    cost, settings = report["privacy"], report["audit"]
+    claim = (cost["epsilon"], cost["delta"], settings["guesses"])
+    seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
+    events = tuple(e for e in session.spent().events if e.records == "training")
+    text = files.to_json(audit.Audit(*claim, *seen, events).as_json())
+    files.write_atomically(session.where / folder.AUDIT, text.encode())

@@ -1,0 +1,95 @@
+"""Ranks other than 0: compute a share of every batch, and nothing else."""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpmac_cli.config.keywords import SettingName
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.resolve import change
+from dpmac_cli.data.schema import listed
+from dpmac_cli.errors import InputError, RunError
+from dpmac_cli.randomness.keystream import Keys
+from dpmac_cli.runs.environment import choose_device, device_name, environment
+from dpmac_cli.runs.folder import resume_command
+from dpmac_cli.runs.prepare import Task, make_task
+from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.storage.progress import outcome
+from dpmac_cli.torch_errors import torch_failures_explained
+from dpmac_cli.training.distributed import DismissedError, Ranks
+from dpmac_cli.training.trainer import Trainer
+
+#: What must be the same at every rank: fingerprints, and the name of the device.
+SHARED = (
+    *("data", "units", "classes", "constants", "network", "pretrained", "features"),
+    "device",
+)
+
+
+def brief_workers(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Path) -> None:
+    """Send the run's plan, progress and folder to the other ranks, without secrets."""
+    numbers = trainer.state.numbers()
+    ranks.brief(
+        {
+            "config": dict(plan.recorded),
+            "folder": str(where),
+            "steps": trainer.plan.steps,
+            "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star")},
+            "keys": {name: numbers["keys"][name] for name in ("layers",)},
+        }
+    )
+    _agree(ranks, task, trainer)
+
+
+def run_worker(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
+    """Receive the run from rank 0, and work on it until rank 0 ends it.
+
+    ``local`` has the settings of this machine, ``data_dir`` and ``device``. Raises DpmacError if
+    this rank or another one cannot continue.
+    """
+    said = None
+    try:
+        with torch_failures_explained():
+            ranks.post(environment(choose_device(local.get("device", "auto"), ranks)))
+            said = ranks.brief()
+            plan, keys = change(said["config"], local).plan, Keys.of_json(said["keys"])
+            device = choose_device(plan.run.device, ranks)
+            task = outcome(make_task(plan, device, keys))
+            trainer = make_trainer(
+                plan, steps=said["steps"], device=device, keys=keys, task=task, ranks=ranks
+            )
+            _agree(ranks, task, trainer)
+            trainer.state.go_to(said["numbers"])
+            while True:
+                trainer.step()
+    except DismissedError:
+        return
+    except RunError as failure:
+        if said is None:
+            raise
+        raise RunError(
+            f"{failure} To resume from the last checkpoint: {resume_command(Path(said['folder']))}"
+        ) from failure
+
+
+def _agree(ranks: Ranks, task: Task, trainer: Trainer) -> None:
+    """Synchronise the state of all ranks, and reject different records, which could count twice.
+
+    Different devices are rejected too, because they round differently.
+    """
+    device = sha256(device_name(trainer.state.theta.device).encode()).hexdigest()
+    known = {**task.fingerprints, "device": device}
+    sums = [int(known.get(name, "0")[:15], 16) for name in SHARED]
+    same = ranks.alike(torch.tensor(sums)).tolist()
+    others = [name for name, alike in zip(SHARED, same, strict=True) if not alike]
+    if others:
+        raise InputError(
+            f"The processes of this run do not have the same {listed(others)}, so a record "
+            "could count more than once in a step, or be rounded differently. Use the same files "
+            "and devices on every machine, and run the command again."
+        )
+    for _, tensor in sorted(trainer.state.tensors().items()):
+        ranks.broadcast(tensor)

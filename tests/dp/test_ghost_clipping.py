@@ -1,0 +1,833 @@
+"""Privacy of layers that act at several positions: Gram matrices, pairs, pieces, weighted products.
+
+Forms are given inputs and output gradients directly, so that terms can cancel within a sample as no
+network makes them. What is exact is computed in float64 from the floats that the forms were given.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import unfold
+from torch.profiler import ProfilerActivity, profile
+
+from dpmac_cli.dp.clipping import clipped_sum as clipping
+from dpmac_cli.dp.clipping import ghost_clipping, per_sample_gradients
+from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedSum, clip_limit
+from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
+from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
+from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
+from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.matmul import ONEDNN, products_by_onednn
+from dpmac_cli.dp.clipping.norms import ROW, Metric, SquaredNorms
+from dpmac_cli.dp.clipping.per_sample_gradients import (
+    ByLayer,
+    Instantiated,
+    PerSampleGradients,
+    choose_form,
+)
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
+from dpmac_cli.training.chunks import ChunkedSum, first_chunk
+from tests.helpers import in_chunks_of, make_trainer
+from tests.pairwise import all_pairs
+
+from .reference import whiten
+
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
+KINDS = ("ball", "ellipsoid")
+#: Ways to compute a norm, and the method that each takes for a ball and for an ellipsoid.
+WAYS = {"gram": ("_by_gram", "_by_pairs"), "pieces": ("_by_pieces", "_by_pieces")}
+#: Every way for every kind.
+WAYS_AND_KINDS = list(itertools.product(WAYS, KINDS))
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_serial() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # tensors this small only wait for one another
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A layer and the shape of its input for one row, without samples."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    frozen: tuple[str, ...] = ()
+
+    def layer(self, dtype: torch.dtype = torch.float32) -> Layer:
+        module = self.build().to(dtype)
+        for name in self.frozen:
+            module.get_parameter(name).requires_grad_(False)
+        [layer] = find_layers(module)
+        flatten_parameters([layer])
+        return layer
+
+
+def standardised(*size: Any, flat: bool = False, **options: Any) -> Callable[[], nn.Module]:
+    """A layer whose gains differ; the first kernel may hardly differ from its mean."""
+
+    def build() -> nn.Module:
+        conv = StandardisedConv2d(*size, **options)
+        with torch.no_grad():
+            conv.gain.normal_().add_(2)
+            if flat:
+                conv.weight[0].sub_(conv.weight[0].mean()).mul_(1e-3).add_(0.5)
+        return conv
+
+    return build
+
+
+def conv(*size: Any, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.Conv2d(*size, **options)
+
+
+LAYERS: Mapping[str, Kind] = {
+    "linear": Kind(lambda: nn.Linear(5, 4), (3, 5)),
+    "linear-no-bias": Kind(lambda: nn.Linear(5, 4, bias=False), (2, 3, 5)),
+    "linear-frozen-bias": Kind(lambda: nn.Linear(5, 4), (3, 5), ("bias",)),
+    "conv": Kind(conv(2, 3, 3), (2, 5, 4)),
+    "padding": Kind(conv(2, 3, 3, padding=1), (2, 4, 3)),
+    "wide-padding": Kind(conv(2, 3, 2, padding=2, bias=False), (2, 1, 2)),
+    "stride": Kind(conv(2, 3, 3, stride=2, padding=1), (2, 5, 6)),
+    "stride-over-kernel": Kind(conv(2, 3, 2, stride=3), (2, 5, 8)),
+    "dilation": Kind(conv(2, 3, 2, dilation=2, padding=1), (2, 4, 3)),
+    "all-at-once": Kind(
+        conv(2, 3, (2, 3), stride=(2, 1), dilation=(1, 2), padding=(1, 2)), (2, 4, 5)
+    ),
+    "1x1": Kind(conv(3, 4, 1), (3, 2, 3)),
+    "1x1-stride": Kind(conv(3, 4, 1, stride=2, bias=False), (3, 3, 4)),
+    "rectangular": Kind(conv(2, 3, (1, 3), stride=(2, 1), padding=(0, 1)), (2, 4, 3)),
+    "one-position": Kind(conv(2, 3, 3), (2, 3, 3)),
+    "standardised": Kind(standardised(2, 3, 3, padding=1), (2, 4, 3)),
+    "standardised-no-bias": Kind(standardised(2, 3, (2, 3), bias=False), (2, 4, 5)),
+    "standardised-stride": Kind(standardised(2, 3, 3, stride=2, dilation=2, padding=2), (2, 5, 6)),
+    "standardised-fixed": Kind(standardised(2, 3, 3), (2, 4, 4), ("gain", "bias")),
+    "standardised-gain": Kind(standardised(2, 3, 3), (2, 4, 4), ("gain",)),
+    "standardised-bias": Kind(standardised(2, 3, 3), (2, 4, 4), ("bias",)),
+    "standardised-flat": Kind(standardised(2, 3, 3, flat=True), (2, 4, 3)),
+    "standardised-1x1": Kind(standardised(6, 3, 1), (6, 2, 2)),
+}
+STANDARDISED = [name for name in LAYERS if name.startswith("standardised")]
+
+
+def random_uses(
+    kind: Kind, layer: Layer, samples: int, views: int = 1, count: int = 1
+) -> tuple[Use, ...]:
+    """Inputs and output gradients, normal."""
+    dtype = next(iter(layer.parameters.values())).dtype
+    found = []
+    for _ in range(count):
+        a = torch.randn(samples * views, *kind.shape, dtype=dtype)
+        with torch.no_grad():
+            found.append(Use((a,), torch.randn_like(layer.module(a))))
+    return tuple(found)
+
+
+def region_of(name: str, layer: Layer) -> Ellipsoid:
+    dtype = next(iter(layer.parameters.values())).dtype
+    if name == "ball":
+        return ball(0.7, torch.zeros(layer.stop, dtype=dtype))
+    m = torch.randn(layer.stop, dtype=dtype)
+    return ellipsoid(m, torch.exp(0.5 * torch.randn(layer.stop, dtype=dtype)))
+
+
+def make_form(layer: Layer, uses: tuple[Use, ...], views: int = 1) -> PositionProducts:
+    found = sizes(layer, uses, views)
+    assert found is not None
+    return PositionProducts(layer, uses, views, found)
+
+
+@contextmanager
+def going(way: str, kind: str, layer: Layer) -> Iterator[None]:
+    """Make forms go one way, whatever it costs, and assert that they did."""
+    name = WAYS[way][KINDS.index(kind)]
+    if name == "_by_pairs" and isinstance(layer.module, StandardisedConv2d):
+        name = "_by_pieces"
+    taken: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        cost = 0 if way == "pieces" else 1 << 60
+        patch.setattr(UseSizes, "instantiating", lambda *_: cost)
+        for other in ("_by_gram", "_by_pairs", "_by_pieces"):
+            patch.setattr(PositionProducts, other, _noting(other, taken))
+        yield
+    assert set(taken) == {name}
+
+
+def _noting(name: str, taken: list[str]) -> Callable[..., SquaredNorms]:
+    before = getattr(PositionProducts, name)
+
+    def note(*args: Any) -> SquaredNorms:
+        taken.append(name)
+        found: SquaredNorms = before(*args)
+        return found
+
+    return note
+
+
+def by_autograd(layer: Layer, uses: tuple[Use, ...], views: int) -> Tensor:
+    """g_i by torch.autograd, a sample at a time, (samples, d): the oracle."""
+    parameters = list(layer.parameters.values())
+    rows = []
+    for p in parameters:
+        p.requires_grad_(True)
+    for begin in range(0, len(uses[0].delta), views):
+        part = slice(begin, begin + views)
+        total = sum((layer.module(u.inputs[0][part]) * u.delta[part]).sum() for u in uses)
+        assert isinstance(total, Tensor)
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(total, parameters)]))
+    for p in parameters:
+        p.requires_grad_(False)
+    return torch.stack(rows)
+
+
+def terms_of(layer: Layer, uses: tuple[Use, ...], views: int = 1) -> tuple[Tensor, Tensor]:
+    """delta, (samples, T, O), and a, (samples, T, K), float64, as stored."""
+    module: Any = layer.module
+    delta, a = [], []
+    for use in uses:
+        rows, d = use.inputs[0].double(), use.delta.double()
+        if isinstance(module, nn.Linear):
+            rows, d = rows.flatten(1, -2), d.flatten(1, -2)
+        else:
+            options = (module.dilation, module.padding, module.stride)
+            rows, d = unfold(rows, module.kernel_size, *options).mT, d.flatten(2).mT
+        a.append(rows.reshape(len(rows) // views, -1, rows.shape[2]))
+        delta.append(d.reshape(len(d) // views, -1, d.shape[2]))
+    return torch.cat(delta, 1), torch.cat(a, 1)
+
+
+def mapped(layer: Layer, kernel: Tensor, bias: Tensor) -> Tensor:
+    """Turn gradients by the kernel, (rows, O, K), into those by the parameters: float64, (rows, d).
+
+    As float64 sums do. That this is the right map is for the oracle to say.
+    """
+    parts = {"weight": kernel, "bias": bias}
+    if isinstance(layer.module, StandardisedConv2d):
+        parts |= Standardisation.of(layer.module, kernel.dtype)(kernel.clone())
+    return torch.cat([parts[name].flatten(1) for name in layer.parameters], 1)
+
+
+def exact_gradients(layer: Layer, uses: tuple[Use, ...], views: int = 1) -> Tensor:
+    """g_i of the stored floats, float64, (samples, d)."""
+    delta, a = terms_of(layer, uses, views)
+    return mapped(layer, torch.bmm(delta.mT, a), delta.sum(1))
+
+
+def summed_terms(layer: Layer, uses: tuple[Use, ...], region: Ellipsoid, views: int = 1) -> Tensor:
+    """The sum over positions of ||g_it/b||, of which R_i is an upper bound: (samples,)."""
+    delta, a = terms_of(layer, uses, views)
+    origin = replace(region, centre=torch.zeros_like(region.centre))
+    total = torch.zeros(len(delta), dtype=torch.float64)
+    for d, row in zip(delta.unbind(1), a.unbind(1), strict=True):
+        term = mapped(layer, d.unsqueeze(2) * row.unsqueeze(1), d)
+        total += whiten(term, origin).norm(dim=1)
+    return total
+
+
+def squared(form: PerSampleGradients, region: Ellipsoid, layer: Layer) -> SquaredNorms:
+    dtype = torch.float64 if region.inverse.dtype == torch.float64 else None
+    return form.squared_norms(Metric(region, dtype).of(layer))
+
+
+# (1) Norms and sums against the oracle.
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("name", "way_and_kind", "cut", "dtype"),
+    all_pairs([*LAYERS], WAYS_AND_KINDS, [False, True], [*TOLERANCE]),
+)
+def test_norms_and_sums_are_those_of_autograd(
+    name: str,
+    way_and_kind: tuple[str, str],
+    cut: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of all samples at a time, and of one sample, one output and one product after another."""
+    way, kind = way_and_kind
+    layer = LAYERS[name].layer(dtype)
+    uses = random_uses(LAYERS[name], layer, 5)
+    region = region_of(kind, layer)
+    if cut:
+        monkeypatch.setattr(ghost_clipping, "IN_CACHE", 1)
+        monkeypatch.setattr(ghost_clipping, "ADDED", 2)
+    assert_like_autograd(layer, uses, 1, region, way, kind, TOLERANCE[dtype])
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_piece_may_be_smaller(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven outputs in pieces of three, of one sample at a time."""
+    layer = find_layers(nn.Linear(4, 7).double())[0]
+    uses = (Use((torch.randn(3, 5, 4).double(),), torch.randn(3, 5, 7).double()),)
+    monkeypatch.setattr(ghost_clipping, "IN_CACHE", 12)
+    assert_like_autograd(layer, uses, 1, region_of(kind, layer), "pieces", kind, 1e-12)
+
+
+def assert_like_autograd(
+    layer: Layer,
+    uses: tuple[Use, ...],
+    views: int,
+    region: Ellipsoid,
+    way: str,
+    kind: str,
+    tolerance: float,
+) -> None:
+    form, oracle = make_form(layer, uses, views), by_autograd(layer, uses, views)
+    with going(way, kind, layer):
+        found = squared(form, region, layer)
+    expected = whiten(oracle, region).square().sum(1)
+    far = whiten(torch.zeros_like(oracle[:1]), region).square().sum()  # pairs cancel against it
+    assert ((found.value - expected).abs() <= tolerance * (expected + 2 * far)).all()
+    assert_sums(form, oracle, tolerance)
+    held = instantiate(layer, uses, views)
+    torch.testing.assert_close(held, oracle, rtol=tolerance, atol=20 * tolerance)
+
+
+def assert_sums(form: PositionProducts, oracle: Tensor, tolerance: float) -> None:
+    """Of all samples, of some, and of some in float64."""
+    samples = len(oracle)
+    c = 0.5 + torch.rand(samples, dtype=torch.float64)
+    valid, exact = torch.arange(samples) != 1, torch.arange(samples) % 3 == 2
+    for mask, apart in ((None, None), (valid, None), (None, exact), (valid, exact & valid)):
+        weights = c if mask is None else c * mask
+        out = torch.full_like(oracle[0], torch.nan)
+        form.weighted_sum(weights.to(oracle.dtype), mask, out, apart)
+        total = (weights.to(oracle.dtype).unsqueeze(1) * oracle).sum(0)
+        torch.testing.assert_close(out, total, rtol=tolerance, atol=20 * tolerance)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("views", "count"), [(3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["linear", "stride", "padding", "standardised"])
+def test_views_and_uses_of_a_sample_are_added_up(
+    name: str, way: str, kind: str, views: int, count: int
+) -> None:
+    layer = LAYERS[name].layer(torch.float64)
+    uses = random_uses(LAYERS[name], layer, 4, views, count)
+    assert_like_autograd(layer, uses, views, region_of(kind, layer), way, kind, 1e-12)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("views", "count"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("held", [0, 1 << 23])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wide_standardised_convolution_at_few_positions(
+    kind: str, held: int, views: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the form and the way that are chosen for it, whichever they are."""
+    monkeypatch.setattr(per_sample_gradients, "HELD", held)
+    monkeypatch.setattr(per_sample_gradients, "PIECE", 1)
+    wide = Kind(standardised(32, 32, 3), (32, 3, 3))
+    layer = wide.layer(torch.float64)
+    uses, region = random_uses(wide, layer, 4, views, count), region_of(kind, layer)
+    form = choose_form(layer, uses, views, ball=kind == "ball")
+    oracle = by_autograd(layer, uses, views)
+    found = squared(form, region, layer)
+    expected = whiten(oracle, region).square().sum(1)
+    torch.testing.assert_close(found.value, expected, rtol=1e-12, atol=0)
+    assert (found.reach.sqrt() * (1 + 1e-12) >= summed_terms(layer, uses, region, views)).all() or (
+        isinstance(form, Instantiated)
+    )
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_are_held_are_those_that_are_added(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norm and sum read the same floats, so that terms that cancel are no matter."""
+    monkeypatch.setattr(per_sample_gradients, "PIECE", 1)
+    monkeypatch.setattr(UseSizes, "holding_pays", lambda *_: True)
+    layer = LAYERS["stride"].layer()
+    uses = random_uses(LAYERS["stride"], layer, 6)
+    form = choose_form(layer, uses, ball=kind == "ball")
+    assert isinstance(form, Instantiated)
+    found = squared(form, region_of(kind, layer), layer)
+    assert not found.reach.any()
+    [g] = form.pieces()
+    torch.testing.assert_close(g, by_autograd(layer, uses, 1), rtol=2e-5, atol=2e-5)
+
+
+# (2) Slack and (3) reach.
+
+
+def within_a_sample(kind: Kind, layer: Layer, samples: int, rest: float) -> Use:
+    """Let the output gradients at half of the positions undo those of the other half.
+
+    Inputs hardly differ between positions, so that sum_t delta_t a_t^T cancels.
+    """
+    [use] = random_uses(kind, layer, samples)
+    [a], delta = use.inputs, use.delta
+    pixel = a.flatten(2)[:, :, :1] if a.ndim == 4 else a.flatten(1, -2)[:, :1]
+    pixel = pixel.unsqueeze(3) if a.ndim == 4 else pixel.view(samples, *[1] * (a.ndim - 2), -1)
+    a = pixel + rest * a
+    flat = delta.flatten(2) if a.ndim == 4 else delta.flatten(1, -2).mT.contiguous()
+    half = flat.shape[2] // 2
+    flat[:, :, half : 2 * half] = -flat[:, :, :half] + rest * flat[:, :, half : 2 * half]
+    if flat.shape[2] % 2:
+        flat[:, :, -1] *= rest
+    delta = flat.view_as(delta) if a.ndim == 4 else flat.mT.reshape(delta.shape)
+    return Use((a,), delta)
+
+
+def along_weights(kind: Kind, layer: Layer, samples: int, rest: float) -> Use:
+    """Let a patch be the direction of an output's weights: the projection leaves only the rest."""
+    module: Any = layer.module
+    [use] = random_uses(kind, layer, samples)
+    direction = module.standardised()[0].view_as(module.weight)
+    outputs = torch.arange(samples) % len(direction)
+    a, delta = rest * use.inputs[0], use.delta.flatten(2).clone()
+    a[:, :, : direction.shape[2], : direction.shape[3]] += direction[outputs]
+    delta[:, :, 1:] *= rest
+    delta *= rest + (torch.arange(len(direction)) == outputs.unsqueeze(1)).unsqueeze(2)
+    return Use((a,), delta.view_as(use.delta))
+
+
+#: Of output gradients and of inputs.
+MAGNITUDES = ((1.0, 1.0), (1e-6, 1e-6), (1e8, 1e-3), (1e6, 1e6))
+
+
+def assert_bounded(
+    layer: Layer, use: Use, region: Ellipsoid, way: str, kind: str, views: int = 1
+) -> None:
+    """The norm lies within its slack of the exact one, in the stored dtype and in float64."""
+    g = exact_gradients(layer, (use,), views)
+    exact = whiten(g, region).square().sum(1)
+    terms = summed_terms(layer, (use,), region, views)
+    form = make_form(layer, (use,), views)
+    far = whiten(torch.zeros_like(g[:1]), region).square().sum()
+    unsure = 1e-14 * (terms.square() + far)  # of what is exact here
+    with going(way, kind, layer):
+        found = squared(form, region, layer)
+        again = form.select(torch.arange(len(g)) >= 0).squared_norms(
+            Metric(region, torch.float64).of(layer)
+        )
+    for norms, dtype in ((found, torch.float32), (again, torch.float64)):
+        assert (norms.value + norms.slack + unsure >= exact).all()
+        above = ROW * torch.finfo(dtype).eps * far  # pairs round ||m/b||^2 up
+        assert (norms.value - norms.slack - unsure - above <= exact).all()
+        assert (norms.reach.sqrt() >= terms * (1 - 1e-6)).all()
+
+
+def around(g: Tensor, ratio: float) -> Ellipsoid:
+    """An ellipsoid about a gradient, with ||m/b|| = ratio; a ball for 0."""
+    if not ratio:
+        return ball(float(g.norm()) / 2, torch.zeros(len(g)))
+    m = g.float()
+    b = torch.exp(0.5 * torch.randn(len(m)))
+    b *= (m.double() / b).norm().float() / ratio
+    return Ellipsoid(m, 1 / (7 * b.square()), torch.tensor(1 / 7))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("name", "rest", "way_and_ratio"),
+    all_pairs(
+        ["linear", "linear-no-bias", "padding", "stride", "standardised", "standardised-fixed"],
+        [0.0, 1e-6, 1e-3, 1.0],
+        list(itertools.product(WAYS, [0.0, 1.0, 20.0, 1000.0])),
+    ),
+)
+def test_slack_and_reach_bound_terms_that_cancel(
+    name: str, rest: float, way_and_ratio: tuple[str, float]
+) -> None:
+    way, ratio = way_and_ratio
+    layer = LAYERS[name].layer()
+    for by_delta, by_input in MAGNITUDES:
+        use = within_a_sample(LAYERS[name], layer, 6, rest)
+        use = Use((by_input * use.inputs[0],), by_delta * use.delta)
+        other = random_uses(LAYERS[name], layer, 1)[0]
+        other = Use((by_input * other.inputs[0],), by_delta * other.delta)
+        region = around(exact_gradients(layer, (other,))[0], ratio)
+        assert_bounded(layer, use, region, way, "ellipsoid" if ratio else "ball")
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("frozen", "rest", "way_and_ratio"),
+    all_pairs(
+        [(), ("gain",), ("gain", "bias")],
+        [0.0, 1e-6, 3e-4, 1e-3, 1.0],
+        list(itertools.product(WAYS, [0.0, 1.0, 1000.0])),
+    ),
+)
+def test_slack_bounds_what_the_projection_leaves(
+    frozen: tuple[str, ...], rest: float, way_and_ratio: tuple[str, float]
+) -> None:
+    way, ratio = way_and_ratio
+    kind = Kind(standardised(2, 3, 3), (2, 4, 4), frozen)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        layer = kind.layer()
+        use = along_weights(kind, layer, 6, rest)
+        region = around(exact_gradients(layer, random_uses(kind, layer, 1))[0], ratio)
+        assert_bounded(layer, use, region, way, "ellipsoid" if ratio else "ball")
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["linear-no-bias", "padding", "1x1-stride", "standardised-fixed"])
+@pytest.mark.parametrize(("by_delta", "by_input"), [(1e-24, 1e22), (1e-30, 1e30), (1e22, 1e-24)])
+def test_squares_that_underflow_are_within_slack_and_reach(
+    by_delta: float, by_input: float, name: str, way: str
+) -> None:
+    layer = LAYERS[name].layer()
+    use = within_a_sample(LAYERS[name], layer, 6, 1e-4)
+    use = Use((by_input * use.inputs[0],), by_delta * use.delta)
+    region = around(exact_gradients(layer, (use,))[0], 0)
+    assert_bounded(layer, use, region, way, "ball")
+
+
+# (4) and (5): the weighted product.
+
+
+class Given:
+    """A clipped sum of samples whose inputs and output gradients are given.
+
+    ``x`` of the program are their numbers.
+    """
+
+    def __init__(self, layer: Layer, use: Use, capacity: int, batch: int) -> None:
+        self.layer, self.use = layer, use
+        self.clipped_sum = ClippedSum(layer.module, [layer], capacity, batch=batch)
+        self.clipped_sum.gradients = self.gradients  # type: ignore[assignment, method-assign]
+        self.limit = clip_limit(max(capacity, batch))
+        self.chunk = capacity
+
+    def gradients(self, rows: Tensor, y: Tensor, *, ball: bool = True) -> ByLayer:
+        use = Use((self.use.inputs[0][rows],), self.use.delta[rows])
+        return [(self.layer, make_form(self.layer, (use,)))]
+
+    def reach(self, region: Ellipsoid) -> float:
+        """The largest c_i R_i of the first samples."""
+        rows = torch.arange(min(32, len(self.use.delta)))
+        [(_, form)] = self.gradients(rows, rows)
+        found = squared(form, region, self.layer)
+        return float((clipping.clip_weights(found, self.limit)[0] * found.reach.sqrt()).max())
+
+    def total(self, rows: Tensor, region: Ellipsoid) -> Tensor:
+        """sum of c_i (g_i - m) / b as computed, in chunks, float64."""
+        total = torch.zeros(self.layer.stop, dtype=torch.float64)
+        for part in torch.split(rows, self.chunk):
+            out = torch.full((self.layer.stop,), torch.nan)
+            self.clipped_sum.of(part, torch.zeros_like(part), Metric(region), out)
+            total += out.double()
+        return total / region.scale.double()
+
+
+def cancelling(
+    kind: Kind, layer: Layer, size: int, ratio: float, spread: float, generator: torch.Generator
+) -> Use:
+    """Samples along one direction, whose terms together are ``ratio`` times as large as their sum.
+
+    Half of the positions have the opposite sign: the last ones, or any.
+    """
+    with torch.no_grad():
+        output = layer.module(torch.zeros(1, *kind.shape))
+    linear = isinstance(layer.module, nn.Linear)
+    channels = output.shape[-1] if linear else output.shape[1]
+    positions = output.numel() // channels
+    signs = torch.ones(positions)
+    signs[positions - positions // 2 :] = -1
+    if int(torch.randint(2, (1,), generator=generator)):
+        signs = signs[torch.randperm(positions, generator=generator)]
+    signs = signs - signs.mean() + 1 / ratio
+    a = 1 + spread * torch.randn(size, *kind.shape, generator=generator)
+    lengths = 1 + 0.2 * spread * torch.randn(size, 1, 1, generator=generator)
+    by_output = torch.randn(channels, generator=generator)
+    delta = lengths * signs.unsqueeze(1) * by_output  # (size, T, O)
+    delta = (delta if linear else delta.mT).reshape(size, *output.shape[1:])
+    return Use((a,), delta.contiguous())
+
+
+SEARCHED: Mapping[str, Kind] = {
+    "linear": Kind(lambda: nn.Linear(1, 2, bias=False), (4, 1)),
+    "linear-1": Kind(lambda: nn.Linear(1, 1, bias=False), (2, 1)),
+    "linear-2": Kind(lambda: nn.Linear(2, 2, bias=False), (2, 2)),
+    "linear-long": Kind(lambda: nn.Linear(2, 1), (64, 2)),
+    "conv": Kind(conv(1, 2, 1, bias=False), (1, 2, 2)),
+    "conv-1": Kind(conv(1, 1, 1, bias=False), (1, 8, 8)),
+    "conv-3": Kind(conv(1, 1, 3, padding=1), (1, 4, 4)),
+    "conv-stride": Kind(conv(2, 2, 2, stride=2, bias=False), (2, 8, 8)),
+    "standardised": Kind(standardised(2, 1, 1, bias=False), (2, 3, 3)),
+    "standardised-2": Kind(standardised(1, 2, 2, bias=False), (1, 5, 5)),
+}
+#: c_i R_i to have samples at, as a share of :data:`REACH`; None for terms that do not cancel.
+SHARES = (0.98, None, 0.6, 1.02, 100.0)
+
+
+def worst_move(name: str, kind: str, size: int, chunk: int, trials: int, seed: int = 0) -> float:
+    """How much of the margin is used up where leaving out a sample moved the computed sum furthest.
+
+    0 is a move by the clipping norm, 1 a move by 1.
+    """
+    worst = 0.0
+    for trial in range(trials):
+        generator = torch.Generator().manual_seed(seed + trial)
+        torch.manual_seed(seed + trial)
+        layer = SEARCHED[name].layer()
+        given, region = _searched(name, kind, layer, size, chunk, SHARES[trial % 5], generator)
+        everyone = given.total(torch.arange(size), region)
+        for i in (0, size // 2, size - 1):
+            others = torch.arange(size)[torch.arange(size) != i]
+            moved = float((everyone - given.total(others, region)).norm())
+            worst = max(worst, (moved / given.limit - 1) / (1 / given.limit - 1))
+    return worst
+
+
+def _searched(
+    name: str,
+    kind: str,
+    layer: Layer,
+    size: int,
+    chunk: int,
+    share: float | None,
+    generator: torch.Generator,
+) -> tuple["Given", Ellipsoid]:
+    """Samples that are all clipped, with c_i R_i as asked for, as far as the layer allows."""
+
+    def uniform(low: float, high: float) -> float:
+        return low + (high - low) * float(torch.rand(1, generator=generator))
+
+    spread = uniform(0, 0.1) if share is not None and share < 2 else uniform(0, 0.5)
+    smaller, ratio, state = uniform(0.3, 1.0), 1.0, generator.get_state()
+    shape = torch.exp(0.2 * torch.randn(layer.stop, generator=generator))
+    most = uniform(0.8, 0.99) * clipping.cancellation_limit(chunk, size) / chunk
+    for _ in range(1 if share is None else 8):
+        generator.set_state(state)
+        use = cancelling(SEARCHED[name], layer, size, ratio, spread, generator)
+        g = exact_gradients(layer, (use,))
+        region = ball(float(g.norm(dim=1).median()) * smaller, torch.zeros(layer.stop))
+        if kind == "ellipsoid":
+            # Samples lie just beyond the ellipsoid about a centre that is nearly too far out.
+            m = (g.mean(0) * most / (1 + most)).float()
+            region = ellipsoid(m, shape * ((m / shape).norm() / most))
+        given = Given(layer, use, chunk, size)
+        if share is not None:
+            ratio *= min(10.0, share * REACH / given.reach(region))
+            ratio = max(ratio, 1.0)
+    return given, region
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("name", "kind", "cut"), all_pairs([*SEARCHED], KINDS, [(32, 32), (1024, 1024), (1024, 256)])
+)
+def test_no_sample_whose_terms_cancel_weighs_more_than_one(
+    name: str, kind: str, cut: tuple[int, int]
+) -> None:
+    """And the margin is not nearly used up."""
+    size, chunk = cut
+    assert worst_move(name, kind, size, chunk, trials=5) <= 0.45
+
+
+@pytest.mark.long
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("name", "kind", "cut"),
+    all_pairs(
+        [*SEARCHED],
+        KINDS,
+        [(32, 32, 60), (1024, 1024, 15), (1024, 32, 10), (4096, 1024, 5), (4096, 64, 5)],
+    ),
+)
+def test_the_margin_covers_terms_that_cancel(
+    name: str, kind: str, cut: tuple[int, int, int]
+) -> None:
+    size, chunk, trials = cut
+    assert worst_move(name, kind, size, chunk, trials, seed=1000) <= 0.45
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["linear", "conv", "conv-stride", "linear-long"])
+def test_samples_beyond_reach_are_added_in_float64(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the others are not: an error of the size of their rounding is left."""
+    layer = SEARCHED[name].layer()
+    generator = torch.Generator().manual_seed(0)
+    use = cancelling(SEARCHED[name], layer, 40, 1e4, 0.0, generator)
+    other = cancelling(SEARCHED[name], layer, 40, 1.0, 0.1, generator)
+    far = torch.arange(40) % 3 == 1
+    a, delta = use.inputs[0], use.delta
+    a[~far], delta[~far] = other.inputs[0][~far], other.delta[~far]
+    g = exact_gradients(layer, (use,))
+    region = ball(float(g[far].norm(dim=1).min()) / 2, torch.zeros(layer.stop))
+    if kind == "ellipsoid":
+        b = float(g[far].norm(dim=1).min()) * torch.exp(
+            0.1 * torch.randn(layer.stop, generator=generator)
+        )
+        region = ellipsoid(0.1 * b, b / 2)
+    given, rows = Given(layer, use, 40, 40), torch.arange(40)
+    norms = whiten(g, region).norm(dim=1)
+    form = given.gradients(rows, rows)
+    found = given.clipped_sum._squared_norms(form, Metric(region))
+    c = clipping.clip_weights(found, given.limit)[0]
+    assert torch.equal(c * found.reach.sqrt() > REACH, far)
+    exact = (c.unsqueeze(1) * whiten(g, region)).sum(0)
+
+    def error() -> float:
+        return float((given.total(rows, region) - exact).norm())
+
+    assert (c * norms <= given.limit * (1 + 1e-9)).all()
+    assert error() < 5e-5  # at most 2.4e-5 over 25 seeds
+    monkeypatch.setattr(clipping, "REACH", float("inf"))
+    assert error() > 1e-4
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["linear-1", "conv-1"])
+def test_products_of_many_samples_are_added_up_in_float64(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each product's rounding is left, and that of one sum."""
+    layer = SEARCHED[name].layer()
+    use = Use((torch.ones(4096, *SEARCHED[name].shape),), torch.ones(4096, *SEARCHED[name].shape))
+    use.delta.mul_(1 + 1e-3 * torch.rand(4096, *[1] * (use.delta.ndim - 1)))
+    total, form = torch.empty(1), make_form(layer, (use,))
+    exact = exact_gradients(layer, (use,)).sum(0)
+    monkeypatch.setattr(ghost_clipping, "ADDED", 1)
+    form.weighted_sum(torch.ones(4096, dtype=torch.float64), None, total)
+    assert (total - exact).abs() <= 2**-23 * exact
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_near_the_end_of_float32_weigh_no_more_than_one(way: str) -> None:
+    """Their c_i has few digits in float32, or none."""
+    layer = Kind(lambda: nn.Linear(1, 1, bias=False), (2, 1)).layer()
+    for radius in (1.0, 1e-6):
+        for exponent in np.linspace(30, 45, 100):
+            delta = torch.full((1, 2, 1), 10 ** min(38.0, exponent))
+            a = torch.full((1, 2, 1), 10 ** max(0.0, exponent - 38))
+            with going(way, "ball", layer):
+                total = Given(layer, Use((a,), delta), 1, 1).total(
+                    torch.arange(1), ball(radius, torch.zeros(1))
+                )
+            assert total.norm() <= 1
+
+
+# (6) Samples that are not finite.
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["linear", "padding", "stride", "standardised"])
+def test_samples_that_are_not_finite_add_exactly_nothing(name: str, way: str, kind: str) -> None:
+    layer = LAYERS[name].layer()
+    [use] = random_uses(LAYERS[name], layer, 9)
+    region = region_of(kind, layer)
+    a, delta = use.inputs[0].flatten(1), use.delta.flatten(1)
+    a[1, 0], a[2, -1], a[3] = torch.nan, torch.inf, -torch.inf
+    delta[4, 0], delta[5, -1], delta[6] = torch.nan, -torch.inf, torch.inf
+    a[7], delta[7] = 3e38, -3e38  # finite, as are none of the products
+    delta[2], delta[5] = 0.0, torch.where(delta[5].isfinite(), 0.0, delta[5])
+    given, finite = Given(layer, use, 9, 9), torch.tensor([0, 8])
+    with going(way, kind, layer):
+        assert not given.total(torch.arange(1, 7), region).any()
+        everyone = given.total(torch.arange(9), region)
+        assert not given.total(torch.tensor([7]), region).isnan().any()
+        huge = given.total(torch.tensor([7]), region)
+        expected = given.total(finite, region)
+    assert huge.norm() <= 1
+    torch.testing.assert_close(everyone - huge, expected, rtol=1e-6, atol=2e-6)
+
+
+# (7) Chunks.
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("physical", "batch"), [(8, 8), (16, 8), (5, 8), (3, 8), (1, 8), (64, 8)])
+def test_chunks_are_even_and_change_no_sum(
+    physical: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of draws of every size, from none to more than the largest chunk."""
+    cut: list[int] = []
+    before = ChunkedSum._sum_chunk
+
+    def note(self: ChunkedSum, drawn: Any, *rest: Any) -> None:
+        cut.append(len(drawn))
+        before(self, drawn, *rest)
+
+    monkeypatch.setattr(ChunkedSum, "_sum_chunk", note)
+    most = first_chunk(physical, batch)
+    assert most == (physical if physical < batch else max(physical, 25))
+    mechanism = GaussianMechanism(1.0, batch)
+    plan = in_chunks_of(physical)
+    cutting = make_trainer("dp-sgd", mechanism, plan=plan, dtype=torch.float32)
+    whole = make_trainer("dp-sgd", mechanism, plan=in_chunks_of(1000), dtype=torch.float32)
+    assert cutting._sums.chunk == most
+    for size in range(most + first_chunk(physical, batch) + 1):
+        drawn = np.arange(size) * 7 % 40
+        expected = whole._sums.of(drawn, 1, whole._metric, 1000)[0].double()
+        cut.clear()
+        total, chunk = cutting._sums.of(drawn, 1, cutting._metric, most)
+        assert chunk == most
+        assert (sum(cut), len(cut)) == (size, -(-size // most))
+        assert not cut or max(cut) - min(cut) <= 1
+        assert (total.double() - expected).norm() <= 1e-6 * max(1, size)
+
+
+# Linear layers of the network itself.
+
+
+@pytest.mark.parametrize("shape", [(3, 70), (3, 5, 70), (2, 3, 4, 70), (70,), (0, 70)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_linear_layers_multiply_as_torch_does(
+    shape: tuple[int, ...], bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(70, 90, bias, dtype=dtype)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    weights = torch.randn(*shape[:-1], 90, dtype=dtype)
+    expected = layer(x)
+    [gradient] = torch.autograd.grad((expected * weights).sum(), [x])
+    with products_by_onednn([layer]):
+        found = layer(x)
+    assert "forward" not in vars(layer)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), [x])[0], gradient)
+
+
+def test_only_plain_linear_layers_are_replaced_and_for_a_time() -> None:
+    class Own(nn.Linear):
+        pass
+
+    plain, own, given = nn.Linear(2, 2), Own(2, 2), nn.Linear(2, 2)
+    given.forward = lambda x: x  # type: ignore[assignment]
+    before = given.forward
+    with suppress(ZeroDivisionError), products_by_onednn([plain, own, given]):
+        assert "forward" in vars(plain)
+        assert "forward" not in vars(own)
+        assert given.forward is before
+        raise ZeroDivisionError
+    assert "forward" not in vars(plain)
+    assert given.forward is before
+
+
+@pytest.mark.skipif(not ONEDNN, reason="torch was built without oneDNN")
+def test_a_step_multiplies_by_onednn() -> None:
+    """Of the large products none is left to torch.mm, which is slower on many processors."""
+    model = nn.Sequential(nn.Linear(90, 80), nn.ReLU(), nn.Linear(80, 70))
+    clip = ClippedSum(model, find_layers(model))
+    x, out = torch.randn(8, 90), torch.empty(80 * 91 + 70 * 81)
+    metric = Metric(ball(1.0, out))
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+        clip.of(x, torch.arange(8), metric, out)
+    names = {event.key for event in seen.key_averages()}
+    assert "mkldnn::_linear_pointwise" in names
+    assert "aten::addmm" not in names
