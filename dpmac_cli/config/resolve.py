@@ -29,7 +29,7 @@ from dpmac_cli.config.plan import (
 )
 from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
 from dpmac_cli.config.sources import (
-    Given,
+    SettingValue,
     Values,
     by_setting,
     combined,
@@ -98,7 +98,7 @@ def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Res
         InputError: lists every fault found.
     """
     given = {
-        name: Given(value, f"{flag_name(name)} in the checkpoint")
+        name: SettingValue(value, f"{flag_name(name)} in the checkpoint")
         for name, value in by_setting(recorded).items()
         if value is not False
     }
@@ -107,8 +107,8 @@ def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Res
 
 
 def _resolved(
-    flags: Mapping[SettingName, Given],
-    file: Mapping[SettingName, Given],
+    flags: Mapping[SettingName, SettingValue],
+    file: Mapping[SettingName, SettingValue],
     errors: list[str],
     earlier: tuple[TrainingEvent, ...] = (),
 ) -> Resolved:

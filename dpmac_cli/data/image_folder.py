@@ -22,7 +22,7 @@ from dpmac_cli.data.decoding import (
     usable_cores,
 )
 from dpmac_cli.data.schema import Signs, Source
-from dpmac_cli.data.splits import Records, check_classes, complaints, found, refuse, split
+from dpmac_cli.data.splits import Records, check_classes, complaints, data_facts, refuse, split
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.cache import WHOLE, kept_file, whole
 from dpmac_cli.storage.paths import cache_folder
@@ -91,7 +91,7 @@ class ImageFolder:
             needed = self._classes if declared is None else None
             self._sides = split(used, keys, needed, source)
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
-        self.found = found(
+        self.found = data_facts(
             source,
             self._sides,
             self._shape,

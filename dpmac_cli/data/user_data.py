@@ -10,13 +10,13 @@ from pathlib import Path
 from dpmac_cli.data.array_file import ArrayFile, read_npz
 from dpmac_cli.data.image_folder import ImageFolder
 from dpmac_cli.data.registry import Dataset
-from dpmac_cli.data.schema import TABLES, Found, Source
+from dpmac_cli.data.schema import TABLES, DataFacts, Source
 from dpmac_cli.data.splits import Records
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import Computing
 
 
-def inspect(source: Source) -> Found:
+def inspect(source: Source) -> DataFacts:
     """Return the facts of a dataset from names and headers. Raises InputError with all faults."""
     return _reader_of(source).found
 
@@ -50,11 +50,11 @@ def _reader_of(source: Source) -> ImageFolder | ArrayFile:
 
 @functools.lru_cache(maxsize=8)
 def _reader(source: Source, _path: Path, _changed: int) -> ImageFolder | ArrayFile:
-    at_hand = source.at_hand
-    if at_hand is not None and at_hand.arrays is not None:
-        unusable = {side: dict(rows) for side, rows in (at_hand.unusable or {}).items()}
-        return ArrayFile(source, dict(at_hand.arrays), unusable=unusable)
-    if at_hand is not None or (source.path.is_file() and source.path.suffix in TABLES):
+    in_memory = source.in_memory
+    if in_memory is not None and in_memory.arrays is not None:
+        unusable = {side: dict(rows) for side, rows in (in_memory.unusable or {}).items()}
+        return ArrayFile(source, dict(in_memory.arrays), unusable=unusable)
+    if in_memory is not None or (source.path.is_file() and source.path.suffix in TABLES):
         from dpmac_cli.data.table_file import read_table  # noqa: PLC0415  (loads an extra)
 
         return ArrayFile(source, *read_table(source))

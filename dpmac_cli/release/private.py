@@ -18,7 +18,7 @@ from dpmac_cli.config.keywords import Keywords, TrainingKeywords
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
@@ -82,7 +82,7 @@ class PrivateTraining:
     def __init__(
         self,
         model: nn.Module,
-        data: str | Path | AtHand,
+        data: str | Path | InMemoryData,
         settings: Settings | None = None,
         *,
         loss: str | Loss | None = None,

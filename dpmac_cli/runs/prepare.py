@@ -65,12 +65,14 @@ def make_task(
     The network is validated before the first record is read. For arguments and errors see
     :func:`make_trainer`.
     """
-    network, facts, at_hand = plan.network, plan.data.facts, model is not None
-    model = _build(network, facts, keys) if model is None else _check_at_hand(network, facts, model)
+    network, facts, passed_in = plan.network, plan.data.facts, model is not None
+    model = (
+        _build(network, facts, keys) if model is None else _check_passed_in(network, facts, model)
+    )
     fingerprints = _data_sums(plan.data, data)
     notes: tuple[str, ...] = ()
     built_by = ""
-    if isinstance(network.model, UserModel) and not at_hand:
+    if isinstance(network.model, UserModel) and not passed_in:
         fingerprints["network"] = build.source_sum(network.model)
         seen = build.seen_by_network(facts.signature, network.features)
         built_by = build.built_by(network.model, seen)
@@ -79,8 +81,8 @@ def make_task(
         notes = (*_doubts(weights, plan.data, private=plan.privacy.private), *notes)
         fingerprints["pretrained"] = weights.sha256
     model = model.to(device)
-    parts = None if at_hand else _parts(network, facts, model)
-    own = at_hand or isinstance(network.model, UserModel)
+    parts = None if passed_in else _parts(network, facts, model)
+    own = passed_in or isinstance(network.model, UserModel)
     kind, why = _independence(network, facts, model, parts, own=own)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(network, facts, model, parts)
@@ -163,7 +165,7 @@ def _build(network: NetworkPlan, facts: Dataset, keys: Keys) -> nn.Module:
     return model
 
 
-def _check_at_hand(network: NetworkPlan, facts: Dataset, model: object) -> nn.Module:
+def _check_passed_in(network: NetworkPlan, facts: Dataset, model: object) -> nn.Module:
     """Validate a network that was passed in like a built one. Raises InputError, ModelError."""
     if network.features is not None or network.pretrained is not None:
         raise InputError(

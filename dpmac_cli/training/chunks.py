@@ -34,7 +34,7 @@ from dpmac_cli.models.unchanged import DURING, Unchanged
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 
 #: Note for a network whose records depend on others under vmap.
 IN_A_LOOP = (
@@ -59,7 +59,7 @@ class ChunkedSum:
     """
 
     def __init__(
-        self, model: nn.Module, data: Data, plan: Plan, batch: float, layers: LayerDraws | None
+        self, model: nn.Module, data: Data, plan: StepPlan, batch: float, layers: LayerDraws | None
     ) -> None:
         self._data, self._recipe, self._layers = data, plan.recipe, layers
         self._private = plan.private

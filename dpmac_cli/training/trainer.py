@@ -26,7 +26,7 @@ from dpmac_cli.training.covered import CoveredScore, release
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
 from dpmac_cli.training.lineage import Training
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness, TrainState
 
 #: Fraction of the clipping margin below 1 that the mechanism's rounding may use; the rest is for
@@ -57,7 +57,7 @@ class Trainer:
         data: Data,
         algorithm: Algorithm,
         mechanism: GaussianMechanism,
-        plan: Plan,
+        plan: StepPlan,
         randomness: Randomness,
         hooks: Sequence[Canaries] = (),
         ranks: Ranks | None = None,
