@@ -83,7 +83,7 @@ def resolve(
         BudgetError: no noise meets the target epsilon.
     """
     errors: list[str] = []
-    named = settings.given if isinstance(settings, Settings) else settings or {}
+    named = settings.explicit if isinstance(settings, Settings) else settings or {}
     on_command_line = from_flags({**named, **keywords}, errors)
     given = {} if file is None else read_settings(file, errors)
     if "model" in given and "model" not in on_command_line:

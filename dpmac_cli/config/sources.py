@@ -107,7 +107,7 @@ def parse_settings(flags: Settings | Mapping[Any, Any]) -> dict[SettingName, Any
     Raises InputError with every fault found.
     """
     settings = flags if isinstance(flags, Settings) else Settings.model_validate(flags)
-    return {name: value for name, value in settings.given.items() if is_setting(name)}
+    return {name: value for name, value in settings.explicit.items() if is_setting(name)}
 
 
 def faults_of_model(models: Iterable[str], origin: str) -> Iterator[str]:

@@ -300,7 +300,7 @@ def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:
     if not _is_image(entry.name):
         return "is not an image"
     regular = stat.S_ISREG(facts.st_mode)
-    return ImageFile.found(entry.path, label, facts) if regular else "is not a regular file"
+    return ImageFile.of(entry.path, label, facts) if regular else "is not a regular file"
 
 
 def _is_image(name: str) -> bool:

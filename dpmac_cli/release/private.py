@@ -96,7 +96,7 @@ class PrivateTraining:
         chosen: Keywords = {"dataset": data, "model": name}
         if loss is not None:
             chosen["loss"] = named
-        given = {} if settings is None else settings.given
+        given = {} if settings is None else settings.explicit
         resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
         device = choose_device(resolved.plan.run.device)
         plan = resolved.plan.on(str(device))

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpmac_cli.dp.clipping.deep_copy import duplicate
-from dpmac_cli.dp.clipping.layer_rules import RULES, Use, instantiate
+from dpmac_cli.dp.clipping.layer_rules import LAYER_RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
@@ -199,7 +199,7 @@ class Isolated:
         layers = [
             layer
             for layer in split_by_module(probe)
-            if type(layer.module) in RULES
+            if type(layer.module) in LAYER_RULES
             and not (layer.module._forward_hooks or layer.module._forward_pre_hooks)
         ]
         self.recorded = {layer.name for layer in layers}
