@@ -142,7 +142,8 @@ def _heading(event: Started) -> Iterator[Text]:
             f"sigma {privacy.sigma:g}, expected batch {privacy.batch_size}, {event.steps:,} steps "
             f"(epochs: {event.steps / privacy.steps_per_epoch:.4g}), delta {privacy.delta:g}"
         )
-        one = "one image" if plan.data.facts.is_images else "one row"
+        kinds = {"images": "one image", "texts": "one record", "numbers": "one row"}
+        one = kinds[plan.data.facts.holds]
         yield Text(f"unit of privacy: {privacy.unit if plan.data.found.unit else one}")
     if privacy.audit.canaries:
         yield Text(

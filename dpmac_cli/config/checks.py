@@ -19,6 +19,8 @@ from dpmac_cli.training.schedules import LOSSES, LossKind, Recipe
 
 #: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5
+#: What to do about a table without texts.
+DECLARE = "Declare a column of texts in the schema (NAME: {text: 128}), or leave it out."
 #: Number of classes to list in a note; the rest are counted.
 NAMED = 5
 
@@ -103,11 +105,19 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
     """Yield faults in combinations of frozen layers with other settings."""
     features, weights = network.features, network.pretrained
     if features is not None:
-        flag = f"--{'backbone' if isinstance(features, Backbone) else 'features'} {features.kind}"
-        if not data.facts.is_images:
-            yield f"{flag} is for images, but {data.dataset} contains numbers. Leave it out."
+        flag = f"--{'features' if isinstance(features, Scattered) else 'backbone'} {features.kind}"
+        if features.reads != data.facts.holds:
+            yield (
+                f"{flag} is for {features.reads}, but {data.dataset} contains {data.facts.holds}. "
+                f"{DECLARE if features.reads == 'texts' else 'Leave it out.'}"
+            )
         elif (fault := features.fault(data.facts.shape)) is not None:
-            yield f"{flag}: images of {data.dataset} {fault}"
+            yield f"{flag}: {features.reads} of {data.dataset} {fault}"
+        if features.reads == "texts" and (weights is not None or network.trained.part != "head"):
+            yield (
+                f"{flag}: only the head of a network on texts is trained, from the weights of the "
+                "encoder's folder. Leave out --train and --pretrained."
+            )
         package = BACKBONES[features.kind].package if isinstance(features, Backbone) else ""
         if package and weights is None:
             yield from fault_of_package(package, "backbones", flag)

@@ -1,6 +1,8 @@
 """Resolve the settings of a dataset, without those of a training."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
@@ -8,17 +10,25 @@ from dpmac_cli.config.sources import Values, combined, from_flags, validated
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
-from dpmac_cli.data.table_schema import read_schema
+from dpmac_cli.data.table_schema import TOKENS, read_schema
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.models.registry import BACKBONES
 from dpmac_cli.storage.paths import data_folder
 
+if TYPE_CHECKING:
+    from dpmac_cli.data.texts import TextReader
 
-def resolve_data(settings: Values, file: Path | None = None) -> DataPlan:
+
+def resolve_data(
+    settings: Values, file: Path | None = None, texts: "TextReader | None" = None
+) -> DataPlan:
     """Resolve where records are and how to read them, and read their facts.
 
     Args:
         settings: values by name, as text or of their types; None if not given.
         file: config.yaml of a run, of which only the settings of its dataset are read.
+        texts: how texts are read; None if ``settings`` have an encoder, or there are none.
 
     Raises:
         InputError: lists every fault found.
@@ -37,16 +47,18 @@ def resolve_data(settings: Values, file: Path | None = None) -> DataPlan:
             f"{file.parent} was trained on records in memory of a program. Add --dataset with the "
             "path of a file of them, or score it with dpmac_cli.score."
         )
-    return plan_data(given)
+    return plan_data(given, texts)
 
 
-def plan_data(settings: Settings) -> DataPlan:
+def plan_data(settings: Settings, texts: "TextReader | None" = None) -> DataPlan:
     """Return the plan of a dataset, with facts that are read once: files may change during a run.
+
+    ``texts`` reads texts; None to read them for the encoder of the settings.
 
     Raises:
         InputError: lists every fault of the dataset.
     """
-    source, found = _found(settings)
+    source, found = _found(settings, texts)
     return DataPlan(
         dataset=str(source.path if isinstance(source, Source) else source),
         source=source,
@@ -55,7 +67,7 @@ def plan_data(settings: Settings) -> DataPlan:
     )
 
 
-def _found(settings: Settings) -> tuple[str | Source, DataFacts]:
+def _found(settings: Settings, texts: "TextReader | None") -> tuple[str | Source, DataFacts]:
     """Return a registered name or the source of your own dataset, and the facts of the dataset."""
     name = settings.dataset
     if isinstance(name, str) and name in DATASETS:
@@ -68,7 +80,17 @@ def _found(settings: Settings) -> tuple[str | Source, DataFacts]:
     from dpmac_cli.data.user_data import inspect  # noqa: PLC0415  (loads numpy)
 
     source = _source(settings, name if isinstance(name, InMemoryData) else None)
+    source = replace(source, texts=texts or _text_reader(settings))
     return source, inspect(source)
+
+
+def _text_reader(settings: Settings) -> "TextReader | None":
+    """Return how texts are read with the vocabulary of an encoder; None without one."""
+    if settings.backbone is None or settings.backbone in BACKBONES:
+        return None
+    from dpmac_cli.data.texts import TextReader  # noqa: PLC0415  (loads numpy)
+
+    return TextReader(read_encoder(settings.backbone).tokenizer, settings.tokens or TOKENS)
 
 
 def _source(settings: Settings, in_memory: InMemoryData | None) -> Source:

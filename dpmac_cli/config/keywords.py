@@ -32,6 +32,7 @@ SettingName = Literal[
     "standardise",
     "feature_range",
     "schema",
+    "tokens",
     "unit",
     "records_per_unit",
     "skip_bad",
@@ -119,6 +120,7 @@ class TrainingKeywords(TypedDict, total=False):
     standardise: str | None
     feature_range: str | None
     schema: str | Path | None
+    tokens: int | None
     unit: str | None
     records_per_unit: int | None
     skip_bad: bool | None

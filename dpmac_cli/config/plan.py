@@ -10,6 +10,7 @@ from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
+from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import Backbone, BuiltIn, Features, Trained, UserModel
 from dpmac_cli.training.schedules import Recipe
 
@@ -63,7 +64,7 @@ class NetworkPlan:
     @property
     def starts_public(self) -> bool:
         """Return whether the network starts from public weights."""
-        return self.pretrained is not None or isinstance(self.features, Backbone)
+        return self.pretrained is not None or isinstance(self.features, Backbone | TextEncoder)
 
     @property
     def head_only(self) -> bool:

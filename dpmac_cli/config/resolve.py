@@ -41,6 +41,7 @@ from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models import registry
+from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.training.schedules import LossKind, Recipe
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def make_plan(settings: Complete, data: DataPlan) -> TrainPlan:
     out = settings.out
     return TrainPlan(
         data=data,
-        network=_network(settings),
+        network=_network(settings, data),
         privacy=_privacy(settings, data),
         optimizer=OptimizerPlan(name=settings.optimizer, hyper=_by_name(Hyperparameters, settings)),
         recipe=_recipe(settings, data),
@@ -201,18 +202,20 @@ def _event(settings: Complete, records: int) -> TrainingEvent:
     return TrainingEvent(rate, settings.sigma or 0.0, steps, settings.sampler, per_epoch)
 
 
-def _network(settings: Complete) -> NetworkPlan:
+def _network(settings: Complete, data: DataPlan) -> NetworkPlan:
     return NetworkPlan(
         model=registry.parse_model(settings.model),
         fix_norm=settings.fix_norm,
         isolate=settings.isolate,
-        features=_features(settings),
+        features=_features(settings, data),
         pretrained=None if settings.pretrained is None else Path(settings.pretrained),
         trained=_trained(settings),
     )
 
 
-def _features(settings: Complete) -> registry.Features | None:
+def _features(settings: Complete, data: DataPlan) -> registry.Features | None:
+    if settings.backbone is not None and settings.backbone not in registry.BACKBONES:
+        return read_encoder(settings.backbone).of(data.facts.texts)
     if settings.backbone is not None and settings.backbone_size is not None:
         return registry.Backbone(settings.backbone, settings.backbone_size, settings.backbone_flips)
     return None if settings.features is None else registry.Scattered(settings.features)

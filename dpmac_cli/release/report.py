@@ -20,7 +20,9 @@ from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.data.schema import Source, listed
+from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
+from dpmac_cli.release import texts
 from dpmac_cli.release.card import OPEN, templates
 from dpmac_cli.release.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.ledger import Spent
@@ -103,7 +105,11 @@ def _counted(data: DataPlan, privacy: PrivacyPlan) -> tuple[str, str]:
 def _computed(data: DataPlan, privacy: PrivacyPlan) -> list[dict[str, str]]:
     """Return the values that a run computes from its records, and whether each is protected."""
     facts, found, own = data.facts, data.found, data.own
-    shape = ("channels", "image size") if facts.is_images else ("columns and their ranges",)
+    shape = {
+        "images": ("channels", "image size"),
+        "numbers": ("columns and their ranges",),
+        "texts": (texts.LIMITS,),
+    }[facts.holds]
     trained, tested = _counted(data, privacy)
     status = {
         "weights, and all numbers of the report except those below": "protected",
@@ -124,12 +130,13 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
     data, canaries = plan.data.facts, plan.privacy.audit.canaries
     kind = "images" if data.is_images else "rows of numbers"
     shape = f"{' x '.join(map(str, data.shape))}, {len(data.classes)} classes"
+    domain = texts.domain(data) if data.texts else f"Labelled {kind} of shape {shape}."
     ball = f"a ball of radius {plan.optimizer.hyper.clip_norm:g}"
     region = ball if "clip_norm" in plan.optimizer.method.settings else TEXTS.ellipsoid
     return {
         **TEXTS.statement,
         "mechanism": TEXTS.statement["mechanism"].format(region),
-        "data_domain": f"Labelled {kind} of shape {shape}.",
+        "data_domain": domain,
         "unprotected": [row["what"] for row in computed if row["status"] != "protected"],
         "public": [*_public_data(plan.data), *_public_weights(plan.network)],
         "software": f"dpmac {__version__}, torch {version('torch')}.",
@@ -145,6 +152,8 @@ def _public_weights(network: NetworkPlan) -> Iterator[str]:
     if isinstance(network.features, Backbone):
         backbone = BACKBONES[network.features.kind]
         yield f"weights of {backbone.about}; licence {backbone.licence}"
+    if isinstance(network.features, TextEncoder):
+        yield texts.source(network.features)
     if network.pretrained is not None:
         yield f"weights in {network.pretrained.name}; source and licence to be filled in"
 
@@ -172,6 +181,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
         },
         "input": {
             "levels": facts.levels,
+            "texts": [list(place) for place in facts.texts],
             **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },
         "classes": list(facts.classes),
@@ -200,6 +210,7 @@ def _dataset(plan: DataPlan, privacy: PrivacyPlan) -> dict[str, Any]:
         "taken_from_records": list(found.inferred),
         "schema": None if schema is None else schema.model_dump(mode="json"),
         "public_note": " ".join(notes),
+        "text_note": texts.REVEALED if facts.texts else None,
     }
 
 
@@ -208,10 +219,14 @@ def _public_part(
 ) -> dict[str, Any]:
     """Return the part of a network that was public before training; empty for most networks."""
     features, said, file = network.features, [], None
+    part: dict[str, Any] = {"encoder": None}
     if isinstance(features, Scattered):
         said.append(TEXTS.scattered.format(about=FEATURES[features.kind]))
     elif isinstance(features, Backbone):
         said.append(TEXTS.of_backbone.format(about=BACKBONES[features.kind].about))
+    elif isinstance(features, TextEncoder):
+        said.append(texts.about(features))
+        part = {"backbone": features.kind, "encoder": features.form.model_dump()}
     if network.pretrained is not None:
         file = network.pretrained.name
         said.append(TEXTS.pretrained.format(file=file))
@@ -220,6 +235,7 @@ def _public_part(
     flags = ("features", "backbone", "backbone-size", "train", "lora-rank", "lora-alpha")
     part = {
         **{flag.replace("-", "_"): recorded.get(flag) for flag in flags},
+        **part,
         "backbone_flips": recorded.get("backbone-flips", False),
         "pretrained": file,
         "sha256": task.fingerprints.get("pretrained"),

@@ -13,7 +13,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.plots import COLOURS, new_figure, write_figure
-from dpmac_cli.release.model_file import load_model, read_facts
+from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
@@ -80,7 +80,7 @@ def _chosen(file: Path, facts: Facts, given: Keywords) -> DataPlan:
     dataset, beside = given["dataset"], file.parent / CONFIG
     if facts.own and beside.is_file():
         # A run's config.yaml records how your own data was read and split.
-        return resolve_data(given, beside)
+        return resolve_data(given, beside, text_reader(file, facts))
     if dataset is None and facts.own:
         raise InputError(
             f"{file} was trained on your own data, {facts.dataset}. Set --dataset to its path."
@@ -89,7 +89,8 @@ def _chosen(file: Path, facts: Facts, given: Keywords) -> DataPlan:
         raise ModelError(
             f"{file} was trained on {facts.dataset}, which this version does not support."
         )
-    plan = resolve_data({**given, "dataset": facts.dataset if dataset is None else dataset})
+    given = {**given, "dataset": facts.dataset if dataset is None else dataset}
+    plan = resolve_data(given, texts=text_reader(file, facts))
     if plan.found.held_out:
         raise InputError(
             f"{dataset} has no test set, and the split is only recorded in the {CONFIG} of the "

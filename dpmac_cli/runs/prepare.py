@@ -11,8 +11,9 @@ from dpmac_cli.data.dataset import Data, fingerprint
 from dpmac_cli.data.loaders import loading
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models import build
+from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
+from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
@@ -92,7 +93,9 @@ def make_task(
         fingerprints |= record_sums(data)
     trained = model
     if parts is not None:
-        parts.isolated = network.features is None and kind == "isolated"
+        # On a CPU, each text is processed at its own length.
+        separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
+        parts.isolated = separate or (network.features is None and kind == "isolated")
         data, sha256 = yield from featured(parts, data, _of_features(network), cache_folder())
         trained, fingerprints["features"] = parts.head, sha256
     return Task(
@@ -126,7 +129,7 @@ def _check_precision(
 def _of_features(network: NetworkPlan) -> dict[str, object]:
     """Return the settings that cached features depend on."""
     settings = {"isolate": network.isolate, **vars(network.trained)}
-    return settings if network.features is None else settings | vars(network.features)
+    return settings if network.features is None else settings | network.features.values
 
 
 def record_sums(data: Data) -> dict[str, str]:
@@ -143,6 +146,9 @@ def _start(
 ) -> tuple[PublicWeights, tuple[str, ...]]:
     """Load the public weights into a network; return them with notes."""
     weights = None if network.pretrained is None else read_weights(network.pretrained)
+    if isinstance(network.features, TextEncoder):
+        weights = text_encoder.encoder_weights(network.features)
+        return weights, tuple(weights.adopted_by(model.get_submodule("frozen"), None))
     if isinstance(network.features, Backbone):
         weights = weights or public_weights(network.features.kind)
         model, head = model.get_submodule("frozen.network"), BACKBONES[network.features.kind].head
