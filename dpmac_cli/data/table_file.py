@@ -45,7 +45,7 @@ Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """Return arrays like those of an .npz, and the records left out. Raises InputError."""
-    table = None if source.at_hand is None else _table_of(source.at_hand.frame, source.unit)
+    table = None if source.in_memory is None else _table_of(source.in_memory.frame, source.unit)
     path, schema = source.path, source.schema
     if schema is None:
         raise InputError(
