@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from dpmac_cli import ArrayData, from_dataframe, from_torch, resolve
 from dpmac_cli.data import decoding, user_data
 from dpmac_cli.data.canonical import units_in
-from dpmac_cli.data.schema import Found, Source
+from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
@@ -75,7 +75,7 @@ def owners(side: Any) -> Any:
     return [""] * len(side.y) if side.units is None else side.units
 
 
-def seen(source: Source) -> tuple[Found, list[set[tuple[bytes, int, str]]]]:
+def seen(source: Source) -> tuple[DataFacts, list[set[tuple[bytes, int, str]]]]:
     """Facts, and the records of each side, each as the network sees it, with label and unit."""
     sides = [
         {

@@ -148,7 +148,7 @@ def test_messages_name_settings_as_they_were_given() -> None:
     assert "error: --batch-size (1438) must not be" in said
     (note,) = resolve(dataset="digits", steps=3, sigma=6, delta=0.01).notes
     assert note.endswith("Use a smaller delta.")
-    with pytest.raises(InputError, match="^sigma must be at least "):
+    with pytest.raises(InputError, match=r"^sigma must be at least "):
         Settings(sigma=-1)
 
 

@@ -13,7 +13,7 @@ from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.config.sources import Given
-from dpmac_cli.data.schema import TABLES, Found, Source, listed
+from dpmac_cli.data.schema import TABLES, DataFacts, Source, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.training.schedules import LOSSES, LossKind, Recipe
 
@@ -200,7 +200,7 @@ def _unit_remedy(source: str | Source) -> str:
     return "--unit COLUMN" if path.suffix in TABLES else "an array unit"
 
 
-def _declaration(found: Found) -> str:
+def _declaration(found: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
     (channels, *size), names = found.facts.shape, ",".join(found.facts.classes)
     flags = {"channels": f"--channels {channels}", "image size": f"--image-size {max(size)}"}

@@ -9,7 +9,7 @@ from dpmac_cli.config.settings import DATA, SETTINGS, Settings
 from dpmac_cli.config.sources import Values, combined, from_flags, validated
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import AtHand, Found, Source
+from dpmac_cli.data.schema import AtHand, DataFacts, Source
 from dpmac_cli.data.table_schema import TOKENS, read_schema
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.encoders import read_encoder
@@ -67,7 +67,7 @@ def plan_data(settings: Settings, texts: "TextReader | None" = None) -> DataPlan
     )
 
 
-def _found(settings: Settings, texts: "TextReader | None") -> tuple[str | Source, Found]:
+def _found(settings: Settings, texts: "TextReader | None") -> tuple[str | Source, DataFacts]:
     """Return a registered name or the source of your own dataset, and the facts of the dataset."""
     name = settings.dataset
     if isinstance(name, str) and name in DATASETS:
@@ -76,7 +76,7 @@ def _found(settings: Settings, texts: "TextReader | None") -> tuple[str | Source
                 f"--unit {settings.unit}: {name} does not contain the units of records. Use "
                 "a table, a folder, or an .npz with an array unit."
             )
-        return name, Found(DATASETS[name], name)
+        return name, DataFacts(DATASETS[name], name)
     from dpmac_cli.data.user_data import inspect  # noqa: PLC0415  (loads numpy)
 
     source = _source(settings, name if isinstance(name, AtHand) else None)

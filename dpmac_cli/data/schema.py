@@ -81,7 +81,7 @@ class Signs:
 
 
 @dataclass(frozen=True)
-class Found:
+class DataFacts:
     """Facts of a dataset, read once, when a run is configured.
 
     ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.complaints import escaped, refuse
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
-from dpmac_cli.data.schema import STANDARDS, Found, Source
+from dpmac_cli.data.schema import STANDARDS, DataFacts, Source
 from dpmac_cli.errors import InputError
 
 #: Smallest height and width that the convolutional network can halve twice.
@@ -85,14 +85,14 @@ def found(
     ends: NDArray[np.float64] | None = None,
     skipped: Iterable[str] = (),
     **rest: Any,
-) -> Found:
+) -> DataFacts:
     """Return facts like those of the registry, with conservative defaults.
 
     Args:
         sides: training and test records. shape, classes: shape and classes of all of them.
         ends: limits of the range of numbers, shape (2, columns); None for images.
         skipped: descriptions of records that are left out.
-        rest: see :class:`Found`.
+        rest: see :class:`DataFacts`.
 
     Raises:
         InputError: a unit has records of both kinds, or the chosen constants do not fit the number
@@ -128,7 +128,7 @@ def found(
     untested = tuple(name for label, name in enumerate(names) if label not in tested)
     name = source.path.resolve().stem.strip("<>")
     skipped = tuple(map(escaped, skipped))
-    return Found(facts, name, unit=unit, untested=untested, skipped=skipped, **rest)
+    return DataFacts(facts, name, unit=unit, untested=untested, skipped=skipped, **rest)
 
 
 def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 from dpmac_cli.data.array_file import ArrayFile, read_npz
 from dpmac_cli.data.image_folder import ImageFolder
 from dpmac_cli.data.registry import Dataset
-from dpmac_cli.data.schema import TABLES, Found, Source
+from dpmac_cli.data.schema import TABLES, DataFacts, Source
 from dpmac_cli.data.splits import Records
 from dpmac_cli.data.text_folder import read_folder
 from dpmac_cli.data.texts import read_arrays
@@ -19,7 +19,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import Computing
 
 
-def inspect(source: Source) -> Found:
+def inspect(source: Source) -> DataFacts:
     """Return the facts of a dataset from names and headers. Raises InputError with all faults."""
     return _reader_of(source).found
 

@@ -11,7 +11,7 @@ from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
 from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.data.registry import Dataset, Defaults
-from dpmac_cli.data.schema import AtHand, Found
+from dpmac_cli.data.schema import AtHand, DataFacts
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, samples_in
 from dpmac_cli.dp.optimizers import Kappa
 from dpmac_cli.errors import InputError, ModelError, raise_errors
@@ -107,7 +107,7 @@ def settings_of(
         "sampler": sampling.sampler,
     }
     data = DataPlan(
-        dataset=BATCHES, source=BATCHES, found=Found(facts, BATCHES), folder=Path(BATCHES)
+        dataset=BATCHES, source=BATCHES, found=DataFacts(facts, BATCHES), folder=Path(BATCHES)
     )
     return data, {**keywords, **named}
 
