@@ -129,6 +129,7 @@ def test_data_frames_are_read_as_their_schema_says(kind: Any, tmp_path: Path) ->
         resolve(QUICK, dataset=from_dataframe(frame.drop(columns="mean radius"), schema))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_the_same_records_only(tmp_path: Path) -> None:
     x, y = rows()
     data, out = ArrayData(x, y, low=0, high=2), tmp_path / "run"

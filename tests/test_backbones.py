@@ -242,6 +242,7 @@ def published_resnet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_a_network_of_torchvision_is_loaded_and_its_head_left_out(published_resnet: Path) -> None:
     finished = train_digits(backbone="resnet18", backbone_size=32, steps=2, out="run")
     part = finished.report["model"]["public_part"]
@@ -251,6 +252,7 @@ def test_a_network_of_torchvision_is_loaded_and_its_head_left_out(published_resn
     assert not any("fc" in name for name in published)
 
 
+@pytest.mark.long
 def test_norms_of_a_backbone_are_trained(published_resnet: Path) -> None:
     settings: dict[str, Any] = {"backbone": "resnet18", "backbone_size": 32, "train": "norm"}
     finished = train_digits(**settings, steps=2, batch_size=16, out="run")
@@ -268,6 +270,7 @@ def test_norms_of_a_backbone_are_trained(published_resnet: Path) -> None:
     assert finished.report["model"]["public_part"]["train"] == "norm"
 
 
+@pytest.mark.long
 def test_weights_of_a_backbone_may_come_from_a_file(published_resnet: Path) -> None:
     own = published_resnet.with_name("own.safetensors")
     save_file(torch.load(published_resnet), own)
@@ -301,6 +304,7 @@ def test_weights_that_cannot_be_had_are_told_with_file_and_place(
     assert TORCHVISION_WEIGHTS + published_resnet.name in text
 
 
+@pytest.mark.long
 def test_grey_images_are_said_to_be_repeated() -> None:
     said = "Grey images of {} are repeated to three channels for the backbone."
     for name, grey in (("digits", True), ("cifar10", False)):

@@ -57,6 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 # The code block
 
 
+@pytest.mark.long
 def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finished) -> None:
     test = load_data("digits", finished.folder, CPU).test
     torch.save({"images": test.images, "labels": test.labels}, finished.folder / "test.pt")

@@ -26,6 +26,7 @@ def films(count: int = 900) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return x, y
 
 
+@pytest.mark.long
 def test_images_with_several_findings_go_all_the_way(tmp_path: Path) -> None:
     x, y = films()
     file, run = tmp_path / "films.npz", tmp_path / "run"
@@ -80,6 +81,7 @@ def rare(count: int = 6000) -> ArrayData:
     return ArrayData(x, y, low=-5, high=5, classes=["well", "ill"])
 
 
+@pytest.mark.long
 def test_class_weights_find_more_of_what_is_rare(tmp_path: Path) -> None:
     balanced, sensitivity = [], []
     common: dict[str, Any] = {"epsilon": 3, "epochs": 10, "model": "linear", "lr": 0.05, "seed": 1}

@@ -249,6 +249,7 @@ def test_a_rule_of_ones_own_moves_theta() -> None:
 # The page
 
 
+@pytest.mark.long
 def test_the_examples_of_the_page_run_in_order(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         assert str(tmp_path).encode() not in Path("run", name).read_bytes()
 
 
+@pytest.mark.long
 def test_a_model_alone_and_its_data_named_anew(tmp_path: Path) -> None:
     done("train", "--dataset", photos("photos"), "--model", "mlp-small", "--out", "run", *SHORT)
     Path("run/model.safetensors").rename("alone.safetensors")
@@ -349,6 +350,7 @@ def notes_on(data: str, **flags: str | bool) -> tuple[str, ...]:
     return resolve({"dataset": data, "batch_size": "8", **flags}).notes
 
 
+@pytest.mark.long
 def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     wine("wine.npz")
     photos("photos")
@@ -403,6 +405,7 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     )
 
 
+@pytest.mark.long
 def test_batches_of_most_records_are_remarked_on() -> None:
     wine("wine.npz")
     size = resolve({"dataset": "wine.npz"}).plan.data.facts.train_size
@@ -418,6 +421,7 @@ def test_batches_of_most_records_are_remarked_on() -> None:
     assert notes_on("wine.npz", batch_size=whole, sampler="random-allocation") == ()
 
 
+@pytest.mark.long
 def test_defaults_by_rule() -> None:
     """A twelfth of the records a step, 20 epochs, epsilon 3: docs/recipes.md."""
     wine("wine.npz")
@@ -439,6 +443,7 @@ def test_defaults_by_rule() -> None:
     assert other.optimizer.hyper.lr == OPTIMIZERS["dp-macadam"].lr
 
 
+@pytest.mark.long
 def test_delta_shrinks_with_the_records() -> None:
     """Below 1e-5 and below n^-1.1, so that no guarantee allows publishing a record."""
     labels = np.zeros(50_000, np.int64)

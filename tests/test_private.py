@@ -181,6 +181,7 @@ def test_batch_norms_become_group_norms_in_place() -> None:
     assert isinstance(net[1], nn.GroupNorm)
 
 
+@pytest.mark.long
 def test_records_at_hand_in_a_loop(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     y = rng.integers(0, 2, 300)

@@ -39,11 +39,13 @@ from dpmac_cli.training import covered, trainer
 from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import RATE, SIGMA, after, digits_config
+from tests.tiers import rest_long
 
 STEPS, EPOCH = 20, 12
 RUN = Path("run")
 LEDGER = RUN / checkpoint.FOLDER / ledger.FILE
 FORK = {"lr": "0.01", "out": "forked"}
+SCORED = {"cover_scores": True, "score_every": "1"}
 
 
 @functools.cache
@@ -154,9 +156,9 @@ def lose(draw: random.Random, where: Path) -> bool:
 @pytest.mark.parametrize(
     ("seed", "scores"),
     [
-        *((seed, {}) for seed in range(25)),
-        *((seed, {"cover_scores": True, "score_every": "1"}) for seed in range(25, 37)),
-        *((seed, {"cover_scores": True}) for seed in range(37, 43)),
+        *rest_long(((seed, {}) for seed in range(12)), short=4),
+        *rest_long(((seed, SCORED) for seed in range(25, 31)), short=2),
+        *rest_long((seed, {"cover_scores": True}) for seed in range(37, 41)),
     ],
 )
 def test_epsilon_is_never_below_what_was_spent(
@@ -165,7 +167,7 @@ def test_epsilon_is_never_below_what_was_spent(
     draw, truth = random.Random(seed), Truth(monkeypatch)
     kills, lost, steps, where, here = 0, False, STEPS, RUN, environment.environment
     begin: Callable[[], Iterator[RunEvent]] = functools.partial(run.train, start(**scores))
-    for attempt in range(8):
+    for attempt in range(6):
         ended: Finished | None = None
         try:
             with truth.killed_after(draw.choice([*draw.choices(range(60), k=3), math.inf])):
