@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.wordpiece import TextReader
 
 if TYPE_CHECKING:
     from dpmac_cli.data.table_schema import TableSchema
-    from dpmac_cli.data.texts import TextReader
 
 #: File name suffixes of tables.
 TABLES = (".csv", ".tsv", ".parquet")
@@ -54,7 +54,7 @@ class Source:
     in_memory: InMemoryData | None = None
     unit: str | None = None  # column, or pattern of paths, that gives the unit of each record
     skip_bad: bool = False  # leave out unusable records instead of rejecting the dataset
-    texts: "TextReader | None" = None  # how texts are read; None for images and numbers
+    texts: TextReader | None = None  # how texts are read; None for images and numbers
 
     @property
     def layout(self) -> tuple[tuple[int, int], ...]:
