@@ -30,7 +30,7 @@ from dpmac_cli.storage.progress import outcome
 from dpmac_cli.storage.rows import Rows
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
 
@@ -54,7 +54,7 @@ HYPER = Hyperparameters(
 MECHANISM = GaussianMechanism(1.0, 8)
 #: The norm that small steps are clipped to.
 CLIP_LIMIT = clip_limit(1)
-PLAN = Plan(steps=20, steps_per_epoch=5, physical_batch=1000)
+PLAN = StepPlan(steps=20, steps_per_epoch=5, physical_batch=1000)
 
 
 def limits_of(setting: str) -> list[tuple[str, str]]:
@@ -118,8 +118,8 @@ class KeptNoise(Noise):
         normals = super().at(step)
         standard_normal = normals.standard_normal
 
-        def kept(like: Tensor) -> Tensor:
-            self.drawn.append(standard_normal(like))
+        def kept(like: Tensor, at_once: int | None = None) -> Tensor:
+            self.drawn.append(standard_normal(like, at_once))
             return self.drawn[-1].clone()
 
         normals.standard_normal = kept  # type: ignore[method-assign]
@@ -173,7 +173,7 @@ def make_trainer(
     name: str,
     mechanism: GaussianMechanism = MECHANISM,
     *,
-    plan: Plan = PLAN,
+    plan: StepPlan = PLAN,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     data: Data | None = None,
@@ -224,7 +224,7 @@ def walk(trainer: Trainer, steps: int) -> Tensor:
     return torch.stack(thetas)
 
 
-def in_chunks_of(physical_batch: int) -> Plan:
+def in_chunks_of(physical_batch: int) -> StepPlan:
     """The plan with another physical batch."""
     return replace(PLAN, physical_batch=physical_batch)
 

@@ -118,7 +118,12 @@ def test_settings_may_be_a_model() -> None:
     named = resolve(dataset="digits", sigma=2, kappa="exact", out="x")
     assert resolve(settings).plan == named.plan
     assert resolve(settings, sigma=3).plan.privacy.sigma == 3
-    assert settings.given == {"dataset": "digits", "sigma": 2, "kappa": "exact", "out": Path("x")}
+    assert settings.explicit == {
+        "dataset": "digits",
+        "sigma": 2,
+        "kappa": "exact",
+        "out": Path("x"),
+    }
     assert (settings.lr, named.settings.lr, settings.loss) == (None, 0.005, "cross-entropy")
     with pytest.raises(ValidationError, match="frozen"):
         settings.sigma = 3  # type: ignore[misc]

@@ -16,8 +16,8 @@ ALSO_SHOWN: Mapping[str, str] = {
     "tests/cli/test_several.py::test_a_lost_rank_is_named_and_the_run_goes_on_without_it": (
         "tests/test_ranks.py::test_a_run_goes_on_with_other_ranks"
     ),
-    "tests/dp/test_products.py::test_the_margin_covers_terms_that_cancel": (
-        "tests/dp/test_products.py::test_no_sample_whose_terms_cancel_weighs_more_than_one"
+    "tests/dp/test_ghost_clipping.py::test_the_margin_covers_terms_that_cancel": (
+        "tests/dp/test_ghost_clipping.py::test_no_sample_whose_terms_cancel_weighs_more_than_one"
     ),
     "tests/dp/test_rounding.py::test_the_margin_covers_the_rounding_of_what_is_written_out": (
         "tests/dp/test_rounding.py::test_the_margin_covers_the_rounding_of_the_sum"

@@ -29,7 +29,7 @@ from dpmac_cli.config.plan import (
 )
 from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
 from dpmac_cli.config.sources import (
-    Given,
+    SettingValue,
     Values,
     by_setting,
     combined,
@@ -84,7 +84,7 @@ def resolve(
         BudgetError: no noise meets the target epsilon.
     """
     errors: list[str] = []
-    named = settings.given if isinstance(settings, Settings) else settings or {}
+    named = settings.explicit if isinstance(settings, Settings) else settings or {}
     on_command_line = from_flags({**named, **keywords}, errors)
     given = {} if file is None else read_settings(file, errors)
     if "model" in given and "model" not in on_command_line:
@@ -99,7 +99,7 @@ def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Res
         InputError: lists every fault found.
     """
     given = {
-        name: Given(value, f"{flag_name(name)} in the checkpoint")
+        name: SettingValue(value, f"{flag_name(name)} in the checkpoint")
         for name, value in by_setting(recorded).items()
         if value is not False
     }
@@ -108,8 +108,8 @@ def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Res
 
 
 def _resolved(
-    flags: Mapping[SettingName, Given],
-    file: Mapping[SettingName, Given],
+    flags: Mapping[SettingName, SettingValue],
+    file: Mapping[SettingName, SettingValue],
     errors: list[str],
     earlier: tuple[TrainingEvent, ...] = (),
 ) -> Resolved:
@@ -152,7 +152,7 @@ def resolve_batches(
 def _planned(
     settings: Complete,
     data: DataPlan,
-    flags: Mapping[SettingName, Given],
+    flags: Mapping[SettingName, SettingValue],
     errors: list[str],
     earlier: tuple[TrainingEvent, ...],
 ) -> Resolved:

@@ -77,7 +77,7 @@ def split(
     return [train, test]
 
 
-def found(
+def data_facts(
     source: Source,
     sides: Sequence[Records],
     shape: tuple[int, int, int],

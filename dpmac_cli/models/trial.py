@@ -1,4 +1,4 @@
-"""What validation runs a network on: made-up samples, and losses of its outputs."""
+"""Inputs of a trial run of a network: made-up samples, and losses of its outputs."""
 
 from dataclasses import dataclass
 

@@ -23,7 +23,8 @@ from dpmac_cli.data.schema import TABLES
 from dpmac_cli.data.stacking import one_by_one
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
-from dpmac_cli.data.texts import TextReader, read_new
+from dpmac_cli.data.texts import read_new
+from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts

@@ -73,14 +73,14 @@ def make_task(
     The network is validated before the first record is read. For arguments and errors see
     :func:`make_trainer`.
     """
-    network, facts, at_hand = plan.network, plan.data.facts, model is not None
+    network, facts, passed_in = plan.network, plan.data.facts, model is not None
     if model is None:
         built = _build(plan, keys)
     else:
-        built = _Built(model=_check_at_hand(network, facts, model))
+        built = _Built(model=_check_passed_in(network, facts, model))
     model = built.model.to(device)
-    parts = None if at_hand else _parts(network, facts, model)
-    own = at_hand or isinstance(network.model, UserModel)
+    parts = None if passed_in else _parts(network, facts, model)
+    own = passed_in or isinstance(network.model, UserModel)
     kind, why = _independence(network, facts, model, parts, own=own)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(network, facts, model, parts)
@@ -157,7 +157,7 @@ def _start(
     """Load the public weights into a network; return them with notes."""
     weights = None if network.pretrained is None else read_weights(network.pretrained)
     if isinstance(network.features, TextEncoder):
-        weights = text_encoder.public_weights(network.features)
+        weights = text_encoder.encoder_weights(network.features)
         return weights, tuple(weights.adopted_by(model.get_submodule("frozen"), None))
     if isinstance(network.features, Backbone):
         weights = weights or public_weights(network.features.kind)
@@ -192,7 +192,7 @@ def _build(plan: TrainPlan, keys: Keys) -> _Built:
     return _Built(model=model, fingerprints=sums, notes=notes, built_by=built_by)
 
 
-def _check_at_hand(network: NetworkPlan, facts: Dataset, model: object) -> nn.Module:
+def _check_passed_in(network: NetworkPlan, facts: Dataset, model: object) -> nn.Module:
     """Validate a network that was passed in like a built one. Raises InputError, ModelError."""
     if network.features is not None or network.pretrained is not None:
         raise InputError(

@@ -11,7 +11,7 @@ from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
 from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.data.registry import Dataset, Defaults
-from dpmac_cli.data.schema import AtHand, DataFacts
+from dpmac_cli.data.schema import DataFacts, InMemoryData
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, samples_in
 from dpmac_cli.dp.optimizers import Kappa
 from dpmac_cli.errors import InputError, ModelError, raise_errors
@@ -101,7 +101,7 @@ def settings_of(
         levels=1,
     )
     named: Keywords = {
-        "dataset": AtHand(Path(BATCHES)),
+        "dataset": InMemoryData(Path(BATCHES)),
         "model": name,
         "batch_size": sampling.batch_size,
         "sampler": sampling.sampler,

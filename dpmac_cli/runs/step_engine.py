@@ -22,7 +22,7 @@ from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.chunks import BatchSum, Running
 from dpmac_cli.training.descent import Descent
 from dpmac_cli.training.lineage import Training, attach
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
 
 
@@ -137,7 +137,7 @@ def _built(
         sums=sums,
         algorithm=build_algorithm(plan.optimizer.method, plan.optimizer.hyper, rule=rule),
         mechanism=mechanism(sigma, batch),
-        plan=Plan(
+        plan=StepPlan(
             steps=steps,
             steps_per_epoch=plan.privacy.steps_per_epoch,
             physical_batch=physical,

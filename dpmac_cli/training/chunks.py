@@ -39,7 +39,7 @@ from dpmac_cli.models.unchanged import DURING, Unchanged
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 
 #: Note for a network whose records depend on others under vmap.
 IN_A_LOOP = (
@@ -50,7 +50,7 @@ IN_A_LOOP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """How a network is run on the samples of a step.
+    """Settings for running a network on the samples of a step.
 
     Attributes:
         loss: loss per sample.
@@ -254,7 +254,7 @@ class DataSum(ChunkedSum):
     """
 
     def __init__(
-        self, model: nn.Module, data: Data, plan: Plan, batch: float, layers: LayerDraws | None
+        self, model: nn.Module, data: Data, plan: StepPlan, batch: float, layers: LayerDraws | None
     ) -> None:
         self._data, self._recipe = data, plan.recipe
         inputs, kind = plan.recipe.inputs, plan.recipe.loss

@@ -21,7 +21,7 @@ from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import ChunkedSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.lineage import Training
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness, TrainState
 
 #: Fraction of the clipping margin below 1 that the mechanism's rounding may use; the rest is for
@@ -52,7 +52,7 @@ class Descent:
         sums: ChunkedSum,
         algorithm: Algorithm,
         mechanism: GaussianMechanism,
-        plan: Plan,
+        plan: StepPlan,
         randomness: Randomness,
         hooks: Sequence[Canaries] = (),
         ranks: Ranks | None = None,

@@ -17,7 +17,7 @@ from dpmac_cli.training.covered import CoveredScore, release
 from dpmac_cli.training.descent import Descent
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
 
 
@@ -41,7 +41,7 @@ class Trainer(Descent):
         data: Data,
         algorithm: Algorithm,
         mechanism: GaussianMechanism,
-        plan: Plan,
+        plan: StepPlan,
         randomness: Randomness,
         hooks: Sequence[Canaries] = (),
         ranks: Ranks | None = None,

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, samples_in
 from dpmac_cli.dp.clipping.deep_copy import duplicate
-from dpmac_cli.dp.clipping.layer_rules import RULES, Use, instantiate
+from dpmac_cli.dp.clipping.layer_rules import LAYER_RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
@@ -209,7 +209,7 @@ class Isolated:
         layers = [
             layer
             for layer in split_by_module(probe)
-            if type(layer.module) in RULES
+            if type(layer.module) in LAYER_RULES
             and not (layer.module._forward_hooks or layer.module._forward_pre_hooks)
         ]
         self.recorded = {layer.name for layer in layers}
