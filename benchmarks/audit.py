@@ -43,7 +43,7 @@ class Halved(SeededNormals):
     def __init__(self, noise: Any) -> None:
         self._noise = noise
 
-    def standard_normal(self, like: torch.Tensor) -> torch.Tensor:
+    def standard_normal(self, like: torch.Tensor, at_once: int | None = None) -> torch.Tensor:
         """Half of a standard normal draw."""
         drawn: torch.Tensor = self._noise.standard_normal(like)
         return drawn.mul_(0.5)

@@ -12,6 +12,9 @@ from .accounting.pricing import price as price
 from .accounting.risk import Risk as Risk
 from .accounting.risk import assess_risk as assess_risk
 from .accounting.risk import trade_off as trade_off
+from .accounting.sampling import OwnLoader as OwnLoader
+from .accounting.sampling import Poisson as Poisson
+from .accounting.sampling import RandomAllocation as RandomAllocation
 from .accounting.statements import format_epsilon as format_epsilon
 from .accounting.statements import statement as statement
 from .config.plan import TrainPlan as TrainPlan
@@ -25,7 +28,16 @@ from .data.in_memory import from_dataframe as from_dataframe
 from .data.in_memory import from_torch as from_torch
 from .data.loaders import load_data as load_data
 from .data.registry import DATASETS as DATASETS
+from .dp.geometry import AdaClip as AdaClip
+from .dp.geometry import Ball as Ball
+from .dp.geometry import Geometry as Geometry
+from .dp.geometry import MacAdam as MacAdam
+from .dp.mechanism import Ellipsoid as Ellipsoid
+from .dp.mechanism import GaussianMechanism as GaussianMechanism
 from .dp.mechanism import PrivateMean as PrivateMean
+from .dp.mechanism import SecureMechanism as SecureMechanism
+from .dp.mechanism import ball as ball
+from .dp.mechanism import ellipsoid as ellipsoid
 from .dp.optimizers import OPTIMIZERS as OPTIMIZERS
 from .dp.optimizers import Optimizer as Optimizer
 from .dp.rules import Moments as Moments
@@ -37,6 +49,7 @@ from .errors import InputError as InputError
 from .errors import ModelError as ModelError
 from .errors import RunError as RunError
 from .models.registry import MODELS as MODELS
+from .randomness.noise import Noise as Noise
 from .release.model_file import Released as Released
 from .release.model_file import load_model as load_model
 from .release.prediction import Predictions as Predictions
@@ -51,6 +64,7 @@ from .release.run import resume as resume
 from .release.run import train as train
 from .release.scoring import Scored as Scored
 from .release.scoring import score as score
+from .runs.private_step import PrivateStep as PrivateStep
 from .runs.session import Reduced as Reduced
 from .runs.session import Started as Started
 from .runs.session import Update as Update
@@ -60,6 +74,7 @@ from .studies.grid import Grid as Grid
 from .studies.grid import plan as plan
 from .studies.results import Comparison as Comparison
 from .studies.results import collect as collect
+from .training.clipped import ClippedSum as ClippedSum
 from .training.evaluation import Evaluation as Evaluation
 from .training.evaluation import evaluate as evaluate
 from .training.loop import Evaluated as Evaluated

@@ -19,6 +19,8 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 
 LEFT_OUT = pytest.StashKey[int]()
+#: Tests of privacy promises that have no short case.
+LONG_ALONE = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,8 +28,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked long, too")
 
 
+def name_of(item: pytest.Item) -> str:
+    """Return the file and the name of a test, without the parameters of the case."""
+    return item.nodeid.partition("[")[0]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked as long, except with ``--long`` or if a test is named by its id."""
+    private = [item for item in items if item.get_closest_marker("privacy")]
+    short = {name_of(item) for item in private if not item.get_closest_marker("long")}
+    config.stash[LONG_ALONE] = {name_of(item) for item in private} - short
     named = any("::" in name for name in config.invocation_params.args)
     if config.getoption("--long") or named:
         return

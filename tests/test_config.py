@@ -26,6 +26,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.studies.grid import plan
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import limits_of
+from tests.tiny_bert import write_encoder
 
 SETTINGS: Mapping[str, Option] = options(Settings)
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
@@ -49,6 +50,7 @@ VALUES: Mapping[str, Any] = {
     "channels": "3",
     "image_size": 40,
     "levels": 4095,
+    "tokens": 32,
     "classes": "cat,dog",
     "standardise": "imagenet",
     "feature_range": "-1,2.5",
@@ -102,7 +104,7 @@ VALUES: Mapping[str, Any] = {
     "quiet": True,
     "debug": True,
 }
-PICTURES, ROWS, TABLE = "pictures", "rows.npz", "table.csv"
+PICTURES, ROWS, TABLE, TEXTS = "pictures", "rows.npz", "table.csv", "texts"
 #: Settings that some need beside them.
 BESIDE: Mapping[str, Mapping[str, Any]] = {
     **{name: {"dataset": PICTURES} for name in ("test_fraction", "split_seed", "channels")},
@@ -112,7 +114,9 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "unit": {"dataset": PICTURES},
     "records_per_unit": {"dataset": PICTURES, "unit": "[0-9]+"},
     "schema": {"dataset": TABLE},
+    "tokens": {"dataset": TEXTS, "backbone": "./encoder"},
     "guesses": {"canaries": 100},
+    "force": {"out": "out"},
     "score_every": {"cover_scores": True},
     "augment": {"augmentations": 2},
     "backbone_size": {"backbone": "efficientnet-lite1"},
@@ -125,6 +129,7 @@ _FIELDS = {
     "dataset": "data.dataset",
     **{name: f"data.source.{name}" for name in ("test_fraction", "split_seed", "image_size")},
     **{name: f"data.source.{name}" for name in ("levels", "standardise", "unit", "skip_bad")},
+    "tokens": "data.source.texts.limit",
     "data_dir": "data.folder",
     "model": "network.model.name",
     **{name: f"network.{name}" for name in ("fix_norm", "isolate")},
@@ -182,13 +187,18 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own_data() -> None:
-    """Three small datasets in the working folder."""
+    """Small datasets, and an encoder of texts, in the working folder."""
     for label, name in enumerate(("cat", "dog")):
         Path(PICTURES, name).mkdir(parents=True)
         for number in range(8):
             Image.new("L", (6, 5), 100 * label + number).save(Path(PICTURES, name, f"{number}.png"))
     np.savez(ROWS, x=np.linspace(-3, 3, 120).reshape(40, 3), y=np.arange(40) % 2)
     Path(TABLE).write_text("age,ill\n" + "30,no\n40,yes\n" * 20)
+    write_encoder(Path("encoder"))
+    for label, name in enumerate(("cat", "dog")):
+        Path(TEXTS, name).mkdir(parents=True)
+        for number in range(8):
+            Path(TEXTS, name, f"{number}.txt").write_text(f"{number} {label}")
     declared = "label: {column: ill, classes: [no, yes]}\ncolumns: {age: {range: [0, 99]}}\n"
     Path("schema.yaml").write_text(declared)
 
@@ -491,6 +501,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "split_seed": ("-1", "4294967296"),
     "image_size": ("0", "1025"),
     "levels": ("0", "65536"),
+    "tokens": ("2", "8193"),
     "records_per_unit": ("0", "1025"),
     "warmup_steps": ("-1", "10000001"),
     "weight_decay": ("-0.1", "1001"),

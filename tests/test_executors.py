@@ -255,14 +255,42 @@ def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_
         range(4), grid.runs[0].plan.privacy.steps
     )
     assert table(as_json(collect(grid, {}))) == local
-    assert stat.S_IMODE((tmp_path / "jobs").stat().st_mode) == 0o700
+    assert_told_nothing_private(grid, tmp_path / "jobs", 4)
+
+
+@pytest.mark.privacy
+def test_what_jobs_are_told_is_private_and_holds_no_record(jobs: Jobs, tmp_path: Path) -> None:
+    grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
+    before = os.umask(0)
+    try:
+        ended = [event for event in jobs(grid, tmp_path, [0]) if isinstance(event, Ended)]
+    finally:
+        os.umask(before)
+    assert ended == [Ended(0)]
+    assert_told_nothing_private(grid, tmp_path / "jobs", 1)
+
+
+def assert_told_nothing_private(grid: Grid, folder_of_jobs: Path, count: int) -> None:
+    """Only their owner reads what jobs are told, and no record is in it."""
+    assert stat.S_IMODE(folder_of_jobs.stat().st_mode) == 0o700
     records = share_data(grid.runs[:1])["digits"].train.images
-    told_to_jobs = list((tmp_path / "jobs").rglob("*.pkl"))
-    assert len(told_to_jobs) >= 4
+    told_to_jobs = list(folder_of_jobs.rglob("*.pkl"))
+    assert len(told_to_jobs) >= count
     for path in told_to_jobs:
         content = path.read_bytes()
         assert records[0].numpy().tobytes() not in content
         assert len(content) < 20_000
+
+
+@pytest.mark.privacy
+def test_ray_is_told_to_report_no_use_before_it_is_loaded() -> None:
+    need("ray")
+    from dpmac_cli.studies import ray_cluster  # noqa: PLC0415
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "1")
+        importlib.reload(ray_cluster)
+        assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
 @pytest.mark.long
@@ -282,9 +310,11 @@ def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert finished_report(other) is None
     reached = max(checkpoint.newest(other.folder).step, folder.reported_steps(other.folder))
     assert 12 <= reached < 24_000
-    moved = [event for event in jobs(grid, tmp_path, [1]) if isinstance(event, Moved)]
-    assert moved[0].step >= reached
-    assert finished_report(other) is not None
+    resumed = jobs(grid, tmp_path, [1])
+    moved = next(event for event in resumed if isinstance(event, Moved))
+    assert moved.step >= reached
+    wait_for(lambda: checkpoint.newest(other.folder).step > reached)
+    del resumed  # its job is cancelled
 
 
 class Scripted(Executor):

@@ -24,6 +24,7 @@ from dpmac_cli.randomness.keystream import (
     KeyStream,
     generator,
     make_keys,
+    rows_of,
 )
 from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS, LayerDraws
 from dpmac_cli.randomness.noise import PAIRS, Noise, box_muller
@@ -393,13 +394,13 @@ def test_secure_draws_hide_the_words_that_they_come_from(monkeypatch: pytest.Mon
     Both normals of a pair reveal its u. Who knows the rest of a sum would see which of two sums
     leaves noise that can occur. What is left of u must be uniform.
     """
-    count, rows = 20_000, noise.rows_of
+    count, kinds = 20_000, list[Any]()
 
     def far_out(streams: Any, count: int, kind: Any) -> Any:
-        words = rows(streams, count, kind)
-        return words >> 40 if len(kinds) < 1 and kinds.append(kind) is None else words
+        words = rows_of(streams, count, kind)
+        kinds.append(kind)
+        return words >> 40 if len(kinds) == 1 else words
 
-    kinds: list[Any] = []
     monkeypatch.setattr(noise, "rows_of", far_out)
     like = torch.empty(2 * count, dtype=torch.float64)
     hidden = Noise(a_key(3), secure=True).at(1).standard_normal(like)

@@ -14,7 +14,7 @@ from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config import account_flags
-from dpmac_cli.config.account_flags import Question, answer, ask
+from dpmac_cli.config.account_flags import AccountQuery, answer, ask
 from dpmac_cli.errors import BudgetError, InputError
 from tests.tiers import rest_long
 
@@ -33,13 +33,13 @@ def typed(line: str) -> Mapping[str, str]:
 SMALL = ask(typed("--dataset-size 40 --batch-size 8 --sigma 6 --epochs 2"))
 
 
-def changed(question: Question, **changes: Any) -> Question:
+def changed(question: AccountQuery, **changes: Any) -> AccountQuery:
     """The question with other flags."""
     other: Any = question
-    return cast(Question, replace(other, **changes))
+    return cast(AccountQuery, replace(other, **changes))
 
 
-def only(question: Question) -> Row:
+def only(question: AccountQuery) -> Row:
     (row,) = answer(question)
     return row
 

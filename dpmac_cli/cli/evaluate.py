@@ -235,7 +235,9 @@ def card(run: Path, **given: Any) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
     answers, flags = take(CardAnswers, given), take(Format, given)
-    rows = {name.replace("_", " "): " ".join(text.split()) for name, text in answers.given.items()}
+    rows = {
+        name.replace("_", " "): " ".join(text.split()) for name, text in answers.explicit.items()
+    }
     written = {name: text for name, text in rows.items() if text}
     console.print_result(render_card(run, flags.format, written))
 

@@ -34,7 +34,7 @@ SOLVABLE: Mapping[str, tuple[AccountName, ...]] = {
 }
 #: Accountants to use, by the value of ``--accountant``.
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
-TRAINING, TARGET, METHOD = "Training", "Question", "Method"
+TRAINING, TARGET, METHOD = "Training", "AccountQuery", "Method"
 NoiseOrNone = Annotated[float, Field(ge=0, le=SIGMA_MAX)]
 
 
@@ -98,7 +98,7 @@ FLAGS: Mapping[AccountName, Option] = options(AccountFlags)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class AccountQuery:
     """Flags of ``dpmac account`` with their defaults; None for the setting to solve for."""
 
     dataset_size: int
@@ -131,7 +131,7 @@ def by_name(flags: Mapping[str, str], errors: list[str]) -> dict[AccountName, st
     return {names[name]: text for name, text in flags.items() if name in names}
 
 
-def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
+def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
     """Convert text by flag name ("batch-size") to a validated question.
 
     Raises InputError with every fault, including those ``found`` before.
@@ -163,7 +163,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
         errors += misfits("the dataset", size, batch, epochs or ())
     raise_errors(errors)
     assert size is not None  # noqa: S101
-    return Question(
+    return AccountQuery(
         dataset_size=size,
         batch_size=batch,
         epochs=epochs,
@@ -226,7 +226,7 @@ def _missing(given: Mapping[AccountName, str], solve: str | None) -> Iterator[st
             yield "--epochs or --steps"
 
 
-def answer(question: Question) -> Iterator[Row]:
+def answer(question: AccountQuery) -> Iterator[Row]:
     """Yield the rows that answer a question, one for each combination of its values.
 
     Raises:
@@ -248,7 +248,7 @@ def answer(question: Question) -> Iterator[Row]:
 
 
 def _solved(
-    question: Question, sigma: float, length: tuple[str, int], target: float, accountant: str
+    question: AccountQuery, sigma: float, length: tuple[str, int], target: float, accountant: str
 ) -> Row:
     """Solve for a setting, and compute the privacy cost of the result."""
     size, batch, delta = question.dataset_size, question.batch_size or 0, question.delta

@@ -16,7 +16,7 @@ from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomeP
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import STANDARDS, TABLES, AtHand
+from dpmac_cli.data.schema import STANDARDS, TABLES, InMemoryData
 from dpmac_cli.data.table_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Kappa
 from dpmac_cli.models.encoders import ENCODERS
@@ -112,8 +112,8 @@ class Settings(Flags, frozen=True):
 
     # Task
     dataset: Annotated[
-        str | AtHand,
-        Choice(tuple(DATASETS), OWN_DATA, instances=AtHand),
+        str | InMemoryData,
+        Choice(tuple(DATASETS), OWN_DATA, instances=InMemoryData),
         Field(description="Dataset to train on."),
         Flag(TASK, also=("data",), fixed=True, local=True),
     ] = "mnist"

@@ -10,7 +10,7 @@ from dpmac_cli.config.fields import Option, flag_name
 from dpmac_cli.config.flags import near_setting
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.settings import SETTINGS
-from dpmac_cli.config.sources import Given
+from dpmac_cli.config.sources import SettingValue
 
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
@@ -24,13 +24,13 @@ NODE_WORDS: Mapping[type[yaml.Node], str] = {
 }
 
 
-def read_settings(file: Path, errors: list[str]) -> dict[SettingName, Given]:
+def read_settings(file: Path, errors: list[str]) -> dict[SettingName, SettingValue]:
     """Return the settings of a YAML file, and add its faults to ``errors``.
 
     A value is the text of a flag's value: YAML's number parsing (010 is 8, 1:30 is 90, 1e-5 is
     text) is not used. Null and false switches are ignored.
     """
-    given: dict[SettingName, Given] = {}
+    given: dict[SettingName, SettingValue] = {}
     for name, origin, node in _entries(file, SETTINGS, "a setting", errors):
         if not isinstance(node, yaml.ScalarNode):
             errors.append(f"{origin} must be a single value, not {NODE_WORDS[type(node)]}.")
@@ -39,7 +39,7 @@ def read_settings(file: Path, errors: list[str]) -> dict[SettingName, Given]:
         if SETTINGS[name].switch and node.tag == BOOL:
             value = yaml.SafeLoader.bool_values.get(node.value.lower(), value)
         if node.tag != NULL and value is not False:
-            given[name] = Given(value, origin)
+            given[name] = SettingValue(value, origin)
     return given
 
 

@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import MISSING, UNUSABLE, text_of, unit_name, units_in
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_schema import Column
-from dpmac_cli.data.texts import NEEDS_ENCODER, TextReader, is_blank
+from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
+from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
 
 try:
@@ -45,7 +46,7 @@ Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """Return arrays like those of an .npz, and the records left out. Raises InputError."""
-    table = None if source.at_hand is None else _table_of(source.at_hand.frame, source.unit)
+    table = None if source.in_memory is None else _table_of(source.in_memory.frame, source.unit)
     path, schema = source.path, source.schema
     if schema is None:
         raise InputError(
@@ -337,7 +338,7 @@ def _tokens(
     raw = cells.cast(pa.binary()).to_pylist()
     texts = ["" if text is None else text.decode(errors="replace") for text in raw]
     missing = np.array([is_blank(text) for text in texts], np.bool_)
-    inputs = reader.read(texts, column.text)
+    inputs = as_inputs(texts, reader, column.text)
     low, high = (np.full(column.text or 0, end) for end in reader.ends)
     if column.missing == "input":
         inputs = np.column_stack([inputs, missing])

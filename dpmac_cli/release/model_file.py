@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.data.registry import DATASETS, Signature
-from dpmac_cli.data.texts import TextReader
+from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import registry, weights
 from dpmac_cli.models.build import build_model, build_network, seen_by_network

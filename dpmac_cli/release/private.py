@@ -18,7 +18,7 @@ from dpmac_cli.config.keywords import Keywords, TrainingKeywords
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
@@ -82,7 +82,7 @@ class PrivateTraining:
     def __init__(
         self,
         model: nn.Module,
-        data: str | Path | AtHand,
+        data: str | Path | InMemoryData,
         settings: Settings | None = None,
         *,
         loss: str | Loss | None = None,
@@ -96,7 +96,7 @@ class PrivateTraining:
         chosen: Keywords = {"dataset": data, "model": name}
         if loss is not None:
             chosen["loss"] = named
-        given = {} if settings is None else settings.given
+        given = {} if settings is None else settings.explicit
         resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
         device = choose_device(resolved.plan.run.device)
         plan = resolved.plan.on(str(device))

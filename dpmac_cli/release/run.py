@@ -101,7 +101,7 @@ def fork(
 
 def _merged(flags: Settings | Values | None, keywords: Keywords) -> Mapping[Any, Any]:
     """Return settings by name, of which keywords take precedence."""
-    named: Mapping[Any, Any] = flags.given if isinstance(flags, Settings) else flags or {}
+    named: Mapping[Any, Any] = flags.explicit if isinstance(flags, Settings) else flags or {}
     return {**named, **keywords}
 
 

@@ -195,7 +195,7 @@ def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
     return Inherited(saved=saved, spent=spent, notes=tuple(notes))
 
 
-def check_given(
+def check_changes(
     run: Path,
     recorded: Mapping[str, Any],
     given: Mapping[SettingName, Any],

@@ -19,7 +19,7 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.runs import checkpoint, folder, ledger
-from dpmac_cli.runs.checkpoint import Inherited, check_given, check_same, inherited
+from dpmac_cli.runs.checkpoint import Inherited, check_changes, check_same, inherited
 from dpmac_cli.runs.environment import (
     check_ranks,
     choose_device,
@@ -185,7 +185,7 @@ def _resumed(
 ) -> tuple[TrainPlan, Inherited]:
     saved = checkpoint.newest(where)
     recorded, step = saved.record["config"], saved.step
-    check_given(where, recorded, given, "--resume", ("dataset", "model"))
+    check_changes(where, recorded, given, "--resume", ("dataset", "model"))
     resolved = change(recorded, given)
     plan, privacy = resolved.plan, resolved.plan.privacy
     _check_unchanged(where, plan, recorded, given)
@@ -243,7 +243,7 @@ def _check_unchanged(
 def _forked(parent: Path, given: Mapping[SettingName, Any]) -> tuple[TrainPlan, Inherited]:
     saved = checkpoint.newest(parent)
     recorded, step = saved.record["config"], saved.step
-    check_given(parent, recorded, given, "--fork", FIXED)
+    check_changes(parent, recorded, given, "--fork", FIXED)
     resolved = change(recorded, given)
     plan = resolved.plan
     out = plan.run.folder

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.units import Units
 from dpmac_cli.storage.files import finite_or_none
-from dpmac_cli.training.intervals import Interval, Sizes, interval, of_shares
+from dpmac_cli.training.intervals import Floats, Interval, Sizes, interval, of_shares
 
-Floats = NDArray[np.floating[Any]]
 #: Number of equal-width bins of the calibration error.
 BINS = 15
 #: Minimum and maximum default number of bootstrap resamples, and their largest total size.

@@ -103,7 +103,7 @@ def _write(
     if layer.direct:
         out.copy_(use.delta.reshape(len(out), views, -1).sum(1))
         return
-    rule = RULES.get(type(layer.module)) if is_plain(layer, use) else None
+    rule = LAYER_RULES.get(type(layer.module)) if is_plain(layer, use) else None
     gradients = rule(layer, use.inputs[0], use.delta, views) if rule else None
     if gradients is None:
         gradients = _by_vmap(layer, use, views)
@@ -207,7 +207,7 @@ def _embedding(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
 
 
 #: Functions that instantiate a layer's gradients, by its exact type; None falls back to vmap.
-RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients | None]] = {
+LAYER_RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients | None]] = {
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
     StandardisedConv2d: _conv2d,  # w.r.t. W-hat

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import attention, recurrent
+from dpmac_cli.dp.clipping.batches import Batch
 from dpmac_cli.errors import ModelError
 
 #: Weight and bias of each projection, by name.
@@ -64,7 +65,7 @@ def projections(module: nn.Module) -> dict[str, nn.Linear]:
     return found
 
 
-def plainly_called(model: nn.Module, example: Tensor) -> set[int]:
+def plainly_called(model: nn.Module, example: Batch) -> set[int]:
     """Return the ids of composite layers whose calls, on an example batch, are all plain."""
     plain, others = set[int](), set[int]()
 
