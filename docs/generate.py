@@ -14,7 +14,7 @@ import typer
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import app
 from dpmac_cli.config import keywords
-from dpmac_cli.config.defaults import EPSILON
+from dpmac_cli.config.best import EPSILON
 from dpmac_cli.config.fields import Option, flag_name
 from dpmac_cli.config.given import EXCLUSIVE, INCOMPATIBLE
 from dpmac_cli.config.question import FLAGS

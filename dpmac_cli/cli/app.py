@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperCommand
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, compare, evaluate, own_data, runs, train
+from dpmac_cli.cli import account, compare, evaluate, own_data, recipes, runs, train
 from dpmac_cli.cli.failures import explained
 from dpmac_cli.config.fields import options
 from dpmac_cli.config.flags import other_names
@@ -45,6 +45,7 @@ for _name, _function in (
     ("predict", evaluate.predict),
     ("card", evaluate.card),
     ("report", evaluate.report),
+    ("recipes", recipes.recipes),
     ("runs", runs.runs),
     ("schema", own_data.schema),
     ("cache", own_data.cache),

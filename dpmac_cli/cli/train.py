@@ -110,7 +110,7 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
             resolved = resolve(flags, start.config)
         settings = resolved.plan.settings
         if not settings.quiet:
-            console.print_notes(resolved.notes)
+            console.print_notes((*resolved.chosen, *resolved.notes))
     quiet, json = settings.quiet, settings.json
     # Importing torch takes seconds, so wait until there is something to train.
     with console.waiting(quiet, "loading torch"):

@@ -53,6 +53,7 @@ SettingName = Literal[
     "h2",
     "kappa",
     "phi",
+    "recipe",
     "lr_schedule",
     "warmup_steps",
     "weight_decay",
@@ -81,6 +82,8 @@ SettingName = Literal[
 #: Names of the flags of ``dpmac account``.
 AccountName = Literal[
     "dataset",
+    "recipe",
+    "model",
     "dataset_size",
     "batch_size",
     "epochs",
@@ -140,6 +143,7 @@ class TrainingKeywords(TypedDict, total=False):
     h2: float | None
     kappa: Kappa | None
     phi: str | None
+    recipe: str | None
     lr_schedule: str | None
     warmup_steps: int | None
     weight_decay: float | None

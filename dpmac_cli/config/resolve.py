@@ -23,6 +23,7 @@ from dpmac_cli.config.given import (
 )
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.recipes import recipe_notes, with_file
 from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
@@ -37,10 +38,11 @@ from dpmac_cli.training.schedules import LossKind, Recipe
 
 @dataclass(frozen=True)
 class Resolved:
-    """A validated plan, and notes for the user."""
+    """A validated plan, notes on probable mistakes, and what the recipe chose, with reasons."""
 
     plan: TrainPlan
     notes: tuple[str, ...]
+    chosen: tuple[str, ...] = ()
 
 
 def resolve(
@@ -114,7 +116,7 @@ def _resolved(
     earlier: tuple[TrainingEvent, ...] = (),
 ) -> Resolved:
     """Return a validated plan; ``errors`` were found before."""
-    given = combined(file, flags, errors)
+    given = with_file(combined(file, flags, errors), errors)
     settings, invalid = validated(given, errors)
     # Otherwise defaults would be another dataset's, or all images would be decoded first.
     if "dataset" in invalid or settings.skip_bad:
@@ -129,7 +131,8 @@ def _resolved(
     plan = make_plan(completed(settings, found.facts), data, found)
     raise_errors([*errors, *checks.faults(plan)])
     plan = _calibrated(plan, earlier)
-    return Resolved(plan, tuple(checks.notes(plan, flags)))
+    chosen = tuple(recipe_notes(settings, found.facts))
+    return Resolved(plan, tuple(checks.notes(plan, flags)), chosen)
 
 
 def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPlan:
