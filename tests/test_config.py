@@ -1,6 +1,7 @@
 """Settings from flags and YAML: who wins, what is refused, and what is written back."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -13,11 +14,12 @@ from PIL import Image
 from pydantic import Field
 
 from dpmac_cli.cli.options import parameter
+from dpmac_cli.config import resolve as resolving
 from dpmac_cli.config.fields import Flag, Option, flag_name, options
 from dpmac_cli.config.flags import near_setting
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import Resolved, change, resolve
+from dpmac_cli.config.resolve import Resolved, change
 from dpmac_cli.config.settings import RECIPE, Count, Settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
@@ -84,6 +86,7 @@ VALUES: Mapping[str, Any] = {
     "cover_scores": True,
     "score_every": 2,
     "lr_schedule": "cosine",
+    "recipe": "best",
     "warmup_steps": 3,
     "weight_decay": 0.01,
     "ema": 0.99,
@@ -155,6 +158,7 @@ _FIELDS = {
 #: The value of each setting as it was typed, read off a plan. A plan knows nothing of --debug.
 PLANNED: Mapping[str, Callable[[Any], Any]] = {
     **{name: attrgetter(_FIELDS.get(name, name)) for name in SETTINGS if name != "debug"},
+    "recipe": lambda plan: plan.settings.recipe,
     "isolate": lambda plan: plan.isolate,
     "pretrained": lambda plan: str(plan.pretrained),
     "channels": lambda plan: str(plan.data.channels),
@@ -169,6 +173,19 @@ PLANNED: Mapping[str, Callable[[Any], Any]] = {
     "score_every": lambda plan: plan.scores.every / plan.steps_per_epoch,
     "checkpoint_every": lambda plan: str(plan.checkpoint_steps),
 }
+
+
+def resolve(
+    flags: Mapping[str, Any] | None = None, file: Path | None = None, **keywords: Any
+) -> Resolved:
+    """Resolve settings, with the noise of the paper if a file names none: its plan is cheap."""
+    given = {**(flags or {}), **keywords}
+    body = "" if file is None or not file.is_file() else file.read_bytes().decode(errors="ignore")
+    if not given.keys() & {"recipe", "epsilon", "sigma"} and not re.search(
+        r"^(recipe|epsilon)\b", body, re.MULTILINE
+    ):
+        given = {"recipe": "paper", **given}
+    return resolving.resolve(given, file)
 
 
 @pytest.fixture

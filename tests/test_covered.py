@@ -184,7 +184,9 @@ def test_scores_are_due_as_often_as_they_are_priced(
 @pytest.mark.privacy
 @pytest.mark.parametrize("every", [None, 1, 7])
 def test_all_scores_together_cost_what_training_does(every: int | None) -> None:
-    plan = resolve(dataset="digits", epsilon=3, cover_scores=True, score_every=every).plan
+    plan = resolve(
+        dataset="digits", epsilon=3, recipe="paper", cover_scores=True, score_every=every
+    ).plan
     assert plan.scores is not None
     released = [step for step in range(plan.steps + 1) if plan.scores.due(step, plan.steps)]
     assert len(released) == {None: 1, 1: 20, 7: 3}[every]

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits, load_wine
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.defaults import _rate
+from dpmac_cli.config.best import _rate
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import DATA, SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
