@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dpmac_cli.plots import COLOURS, DASHES, new_figure, write_figure
-from dpmac_cli.runs.scoring import draw_evaluation
+from dpmac_cli.release.scoring import draw_evaluation
 from dpmac_cli.training.metrics import Answers
 
 
