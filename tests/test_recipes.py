@@ -127,8 +127,8 @@ def test_the_rule_knows_only_public_facts() -> None:
     for seed in (0, 1):
         x = np.random.default_rng(seed).normal(size=(500, 6)) * (1 + 9 * seed)
         low, high = np.full(6, -99.0), np.full(6, 99.0)
-        test = {"x_test": x[:90], "y_test": np.arange(90) % 2}
-        np.savez("t.npz", x=x, y=np.arange(500) % 2, low=low, high=high, **test)
+        labels, tested = np.arange(500) % 2, np.arange(90) % 2
+        np.savez("t.npz", x=x, y=labels, x_test=x[:90], y_test=tested, low=low, high=high)
         found.append(dict(resolve(dataset="t.npz", sigma=9).plan.recorded))
     assert found[0] == found[1]
 
@@ -149,7 +149,7 @@ def test_account_prices_what_train_runs(targets: str, more: dict[str, str]) -> N
     questions = asked({"epsilon": targets, "dataset": "mnist", **more})
     rows = [row for one in questions for row in answer(one)]
     for target, row in zip(map(float, targets.split(",")), rows, strict=True):
-        plan = resolve(dataset="mnist", epsilon=target, **more).plan  # type: ignore[typeddict-item]
+        plan = resolve({"dataset": "mnist", "epsilon": target, **more}).plan
         assert row.events == (plan.event,)
         assert row.batch_size == plan.batch_size
     assert bool(questions[0].said) is (more.get("recipe") != "paper")

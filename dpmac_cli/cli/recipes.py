@@ -76,6 +76,9 @@ def _table() -> Table:
         table.add_column(name, justify="left" if name == "extra" else "right", no_wrap=True)
     table.add_column("to run it", overflow="fold")
     for row in _values():
-        name = Text(row["name"], style="bold")
-        table.add_row(name, *(row.get(column, "") for column in COLUMNS), row["command"])
+        table.add_row(
+            Text(row["name"], style="bold"),
+            *(row.get(column, "") for column in COLUMNS),
+            row["command"],
+        )
     return table

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, StrictBool
@@ -13,8 +15,8 @@ from dpmac_cli.config.fields import Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import OUTPUT, SETTINGS, TASK, Settings, Shown
+from dpmac_cli.config.resolve import Resolved, resolve
+from dpmac_cli.config.settings import OUTPUT, RECIPE, SETTINGS, TASK, Settings, Shown
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
 from dpmac_cli.runs.folder import check_run_folder, fork_command, resume_command
 from dpmac_cli.runs.memory import keep_freed_memory
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 #: Settings that each machine of a run has for itself.
 OF_MACHINE: tuple[SettingName, ...] = ("data_dir", "device")
+
+
+Minutes = Annotated[float, Field(gt=0, le=1_000_000)]
 
 
 class Start(Flags, frozen=True):
@@ -51,6 +56,14 @@ class Start(Flags, frozen=True):
             "--out."
         ),
         Flag(TASK),
+    ] = None
+    minutes: Annotated[
+        Minutes | None,
+        Field(
+            description="Train for at most about this long: fewer epochs than the recipe has, if "
+            "steps on generated records show that they do not fit."
+        ),
+        Flag(RECIPE, otherwise="no limit"),
     ] = None
     tensorboard: Annotated[
         StrictBool,
@@ -96,18 +109,16 @@ def train(**flags: Any) -> None:
 
 def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     resolved = None
-    if start.resume and start.fork:
-        raise InputError("--resume and --fork contradict each other: give one.")
+    _check_start(start)
     if run := start.resume or start.fork:
-        way = "--resume" if start.resume else "--fork"
-        if start.config:
-            raise InputError(f"{way} uses the settings of the run: leave out --config.")
-        check_run_folder(run, way)
+        check_run_folder(run, "--resume" if start.resume else "--fork")
         settings = Settings.model_validate(flags)
     else:
         shown = take(Shown, dict(flags))
         with console.waiting(shown.quiet, "settings"):
             resolved = resolve(flags, start.config)
+        if start.minutes:
+            resolved = _within(start.minutes, resolved, flags, start.config)
         settings = resolved.plan.settings
         if not settings.quiet:
             console.print_notes((*resolved.chosen, *resolved.notes))
@@ -137,6 +148,37 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     if finished.state == "budget-spent":
         more = fork_command(where, ["--max-epsilon MORE"])
         stop(f"epsilon would exceed --max-epsilon; {kept} To train longer: {more}", BUDGET)
+
+
+def _check_start(start: Start) -> None:
+    """Raise InputError for flags of a new run beside --resume or --fork."""
+    if start.resume and start.fork:
+        raise InputError("--resume and --fork contradict each other: give one.")
+    way = "--resume" if start.resume else "--fork"
+    if (start.resume or start.fork) and start.config:
+        raise InputError(f"{way} uses the settings of the run: leave out --config.")
+    if (start.resume or start.fork) and start.minutes:
+        raise InputError(f"{way} continues a run with its own length: leave out --minutes.")
+
+
+def _within(
+    minutes: float, resolved: Resolved, flags: dict[str, Any], config: Path | None
+) -> Resolved:
+    """Resolve settings again with as many epochs as fit into some minutes."""
+    settings = resolved.plan.settings
+    if settings.epochs is None or flags.get("epochs") is not None:
+        raise InputError("--minutes sets the number of epochs: leave out --epochs and --steps.")
+    with console.waiting(settings.quiet, "time of a step"):
+        from dpmac_cli.runs.timing import duration  # noqa: PLC0415  (loads torch)
+
+        found = duration(resolved.plan)
+    epochs = found.epochs_within(minutes, settings.epochs)
+    said = (
+        f"--minutes {minutes:g}: {epochs} of {settings.epochs} epochs. On generated records an "
+        f"epoch takes {found.epoch:.2g} s, and everything else {found.before:.2g} s."
+    )
+    again = resolve({**flags, "epochs": epochs}, config)
+    return replace(again, chosen=(*again.chosen, said))
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:

@@ -46,5 +46,6 @@ def with_file(given: Mapping[SettingName, Given], errors: list[str]) -> Mapping[
     if NAMED[name].command != "train":
         errors.append(f"{entry.origin} {name} has several runs. Use {NAMED[name].line(name)}.")
         return given
-    above = {setting: value for setting, value in given.items() if setting != "recipe"}
+    above = dict(given)
+    del above["recipe"]
     return combined(read_settings(file_of(name), errors), above, errors)
