@@ -102,7 +102,12 @@ def write(name: str, folder: Path) -> list[Path]:
     for split in range(REPETITIONS):
         order = np.random.default_rng(split).permutation(len(x))
         train, test = np.split(order, [len(x) * 4 // 5])
-        arrays: dict[str, Any] = {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
+        arrays: dict[str, Any] = {
+            "x": x[train],
+            "y": y[train],
+            "x_test": x[test],
+            "y_test": y[test],
+        }
         if name in IMAGES:
             arrays |= {key: arrays[key].astype(np.uint8) for key in ("x", "x_test")}
         else:

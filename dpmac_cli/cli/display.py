@@ -1,12 +1,13 @@
 """Display of training runs and evaluations."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -34,6 +35,32 @@ def format_epsilon(epsilon: float | None) -> str:
     return "..." if epsilon is None else statements.format_epsilon(epsilon)
 
 
+class InStep(ProgressColumn):
+    """Seconds since the last step ended, once they are more than one, and those of that step.
+
+    Only time is shown: how much of a batch is done would reveal its size, which is private.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step, self._began, self._usual = 0, time.perf_counter(), 0.0
+
+    def ended(self, step: int) -> None:
+        """Note that a step has ended."""
+        now = time.perf_counter()
+        if step > self._step:
+            self._usual = (now - self._began) / (step - self._step)
+        self._step, self._began = step, now
+
+    def render(self, task: Task) -> Text:
+        """Return the seconds, or nothing in a short step."""
+        seconds = time.perf_counter() - self._began
+        if seconds < 1 or task.finished:
+            return Text("")
+        usual = f" of about {self._usual:.0f}" if self._usual >= 1 else ""
+        return Text(f"this step {seconds:.0f}{usual} s", style="dim")
+
+
 class Display:
     """One line per evaluation and, on a terminal, a live bar of steps."""
 
@@ -48,7 +75,9 @@ class Display:
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[epsilon]}", style="bold"),
             TextColumn("{task.fields[accuracy]}", style="bold"),
+            in_step := InStep(),
         ]
+        self._in_step = in_step
         self._bar = bar(*columns, console=console, expand=True)
 
     def show(self, event: RunEvent) -> None:
@@ -90,6 +119,7 @@ class Display:
             note = f"note: epsilon will be {format_epsilon(event.planned)}. {ABOVE}"
             self.console.print(Text(note, ATTENTION))
         step = event.event.step
+        self._in_step.ended(step)
         # An upper bound: between points of the schedule, show the next point's epsilon.
         spent = f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
         self._bar.update(

@@ -9,6 +9,7 @@ from dpmac_cli.dp.optimizers import Kappa
 #: Names of the settings of a training run.
 SettingName = Literal[
     "dataset",
+    "recipe",
     "model",
     "fix_norm",
     "isolate",
@@ -53,7 +54,6 @@ SettingName = Literal[
     "h2",
     "kappa",
     "phi",
-    "recipe",
     "lr_schedule",
     "warmup_steps",
     "weight_decay",
@@ -100,6 +100,7 @@ AccountName = Literal[
 class TrainingKeywords(TypedDict, total=False):
     """Settings of a training run, except for data, network and loss; None if not given."""
 
+    recipe: str | None
     fix_norm: bool | None
     isolate: bool | None
     features: str | None
@@ -143,7 +144,6 @@ class TrainingKeywords(TypedDict, total=False):
     h2: float | None
     kappa: Kappa | None
     phi: str | None
-    recipe: str | None
     lr_schedule: str | None
     warmup_steps: int | None
     weight_decay: float | None

@@ -113,6 +113,22 @@ class Settings(Flags, frozen=True):
         Field(description="Dataset to train on."),
         Flag(TASK, also=("data",), fixed=True, local=True),
     ] = "mnist"
+    recipe: Annotated[
+        str | None,
+        Choice((PAPER, BEST, *NAMED)),
+        Field(
+            description=(
+                "Values of the settings that are not given: of the run in the paper, of the best "
+                "run for the epsilon, or of a recipe by name (dpmac recipes)."
+            )
+        ),
+        Flag(
+            TASK,
+            otherwise="paper with --sigma or --no-dp, best otherwise and for your own data",
+            fixed=True,
+            labels=False,
+        ),
+    ] = None
     model: Annotated[
         str | None,
         Choice(tuple(MODELS), OWN_MODEL),
@@ -431,22 +447,6 @@ class Settings(Flags, frozen=True):
         Flag(OPTIMIZER),
     ] = "tracked"
     # Recipe
-    recipe: Annotated[
-        str | None,
-        Choice((PAPER, BEST, *NAMED)),
-        Field(
-            description=(
-                "Values of the settings that are not given: of the run in the paper, of the best "
-                "run for the epsilon, or of a recipe by name (dpmac recipes)."
-            )
-        ),
-        Flag(
-            RECIPE,
-            otherwise="paper with --sigma or --no-dp, best otherwise and for your own data",
-            fixed=True,
-            labels=False,
-        ),
-    ] = None
     lr_schedule: Annotated[
         str,
         Choice(SCHEDULES),
