@@ -110,7 +110,7 @@ def test_your_own_records_of_the_same_shape_have_the_same_recipe(name: str) -> N
     own, (named, _) = plan.settings, chosen(dataset=name, epsilon=2)
     share = round(DATASETS[name].train_size / named.batch_size)
     assert own.batch_size == -(-plan.facts.train_size // share)
-    for setting in ("optimizer", "epochs", "lr", "ema", "model"):
+    for setting in ("features", "optimizer", "epochs", "lr", "ema", "model"):
         assert getattr(own, setting) == getattr(named, setting), setting
 
 

@@ -84,7 +84,7 @@ def _network(given: Settings, facts: Dataset) -> Keywords:
     images = facts.is_images and not facts.multilabel
     if not images or any(name in given.given for name in _OF_NETWORK):
         return {}
-    kind = Scattered("scatter-mirror" if "flip" in facts.augment else "scatter")
+    kind = Scattered("scatter" if facts.shape[0] == 1 else "scatter-mirror")
     inputs = math.prod(kind.shape_of(facts.shape))
     if kind.fault(facts.shape) is not None or inputs > MOST_FEATURES:
         return {}
