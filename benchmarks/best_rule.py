@@ -146,11 +146,11 @@ def accuracy(path: Path, changed: dict[str, Any], epsilon: float, seed: int) -> 
     flags: dict[str, Any] = {key: value for key, value in changed.items() if key != "share"}
     flags |= {"dataset": str(path), "epsilon": epsilon, "seed": seed, "device": "cpu"}
     if "share" in changed:
-        records = resolve({**flags, "epsilon": None, "sigma": 9}).plan.facts.train_size
+        records = resolve({**flags, "epsilon": None, "sigma": 9}).plan.data.facts.train_size
         flags["batch_size"] = -(-records // changed["share"])
     plan = resolve(flags).plan
     trainer = make_trainer(plan)
-    for _ in range(plan.steps):
+    for _ in range(plan.privacy.steps):
         trainer.step()
     return round(100 * trainer.evaluate().accuracy, 2)
 

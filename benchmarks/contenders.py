@@ -390,12 +390,12 @@ def ours(
     trainer = Trainer(
         model=size.build().to(data.gain.device),
         data=data,
-        algorithm=build_algorithm(config.method, config.hyper),
+        algorithm=build_algorithm(config.optimizer.method, config.optimizer.hyper),
         mechanism=mechanism,
         plan=Plan(
             steps=10**6,
             steps_per_epoch=100,
-            physical_batch=config.gpu_batch if data.gain.is_cuda else config.physical_batch,
+            physical_batch=config.run.gpu_batch if data.gain.is_cuda else config.run.physical_batch,
         ),
         randomness=Randomness(keys=keys, sampler=sampler, noise=noise),
         ranks=ranks,

@@ -66,7 +66,7 @@ FORKS = multiprocessing.get_context("fork")
 KILLED, SURVIVED, BROKEN = "killed", "survived", "broken"
 #: Definitions of the package by qualified name.
 Known: TypeAlias = Mapping[str, list[Definition]]
-PASSED, FAILED = 0, 1  # exit codes of pytest
+PASSED, FAILED, NO_TESTS = 0, 1, 5  # exit codes of pytest
 FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
 FAILURE = re.compile(r"^FAILED (\S+::.*?)(?: - (.*))?$", re.MULTILINE)
 
@@ -247,10 +247,24 @@ def in_package(file: Path) -> str:
 def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
     """Run tests of a tree up to the first failure: pytest's exit code, and what it printed.
 
-    In a process forked from this one, which has loaded the libraries, but nothing of the package.
+    Those that are long only run if none of the others fails.
 
     Raises:
         TimeoutError: they go on for ever.
+    """
+    least, said = NO_TESTS, ""
+    for tier in ("not long", "long"):
+        code, said = _run_tier(tree, tests, f"{marker} and {tier}" if marker else tier)
+        if code not in (PASSED, NO_TESTS):
+            return code, said
+        least = min(least, code)
+    return least, said
+
+
+def _run_tier(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
+    """Run the tests of a tier.
+
+    In a process forked from this one, which has loaded the libraries, but nothing of the package.
     """
     arguments = ["-x", "-q", "-n0", "--long", "--tb=no", "-p", "no:cacheprovider", "-m", marker]
     arguments += [f"--rootdir={tree}", f"--basetemp={tree.parent / 'files'}", *tests]

@@ -56,7 +56,7 @@ def build(width: int, sigma: float, kappa: Any) -> Trainer:
     return Trainer(
         model=model,
         data=load_data("mnist", data_folder(None), torch.device("cpu")),
-        algorithm=build_algorithm(config.method, config.hyper),
+        algorithm=build_algorithm(config.optimizer.method, config.optimizer.hyper),
         mechanism=GaussianMechanism(sigma, BATCH),
         plan=Plan(steps=STEPS, steps_per_epoch=STEPS, physical_batch=RECORDS),
         randomness=Randomness(

@@ -196,7 +196,7 @@ def audit(setting: Setting) -> dict[str, Any]:
     ):
         folder = Path(place) / "run"
         plan = resolve({**COMMON, **given, "out": str(folder), "force": True}).plan
-        data = load_data("digits", plan.data_dir, torch.device("cpu"))
+        data = load_data("digits", plan.data.folder, torch.device("cpu"))
         if setting["record"] == "white":
             data.train.images[number] = 255
         auditor, found = Auditor(), ""

@@ -381,7 +381,7 @@ def by_optimizer() -> str:
     names = sorted(set().union(*(row.settings for row in OPTIMIZERS.values())))
     rows = []
     for optimizer, row in OPTIMIZERS.items():
-        hyper = resolve(dataset="mnist", optimizer=optimizer, recipe="paper").plan.hyper
+        hyper = resolve(dataset="mnist", optimizer=optimizer, recipe="paper").plan.optimizer.hyper
         cells = [shown(getattr(hyper, name)) if name in row.settings else "" for name in names]
         rows.append((f"`{optimizer}`", *cells))
     head = ("", *(f"`--{flag_name(name)}`" for name in names))

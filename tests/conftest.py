@@ -10,7 +10,7 @@ import torch
 
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.runs import setup
+from dpmac_cli.runs import prepare
 from dpmac_cli.storage.progress import Computing
 
 OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
@@ -103,4 +103,4 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
         return Data(split(data.train), split(data.test), *plain), ""
 
-    monkeypatch.setattr(setup, "featured", featured)
+    monkeypatch.setattr(prepare, "featured", featured)

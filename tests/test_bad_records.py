@@ -515,7 +515,7 @@ def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kin
         with pytest.raises(InputError, match=f"40 different records, and {copies} copies.*unit="):
             from_torch(repeated, unit=unit, **known)
     plan = resolve(dataset=from_torch(repeated, unit="record", **known), sigma=4).plan
-    assert plan.facts.train_size + len(set(plan_units(plan))) == 40
+    assert plan.data.facts.train_size + len(set(plan_units(plan))) == 40
     assert not [note for note in resolve(dataset=from_torch(whole, **known), sigma=4).notes
                 if "copies" in note]  # fmt: skip
 
@@ -529,11 +529,11 @@ def test_records_that_are_trained_on_are_not_tested_on() -> None:
         with pytest.raises(InputError, match="5 records are both in the training set and in"):
             from_torch(first, last, unit=unit, **known)
     apart = from_torch(first, Subset(whole, range(30, 40)), unit="record", **known)
-    assert resolve(dataset=apart, sigma=4).plan.facts.train_size == 30
+    assert resolve(dataset=apart, sigma=4).plan.data.facts.train_size == 30
 
 
 def plan_units(plan: Any) -> list[str]:
-    return list(parts(plan.data)[1].units.tolist())
+    return list(parts(plan.data.source)[1].units.tolist())
 
 
 @pytest.mark.privacy
@@ -543,7 +543,7 @@ def test_copies_are_remarked_on_and_not_published() -> None:
     drawn = [n % 20 for n in range(60)]
     source: dict[str, Any] = {"low": 0, "high": 1, "classes": CLASSES}
     given = resolve(dataset=ArrayData(x[drawn], y[drawn], **source), sigma=4)
-    assert given.plan.found.signs.copies == 40
+    assert given.plan.data.found.signs.copies == 40
     (note,) = [note for note in given.notes if "copies" in note]
     assert "40 records of <arrays> are exact copies" in note
     assert "unit=" in note
@@ -677,7 +677,7 @@ def test_scans_of_twelve_bits_are_remarked_on_and_scaled_on_request(tmp_path: Pa
     scaled = resolve({**settings, "levels": 4095})
     assert not [note for note in scaled.notes if "brightest" in note]
     source = Source(tmp_path, levels=4095)
-    assert scaled.plan.data == source
+    assert scaled.plan.data.source == source
     (x, _), _ = load(source)
     assert x.max() == 255
     assert x[0, 0, 3, 0] == round(255 * int(4095 * 24 / 47) / 4095)

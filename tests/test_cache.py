@@ -245,6 +245,7 @@ def rows_left(cache: Path) -> int:
         return 1797
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, cache: Path) -> None:
     """By SIGKILL, which no process can answer."""
     slow = (

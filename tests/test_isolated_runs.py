@@ -123,6 +123,7 @@ def test_a_network_that_broadcasts_its_own_parameters_need_not_be_isolated(image
     assert_a_record_moves_the_sum_by_at_most_one(without_dropout(trainer))
 
 
+@pytest.mark.long
 def test_an_isolated_run_with_dropout_resumes_exactly(images: Path) -> None:
     chosen = settings(images, "VisionTransformer", steps=6)
     whole = finish(train(resolve(**chosen, out=images.parent / "whole").plan))

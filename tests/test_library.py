@@ -76,7 +76,7 @@ def test_prices_and_settings_load_no_torch() -> None:
         "import sys\n"
         "from dpmac_cli import total_epsilon, resolve, price, plan, OPTIMIZERS\n"
         "config = resolve(dataset='digits', sigma=6, steps=3).plan\n"
-        "assert total_epsilon((config.event,), 1e-5) > 0\n"
+        "assert total_epsilon((config.privacy.event,), 1e-5) > 0\n"
         "slow = ('torch', 'torchvision', 'sklearn', 'matplotlib', 'typer')\n"
         "print(*(m for m in slow if m in sys.modules))"
     )
@@ -93,7 +93,11 @@ def test_settings_are_given_by_name_in_their_own_types() -> None:
     config = resolve(dataset="digits", sigma=2, lr=0.5, optimizer="dp-sgd", out=Path("x")).plan
     assert config == resolve({"dataset": "digits", "sigma": "2", "lr": "0.5"}, None,
                              optimizer="dp-sgd", out="x").plan  # fmt: skip
-    assert (config.sigma, config.steps, config.batch_size) == (2.0, 20 * 12, 128)
+    assert (config.privacy.sigma, config.privacy.steps, config.privacy.batch_size) == (
+        2.0,
+        20 * 12,
+        128,
+    )
 
 
 def test_every_fault_is_told_at_once() -> None:
@@ -105,9 +109,9 @@ def test_every_fault_is_told_at_once() -> None:
 
 def test_settings_may_be_a_model() -> None:
     settings = Settings(dataset="digits", sigma=2, kappa="exact", out=Path("x"))
-    named = resolve(dataset="digits", sigma=2, kappa="exact", out="x").plan
-    assert resolve(settings).plan == named
-    assert resolve(settings, sigma=3).plan.sigma == 3
+    named = resolve(dataset="digits", sigma=2, kappa="exact", out="x")
+    assert resolve(settings).plan == named.plan
+    assert resolve(settings, sigma=3).plan.privacy.sigma == 3
     assert settings.given == {"dataset": "digits", "sigma": 2, "kappa": "exact", "out": Path("x")}
     assert (settings.lr, named.settings.lr, settings.loss) == (None, 0.005, "cross-entropy")
     with pytest.raises(ValidationError, match="frozen"):
@@ -134,7 +138,7 @@ def test_a_misspelt_setting_is_found_by_mypy() -> None:
         with pytest.raises(InputError, match=r"There is no setting 'sigam'\. Did you mean sigma"):
             call()
     with pytest.raises(AttributeError):
-        resolve().plan.settings.sigam  # type: ignore[attr-defined]  # noqa: B018
+        resolve().plan.privacy.sigam  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(KeyError):
         SETTINGS["sigam"]  # type: ignore[index]
     changed: Keywords = {"sigam": 2}  # type: ignore[typeddict-unknown-key]
@@ -143,14 +147,14 @@ def test_a_misspelt_setting_is_found_by_mypy() -> None:
 
 def test_without_a_number_an_event_is_of_the_whole_run() -> None:
     config = digits_config(steps=7)
-    assert config.event == TrainingEvent(128 / 1437, SIGMA, 7, "poisson", 12)
-    assert config.event_of(3).steps == 3
+    assert config.privacy.event == TrainingEvent(128 / 1437, SIGMA, 7, "poisson", 12)
+    assert config.privacy.event_of(3).steps == 3
 
 
 @pytest.mark.privacy
 def test_a_number_of_steps_that_is_none_has_no_price() -> None:
     with pytest.raises(InputError, match="steps must be at least 0, not -3"):
-        digits_config().event_of(-3)
+        digits_config().privacy.event_of(-3)
     with pytest.raises(InputError, match="steps must be at least 0, not -3"):
         TrainingEvent(0.1, 1.0, -3)
 
@@ -216,8 +220,8 @@ def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
     """A target for epsilon is no sigma of 0."""
     config = resolve(dataset="digits", epsilon=0.1, steps=3, device="cpu").plan
     trainer = make_trainer(config, model=net())
-    assert trainer.mechanism.noise_multiplier == config.sigma > 4
-    assert total_epsilon((config.event,), config.delta) <= 0.1
+    assert trainer.mechanism.noise_multiplier == config.privacy.sigma > 4
+    assert total_epsilon((config.privacy.event,), config.privacy.delta) <= 0.1
 
 
 def test_a_frozen_part_is_for_networks_that_are_named() -> None:
@@ -245,6 +249,7 @@ def test_a_rule_of_ones_own_moves_theta() -> None:
 # The page
 
 
+@pytest.mark.long
 def test_the_examples_of_the_page_run_in_order(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

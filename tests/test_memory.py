@@ -317,6 +317,7 @@ def test_a_limit_of_the_system_is_lived_with() -> None:
     assert 1 < int(done.stdout) < 4096
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_freed_memory_is_kept_for_the_next_step() -> None:
     """A block of 64 MiB, which glibc gives back by itself: 16,384 pages to map again."""

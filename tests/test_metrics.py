@@ -196,6 +196,7 @@ def test_intervals_cover_what_they_are_for() -> None:
     assert 87 <= inside <= 99
 
 
+@pytest.mark.long
 def test_ten_thousand_records_take_seconds() -> None:
     answers = scored(*drawn(10, 10_000))
     began = time.process_time()

@@ -113,8 +113,10 @@ def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: 
     assert random.noise is not None
     assert random.sampler is not None
     assert torch.equal(random.noise.at(1).standard_normal(LIKE), first(keys.noise, 9))
-    size, rate = config.facts.train_size, config.event.sampling_rate
-    twin = KeyedSampler(sampler, size=size, batch=config.batch_size, key=keys.sampler, rate=rate)
+    size, rate = config.data.facts.train_size, config.privacy.event.sampling_rate
+    twin = KeyedSampler(
+        sampler, size=size, batch=config.privacy.batch_size, key=keys.sampler, rate=rate
+    )
     assert random.sampler.draw(1).tolist() == twin.draw(1).tolist()
     if seed is not None:
         assert keys == make_keys(seed)

@@ -16,6 +16,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config import question
 from dpmac_cli.config.question import Question, answer, ask
 from dpmac_cli.errors import BudgetError, InputError
+from tests.tiers import rest_long
 
 DELTA = 1e-5
 
@@ -246,9 +247,8 @@ SOLVED: Sequence[tuple[str, Mapping[str, Any]]] = [
 METHODS = [("poisson", "pld"), ("poisson", "rdp"), ("random-allocation", "rdp")]
 
 
-@pytest.mark.long
 @pytest.mark.privacy
-@pytest.mark.parametrize(("sampler", "accountant"), METHODS)
+@pytest.mark.parametrize(("sampler", "accountant"), rest_long(METHODS))
 @pytest.mark.parametrize(("solve", "open_"), SOLVED, ids=[name for name, _ in SOLVED])
 def test_an_answer_is_within_the_target_and_the_next_is_not(
     solve: str, open_: Mapping[str, Any], sampler: str, accountant: str

@@ -68,8 +68,10 @@ def test_epsilon_3_is_the_default() -> None:
 
 def test_a_budget_of_the_papers_run() -> None:
     plan = resolve(dataset="mnist", epsilon=1, recipe="paper").plan
-    assert (plan.batch_size, plan.steps, plan.optimizer) == (256, 1175, "dp-macadam")
-    assert total_epsilon((plan.event,), plan.delta) <= 1
+    privacy = plan.privacy
+    assert (privacy.batch_size, privacy.steps) == (256, 1175)
+    assert plan.optimizer.name == "dp-macadam"
+    assert total_epsilon((privacy.event,), privacy.delta) <= 1
 
 
 def test_noise_of_the_best_run() -> None:
@@ -106,10 +108,10 @@ def test_a_network_that_is_named_takes_the_images(flags: dict[str, Any]) -> None
 def test_your_own_records_of_the_same_shape_have_the_same_recipe(name: str) -> None:
     """All but delta, which depends on n for your own, and constants of the registry."""
     images("own.npz", DATASETS[name].shape)
-    plan = resolve(dataset="own.npz", sigma=9, recipe="best").plan
-    own, (named, _) = plan.settings, chosen(dataset=name, epsilon=2)
+    resolved = resolve(dataset="own.npz", sigma=9, recipe="best")
+    own, (named, _) = resolved.settings, chosen(dataset=name, epsilon=2)
     share = round(DATASETS[name].train_size / named.batch_size)
-    assert own.batch_size == -(-plan.facts.train_size // share)
+    assert own.batch_size == -(-resolved.plan.data.facts.train_size // share)
     for setting in ("features", "optimizer", "epochs", "lr", "ema", "model"):
         assert getattr(own, setting) == getattr(named, setting), setting
 
@@ -118,7 +120,7 @@ def test_large_images_and_odd_sizes_train_a_network() -> None:
     for shape in ((3, 30, 30), (3, 64, 64)):
         images("own.npz", shape, 60)
         plan = resolve(dataset="own.npz", sigma=9).plan
-        assert (plan.model.name, plan.features) == ("cnn", None)
+        assert (plan.network.model.name, plan.network.features) == ("cnn", None)
 
 
 def test_the_rule_knows_only_public_facts() -> None:
@@ -150,8 +152,8 @@ def test_account_prices_what_train_runs(targets: str, more: dict[str, str]) -> N
     rows = [row for one in questions for row in answer(one)]
     for target, row in zip(map(float, targets.split(",")), rows, strict=True):
         plan = resolve({"dataset": "mnist", "epsilon": target, **more}).plan
-        assert row.events == (plan.event,)
-        assert row.batch_size == plan.batch_size
+        assert row.events == (plan.privacy.event,)
+        assert row.batch_size == plan.privacy.batch_size
     assert bool(questions[0].said) is (more.get("recipe") != "paper")
 
 
@@ -164,7 +166,9 @@ def test_account_of_noise_is_of_the_paper() -> None:
 def test_a_comparison_says_its_recipe_and_has_one() -> None:
     study = grid({"dataset": "mnist", "epsilon": "1,3", "optimizers": "all", "seeds": "1,"}, None)
     assert study.notes[0].startswith("recipe best: ")
-    assert len({(run.plan.batch_size, run.plan.features) for run in study.runs}) == 1
+    assert (
+        len({(run.plan.privacy.batch_size, run.plan.network.features) for run in study.runs}) == 1
+    )
     with pytest.raises(InputError, match="compared within one recipe"):
         grid({"recipe": "paper,best"}, None)
 
@@ -182,16 +186,17 @@ def test_a_recipe_by_name_is_its_file(name: str) -> None:
     by_file = resolve({"pretrained": None, **noise}, SAMPLES / f"{name}.yaml").plan
     assert resolve({"recipe": name, **noise}).plan.recorded == by_file.recorded
     if NAMED[name].epsilon and not noise:
-        shown = float(NAMED[name].epsilon)
-        assert total_epsilon((by_file.event,), by_file.delta) == pytest.approx(shown, rel=2e-3)
+        shown, privacy = float(NAMED[name].epsilon), by_file.privacy
+        assert total_epsilon((privacy.event,), privacy.delta) == pytest.approx(shown, rel=2e-3)
 
 
 def test_flags_and_files_take_precedence_over_a_recipe() -> None:
     plan = resolve(recipe="mnist-scatter", epochs=3, sigma=2).plan
-    assert (plan.steps, plan.sigma, plan.batch_size) == (36, 2, 5000)
+    privacy = plan.privacy
+    assert (privacy.steps, privacy.sigma, privacy.batch_size) == (36, 2, 5000)
     Path("mine.yaml").write_text("recipe: mnist-scatter\nlr: 0.5\n")
     plan = resolve({"epochs": 4}, Path("mine.yaml")).plan
-    assert (plan.hyper.lr, plan.steps) == (0.5, 48)
+    assert (plan.optimizer.hyper.lr, plan.privacy.steps) == (0.5, 48)
     assert plan.recorded["recipe"] == "best"
 
 

@@ -40,6 +40,7 @@ from tests.digits_runs import (
     train_digits,
     weights,
 )
+from tests.tiers import rest_long
 from tests.typed import dpmac
 
 TRAIN = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "9", "--secure")
@@ -171,14 +172,15 @@ def test_processes_started_in_the_same_instant_have_nothing_in_common() -> None:
 # Resuming.
 
 
-@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("optimizer", "sampler"),
-    [
-        *((optimizer, "poisson") for optimizer in OPTIMIZER_NAMES),
-        *(("dp-macadam", sampler) for sampler in SAMPLERS if sampler != "poisson"),
-    ],
+    rest_long(
+        [
+            *((optimizer, "poisson") for optimizer in OPTIMIZER_NAMES),
+            *(("dp-macadam", sampler) for sampler in SAMPLERS if sampler != "poisson"),
+        ]
+    ),
 )
 def test_a_stopped_run_ends_bit_identical(optimizer: str, sampler: str) -> None:
     """A copy of the run, made before its first step, takes the same steps with stops between."""
@@ -320,6 +322,6 @@ def test_a_model_too_large_for_the_grid_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_secure_is_kept_in_the_configuration() -> None:
     config: TrainPlan = resolve({"dataset": "digits", "secure": True}).plan
-    assert config.secure is True
+    assert config.run.secure is True
     assert config.recorded["secure"] is True
     assert resolve({"dataset": "digits"}).plan.recorded["secure"] is False

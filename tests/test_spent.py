@@ -26,7 +26,7 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.report_file import events_of
-from dpmac_cli.runs import checkpoint, environment, folder, ledger, setup
+from dpmac_cli.runs import checkpoint, environment, folder, ledger, prepare
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.runs.train import finish
@@ -39,11 +39,13 @@ from dpmac_cli.training import covered, trainer
 from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import RATE, SIGMA, after, digits_config
+from tests.tiers import rest_long
 
 STEPS, EPOCH = 20, 12
 RUN = Path("run")
 LEDGER = RUN / checkpoint.FOLDER / ledger.FILE
 FORK = {"lr": "0.01", "out": "forked"}
+SCORED = {"cover_scores": True, "score_every": "1"}
 
 
 @functools.cache
@@ -59,7 +61,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         yield from ()
         return digits()
 
-    monkeypatch.setattr(setup, "loading", loading)
+    monkeypatch.setattr(prepare, "loading", loading)
     monkeypatch.setattr(ledger, "SECONDS", 0.0)
     torch.set_num_threads(1)
 
@@ -154,9 +156,9 @@ def lose(draw: random.Random, where: Path) -> bool:
 @pytest.mark.parametrize(
     ("seed", "scores"),
     [
-        *((seed, {}) for seed in range(25)),
-        *((seed, {"cover_scores": True, "score_every": "1"}) for seed in range(25, 37)),
-        *((seed, {"cover_scores": True}) for seed in range(37, 43)),
+        *rest_long(((seed, {}) for seed in range(12)), short=4),
+        *rest_long(((seed, SCORED) for seed in range(25, 31)), short=2),
+        *rest_long((seed, {"cover_scores": True}) for seed in range(37, 41)),
     ],
 )
 def test_epsilon_is_never_below_what_was_spent(
@@ -165,7 +167,7 @@ def test_epsilon_is_never_below_what_was_spent(
     draw, truth = random.Random(seed), Truth(monkeypatch)
     kills, lost, steps, where, here = 0, False, STEPS, RUN, environment.environment
     begin: Callable[[], Iterator[RunEvent]] = functools.partial(run.train, start(**scores))
-    for attempt in range(8):
+    for attempt in range(6):
         ended: Finished | None = None
         try:
             with truth.killed_after(draw.choice([*draw.choices(range(60), k=3), math.inf])):
@@ -357,7 +359,7 @@ def attempt(study: Grid, threads: int, monkeypatch: pytest.MonkeyPatch, kill: in
     torch.set_num_threads(threads)
     with monkeypatch.context() as patch, suppress(Killed):
         patch.setattr(GaussianMechanism, "release", released)
-        list(local._events(study.runs[0].plan, digits(), lambda: False))
+        list(local._events(study.runs[0], digits(), lambda: False))
 
 
 def counted_in(study: Grid) -> list[int]:
@@ -366,7 +368,7 @@ def counted_in(study: Grid) -> list[int]:
     events = list(compare._events(study.runs))
     assert collect(study, {}).epsilon == total_epsilon(tuple(events), 1e-5)
     assert all(event == replace(events[-1], steps=event.steps) for event in events)
-    assert run.plan.steps == STEPS
+    assert run.plan.privacy.steps == STEPS
     return [event.steps for event in events]
 
 
@@ -423,7 +425,7 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
             patch.setattr(os, "replace", killing(os.replace))
             patch.setattr(Path, "unlink", killing(Path.unlink))
             attempt(study, 2 + kill % 2, monkeypatch, kill=1)
-        begun = ledger.attempts(where, study.runs[0].plan.event)
+        begun = ledger.attempts(where, study.runs[0].plan.privacy.event)
         assert begun[0].steps == 15
         found = ledger.read(where)
         assert found is not None

@@ -33,7 +33,7 @@ from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files, whole
 from dpmac_cli.storage.progress import LISTENER, Computing, outcome, until
 from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 from dpmac_cli.studies.local import share_data
-from tests.digits_runs import after, same_weights, train_events
+from tests.digits_runs import a_run, after, same_weights, train_events
 from tests.helpers import PLAN, Batches, load, make_trainer
 from tests.typed import dpmac
 
@@ -87,7 +87,7 @@ def test_a_run_that_reads_by_row_is_the_run_that_has_all_in_memory(
     photos(Path("photos"))
     _, one = train_events(plan_of())
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    source = plan_of().data
+    source = plan_of().data.source
     assert load_data(source, Path(), CPU).train.images.device.type == "meta"
     _, other = train_events(plan_of("other"))
     assert same_weights(one.folder, other.folder)
@@ -352,9 +352,9 @@ def test_records_that_are_read_ahead_are_those_that_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     photos(Path("photos"))
-    whole = load_data(plan_of().data, Path(), CPU).train
+    whole = load_data(plan_of().data.source, Path(), CPU).train
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    split = load_data(plan_of().data, Path(), CPU).train
+    split = load_data(plan_of().data.source, Path(), CPU).train
     some, others = np.array([4, 0, 9]), np.array([1, 2])
     split.read_ahead(some)
     for places in (others, some, slice(3, 7)):
@@ -369,7 +369,7 @@ def test_every_chunk_of_a_step_is_read_once(monkeypatch: pytest.MonkeyPatch) -> 
     """While the chunk before it is worked on."""
     photos(Path("photos"))
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    data = load_data(plan_of().data, Path(), CPU)
+    data = load_data(plan_of().data.source, Path(), CPU)
     assert isinstance(data.train, dataset.StoredSplit)
     reads: list[list[int]] = []
     read = data.train._read
@@ -403,7 +403,7 @@ def test_processes_of_a_study_read_the_file_by_themselves(monkeypatch: pytest.Mo
     photos(Path("photos"))
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
     plan = plan_of()
-    train = share_data([plan])[plan.data].train
+    train = share_data([a_run(plan)])[plan.data.source].train
     received = ForkingPickler.loads(ForkingPickler.dumps(train))
     places = np.array([5, 1])
     assert torch.equal(received.at(places)[0], train.at(places)[0])

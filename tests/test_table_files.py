@@ -258,7 +258,7 @@ def test_a_unit_whose_name_is_not_text_is_left_out(tmp_path: Path, name: bytes) 
         path.write_bytes(b"u,x,y\n" + b"".join([*rows, *more]))
         flags = {"dataset": str(path), "schema": str(schema), "unit": "u", "skip_bad": True}
         plan = resolve({**flags, "sigma": 2, "epochs": 1, "device": "cpu"}).plan
-        found.append((plan.facts, len(plan.found.skipped)))
+        found.append((plan.data.facts, len(plan.data.found.skipped)))
     assert found[0][0] == found[1][0]
     assert (found[0][1], found[1][1]) == (0, 1)
 

@@ -224,7 +224,7 @@ def test_sampling_counts_units() -> None:
     plan = resolve({"dataset": str(write_npz()), "batch_size": "6", "sigma": "2"}).plan
     units = own.inspect(Source(Path("scans.npz"))).facts.train_size
     assert units < 30
-    assert plan.event.sampling_rate == 6 / units
+    assert plan.privacy.event.sampling_rate == 6 / units
     assert plan.recipe.records == 8
 
 
@@ -295,7 +295,7 @@ def test_a_program_names_units() -> None:
     private = dpmac_cli.make_private(net, data=data, epsilon=3, epochs=2)
     for _ in private:
         pass
-    assert private.plan.unit.startswith("unit")
+    assert private.plan.privacy.unit.startswith("unit")
     assert 0 < private.epsilon <= 3
 
 

@@ -147,17 +147,16 @@ def _carry_out(
     grid: Grid, out: Path, choice: Choice, screen: Console
 ) -> tuple[dict[int, str], bool]:
     """Train unfinished runs; return reasons of failures by number, and whether interrupted."""
-    plans = [run.plan for run in grid.runs]
     with console.waiting(screen.quiet, "data"):
         from dpmac_cli.studies import local  # noqa: PLC0415  (loads torch)
 
         # Nothing is written if the data or the cluster is not available.
-        data = local.share_data([plans[number] for number in _missing(grid)])
-        raise_errors(local.other_records(plans, data))
+        data = local.share_data([grid.runs[number] for number in _missing(grid)])
+        raise_errors(local.other_records(grid.runs, data))
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         asked = held.enter_context(stop_request())
-        executor = held.enter_context(opened(choice, plans, data, out / JOBS)) if data else None
+        executor = held.enter_context(opened(choice, grid.runs, data, out / JOBS)) if data else None
         folder.make_folder(out / RUNS)
         held.enter_context(folder.locked(out))
         missing = _missing(grid)
@@ -175,7 +174,7 @@ def _carry_out(
             display.show(event)
             if isinstance(event, Ended) and event.failure and not event.again:
                 failures[event.number] = event.failure
-        raise_errors(local.other_records(plans, data))  # other machines load their own
+        raise_errors(local.other_records(grid.runs, data))  # other machines load their own
         return failures, asked()
 
 
@@ -218,7 +217,7 @@ class Display:
         self.bar = console.bar("{task.fields[text]}", BarColumn(), console=screen)
         found = len(grid.runs) - len(missing)
         screen.print(f"{len(grid.runs)} runs{f', {found} of them found finished' * bool(found)}")
-        total = sum(grid.runs[number].plan.steps for number in missing)
+        total = sum(grid.runs[number].plan.privacy.steps for number in missing)
         self._task = self.bar.add_task("", total=max(1, total), text="")
 
     def show(self, event: RunEvent) -> None:
@@ -232,8 +231,8 @@ class Display:
 
     def _end(self, event: Ended) -> None:
         run, moved = self._grid.runs[event.number], self._moved.get(event.number)
-        done = moved is not None and moved.step == run.plan.steps
-        name = f"{row_name(run.labels)}  sigma {run.plan.sigma:.4g}  seed {run.seed}"
+        done = moved is not None and moved.step == run.plan.privacy.steps
+        name = f"{row_name(run.labels)}  sigma {run.plan.privacy.sigma:.4g}  seed {run.seed}"
         self._ended += not event.again and (event.failure is not None or done)
         if event.again:
             line = Text(f"{name}: {event.failure}; resuming it", style=console.ATTENTION)
@@ -241,7 +240,7 @@ class Display:
         elif event.failure:
             self._screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
         elif moved and done:
-            metric = METRICS[run.plan.metric]
+            metric = METRICS[run.plan.run.metric]
             score = "" if moved.score is None else f"  test {metric} {moved.score:.2%}"
             self._screen.print(Text(f"{self._ended}/{self._count}  {name}{score}"))
 
@@ -255,8 +254,8 @@ def planned_runs(grid: Grid) -> Table:
     for title in ("run", column, "epsilon", "steps", "seeds"):
         table.add_column(title, justify="left" if title == "run" else "right")
     for run in grid.runs[:: len(grid.seeds)]:  # the first of each cell
-        cost, steps = "no privacy", f"{run.plan.steps:,}"
-        if run.plan.private:
-            cost = format_epsilon(total_epsilon((run.plan.event,), run.plan.delta))
+        cost, steps = "no privacy", f"{run.plan.privacy.steps:,}"
+        if run.plan.privacy.private:
+            cost = format_epsilon(total_epsilon((run.plan.privacy.event,), run.plan.privacy.delta))
         table.add_row(row_name(run.labels), f"{run.column:g}", cost, steps, str(len(grid.seeds)))
     return table

@@ -110,7 +110,7 @@ class Display:
                 if result is not None:
                     remarks = (*doubts(result), *swamped(result))
                     notes = [Text(f"note: {remark}", "red") for remark in remarks]
-                self.console.print(*notes, *_summary(event, self._plan.metric), sep="\n")
+                self.console.print(*notes, *_summary(event, self._plan.run.metric), sep="\n")
 
     def _move(self, event: Update) -> None:
         """Update the bar; print a line per evaluation, and a note on a weak epsilon."""
@@ -125,14 +125,14 @@ class Display:
         self._bar.update(
             self._task,
             completed=step,
-            description=f"epoch {math.ceil(step / self._plan.steps_per_epoch)}",
-            epsilon=spent if self._plan.private else "no privacy",
+            description=f"epoch {math.ceil(step / self._plan.privacy.steps_per_epoch)}",
+            epsilon=spent if self._plan.privacy.private else "no privacy",
         )
         if isinstance(event.event, loop.Evaluated):
             result = event.event.result
             self._scored = result if isinstance(result, evaluation.Evaluation) else None
-            self.console.print(_evaluated(event.event, event.epsilon, self._plan.metric))
-            value = result.metric(self._plan.metric)
+            self.console.print(_evaluated(event.event, event.epsilon, self._plan.run.metric))
+            value = result.metric(self._plan.run.metric)
             if not math.isnan(value):
                 self._bar.update(self._task, accuracy=f"test {percent(value)}")
 
@@ -155,32 +155,34 @@ def _computing(event: Computing) -> str:
 
 
 def _heading(event: Started) -> Iterator[Text]:
-    plan, (trained, total) = event.plan, event.parameters
+    plan, privacy, (trained, total) = event.plan, event.plan.privacy, event.parameters
     of_all = f" trained of {total:,}" * (trained < total)
     yield Text.assemble(
-        (plan.optimizer, "bold"),
-        f" on {plan.found.name}: {plan.facts.train_size:,} "
-        f"{'units' if plan.found.unit else 'records'}, "
-        f"{plan.model.name} with {trained:,}{of_all} parameters, {plan.device}",
+        (plan.optimizer.name, "bold"),
+        f" on {plan.data.found.name}: {plan.data.facts.train_size:,} "
+        f"{'units' if plan.data.found.unit else 'records'}, "
+        f"{plan.network.model.name} with {trained:,}{of_all} parameters, {plan.run.device}",
     )
-    if not plan.private:
+    if not privacy.private:
         yield Text(NO_PRIVACY, style="bold red")
     else:
         yield Text(
-            f"sigma {plan.sigma:g}, expected batch {plan.batch_size}, {event.steps:,} steps "
-            f"(epochs: {event.steps / plan.steps_per_epoch:.4g}), delta {plan.delta:g}"
+            f"sigma {privacy.sigma:g}, expected batch {privacy.batch_size}, {event.steps:,} steps "
+            f"(epochs: {event.steps / privacy.steps_per_epoch:.4g}), delta {privacy.delta:g}"
         )
-        one = "one image" if plan.facts.is_images else "one row"
-        yield Text(f"unit of privacy: {plan.unit if plan.found.unit else one}")
-    if plan.canaries:
+        kinds = {"images": "one image", "texts": "one record", "numbers": "one row"}
+        one = kinds[plan.data.facts.holds]
+        yield Text(f"unit of privacy: {privacy.unit if plan.data.found.unit else one}")
+    if privacy.audit.canaries:
         yield Text(
-            f"AUDIT: {plan.canaries:,} canaries, about half of them "
+            f"AUDIT: {privacy.audit.canaries:,} canaries, about half of them "
             "trained on; the model will be unfit for release",
             style="bold red",
         )
-    if event.steps < plan.steps:  # --max-epsilon
+    if event.steps < privacy.steps:  # --max-epsilon
         yield Text(
-            f"--max-epsilon {plan.max_epsilon:g} allows {event.steps:,} of {plan.steps:,} steps",
+            f"--max-epsilon {privacy.max_epsilon:g} allows {event.steps:,} of {privacy.steps:,} "
+            "steps",
             style=ATTENTION,
         )
     if event.done:

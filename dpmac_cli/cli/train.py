@@ -119,7 +119,7 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
             resolved = resolve(flags, start.config)
         if start.minutes:
             resolved = _within(start.minutes, resolved, flags, start.config)
-        settings = resolved.plan.settings
+        settings = resolved.settings
         if not settings.quiet:
             console.print_notes((*resolved.chosen, *resolved.notes))
     quiet, json = settings.quiet, settings.json
@@ -165,7 +165,7 @@ def _within(
     minutes: float, resolved: Resolved, flags: dict[str, Any], config: Path | None
 ) -> Resolved:
     """Resolve settings again with as many epochs as fit into some minutes."""
-    settings = resolved.plan.settings
+    settings = resolved.settings
     if settings.epochs is None or flags.get("epochs") is not None:
         raise InputError("--minutes sets the number of epochs: leave out --epochs and --steps.")
     with console.waiting(settings.quiet, "time of a step"):

@@ -28,6 +28,8 @@ _OF_NETWORK: tuple[SettingName, ...] = (
 )
 #: Number of inputs above which a head, or a perceptron, is trained as a wide one.
 WIDE, FEW_INPUTS = 8192, 256
+#: Learning rates on features of a backbone for images, and of an encoder of texts.
+OF_IMAGES, OF_TEXTS = 0.003, 0.005
 #: Learning rates by optimizer, as multiples of dp-adam's.
 RATES: Mapping[str, float] = {"dp-adam": 1.0}
 
@@ -81,7 +83,7 @@ def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
 
 def _network(given: Settings, facts: Dataset) -> Keywords:
     """Return features for small images, unless a network or another input is given."""
-    images = facts.is_images and not facts.multilabel
+    images = facts.holds == "images" and not facts.multilabel
     if not images or any(name in given.given for name in _OF_NETWORK):
         return {}
     kind = Scattered("scatter" if facts.shape[0] == 1 else "scatter-mirror")
@@ -102,7 +104,7 @@ def _budget(given: Settings) -> Keywords:
 def training(given: Settings, facts: Dataset) -> Training:
     """Return how to train a network: a head of fixed features, a perceptron or another one."""
     if given.backbone is not None:
-        return Training(STEPS_PER_EPOCH, 20, 0.003, 0.95)
+        return Training(STEPS_PER_EPOCH, 20, OF_TEXTS if facts.texts else OF_IMAGES, 0.95)
     if given.features is not None:
         wide = math.prod(Scattered(given.features).shape_of(facts.shape)) > WIDE
         return Training(6, 20, 0.003, 0.95) if wide else Training(12, 80, 0.002, 0.98)

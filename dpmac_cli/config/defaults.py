@@ -60,7 +60,9 @@ def _depending(given: Settings, facts: Dataset) -> Keywords:
     if given.features is not None:
         found["model"] = "linear"
     if given.backbone is not None:
-        found |= {"model": "linear", "backbone_size": BACKBONES[given.backbone].size}
+        found["model"] = "linear"
+    if (backbone := BACKBONES.get(given.backbone or "")) is not None:
+        found["backbone_size"] = backbone.size
     if given.pretrained is not None or given.backbone is not None:
         found["train"] = "all" if given.backbone is None else "head"
     if given.train == "lora":
@@ -75,8 +77,8 @@ def _samples_at_a_time(found: Settings, facts: Dataset) -> int:
     most, kind = facts.defaults.physical_batch, MODELS.get(found.model or "")
     if found.train == "head":
         most = max(most, ROWS_AT_A_TIME)
-    elif found.backbone is not None:
-        size = found.backbone_size or BACKBONES[found.backbone].size
+    elif (backbone := BACKBONES.get(found.backbone or "")) is not None:
+        size = found.backbone_size or backbone.size
         most = max(1, PIXELS_AT_A_TIME // size**2)
     elif kind is not None:
         most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))

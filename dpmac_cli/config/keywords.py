@@ -33,6 +33,7 @@ SettingName = Literal[
     "standardise",
     "feature_range",
     "schema",
+    "tokens",
     "unit",
     "records_per_unit",
     "skip_bad",
@@ -123,6 +124,7 @@ class TrainingKeywords(TypedDict, total=False):
     standardise: str | None
     feature_range: str | None
     schema: str | Path | None
+    tokens: int | None
     unit: str | None
     records_per_unit: int | None
     skip_bad: bool | None

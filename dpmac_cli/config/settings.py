@@ -18,7 +18,10 @@ from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.named import BEST, NAMED, PAPER
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import STANDARDS, TABLES, AtHand
+from dpmac_cli.data.table_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Kappa
+from dpmac_cli.models.encoders import ENCODERS
+from dpmac_cli.models.encoders import FOLDER as ENCODER_FOLDER
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
 from dpmac_cli.training.schedules import AUGMENTS, LOSSES, SCHEDULES
 
@@ -37,8 +40,10 @@ DELTA = 1e-5
 #: Values that may replace a registered name: a test and a description.
 OWN_DATA = (
     lambda text: "/" in text or text.endswith((".npz", *TABLES)) or Path(text).exists(),
-    "a folder with one folder of images per class, an .npz, or a table (.csv, .tsv, .parquet)",
+    "a folder with one folder of images or texts per class, an .npz, or a table "
+    "(.csv, .tsv, .parquet)",
 )
+OWN_ENCODER = (lambda text: "/" in text or Path(text).is_dir(), ENCODER_FOLDER)
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
 #: Groups of settings in the help.
 TASK, DATA, PRIVACY, OPTIMIZER = "Task", "Your own data", "Privacy", "Optimizer"
@@ -177,8 +182,8 @@ class Settings(Flags, frozen=True):
     ] = None
     backbone: Annotated[
         str | None,
-        Choice(tuple(BACKBONES)),
-        Field(description="Train on features of this public network instead of the images."),
+        Choice((*BACKBONES, *ENCODERS), OWN_ENCODER),
+        Field(description="Train on features of this public network of images or texts."),
         Flag(TASK, not_with={"features": "a network takes only one of them"}, fixed=True),
     ] = None
     backbone_size: Annotated[
@@ -301,11 +306,20 @@ class Settings(Flags, frozen=True):
             },
         ),
     ] = None
+    tokens: Annotated[
+        int | None,
+        Field(
+            ge=MIN_TOKENS,
+            le=MAX_TOKENS,
+            description="Largest number of tokens of a text; in a table, the schema has it.",
+        ),
+        Flag(DATA, otherwise=str(TOKENS), needs="--backbone"),
+    ] = None
     unit: Annotated[
         str | None,
         Field(
             description=(
-                "Column of a table, or pattern of image paths, that gives the unit of each record,"
+                "Column of a table, or pattern of file paths, that gives the unit of each record,"
                 " such as a patient. Epsilon protects a unit with all of its records."
             )
         ),

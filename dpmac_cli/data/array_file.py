@@ -31,7 +31,8 @@ class ArrayFile:
     """Dataset from the arrays of an .npz or a table, which are named as in :data:`ARRAYS`.
 
     ``skipped`` lists records that were left out when they were read, and ``unusable`` says which
-    rows of an array could not be.
+    rows of an array could not be. ``found_classes`` are names of folders; they are used if no
+    classes are declared.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ArrayFile:
         arrays: Arrays,
         skipped: tuple[str, ...] = (),
         unusable: Mapping[str, Faults] | None = None,
+        found_classes: Sequence[str] = (),
     ) -> None:
         if source.classes is not None:
             arrays["classes"] = np.array(source.classes)
@@ -55,7 +57,7 @@ class ArrayFile:
         names = arrays.get("classes")
         inferred = names is None and y.ndim == 1
         count = 1 + int(y.max()) if y.ndim == 1 else y.shape[1]
-        classes = list(map(str, range(count) if names is None else names))
+        classes = list(map(str, (found_classes or range(count)) if names is None else names))
         check_classes(classes, source)
         contents = _contents(x, y) if units is None else []
         if held_out:

@@ -7,6 +7,7 @@ entry to datasets.toml.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dpmac_cli.storage.files import catalogue
 
@@ -53,6 +54,7 @@ class Dataset:
     levels: int = 255  # the largest pixel value, by which pixels are divided; 1 for numbers
     sha256: str | None = None  # fingerprint of the files; None to rely on torchvision's checks
     augment: str = "crop+flip"  # digits and letters must not be mirrored
+    texts: tuple[tuple[int, int], ...] = ()  # first input and number of inputs of each text
     multilabel: bool = False  # records have any number of labels, named in ``classes``
     torchvision: str = ""  # class of torchvision.datasets that reads it; "" for other sources
     files: tuple[str, ...] = ()  # files that it reads, relative to the folder of datasets
@@ -61,6 +63,11 @@ class Dataset:
     def signature(self) -> Signature:
         """Signature of a network on these records."""
         return Signature(self.shape, len(self.classes), self.mean, self.std)
+
+    @property
+    def holds(self) -> Literal["images", "texts", "numbers"]:
+        """Return what records are."""
+        return "images" if self.is_images else "texts" if self.texts else "numbers"
 
     @property
     def is_images(self) -> bool:

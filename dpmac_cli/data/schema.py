@@ -9,6 +9,7 @@ from dpmac_cli.data.registry import Dataset
 
 if TYPE_CHECKING:
     from dpmac_cli.data.table_schema import TableSchema
+    from dpmac_cli.data.texts import TextReader
 
 #: File name suffixes of tables.
 TABLES = (".csv", ".tsv", ".parquet")
@@ -53,6 +54,21 @@ class Source:
     at_hand: AtHand | None = None
     unit: str | None = None  # column, or pattern of paths, that gives the unit of each record
     skip_bad: bool = False  # leave out unusable records instead of rejecting the dataset
+    texts: "TextReader | None" = None  # how texts are read; None for images and numbers
+
+    @property
+    def layout(self) -> tuple[tuple[int, int], ...]:
+        """Return the first input and the number of inputs of each text of a record."""
+        if self.texts is None:
+            return ()
+        if self.schema is None:
+            return ((0, self.texts.limit),)
+        found, first = list[tuple[int, int]](), 0
+        for column in self.schema.columns:
+            if column.text is not None:
+                found.append((first, column.text))
+            first += column.inputs
+        return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,9 @@ def found(
         constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
     names = tuple(classes)
     facts = Dataset(
-        train, test, shape, names, *constants, defaults, "your own", levels, multilabel=several
+        *(train, test, shape, names, *constants, defaults, "your own", levels),
+        texts=source.layout,
+        multilabel=several,
     )
     tested = set(np.flatnonzero(labels.any(0)) if several else labels.tolist())
     unit = "" if sides[0].units is None else source.unit or "unit"

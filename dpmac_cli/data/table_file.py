@@ -16,6 +16,7 @@ from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_schema import Column
+from dpmac_cli.data.texts import NEEDS_ENCODER, TextReader, is_blank
 from dpmac_cli.errors import InputError
 
 try:
@@ -71,7 +72,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
         for why, records in masks(unusable, len(labels)):
             said = NO_UNIT if why == UNUSABLE else "no value"
             bad[f"{said} in {source.unit}"] = records
-    of_records["x"], low, high = _inputs(schema.columns, cells, bad, strict)
+    of_records["x"], low, high = _inputs(schema.columns, cells, bad, strict, source.texts)
     if strict:
         remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
         refuse([*ragged, *_reasons(bad)], remedy)
@@ -88,18 +89,19 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
 
 
 def read_inputs(
-    path: Path, columns: Sequence[Column]
+    path: Path, columns: Sequence[Column], reader: TextReader | None = None
 ) -> tuple[NDArray[np.float64], list[str] | None]:
     """Return the inputs of unlabelled records, and their column ``id`` if there is one.
 
-    Other columns are ignored. Raises InputError with every fault found.
+    ``reader`` reads columns of text. Other columns are ignored. Raises InputError with every fault
+    found.
     """
     names, wanted = numeric_columns(path), [column.name for column in columns]
     refuse(_absent(wanted, names), f" {path} has the columns {', '.join(names)}.")
     kept = ["id"] if "id" in names else []
     cells, ragged = _cells(path, tuple(dict.fromkeys([*wanted, *kept])), strict=True)
     bad: dict[str, Mask] = {}
-    inputs, *_ = _inputs(columns, cells, bad, strict=True)
+    inputs, *_ = _inputs(columns, cells, bad, True, reader)
     refuse([*ragged, *_reasons(bad)], f" Correct {path}.")
     return inputs, cells["id"].cast(pa.string()).fill_null("").to_pylist() if kept else None
 
@@ -269,9 +271,27 @@ def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
     return np.asarray(found.fill_null(-1), np.int64)
 
 
-def _inputs(columns: Iterable[Column], cells: Cells, bad: dict[str, Mask], strict: bool) -> Inputs:
+def _inputs(
+    columns: Sequence[Column],
+    cells: Cells,
+    bad: dict[str, Mask],
+    strict: bool,
+    reader: TextReader | None,
+) -> Inputs:
     """Return columns as inputs, and add masks of records with invalid values to ``bad``."""
-    parts = [_inputs_of(column, cells[column.name], bad, strict) for column in columns]
+    texts = [column.name for column in columns if column.text is not None]
+    if texts and reader is None:
+        refuse([f"The column {name} is declared as text" for name in texts], f" {NEEDS_ENCODER}.")
+    refuse(
+        [f"The column {name} contains numbers" for name in texts if _numeric(cells[name], strict)],
+        " Declare their range in the schema instead of text: {range: [LOW, HIGH]}.",
+    )
+    parts = [
+        _tokens(column, cells[column.name], bad, reader)
+        if column.text is not None and reader is not None
+        else _inputs_of(column, cells[column.name], bad, strict)
+        for column in columns
+    ]
     x, low, high = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
     return x, low, high
 
@@ -300,6 +320,29 @@ def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bo
     flags = len(inputs) - len(low)  # 0 or 1, unchanged by standardisation
     ends = np.array([low + [-1.0] * flags, high + [1.0] * flags])
     return np.stack(inputs, 1).astype(np.float64), *ends
+
+
+def _numeric(cells: pa.Array, strict: bool) -> bool:
+    """Return whether a column has a type of numbers or, if it may be looked at, numbers only."""
+    if not (pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)):
+        return True
+    fits = compute.match_substring_regex(_text(cells), NUMBER) if strict else pa.array([False])
+    return bool(len(cells)) and bool(compute.all(fits).as_py())
+
+
+def _tokens(column: Column, cells: pa.Array, bad: dict[str, Mask], reader: TextReader) -> Inputs:
+    """Return the tokens of texts, and the range of their numbers."""
+    raw = cells.cast(pa.binary()).to_pylist()
+    texts = ["" if text is None else text.decode(errors="replace") for text in raw]
+    missing = np.array([is_blank(text) for text in texts], np.bool_)
+    inputs = reader.read(texts, column.text)
+    low, high = (np.full(column.text or 0, end) for end in reader.ends)
+    if column.missing == "input":
+        inputs = np.column_stack([inputs, missing])
+        low, high = np.append(low, -1.0), np.append(high, 1.0)
+    else:
+        bad[f"no text in {column.name}"] = missing
+    return inputs, low, high
 
 
 def _numbers(

@@ -3,6 +3,7 @@
 The registry is OpenDP's (github.com/opendp/deployments-registry-data, schema of commit 617ad17).
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ FORMATS = ("md", "html", "registry-yaml")
 OPEN = "to be filled in"
 
 
+@functools.cache  # compiling them takes as long as a short run
 def templates() -> "Environment":
     """Return the templates of cards. They do not escape: pages must get escaped values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  (help is fast)

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.data.registry import DATASETS, Signature
+from dpmac_cli.data.texts import TextReader
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import registry, weights
 from dpmac_cli.models.build import build_model, build_network, seen_by_network
+from dpmac_cli.models.encoders import TextEncoder, tokenizer_of
+from dpmac_cli.models.text_encoder import TextFeatures
 from dpmac_cli.release.report_file import Facts, parse
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
@@ -99,7 +102,9 @@ def load_model(
     if isinstance(reference, registry.BuiltIn):
         with torch.device("meta"):  # only shapes: the file's model may exceed memory
             network = build_network(reference.name, seen_by_network(signature, features))
-        prefix = "" if features is None else "head."
+            if isinstance(features, TextEncoder):
+                network = nn.ModuleDict({"frozen": TextFeatures(features), "head": network})
+        prefix = "" if features is None or isinstance(features, TextEncoder) else "head."
         of_network = {name: held[name] for name in held if name.startswith((prefix, "an image"))}
         forms = _forms(weights.published(network))
         shapes = {f"{prefix}{name}": form for name, form in forms.items()}
@@ -142,6 +147,21 @@ def read_facts(path: Path) -> tuple[Path, Facts]:
     return file, facts
 
 
+def text_reader(path: Path, facts: Facts) -> TextReader | None:
+    """Return how a published model reads texts; None if it is not for texts.
+
+    Raises InputError if it has no vocabulary.
+    """
+    if facts.encoder is None:
+        return None
+    file, tensors, *_ = _read(path)
+    try:
+        content = tensors["frozen.vocabulary"].numpy().tobytes()
+        return TextReader(tokenizer_of(content, facts.encoder), facts.texts[0][1])
+    except (KeyError, ValueError) as failure:
+        raise InputError(f"{file} {FOREIGN} (it has no vocabulary). {WANTED}") from failure
+
+
 def _network(
     file: Path, facts: Facts, factory: str | None
 ) -> registry.BuiltIn | registry.UserModel:
@@ -164,6 +184,8 @@ def _features(file: Path, facts: Facts) -> registry.Features | None:
     named, size = facts.backbone or facts.features, facts.backbone_size
     if named is None:
         return None
+    if facts.encoder is not None:
+        return TextEncoder(named, facts.encoder, facts.texts)
     if named in registry.BACKBONES and size is not None:
         return registry.Backbone(named, size, facts.backbone_flips)
     if named in registry.FEATURES:

@@ -30,6 +30,7 @@ from dpmac_cli.config import question
 from dpmac_cli.config.settings import DELTA
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.models.encoders import BertForm
 from dpmac_cli.runs import folder, ledger
 
 SCHEMA_VERSION = 1
@@ -127,6 +128,7 @@ class Facts(BaseModel):
     features: Name | None = _at(*PUBLIC_PART, "features", default=None)
     backbone: Name | None = _at(*PUBLIC_PART, "backbone", default=None)
     backbone_size: int | None = _at(*PUBLIC_PART, "backbone_size", default=None, ge=1, le=1024)
+    encoder: BertForm | None = _at(*PUBLIC_PART, "encoder", default=None)
     backbone_flips: bool = _at(*PUBLIC_PART, "backbone_flips", default=False)
     covered_scores: dict[str, Any] | None = _at("privacy", "covered_scores", default=None)
     private: bool = _at("privacy", "private")
@@ -140,6 +142,7 @@ class Facts(BaseModel):
     levels: Count = _at("input", "levels")
     mean: tuple[float, ...] = _at("input", "mean")
     std: tuple[Annotated[float, Field(gt=0)], ...] = _at("input", "std")
+    texts: tuple[tuple[Annotated[int, Field(ge=0)], Count], ...] = _at("input", "texts", default=())
 
     @property
     def signature(self) -> Signature:
@@ -150,6 +153,11 @@ class Facts(BaseModel):
     def _check_channels(self) -> "Facts":
         if not len(self.mean) == len(self.std) == self.shape[0]:
             raise ValueError("input.mean and input.std must have one number per channel")
+        ends = [0, *(first + count for first, count in self.texts)]
+        if any(first < end for end, (first, _) in zip(ends, self.texts, strict=False)):
+            raise ValueError("input.texts must be in order")
+        if ends[-1] > self.shape[0] or bool(self.texts) != (self.encoder is not None):
+            raise ValueError("input.texts must be of the inputs, and of an encoder")
         return self
 
 

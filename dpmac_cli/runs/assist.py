@@ -15,7 +15,8 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, device_name, environment
 from dpmac_cli.runs.folder import resume_command
-from dpmac_cli.runs.setup import Task, make_task, make_trainer
+from dpmac_cli.runs.prepare import Task, make_task
+from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
@@ -55,7 +56,7 @@ def assist(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
             ranks.post(environment(choose_device(local.get("device", "auto"), ranks)))
             said = ranks.brief()
             plan, keys = change(said["config"], local).plan, Keys.of_json(said["keys"])
-            device = choose_device(plan.device, ranks)
+            device = choose_device(plan.run.device, ranks)
             task = outcome(make_task(plan, device, keys))
             trainer = make_trainer(
                 plan, steps=said["steps"], device=device, keys=keys, task=task, ranks=ranks

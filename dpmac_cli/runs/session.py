@@ -19,7 +19,7 @@ from dpmac_cli.release.report import State, build_report, metrics_line, model_ca
 from dpmac_cli.runs import assist, checkpoint, folder
 from dpmac_cli.runs.environment import device_name, environment
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.setup import Task
+from dpmac_cli.runs.prepare import Task
 from dpmac_cli.storage import files
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.training.distributed import Ranks
@@ -149,7 +149,7 @@ class Session:
             yield from self._updates(stop)
         except DivergedError as failure:
             # Divergence reveals information about the records, so a fork must count those steps.
-            epoch = failure.step / self.plan.steps_per_epoch
+            epoch = failure.step / self.plan.privacy.steps_per_epoch
             self.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
             self.ledger.write(self.ledger.charged(failure.step))
             self._write_metrics()
@@ -162,18 +162,19 @@ class Session:
 
     def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
         """Train, save checkpoints when they are due, and report progress."""
-        plan, trainer, interval = self.plan, self.trainer, self.plan.checkpoint_steps
+        plan, trainer, interval = self.plan, self.trainer, self.plan.run.checkpoints
         saved, chunk, spent = time.perf_counter(), trainer.state.chunk, self.ledger.spent
-
-        def due(step: int) -> bool:
-            return interval > 0 and step % interval == 0
 
         with ThreadPoolExecutor(1) as pool:
             # Privacy costs are computed in the background, so they do not delay training.
             costs = pool.submit(
-                epsilon_schedule, spent.event, plan.delta, plan.steps_per_epoch, spent.earlier
+                epsilon_schedule,
+                spent.event,
+                plan.privacy.delta,
+                plan.privacy.steps_per_epoch,
+                spent.earlier,
             )
-            for event in fit(trainer, stop, due, self.seconds, self.ledger.before):
+            for event in fit(trainer, stop, interval.due, self.seconds, self.ledger.before):
                 self.seconds = event.seconds
                 scored = isinstance(event, Evaluated)
                 schedule = costs.result() if scored or costs.done() else None
@@ -184,15 +185,15 @@ class Session:
                         self.scored = event.result
                     self.history.append(metrics_line(event, epsilon, plan))
                 # Save no step before its score: a run that resumed after it would never score it.
-                scores = event.step % plan.steps_per_epoch == 0 or event.step == self.steps
+                scores = event.step % plan.privacy.steps_per_epoch == 0 or event.step == self.steps
                 settled = scored or not scores
                 # Repeating a step with another chunk size would round the sum differently under
                 # the same noise: nothing of it may be shown before this is saved.
                 reduced = settled and trainer.state.chunk < chunk
-                late = time.perf_counter() - saved >= plan.checkpoint_seconds
+                late = time.perf_counter() - saved >= interval.seconds
                 # No other score may be released instead of one that was shown, either.
-                released = scored and plan.scores is not None
-                if reduced or released or (settled and (late or due(event.step))):
+                released = scored and plan.privacy.scores is not None
+                if reduced or released or (settled and (late or interval.due(event.step))):
                     kept = self.save()
                     saved = time.perf_counter()
                     if reduced:  # nor may an earlier checkpoint with larger chunks be used
@@ -209,14 +210,16 @@ class Session:
         """Return epsilon up to an event: of its own step if it is an evaluation, else a bound."""
         plan, spent = self.plan, self.ledger.spent
         if isinstance(event, Evaluated) and event.last:  # like the report
-            return total_epsilon(self.spent().events, plan.delta)
+            return total_epsilon(self.spent().events, plan.privacy.delta)
         epsilon = schedule.at(done := event.step - spent.base)
         if isinstance(event, Evaluated) and done not in dict(schedule.points):
             part = replace(spent.event, steps=done)
-            epsilon = min(epsilon, total_epsilon((*spent.earlier, part), plan.delta, widest=COARSE))
-        if plan.scores is not None:
-            tested = plan.scores.event(event.step, self.steps, spent.base)
-            epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.delta))
+            epsilon = min(
+                epsilon, total_epsilon((*spent.earlier, part), plan.privacy.delta, widest=COARSE)
+            )
+        if plan.privacy.scores is not None:
+            tested = plan.privacy.scores.event(event.step, self.steps, spent.base)
+            epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.privacy.delta))
         return epsilon
 
     def publish(self, total_seconds: float) -> Finished:
@@ -225,11 +228,11 @@ class Session:
         An earlier report goes first: a kill in between must not leave it beside a later model.
         """
         plan, trainer, where, task = self.plan, self.trainer, self.where, self.task
-        state: State = "finished" if self.steps == plan.steps else "budget-spent"
+        state: State = "finished" if self.steps == plan.privacy.steps else "budget-spent"
         if trainer.state.step < self.steps:
             state = "interrupted"
         scored = self.scored
-        if scored is None and plan.scores is None:  # the run was resumed at its end
+        if scored is None and plan.privacy.scores is None:  # the run was resumed at its end
             scored = trainer.evaluate()
         theta = trainer.state.theta
         facts = public_facts(plan, self.spent(), task, theta.numel())

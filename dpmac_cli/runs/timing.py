@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import AuditPlan, TrainPlan
 from dpmac_cli.data.dataset import Data, Split, standardisation
 from dpmac_cli.models import build
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.setup import Task, make_trainer
+from dpmac_cli.runs.prepare import Task
+from dpmac_cli.runs.setup import make_trainer
 
 #: Seconds besides training, scoring and features: start, validation and the files of the run.
 AROUND = 15.0
@@ -43,11 +44,11 @@ def duration(plan: TrainPlan) -> Duration:
     The run takes place on the same device, with the same network, features and chunks. Raises the
     errors of :func:`~dpmac_cli.runs.setup.make_trainer`.
     """
-    device, facts = choose_device(plan.device), plan.facts
+    device, facts, run = choose_device(plan.run.device), plan.data.facts, plan.run
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         chunk = min(
-            plan.gpu_batch if device.type == "cuda" else plan.physical_batch, plan.batch_size
+            run.gpu_batch if device.type == "cuda" else run.physical_batch, plan.privacy.batch_size
         )
         short, _ = _step(plan, chunk, device)
         long, score = _step(plan, CHUNKS * chunk, device)
@@ -55,21 +56,24 @@ def duration(plan: TrainPlan) -> Duration:
         per_step = max(0.0, short - chunk * per_record)
         features = _features(plan, device) * (facts.train_size + facts.test_size)
     records = facts.train_size * plan.recipe.inputs
-    epoch = records * per_record + plan.steps_per_epoch * per_step + facts.test_size * score
+    epoch = records * per_record + plan.privacy.steps_per_epoch * per_step + facts.test_size * score
     return Duration(AROUND + features, epoch)
 
 
 def _step(plan: TrainPlan, records: int, device: torch.device) -> tuple[float, float]:
     """Return the seconds of a step on so many records, and those of scoring a record."""
-    found = replace(plan.found, facts=replace(plan.facts, train_size=records), unit="")
+    found = replace(plan.data.found, facts=replace(plan.data.facts, train_size=records), unit="")
     small = replace(
         plan,
-        found=found,
-        batch_size=records,
-        event=replace(plan.event, sampling_rate=1.0, steps_per_epoch=1),
+        data=replace(plan.data, found=found),
+        privacy=replace(
+            plan.privacy,
+            batch_size=records,
+            event=replace(plan.privacy.event, sampling_rate=1.0, steps_per_epoch=1),
+            scores=None,
+            audit=AuditPlan(),
+        ),
         recipe=replace(plan.recipe, records=1),
-        canaries=0,
-        scores=None,
     )
     task = _task(small, records, device)
     trainer = make_trainer(small, steps=ROUNDS + 1, device=device, keys=make_keys(0), task=task)
@@ -91,22 +95,22 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def _network(plan: TrainPlan, device: torch.device) -> torch.nn.Module:
     """Return the network of a plan, with random weights."""
-    signature, model = plan.facts.signature, plan.model
+    network = plan.network
     return build.build_model(
-        model,
-        signature,
+        network.model,
+        plan.data.facts.signature,
         0,
-        fix_norm=plan.fix_norm,
-        features=plan.features,
-        trained=plan.trained if plan.starts_public else None,
-        isolated=plan.isolate,
+        fix_norm=network.fix_norm,
+        features=network.features,
+        trained=network.trained if network.starts_public else None,
+        isolated=network.isolate,
     ).to(device)
 
 
 def _task(plan: TrainPlan, records: int, device: torch.device) -> Task:
     """Return network and generated records, or generated features of them."""
     model = _network(plan, device)
-    classes = len(plan.facts.classes)
+    classes = len(plan.data.facts.classes)
     gain, offset = torch.ones(1, 1, 1, device=device), torch.zeros(1, 1, 1, device=device)
     trained = model
     if isinstance(model, FrozenFeatures):
@@ -117,7 +121,7 @@ def _task(plan: TrainPlan, records: int, device: torch.device) -> Task:
     else:
         x = _images(plan, records, device)
     labels = torch.randint(classes, (records,), device=device)
-    if plan.facts.multilabel:
+    if plan.data.facts.multilabel:
         labels = torch.randint(2, (records, classes), dtype=torch.uint8, device=device)
     split = Split(x, labels)
     return Task(
@@ -130,7 +134,7 @@ def _task(plan: TrainPlan, records: int, device: torch.device) -> Task:
 
 def _images(plan: TrainPlan, records: int, device: torch.device) -> Tensor:
     """Return generated records, standardised."""
-    facts = plan.facts
+    facts = plan.data.facts
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
     pixels = torch.rand(records, *facts.shape, device=device) * facts.levels
     return torch.addcmul(offset, pixels, gain)

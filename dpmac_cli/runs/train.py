@@ -10,7 +10,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.given import by_setting, parse
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.config.settings import SETTINGS, Settings
 from dpmac_cli.data.dataset import Data
@@ -26,14 +26,12 @@ from dpmac_cli.runs.environment import (
     repeatable,
 )
 from dpmac_cli.runs.ledger import Ledger, Spent
+from dpmac_cli.runs.prepare import make_task
 from dpmac_cli.runs.session import Finished, RunEvent, Session
-from dpmac_cli.runs.setup import make_task, make_trainer
+from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import Computing, until
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import Ranks
-
-#: Folder of runs without --out.
-RUNS = Path("runs")
 
 
 def train(
@@ -62,9 +60,8 @@ def train(
         RunError: training diverged, memory ran out, or the device failed.
     """
     with explained():
-        if plan.out is not None:
-            folder.check_chosen_folder(plan.out, plan.force)
-        spent = Spent((), plan.event, 0, 0, False, True, abandoned)
+        folder.check_place(plan.run.folder)
+        spent = Spent((), plan.privacy.event, 0, 0, False, True, abandoned)
         session = yield from _session(plan, Inherited(None, spent), stop, data, ranks)
         yield from _first(session, stop)
 
@@ -73,8 +70,7 @@ def _first(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     """Run a session in a new folder."""
     plan, where = session.plan, session.where
     with folder.locked(where):
-        if plan.out is not None:  # another run may have ended in it meanwhile
-            folder.check_chosen_folder(where, plan.force)
+        folder.check_place(plan.run.folder)  # another run may have ended in it meanwhile
         # A kill here leaves the ledger of the old run or of this one, but never a checkpoint of
         # the old run with the ledger of this one.
         checkpoint.discard(where)
@@ -164,22 +160,23 @@ def _session(
     data: Data | None,
     ranks: Ranks | None,
 ) -> Generator[Computing, None, Session]:
-    device = choose_device(plan.device, ranks)
-    plan = replace(plan, device=str(device))
-    if ranks is not None and plan.canaries:
+    device = choose_device(plan.run.device, ranks)
+    plan = plan.on(str(device))
+    privacy = plan.privacy
+    if ranks is not None and privacy.audit.canaries:
         raise InputError("--canaries needs a run with one process. Leave it out.")
     if ranks is not None:
         check_ranks(device, ranks)
     spent, saved = before.spent, before.saved
-    rest = plan.event_of(plan.steps - spent.base)
-    budget = (plan.delta, plan.max_epsilon, spent.earlier, plan.scores, spent.base)
+    rest = privacy.event_of(privacy.steps - spent.base)
+    budget = (privacy.delta, privacy.max_epsilon, spent.earlier, privacy.scores, spent.base)
     steps = spent.base + affordable_steps(rest, *budget)
     exact = saved is not None and not before.fresh_noise
-    keys = make_keys(plan.seed, base=spent.base)
+    keys = make_keys(plan.run.seed, base=spent.base)
     if saved is not None and exact:
         keys = Keys.of_json(saved.record["state"]["keys"])
     task = yield from until(stop, make_task(plan, device, keys, data))
-    if plan.scores is not None and task.independence == "isolated":
+    if privacy.scores is not None and task.independence == "isolated":
         raise ModelError(
             "--cover-scores scores test records in batches, and it could not be proven that the "
             "network treats the records of a batch independently. Leave it out."
@@ -189,14 +186,13 @@ def _session(
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
-    out, stem = plan.out, f"{plan.found.name}-{plan.optimizer}{'' if plan.private else '-no-dp'}"
-    where = folder.new_folder(RUNS, stem) if out is None else folder.make_folder(out)
+    where = folder.make_place(plan.run.folder)
     spent = replace(
         spent,
-        event=plan.event_of(steps - spent.base),
-        seeded=spent.seeded or plan.seed is not None,
-        secure=spent.secure and plan.secure,
-        scores=plan.scores,
+        event=privacy.event_of(steps - spent.base),
+        seeded=spent.seeded or plan.run.seed is not None,
+        secure=spent.secure and plan.run.secure,
+        scores=privacy.scores,
     )
     return Session(
         plan=plan,
@@ -223,14 +219,15 @@ def _resumed(
     recorded, step = saved.record["config"], saved.step
     check_given(where, recorded, given, "--resume", ("dataset", "model"))
     resolved = change(recorded, given)
-    plan = resolved.plan
+    plan, privacy = resolved.plan, resolved.plan.privacy
     _check_unchanged(where, plan, recorded, given)
-    device = choose_device(plan.device, ranks)
+    device = choose_device(plan.run.device, ranks)
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
-    if step >= plan.steps and told and folder.reported_steps(where) >= step:
+    if step >= privacy.steps and told and folder.reported_steps(where) >= step:
         raise InputError(
-            f"{where} is finished: it took {step} of {plan.steps} steps. To train longer: "
-            f"{folder.fork_command(where, ['--epochs N'])} (N above {step // plan.steps_per_epoch})"
+            f"{where} is finished: it took {step} of {privacy.steps} steps. To train longer: "
+            f"{folder.fork_command(where, ['--epochs N'])} "
+            f"(N above {step // privacy.steps_per_epoch})"
         )
     before = inherited(where, saved, resolved.notes)
     changed = sorted(differences(saved.record["environment"], environment(device, ranks)))
@@ -239,14 +236,14 @@ def _resumed(
         reasons.append("steps on a GPU cannot be repeated bit for bit")
     if len(before.spent.earlier) > len(saved.spent.earlier):
         reasons.append("the checkpoint of the last session is lost")
-    if reasons and plan.canaries:
+    if reasons and privacy.audit.canaries:
         raise InputError(
             f"{where} is an audit run, which can only be resumed exactly ({'; '.join(reasons)}): "
             "an audit tests one guarantee with one set of coins. Start a new run."
         )
     if reasons:
         before = before.with_new_keys("; ".join(reasons))
-    return replace(plan, out=where), before
+    return plan.placed(ChosenFolder(where)), before
 
 
 def _check_unchanged(
@@ -265,7 +262,7 @@ def _check_unchanged(
     if not changes:
         return
     way = "Start a new run to change it."
-    if not plan.canaries and not any(name in FIXED for name in changes):
+    if not plan.privacy.audit.canaries and not any(name in FIXED for name in changes):
         others = [text for name, text in changes.items() if name not in placed]
         command = folder.fork_command(where, others)
         way = f"To continue from it with other settings: {command}"
@@ -281,19 +278,19 @@ def _forked(parent: Path, given: Mapping[SettingName, Any]) -> tuple[TrainPlan, 
     check_given(parent, recorded, given, "--fork", FIXED)
     resolved = change(recorded, given)
     plan = resolved.plan
-    if plan.out is not None:
-        if plan.out.resolve() == parent.resolve():
-            raise InputError(f"--out {plan.out} is the run to fork. Use a new folder.")
-        folder.check_chosen_folder(plan.out, plan.force)
-    if plan.canaries:
+    out = plan.run.folder
+    if isinstance(out, ChosenFolder) and out.path.resolve() == parent.resolve():
+        raise InputError(f"--out {out.path} is the run to fork. Use a new folder.")
+    folder.check_place(out)
+    if plan.privacy.audit.canaries:
         raise InputError(
             f"{parent} is an audit run, which cannot be forked: an audit tests one guarantee. "
             "Start a new run."
         )
-    if plan.steps <= step:
+    if plan.privacy.steps <= step:
         raise InputError(
-            f"{parent} has already taken {step} steps, but {plan.steps} are requested. Set "
-            f"--epochs (above {step // plan.steps_per_epoch}) or --steps (above {step})."
+            f"{parent} has already taken {step} steps, but {plan.privacy.steps} are requested. Set "
+            f"--epochs (above {step // plan.privacy.steps_per_epoch}) or --steps (above {step})."
         )
     before = inherited(parent, saved, resolved.notes).with_new_keys(f"a fork of {parent}")
     return plan, before

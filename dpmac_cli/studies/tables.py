@@ -40,9 +40,9 @@ def as_values(comparison: Comparison) -> dict[str, Any]:
     grid = comparison.grid
     return {
         "schema_version": SCHEMA_VERSION,
-        "dataset": grid.plan.dataset,
-        "delta": grid.plan.delta,
-        "metric": grid.plan.metric,
+        "dataset": grid.plan.data.dataset,
+        "delta": grid.plan.privacy.delta,
+        "metric": grid.plan.run.metric,
         "axes": list(grid.axes),
         "column": grid.column,
         "rows": [_row(cell) for cell in comparison.cells],
@@ -143,8 +143,8 @@ def remarks(comparison: Comparison) -> list[str]:
             "Each epsilon above is the privacy cost of one run chosen in advance. "
             f"The {runs} runs{counted} use the same records: publishing anything learnt from "
             f"all of them, such as which is best, costs epsilon {format_epsilon(epsilon)} at "
-            f"delta {comparison.grid.plan.delta:g} in total. This includes attempts at these runs "
-            "that were restarted from scratch."
+            f"delta {comparison.grid.plan.privacy.delta:g} in total. This includes attempts at "
+            "these runs that were restarted from scratch."
         )
     if len(cells) > 1:
         said.append(

@@ -258,7 +258,7 @@ def test_smaller_chunks_are_shown_recorded_and_kept_when_resumed(
     assert shown.output.count("memory ran out in step 6: continuing with 32 samples at a time") == 1
     report = json.loads(Path("short/report.json").read_text())
     assert report["machine"]["physical_batch"] == 1024
-    assert digits_config(Path("short/config.yaml")).physical_batch == 1024
+    assert digits_config(Path("short/config.yaml")).run.physical_batch == 1024
 
     # Killed right after that was told, and resumed where memory is plenty.
     with monkeypatch.context() as patch:

@@ -30,7 +30,7 @@ from dpmac_cli.dp.clipping.products import PositionProducts, Sizes, sizes
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.training.chunks import ChunkedSum, first_chunk
 from tests.helpers import in_chunks_of, make_trainer
-from tests.pairwise import pairwise
+from tests.pairwise import all_pairs
 
 from .reference import whiten
 
@@ -237,7 +237,7 @@ def squared(form: PerSampleGradients, region: Ellipsoid, layer: Layer) -> Square
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("name", "way_and_kind", "cut", "dtype"),
-    pairwise([*LAYERS], WAYS_AND_KINDS, [False, True], [*TOLERANCE]),
+    all_pairs([*LAYERS], WAYS_AND_KINDS, [False, True], [*TOLERANCE]),
 )
 def test_norms_and_sums_are_those_of_autograd(
     name: str,
@@ -428,7 +428,7 @@ def around(g: Tensor, ratio: float) -> Ellipsoid:
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("name", "rest", "way_and_ratio"),
-    pairwise(
+    all_pairs(
         ["linear", "linear-no-bias", "padding", "stride", "standardised", "standardised-fixed"],
         [0.0, 1e-6, 1e-3, 1.0],
         list(itertools.product(WAYS, [0.0, 1.0, 20.0, 1000.0])),
@@ -451,7 +451,7 @@ def test_slack_and_reach_bound_terms_that_cancel(
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("frozen", "rest", "way_and_ratio"),
-    pairwise(
+    all_pairs(
         [(), ("gain",), ("gain", "bias")],
         [0.0, 1e-6, 3e-4, 1e-3, 1.0],
         list(itertools.product(WAYS, [0.0, 1.0, 1000.0])),
@@ -617,7 +617,7 @@ def _searched(
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    ("name", "kind", "cut"), pairwise([*SEARCHED], KINDS, [(32, 32), (1024, 1024), (1024, 256)])
+    ("name", "kind", "cut"), all_pairs([*SEARCHED], KINDS, [(32, 32), (1024, 1024), (1024, 256)])
 )
 def test_no_sample_whose_terms_cancel_weighs_more_than_one(
     name: str, kind: str, cut: tuple[int, int]
@@ -631,7 +631,7 @@ def test_no_sample_whose_terms_cancel_weighs_more_than_one(
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("name", "kind", "cut"),
-    pairwise(
+    all_pairs(
         [*SEARCHED],
         KINDS,
         [(32, 32, 60), (1024, 1024, 15), (1024, 32, 10), (4096, 1024, 5), (4096, 64, 5)],
