@@ -24,7 +24,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import LEAST_CNN, Records, found
+from dpmac_cli.data.splits import Records, found
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 
@@ -159,8 +159,6 @@ CHOICES = {
 }
 #: Settings whose defaults a data set brings, by the names of both.
 OF_DATA = ("model", "sigma", "batch_size", "epochs", "clip_norm", "h1", "h2", "physical_batch")
-#: Size of your own dataset, where it is large.
-MANY = 10**6
 
 
 def configuration() -> str:
@@ -330,18 +328,21 @@ def samples_at_a_time() -> str:
 
 def _data_sets() -> dict[str, Dataset]:
     """Catalogue of datasets, and kinds of your own data."""
-    small = LEAST_CNN - 1
     return {
         **{f"`{name}`": facts for name, facts in DATASETS.items()},
-        f"your own images, {LEAST_CNN}x{LEAST_CNN} and more": _own((3, LEAST_CNN, LEAST_CNN)),
-        "your own images, smaller": _own((3, small, small)),
-        "your own rows of numbers": _own((9, 1, 1), levels=1),
+        "your own images, 500 of 32 x 32": _own(500, (3, 32, 32)),
+        "your own images, 50,000 of 28 x 28": _own(50_000, (1, 28, 28)),
+        "your own images, 50,000 of 64 x 64": _own(50_000, (3, 64, 64)),
+        **{
+            f"your own rows of numbers, {records:,}": _own(records, (9, 1, 1), levels=1)
+            for records in (100, 500, 3_000, 50_000)
+        },
     }
 
 
-def _own(shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
-    """Return facts of your own dataset with many records."""
-    labels, ends = np.zeros(MANY, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
+def _own(records: int, shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
+    """Return facts of your own dataset."""
+    labels, ends = np.zeros(records, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
     return found(Source(Path()), [Records(labels, labels)] * 2, shape, "ab", ends).facts
 
 
@@ -370,9 +371,8 @@ def by_best() -> str:
     return (
         f"With `dp-adam` at epsilon {EPSILON:g}; other epsilons, numbers of records and networks "
         "have other values, which a note before the first step names "
-        "([the rule](recipes.md#the-best-run-for-a-budget)). Your own images are those of the size "
-        "in the first column, with many records. Delta is 1e-5; for your own data n^-1.1 if that "
-        f"is less.\n\n{table(head, rows)}"
+        "([the rule](recipes.md#the-best-run-for-a-budget)). Delta is 1e-5; for your own data "
+        f"n^-1.1 if that is less.\n\n{table(head, rows)}"
     )
 
 

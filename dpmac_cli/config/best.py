@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.registry import STEPS_PER_EPOCH, Dataset
+from dpmac_cli.data.registry import Dataset
 from dpmac_cli.models.registry import MODELS, Scattered
 
 #: Epsilon without --sigma or --epsilon.
@@ -26,19 +26,20 @@ _OF_NETWORK: tuple[SettingName, ...] = (
     "augmentations",
     "augment",
 )
-#: Number of inputs above which a head, or a perceptron, is trained as a wide one.
+#: Features above which a head is wide, and inputs of a record up to which it is a small one.
 WIDE, FEW_INPUTS = 8192, 256
-#: Learning rates on features of a backbone for images, and of an encoder of texts.
-OF_IMAGES, OF_TEXTS = 0.003, 0.005
+#: n epsilon below which noise allows only few steps, and from which a table is large enough for a
+#: hidden layer.
+FEW, LARGE = 10_000, 5_000
 #: Learning rates by optimizer, as multiples of dp-adam's.
 RATES: Mapping[str, float] = {"dp-adam": 1.0}
 
 
 @dataclass(frozen=True)
 class Training:
-    """Training of a kind of network: ``share`` steps per epoch, and dp-adam's learning rate."""
+    """Training of a kind of network, with the learning rate of dp-adam."""
 
-    share: int
+    share: int  # steps per epoch: the expected batch is n / share
     epochs: int
     rate: float
     ema: float
@@ -82,15 +83,17 @@ def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
 
 
 def _network(given: Settings, facts: Dataset) -> Keywords:
-    """Return features for small images, unless a network or another input is given."""
-    images = facts.holds == "images" and not facts.multilabel
-    if not images or any(name in given.given for name in _OF_NETWORK):
+    """Return features of small images and a network for tables, unless an input is given."""
+    if any(name in given.given for name in _OF_NETWORK) or facts.multilabel:
         return {}
+    if facts.holds == "numbers" and _is_small(facts):
+        large = _scale(given, facts) >= LARGE
+        return {"model": "mlp-small" if large else "linear"}
     kind = Scattered("scatter" if facts.shape[0] == 1 else "scatter-mirror")
-    inputs = math.prod(kind.shape_of(facts.shape))
-    if kind.fault(facts.shape) is not None or inputs > MOST_FEATURES:
+    if facts.holds != "images" or kind.fault(facts.shape) is not None:
         return {}
-    return {"features": kind.kind}
+    inputs = math.prod(kind.shape_of(facts.shape))
+    return {} if inputs > MOST_FEATURES else {"features": kind.kind}
 
 
 def _budget(given: Settings) -> Keywords:
@@ -104,16 +107,35 @@ def _budget(given: Settings) -> Keywords:
 def training(given: Settings, facts: Dataset) -> Training:
     """Return how to train a network: a head of fixed features, a perceptron or another one."""
     if given.backbone is not None:
-        return Training(STEPS_PER_EPOCH, 20, OF_TEXTS if facts.texts else OF_IMAGES, 0.95)
+        return Training(12, 20, 0.005 if facts.texts else 0.003, 0.95)
     if given.features is not None:
-        wide = math.prod(Scattered(given.features).shape_of(facts.shape)) > WIDE
-        return Training(6, 20, 0.003, 0.95) if wide else Training(12, 80, 0.002, 0.98)
-    inputs, kind = math.prod(facts.shape), MODELS.get(given.model or facts.defaults.model)
-    if kind is not None and kind.hidden and inputs > FEW_INPUTS:
-        return Training(8, 10, 0.4 / math.sqrt(inputs), 0.9)
-    return Training(STEPS_PER_EPOCH, 20, _rate(inputs), 0.95)
+        features = math.prod(Scattered(given.features).shape_of(facts.shape))
+        return _of_features(features, _scale(given, facts))
+    kind = MODELS.get(given.model or facts.defaults.model)
+    if kind is not None and kind.builder == "perceptron":
+        return _of_perceptron(math.prod(facts.shape), _scale(given, facts))
+    return Training(12, 20, min(0.01, 0.1 / math.sqrt(math.prod(facts.shape))), 0.95)
 
 
-def _rate(inputs: int) -> float:
-    """Return Adam's learning rate, to one digit, for records of ``inputs`` numbers."""
-    return float(f"{min(0.01, 0.1 / math.sqrt(inputs)):.0e}")
+def _of_features(features: int, scale: float) -> Training:
+    """Return how to train a linear layer on scattering features."""
+    if scale < FEW:
+        return Training(6, 20, min(0.01, max(0.003, 0.18 / math.sqrt(features))), 0.9)
+    return Training(6, 20, 0.003, 0.95) if features > WIDE else Training(12, 80, 0.002, 0.98)
+
+
+def _of_perceptron(inputs: int, scale: float) -> Training:
+    """Return how to train a perceptron: few steps on many records each, unless noise is small."""
+    if inputs > FEW_INPUTS:
+        return Training(8, 10, 0.42 / math.sqrt(inputs), 0.9)
+    return Training(3, 20, 0.03, 0.9) if scale < FEW else Training(12, 20, 0.01, 0.95)
+
+
+def _scale(given: Settings, facts: Dataset) -> float:
+    """Return n epsilon: noise matters as much for half of the records as for half of epsilon."""
+    return facts.train_size * (given.epsilon or EPSILON)
+
+
+def _is_small(facts: Dataset) -> bool:
+    """Return whether a record has few inputs, such as a row of a table."""
+    return math.prod(facts.shape) <= FEW_INPUTS

@@ -51,11 +51,6 @@ class NetworkKind:
     #: default are faster: with many weights, larger passes cost little more than small ones.
     physical_batch: int = 0
 
-    @property
-    def hidden(self) -> bool:
-        """Return whether it is a perceptron with hidden units."""
-        return self.builder == "perceptron" and bool(self.arguments)
-
     def samples_at_a_time(self, pixels: int) -> int:
         """Return how many samples of this size fit in the memory of a batch of small ones."""
         return self.physical_batch * SMALL // max(pixels, SMALL)

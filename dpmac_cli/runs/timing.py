@@ -61,7 +61,7 @@ def duration(plan: TrainPlan) -> Duration:
 
 
 def _step(plan: TrainPlan, records: int, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a step on so many records, and those of scoring a record."""
+    """Return the seconds of a step on N records, and those of scoring one."""
     found = replace(plan.data.found, facts=replace(plan.data.facts, train_size=records), unit="")
     small = replace(
         plan,
