@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -17,17 +17,18 @@ from dpmac_cli.cli.options import parameter
 from dpmac_cli.config import resolve as resolving
 from dpmac_cli.config.fields import Flag, Option, flag_name, options
 from dpmac_cli.config.flags import near_setting
-from dpmac_cli.config.given import parse
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import RunPlan, TrainPlan
 from dpmac_cli.config.resolve import Resolved, change
-from dpmac_cli.config.settings import RECIPE, Count, Settings
+from dpmac_cli.config.settings import RECIPE, Complete, Count, Settings
+from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.errors import InputError
 from dpmac_cli.studies.grid import plan
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import limits_of
+from tests.tiny_bert import write_encoder
 
 SETTINGS: Mapping[str, Option] = options(Settings)
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
@@ -51,6 +52,7 @@ VALUES: Mapping[str, Any] = {
     "channels": "3",
     "image_size": 40,
     "levels": 4095,
+    "tokens": 32,
     "classes": "cat,dog",
     "standardise": "imagenet",
     "feature_range": "-1,2.5",
@@ -105,7 +107,7 @@ VALUES: Mapping[str, Any] = {
     "quiet": True,
     "debug": True,
 }
-PICTURES, ROWS, TABLE = "pictures", "rows.npz", "table.csv"
+PICTURES, ROWS, TABLE, TEXTS = "pictures", "rows.npz", "table.csv", "texts"
 #: Settings that some need beside them.
 BESIDE: Mapping[str, Mapping[str, Any]] = {
     **{name: {"dataset": PICTURES} for name in ("test_fraction", "split_seed", "channels")},
@@ -115,7 +117,9 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "unit": {"dataset": PICTURES},
     "records_per_unit": {"dataset": PICTURES, "unit": "[0-9]+"},
     "schema": {"dataset": TABLE},
+    "tokens": {"dataset": TEXTS, "backbone": "./encoder"},
     "guesses": {"canaries": 100},
+    "force": {"out": "out"},
     "score_every": {"cover_scores": True},
     "augment": {"augmentations": 2},
     "backbone_size": {"backbone": "efficientnet-lite1"},
@@ -128,6 +132,7 @@ _FIELDS = {
     "dataset": "data.dataset",
     **{name: f"data.source.{name}" for name in ("test_fraction", "split_seed", "image_size")},
     **{name: f"data.source.{name}" for name in ("levels", "standardise", "unit", "skip_bad")},
+    "tokens": "data.source.texts.limit",
     "data_dir": "data.folder",
     "model": "network.model.name",
     **{name: f"network.{name}" for name in ("fix_norm", "isolate")},
@@ -199,13 +204,18 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own_data() -> None:
-    """Three small datasets in the working folder."""
+    """Small datasets, and an encoder of texts, in the working folder."""
     for label, name in enumerate(("cat", "dog")):
         Path(PICTURES, name).mkdir(parents=True)
         for number in range(8):
             Image.new("L", (6, 5), 100 * label + number).save(Path(PICTURES, name, f"{number}.png"))
     np.savez(ROWS, x=np.linspace(-3, 3, 120).reshape(40, 3), y=np.arange(40) % 2)
     Path(TABLE).write_text("age,ill\n" + "30,no\n40,yes\n" * 20)
+    write_encoder(Path("encoder"))
+    for label, name in enumerate(("cat", "dog")):
+        Path(TEXTS, name).mkdir(parents=True)
+        for number in range(8):
+            Path(TEXTS, name, f"{number}.txt").write_text(f"{number} {label}")
     declared = "label: {column: ill, classes: [no, yes]}\ncolumns: {age: {range: [0, 99]}}\n"
     Path("schema.yaml").write_text(declared)
 
@@ -274,7 +284,7 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path, separator
         typed_as_flag = resolve({name: typed, **beside})
         assert resolved.plan == typed_as_flag.plan, name
         assert resolved.settings == typed_as_flag.settings, name
-        assert parse({name: typed}) == {name: VALUES[name]}
+        assert parse_settings({name: typed}) == {name: VALUES[name]}
 
 
 def test_flags_win_over_the_file(file: Path) -> None:
@@ -508,6 +518,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "split_seed": ("-1", "4294967296"),
     "image_size": ("0", "1025"),
     "levels": ("0", "65536"),
+    "tokens": ("2", "8193"),
     "records_per_unit": ("0", "1025"),
     "warmup_steps": ("-1", "10000001"),
     "weight_decay": ("-0.1", "1001"),
@@ -582,12 +593,12 @@ def test_empty_paths_are_refused(file: Path, name: str) -> None:
 
 
 def test_a_few_flags_are_parsed_for_themselves() -> None:
-    assert parse({"dataset": None, "data_dir": "here", "sigma": "2"}) == {
+    assert parse_settings({"dataset": None, "data_dir": "here", "sigma": "2"}) == {
         "data_dir": Path("here"),
         "sigma": 2.0,
     }
     with pytest.raises(InputError) as found:
-        parse({"dataset": "mnits", "device": "tpu"})
+        parse_settings({"dataset": "mnits", "device": "tpu"})
     assert len(found.value.errors) == 2
 
 
@@ -765,6 +776,19 @@ def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -
     (note,) = resolve({"dataset": dataset, "delta": repr(1 / size)}).notes
     assert "not below 1/n" in note
     assert "smaller --delta" in note
+
+
+@pytest.mark.parametrize("part", [RunPlan, Hyperparameters])
+def test_parts_that_are_filled_in_by_name_have_the_types_of_the_settings(part: type) -> None:
+    known, others = get_type_hints(Complete), ("checkpoints", "folder")
+    for name, kind in get_type_hints(part).items():
+        assert name in others or kind == known[name], name
+
+
+def test_no_plan_has_what_is_only_shown() -> None:
+    plan = resolve({"json": True, "quiet": True, "debug": True}).plan
+    assert plan == resolve({}).plan
+    assert plan.recorded == resolve({}).plan.recorded
 
 
 def test_a_plan_is_frozen() -> None:

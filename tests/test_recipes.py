@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.cli.app import app
+from dpmac_cli.config.account_flags import answer, ask, asked
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.named import NAMED, file_of
-from dpmac_cli.config.question import answer, ask, asked
 from dpmac_cli.config.recipes import recipe_notes
 from dpmac_cli.config.resolve import change, resolve
 from dpmac_cli.config.settings import Complete, Settings

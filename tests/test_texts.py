@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,12 @@ from torch import Tensor
 from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
 from dpmac_cli.models.text_encoder import Bert
-from dpmac_cli.runs.train import finish, resume, train
+from dpmac_cli.release import texts
+from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.rows import RowFile
 from tests.tiny_bert import WIDTH, notes, write_encoder
@@ -57,18 +60,18 @@ def table(path: str = "notes.csv", count: int = 120, seed: int = 0) -> None:
             write.writerow([text, 20 + row % 60, CLASSES[kind]])
 
 
-def plan(dataset: str | AtHand = "notes.csv", **more: Any) -> TrainPlan:
+def plan(dataset: str | InMemoryData = "notes.csv", **more: Any) -> TrainPlan:
     if dataset == "notes.csv":
         more.setdefault("schema", "schema.yaml")
     return resolve({**SHORT, "dataset": dataset, **more}).plan
 
 
-def trained(dataset: str | AtHand = "notes.csv", **more: Any) -> dict[str, Any]:
+def trained(dataset: str | InMemoryData = "notes.csv", **more: Any) -> dict[str, Any]:
     """Train, and return the report."""
     return dict(finish(train(plan(dataset, **more))).report)
 
 
-def refused(dataset: str | AtHand = "notes.csv", **more: Any) -> str:
+def refused(dataset: str | InMemoryData = "notes.csv", **more: Any) -> str:
     with pytest.raises(InputError) as caught:
         plan(dataset, **more)
     return str(caught.value)
@@ -406,10 +409,113 @@ def test_limits_that_the_encoder_does_not_support_are_named() -> None:
     Path("schema.yaml").write_text(SCHEMA.replace("16", "2"))
     assert "note" in refused()
     Path("schema.yaml").write_text(SCHEMA.replace("text: 16", "text: 16, range: [0, 1]"))
-    assert "either a range, or categories, or text" in refused()
+    assert "either a range or categories or text" in refused()
     Path("schema.yaml").write_text(SCHEMA)
     assert "--train" in refused(train="lora")
 
 
 #: Phrases that occur in no other place.
 CANARIES = ("Zebraquark Mondlicht", "xylophonist 8461 Brückenpfeiler", "=HYPERLINK(0)")
+
+
+def card() -> str:
+    return Path("run/model-card.md").read_text()
+
+
+def test_the_card_names_the_encoder_and_what_it_does_not_cover() -> None:
+    table()
+    Path("schema.yaml").write_text(SCHEMA.replace("text: 16", "text: 16, missing: input"))
+    report = trained()
+    text, public = card(), report["model"]["public_part"]
+    assert public["sha256"] in text
+    assert public["encoder"]["vocabulary_sha256"] in text
+    assert "at most 16 tokens" in text
+    assert (
+        "- `note`, a text, of which the first 16 tokens are read; then 1 if it is missing" in text
+    )
+    assert "Predictions and cached features reveal texts" in text
+    assert "epsilon does not include it" in text
+    assert "the language and the texts that it was trained on are to be filled in" in text.lower()
+    assert report["statement"]["data_domain"].startswith(
+        "Labelled records with 1 text of at most 16"
+    )
+    assert public["backbone"] == "encoder"
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    shutil.copy("run/model.safetensors", "model.safetensors")
+    table("new.csv", 10, seed=1)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    expected = predict("run", "new.csv")
+    assert names["predictions"].predicted == expected.predicted
+
+
+def test_what_is_said_of_a_registered_encoder() -> None:
+    kind = ENCODERS["minilm"]
+    form = read_encoder("encoder").form
+    encoder = TextEncoder("minilm", form, ((0, 128),))
+    said = texts.about(encoder)
+    assert kind.about in said
+    assert kind.language in said
+    assert "Reddit" in said
+    assert "S2ORC" in said
+    assert "128 tokens" in said
+    assert kind.licence in texts.source(encoder)
+
+
+@pytest.mark.privacy
+def test_no_text_is_in_anything_that_is_written_or_said(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither as it is, nor as tokens; of runs that end well, of runs that are refused, and of
+    predictions.
+    """
+    monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("cache").absolute()))
+    table()
+    with Path("notes.csv").open("a", newline="") as file:
+        write = csv.writer(file)
+        for phrase in CANARIES * 3:
+            write.writerow([f"{phrase} fever", 50, "home"])
+    shutil.copy("notes.csv", "new.csv")
+    common = ("--schema", "schema.yaml", "--backbone", "./encoder", "--device", "cpu")
+    train = ("train", *common, "--sigma", "4", "--epochs", "2")
+    said = dpmac(*train, "--dataset", "notes.csv", "--out", "run", "--debug").output
+    said += dpmac("predict", "run", "new.csv", "--out", "answers.csv").output
+    said += dpmac("eval", "run", "--json").output
+    said += dpmac("report", "run", "--html", "report.html").output
+    said += dpmac("card", "run").output
+    for bad in (b'"unclosed', b"\xff\xfe,1,home\n", b" ,50,home\n", b"note,50,nowhere\n"):
+        content = Path("notes.csv").read_bytes()
+        Path("bad.csv").write_bytes(content + bad)
+        said += dpmac(*train, "--dataset", "bad.csv", "--out", "bad", "--debug").output
+        said += dpmac(*train, "--dataset", "bad.csv", "--out", "left", "--skip-bad").output
+    folder = Path("folder/home")
+    folder.mkdir(parents=True)
+    for number, phrase in enumerate(CANARIES):
+        (folder / f"{number}.txt").write_bytes(phrase.encode() + b"\xff" * (number == 0))
+    (Path("folder/ward")).mkdir()
+    said += dpmac("train", "--dataset", "folder", "--backbone", "./encoder").output
+    given = ArrayData([*CANARIES, None], [0, 1, 0, 1])
+    said += refused(given, tokens=16) + refused(given, backbone=None)
+    with pytest.raises(InputError) as caught:
+        predict("run", [*CANARIES, None])
+    said += str(caught.value) + "".join(capfd.readouterr())
+    tokenizer = read_encoder("encoder").tokenizer
+    forms = [form.encode() for phrase in CANARIES for form in variants(phrase)]
+    for number in tokenizer.tokens(CANARIES, 16):
+        ids = np.array(number[1:8])
+        forms += [ids.astype(kind).tobytes() for kind in ("<i4", "<i8", "<f4", "<f8")]
+        forms.append((ids / tokenizer.scale).astype("<f4").tobytes())
+    given_files = {"notes.csv", "new.csv", "bad.csv", "folder"}
+    written = [
+        path for path in Path().rglob("*") if path.is_file() and path.parts[0] not in given_files
+    ]
+    assert {"run", "cache", "answers.csv", "report.html", "left"} <= {p.parts[0] for p in written}
+    for where, content in [("said", said.encode()), *((p, p.read_bytes()) for p in written)]:
+        assert [form for form in forms if form in content] == [], where
+
+
+def variants(phrase: str) -> set[str]:
+    """A phrase and its words, as they may be written."""
+    words = set(re.findall(r"\w{6,}", phrase)) | {phrase}
+    lower = {word.lower() for word in words}
+    return {form for word in words | lower for form in (word, json.dumps(word)[1:-1], word[::-1])}

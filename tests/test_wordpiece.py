@@ -1,5 +1,6 @@
 """Tokens of texts, against the tokenizers of Hugging Face if they are installed."""
 
+import hashlib
 import random
 import unicodedata
 
@@ -10,8 +11,9 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import BertForm, read_encoder, tokenizer_of
 from tests.tiny_bert import CONFIG, VOCABULARY
 
-FORM = BertForm.model_validate({**CONFIG, "vocabulary_bytes": 1})
-TINY = tokenizer_of("\n".join(VOCABULARY).encode(), FORM)
+CONTENT = "\n".join(VOCABULARY).encode()
+SUMS = {"vocabulary_bytes": 1, "vocabulary_sha256": hashlib.sha256(CONTENT).hexdigest()}
+TINY = tokenizer_of(CONTENT, BertForm.model_validate(CONFIG | SUMS))
 #: What people type, and what breaks tokenizers.
 TEXTS = (
     *("", " ", "\t \n", "\0", "chest pain since 3 days", "No FEVER!", "café Ünïcode", "a" * 300),

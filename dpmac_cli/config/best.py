@@ -49,7 +49,7 @@ def best(given: Settings, facts: Dataset) -> Keywords:
     """Return the settings of the best recipe, to be filled in where none is given."""
     chosen = _network(given, facts) | _budget(given)
     way = training(given.filled(chosen), facts)
-    optimizer = given.optimizer if "optimizer" in given.given else "dp-adam"
+    optimizer = given.optimizer if "optimizer" in given.explicit else "dp-adam"
     chosen |= {
         "optimizer": optimizer,
         "batch_size": math.ceil(facts.train_size / way.share),
@@ -65,7 +65,7 @@ def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
     """Yield what the recipe chose, with reasons; the rate of a given optimizer separately."""
     rule = best(given, facts)
     way = training(given.filled(rule), facts)
-    chosen = {name: value for name, value in rule.items() if name not in given.given and value}
+    chosen = {name: value for name, value in rule.items() if name not in given.explicit and value}
     said = {
         "features": f"--features {{}} (images of at most {MOST_FEATURES:,} features)",
         "batch_size": f"batch {{:,}} (n / {way.share})",
@@ -75,7 +75,7 @@ def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
         "ema": "EMA {:g}",
     }
     parts = {name: text.format(chosen[name]) for name, text in said.items() if name in chosen}
-    rate = parts.pop("lr", None) if "optimizer" in given.given else None
+    rate = parts.pop("lr", None) if "optimizer" in given.explicit else None
     if parts:
         yield ", ".join(parts.values())
     if rate is not None:
@@ -84,7 +84,7 @@ def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
 
 def _network(given: Settings, facts: Dataset) -> Keywords:
     """Return features of small images and a network for tables, unless an input is given."""
-    if any(name in given.given for name in _OF_NETWORK) or facts.multilabel:
+    if any(name in given.explicit for name in _OF_NETWORK) or facts.multilabel:
         return {}
     if facts.holds == "numbers" and _is_small(facts):
         large = _scale(given, facts) >= LARGE

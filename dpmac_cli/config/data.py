@@ -2,26 +2,23 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dpmac_cli.config.given import Values, combined, from_flags, validated
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
+from dpmac_cli.config.sources import Values, combined, from_flags, validated
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import AtHand, Found, Source
+from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
 from dpmac_cli.data.table_schema import TOKENS, read_schema
+from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.registry import BACKBONES
 from dpmac_cli.storage.paths import data_folder
 
-if TYPE_CHECKING:
-    from dpmac_cli.data.texts import TextReader
-
 
 def resolve_data(
-    settings: Values, file: Path | None = None, texts: "TextReader | None" = None
+    settings: Values, file: Path | None = None, texts: TextReader | None = None
 ) -> DataPlan:
     """Resolve where records are and how to read them, and read their facts.
 
@@ -50,7 +47,7 @@ def resolve_data(
     return plan_data(given, texts)
 
 
-def plan_data(settings: Settings, texts: "TextReader | None" = None) -> DataPlan:
+def plan_data(settings: Settings, texts: TextReader | None = None) -> DataPlan:
     """Return the plan of a dataset, with facts that are read once: files may change during a run.
 
     ``texts`` reads texts; None to read them for the encoder of the settings.
@@ -67,7 +64,7 @@ def plan_data(settings: Settings, texts: "TextReader | None" = None) -> DataPlan
     )
 
 
-def _found(settings: Settings, texts: "TextReader | None") -> tuple[str | Source, Found]:
+def _found(settings: Settings, texts: TextReader | None) -> tuple[str | Source, DataFacts]:
     """Return a registered name or the source of your own dataset, and the facts of the dataset."""
     name = settings.dataset
     if isinstance(name, str) and name in DATASETS:
@@ -76,29 +73,27 @@ def _found(settings: Settings, texts: "TextReader | None") -> tuple[str | Source
                 f"--unit {settings.unit}: {name} does not contain the units of records. Use "
                 "a table, a folder, or an .npz with an array unit."
             )
-        return name, Found(DATASETS[name], name)
-    from dpmac_cli.data.own import inspect  # noqa: PLC0415  (loads numpy)
+        return name, DataFacts(DATASETS[name], name)
+    from dpmac_cli.data.user_data import inspect  # noqa: PLC0415  (loads numpy)
 
-    source = _source(settings, name if isinstance(name, AtHand) else None)
+    source = _source(settings, name if isinstance(name, InMemoryData) else None)
     source = replace(source, texts=texts or _text_reader(settings))
     return source, inspect(source)
 
 
-def _text_reader(settings: Settings) -> "TextReader | None":
+def _text_reader(settings: Settings) -> TextReader | None:
     """Return how texts are read with the vocabulary of an encoder; None without one."""
     if settings.backbone is None or settings.backbone in BACKBONES:
         return None
-    from dpmac_cli.data.texts import TextReader  # noqa: PLC0415  (loads numpy)
-
     return TextReader(read_encoder(settings.backbone).tokenizer, settings.tokens or TOKENS)
 
 
-def _source(settings: Settings, at_hand: AtHand | None) -> Source:
-    schema = None if at_hand is None else at_hand.schema
+def _source(settings: Settings, in_memory: InMemoryData | None) -> Source:
+    schema = None if in_memory is None else in_memory.schema
     if settings.schema is not None:
         schema = read_schema(Path(settings.schema))
     return Source(
-        at_hand.path if at_hand is not None else Path(str(settings.dataset)),
+        in_memory.path if in_memory is not None else Path(str(settings.dataset)),
         test_fraction=settings.test_fraction,
         split_seed=settings.split_seed,
         channels=None if settings.channels is None else int(settings.channels),
@@ -108,7 +103,7 @@ def _source(settings: Settings, at_hand: AtHand | None) -> Source:
         standardise=settings.standardise,
         feature_range=_ends(settings.feature_range),
         schema=schema,
-        at_hand=at_hand,
+        in_memory=in_memory,
         unit=settings.unit,
         skip_bad=settings.skip_bad,
     )

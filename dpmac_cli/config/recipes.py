@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 
 from dpmac_cli.config.best import best, reasons
-from dpmac_cli.config.given import Given, combined
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.named import BEST, NAMED, PAPER, file_of
 from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.sources import SettingValue, combined
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS, Dataset
 
@@ -34,7 +34,9 @@ def recipe_notes(given: Settings, facts: Dataset) -> Iterator[str]:
         yield from (f"recipe best: {part}." for part in reasons(given, facts))
 
 
-def with_file(given: Mapping[SettingName, Given], errors: list[str]) -> Mapping[SettingName, Given]:
+def with_file(
+    given: Mapping[SettingName, SettingValue], errors: list[str]
+) -> Mapping[SettingName, SettingValue]:
     """Return given settings and, below them, those of the file of a named recipe.
 
     Faults are added to ``errors``.

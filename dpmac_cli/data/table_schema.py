@@ -59,7 +59,7 @@ class Column(_Declared):
     @model_validator(mode="after")
     def _check(self) -> "Column":
         if (self.range is not None) + bool(self.categories) + (self.text is not None) != 1:
-            raise ValueError("needs either a range, or categories, or text")
+            raise ValueError("needs either a range or categories or text")
         if self.text is not None and self.outside == "refuse":
             raise ValueError("a text has no values to refuse: leave out outside")
         if self.range is not None and self.range[0] >= self.range[1]:

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import units_in
-from dpmac_cli.data.class_folders import TESTS, is_hidden, parts_of, units_by_pattern, visible
+from dpmac_cli.data.class_folders import TESTS, is_hidden, splits_of, units_by_pattern, visible
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import refuse
-from dpmac_cli.data.texts import TextReader, is_blank
+from dpmac_cli.data.texts import as_inputs, is_blank
+from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
 
 SUFFIX = ".txt"
@@ -25,7 +26,7 @@ def read_folder(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[
     Raises InputError with every fault found, by the names of files.
     """
     assert source.texts is not None  # noqa: S101
-    parts, found, faults = parts_of(source), dict[str, Any](), list[str]()
+    parts, found, faults = splits_of(source), dict[str, Any](), list[str]()
     classes = source.classes or tuple(_class_names(parts[0]))
     for part in parts:
         side = "_test" if part.name in TESTS and len(parts) > 1 else ""
@@ -39,7 +40,7 @@ def read_folder(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[
         if source.classes is None and not side:
             held = {classes[label] for label in labels}
             faults += [f"{part / name} has no texts" for name in classes if name not in held]
-        found[f"x{side}"] = source.texts.read(texts)
+        found[f"x{side}"] = as_inputs(texts, source.texts)
         found[f"y{side}"] = np.array(labels, np.int64)
         if source.unit is not None:
             found[f"unit{side}"], kept = _units(names, source.unit, faults)
@@ -98,9 +99,8 @@ def _units(
     """Return the unit of each file, and which files have one."""
     units, _ = units_in(units_by_pattern(names, pattern))
     kept = units != ""
-    faults += [
-        f"{names[row]} does not match --unit {pattern}" for row in np.flatnonzero(~kept).tolist()
-    ]
+    strange = [name for name, known in zip(names, kept, strict=True) if not known]
+    faults += [f"{name} does not match --unit {pattern}" for name in strange]
     return units, kept
 
 
@@ -113,4 +113,4 @@ def read_new_files(folder: Path, reader: TextReader) -> tuple[NDArray[np.float64
     refuse([f"{folder / name} is not a file of text" for name in strange], " Remove such files.")
     texts = [_read(folder / name, faults) or "" for name in names]
     refuse(faults, " Correct or remove them.")
-    return reader.read(texts), names
+    return as_inputs(texts, reader), names

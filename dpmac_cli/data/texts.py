@@ -5,16 +5,14 @@ message contains a text.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults
-from dpmac_cli.data.splits import refuse
-from dpmac_cli.data.table_schema import TOKENS
-from dpmac_cli.data.wordpiece import WordPiece
+from dpmac_cli.data.complaints import refuse
+from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
 
 #: What to do about texts without an encoder.
@@ -22,22 +20,12 @@ NEEDS_ENCODER = "Add an encoder: --backbone minilm, or --backbone FOLDER"
 NO_TEXT = "has no text"
 
 
-@dataclass(frozen=True)
-class TextReader:
-    """How texts are read: a public tokenizer, and a public limit of texts outside a table."""
-
-    tokenizer: WordPiece
-    limit: int = TOKENS
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Return the range of numbers of tokens, which standardisation scales to [-1, 1]."""
-        return -float(self.tokenizer.scale), float(self.tokenizer.scale)
-
-    def read(self, texts: Iterable[str], limit: int | None = None) -> NDArray[np.float64]:
-        """Return the tokens of each text, shape (texts, limit)."""
-        limit = limit or self.limit
-        return np.array(self.tokenizer.tokens(texts, limit), np.float64).reshape(-1, limit)
+def as_inputs(
+    texts: Iterable[str], reader: TextReader, limit: int | None = None
+) -> NDArray[np.float64]:
+    """Return the tokens of each text, shape (texts, limit); by default the reader's limit."""
+    limit = limit or reader.limit
+    return np.array(reader.tokenizer.tokens(texts, limit), np.float64).reshape(-1, limit)
 
 
 def is_blank(text: str) -> bool:
@@ -71,7 +59,7 @@ def read_arrays(arrays: dict[str, Any], reader: TextReader | None, name: str) ->
         texts = arrays[f"x{side}"].tolist()
         faults[side] = {row: fault for row, text in enumerate(texts) if (fault := _fault(text))}
         usable = ["" if row in faults[side] else text for row, text in enumerate(texts)]
-        arrays[f"x{side}"] = reader.read(usable)
+        arrays[f"x{side}"] = as_inputs(usable, reader)
     arrays["low"], arrays["high"] = map(np.array, reader.ends)
     return faults
 

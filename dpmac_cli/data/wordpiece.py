@@ -133,3 +133,16 @@ class WordPiece:
             found.append(self.ids[mark + word[first:last]])
             first = last
         return found
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """A public tokenizer, and the public limit of tokens of texts that are not in a table."""
+
+    tokenizer: WordPiece
+    limit: int
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Return the range of numbers of tokens, which standardisation scales to [-1, 1]."""
+        return -float(self.tokenizer.scale), float(self.tokenizer.scale)

@@ -53,7 +53,7 @@ class BertForm(BaseModel):
     Attributes:
         pooling: how vectors of tokens become one: their mean, or the first.
         lower: whether texts are converted to lower case without accents.
-        vocabulary_bytes: size of the vocabulary's file.
+        vocabulary_bytes, vocabulary_sha256: size and checksum of the vocabulary's file.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
@@ -73,6 +73,7 @@ class BertForm(BaseModel):
     pooling: Literal["mean", "cls"] = "mean"
     lower: bool = True
     vocabulary_bytes: Annotated[int, Field(ge=1, le=1 << 27)]
+    vocabulary_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
     @model_validator(mode="after")
     def _check_heads(self) -> "BertForm":
@@ -187,7 +188,9 @@ def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
     try:
         content = (folder / VOCABULARY).read_bytes()
         config["lower"] = _json(folder / TOKENIZER, flag).get("do_lower_case", True)
-        form = BertForm.model_validate(config | {"vocabulary_bytes": len(content)})
+        size, checksum = len(content), hashlib.sha256(content).hexdigest()
+        known = {"vocabulary_bytes": size, "vocabulary_sha256": checksum}
+        form = BertForm.model_validate(config | known)
         return EncoderFiles(name, folder, form, tokenizer_of(content, form))
     except ValidationError as failure:
         first = failure.errors()[0]
@@ -219,13 +222,15 @@ def tokenizer_of(content: bytes, form: BertForm) -> WordPiece:
     """
     words = content.decode().removesuffix("\n").split("\n")
     ids = {word.removesuffix("\r"): number for number, word in enumerate(words)}
+    if hashlib.sha256(content).hexdigest() != form.vocabulary_sha256:
+        raise ValueError(f"its SHA-256 is not {form.vocabulary_sha256}")
     if absent := [name for name in SPECIAL if name not in ids]:
         raise ValueError(f"it has no {' and no '.join(absent)}")
     if words[0] != SPECIAL[0]:
         raise ValueError(f"its first token is not {SPECIAL[0]}")
     if len(words) > form.vocab_size:
         raise ValueError(f"it has {len(words)} tokens, but the network {form.vocab_size}")
-    return WordPiece(hashlib.sha256(content).hexdigest(), form.lower, form.vocab_size, ids)
+    return WordPiece(form.vocabulary_sha256, form.lower, form.vocab_size, ids)
 
 
 def _json(file: Path, flag: str) -> dict[str, Any]:

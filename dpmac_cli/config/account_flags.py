@@ -38,7 +38,7 @@ SOLVABLE: Mapping[str, tuple[AccountName, ...]] = {
 }
 #: Accountants to use, by the value of ``--accountant``.
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
-TRAINING, TARGET, METHOD = "Training", "Question", "Method"
+TRAINING, TARGET, METHOD = "Training", "AccountQuery", "Method"
 NoiseOrNone = Annotated[float, Field(ge=0, le=SIGMA_MAX)]
 
 
@@ -114,7 +114,7 @@ FLAGS: Mapping[AccountName, Option] = options(AccountFlags)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class AccountQuery:
     """Flags of ``dpmac account`` with their defaults; None for the setting to solve for.
 
     ``said`` are notes on the recipe that the defaults are from.
@@ -139,7 +139,7 @@ class Question:
         return [(unit, count) for unit, counts in units.items() for count in counts or ()]
 
 
-def parse(given: Mapping[AccountName, str], errors: list[str]) -> AccountFlags:
+def parse_account_flags(given: Mapping[AccountName, str], errors: list[str]) -> AccountFlags:
     """Return the valid flags, and add the faults of the others to ``errors``."""
     return valid_part(AccountFlags, given, errors)[0]
 
@@ -151,14 +151,14 @@ def by_name(flags: Mapping[str, str], errors: list[str]) -> dict[AccountName, st
     return {names[name]: text for name, text in flags.items() if name in names}
 
 
-def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
+def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
     """Convert text by flag name ("batch-size") to a validated question.
 
     Raises InputError with every fault, including those ``found`` before.
     """
     errors = list(found)
     named = by_name(given, errors)
-    typed = parse(named, errors)
+    typed = parse_account_flags(named, errors)
     solve = named.get("solve")
     if solve is None and "epsilon" in named:
         solve = "steps" if "sigma" in named else "sigma"
@@ -187,7 +187,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
         errors += misfits("the dataset", size, batch, epochs or ())
     raise_errors(errors)
     assert size is not None  # noqa: S101
-    return Question(
+    return AccountQuery(
         dataset_size=size,
         batch_size=batch,
         epochs=epochs,
@@ -202,7 +202,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
     )
 
 
-def asked(given: Mapping[str, str], found: Sequence[str] = ()) -> tuple[Question, ...]:
+def asked(given: Mapping[str, str], found: Sequence[str] = ()) -> tuple[AccountQuery, ...]:
     """Return a question for each target epsilon whose recipe may differ, as :func:`ask` does."""
     question = ask(given, found)
     if not question.said or len(question.epsilon or ()) < 2:
@@ -272,7 +272,7 @@ def _missing(given: Mapping[AccountName, str], solve: str | None) -> Iterator[st
             yield "--epochs or --steps"
 
 
-def answer(*questions: Question) -> Iterator[Row]:
+def answer(*questions: AccountQuery) -> Iterator[Row]:
     """Yield the rows that answer questions, one for each combination of the values of each.
 
     Raises:
@@ -295,7 +295,7 @@ def answer(*questions: Question) -> Iterator[Row]:
 
 
 def _solved(
-    question: Question, sigma: float, length: tuple[str, int], target: float, accountant: str
+    question: AccountQuery, sigma: float, length: tuple[str, int], target: float, accountant: str
 ) -> Row:
     """Solve for a setting, and compute the privacy cost of the result."""
     size, batch, delta = question.dataset_size, question.batch_size or 0, question.delta
@@ -318,7 +318,7 @@ def _solved(
     return replace(row, dataset_size=size, batch_size=batch, solved=question.solve)
 
 
-def notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
+def account_notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
     """Yield what is legal, but probably not what was meant; ``accountant`` was asked for."""
     events = [event for row in rows for event in row.events]
     for delta, size in dict.fromkeys((row.delta, row.dataset_size) for row in rows):
