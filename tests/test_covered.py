@@ -185,7 +185,9 @@ def test_scores_are_due_as_often_as_they_are_priced(
 @pytest.mark.privacy
 @pytest.mark.parametrize("every", [None, 1, 7])
 def test_all_scores_together_cost_what_training_does(every: int | None) -> None:
-    plan = resolve(dataset="digits", epsilon=3, cover_scores=True, score_every=every).plan
+    plan = resolve(
+        dataset="digits", epsilon=3, recipe="paper", cover_scores=True, score_every=every
+    ).plan
     assert plan.privacy.scores is not None
     released = [
         step
