@@ -46,7 +46,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.sampling import KeyedSampler
-from dpmac_cli.runs import train as run
+from dpmac_cli.release import run
 from dpmac_cli.runs.session import Update
 from dpmac_cli.training.trainer import Trainer
 

@@ -14,15 +14,15 @@ import typer
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import app
 from dpmac_cli.config import keywords
+from dpmac_cli.config.account_flags import FLAGS
 from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.fields import Option, flag_name
-from dpmac_cli.config.given import EXCLUSIVE, INCOMPATIBLE
-from dpmac_cli.config.question import FLAGS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Settings
+from dpmac_cli.config.sources import EXCLUSIVE, INCOMPATIBLE
 from dpmac_cli.data.registry import DATASETS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import LEAST_CNN, Records, found
+from dpmac_cli.data.splits import LEAST_CNN, Records, data_facts
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 
@@ -54,7 +54,7 @@ KEYWORDS = '''\
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.optimizers import Kappa
 
 #: Names of the settings of a training run.
@@ -343,7 +343,7 @@ def _data_sets() -> dict[str, Dataset]:
 def _own(shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
     """Return facts of your own dataset with many records."""
     labels, ends = np.zeros(MANY, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
-    return found(Source(Path()), [Records(labels, labels)] * 2, shape, "ab", ends).facts
+    return data_facts(Source(Path()), [Records(labels, labels)] * 2, shape, "ab", ends).facts
 
 
 def learning_rates() -> str:
@@ -455,7 +455,7 @@ def keyword(setting: Option) -> str:
     if setting.kind is Path or Path in allowed:
         kind = "str | Path"
     elif setting.choice and setting.choice.instances:
-        kind = "str | Path | AtHand"
+        kind = "str | Path | InMemoryData"
     elif setting.name == "kappa":
         kind = "Kappa"
     elif "1" in setting.choices or (setting.pattern and re.fullmatch(setting.pattern.regex, "1")):

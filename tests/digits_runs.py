@@ -13,8 +13,8 @@ from dpmac_cli.cli.app import app
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.runs.session import Finished, RunEvent
-from dpmac_cli.runs.train import finish, train
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import RunEvent, finish, train
 from dpmac_cli.studies.grid import Run
 
 #: Noise that is cheap to price: the grid of privacy losses grows like 1/sigma^2.

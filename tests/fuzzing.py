@@ -30,8 +30,8 @@ from typer.testing import CliRunner
 from dpmac_cli.cli import compare as compare_command
 from dpmac_cli.cli import train as train_command
 from dpmac_cli.cli.app import app
+from dpmac_cli.config.account_flags import FLAGS
 from dpmac_cli.config.fields import flag_name, options
-from dpmac_cli.config.question import FLAGS
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import loaders as data
 from dpmac_cli.data.dataset import Data

@@ -25,7 +25,7 @@ from scipy.stats import norm
 from dpmac_cli.accounting import accountants as accounting
 from dpmac_cli.accounting import pricing
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
-from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent, merged
 from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.resolve import resolve
@@ -429,6 +429,24 @@ def test_price_rises_with_rate_and_steps_and_falls_with_noise_and_delta(
     assert total_epsilon((event,), delta * 2, accountant) < price
     dearer = total_epsilon((replace(event, sampling_rate=rate * 1.2),), delta, accountant)
     assert dearer == price if event.sampling.once_an_epoch else dearer > price
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        TrainingEvent(DIGITS_RATE, 6.0, 3),
+        TrainingEvent(1.0, 2.0, 5),
+        TrainingEvent(0.01, 0.3, 40),
+        TrainingEvent(1.0, 0.02, 3),
+        TrainingEvent(DIGITS_RATE, 1.5, 24, "random-allocation", 12),
+    ],
+    ids=str,
+)
+def test_deltas_at_many_epsilons_are_those_of_the_library(event: TrainingEvent) -> None:
+    losses = accounting.loss_distribution(merged((event,)), accounting.FINE)
+    epsilons = np.append(0.0, np.geomspace(1e-6, 700, 2000))
+    expected = losses.computed.get_delta_for_epsilon(epsilons) + losses.rounding
+    np.testing.assert_allclose(losses.deltas(epsilons), expected, rtol=1e-12, atol=1e-16)
 
 
 @pytest.mark.parametrize("sampler", ONCE_AN_EPOCH)

@@ -28,8 +28,8 @@ from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import AT_A_TIME, featured
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze
 from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone, BuiltIn, Trained
-from dpmac_cli.release.publish import load_model
-from dpmac_cli.runs.train import finish, resume, train
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.run import finish, resume, train
 from tests.digits_runs import after, digits_config, of, refused, same_weights, train_digits
 
 DIGITS, CIFAR = DATASETS["digits"], DATASETS["cifar10"]

@@ -13,7 +13,7 @@ from scipy import stats
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
-from dpmac_cli.runs import train as run
+from dpmac_cli.release import run
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import (

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,13 +15,13 @@ from pydantic import Field
 from dpmac_cli.cli.options import parameter
 from dpmac_cli.config.fields import Flag, Option, flag_name, options
 from dpmac_cli.config.flags import near_setting
-from dpmac_cli.config.given import parse
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import RunPlan, TrainPlan
 from dpmac_cli.config.resolve import Resolved, change, resolve
-from dpmac_cli.config.settings import RECIPE, Count, Settings
+from dpmac_cli.config.settings import RECIPE, Complete, Count, Settings
+from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.errors import InputError
 from dpmac_cli.studies.grid import plan
 from tests.conftest import OPTIMIZER_NAMES
@@ -116,6 +116,7 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "schema": {"dataset": TABLE},
     "tokens": {"dataset": TEXTS, "backbone": "./encoder"},
     "guesses": {"canaries": 100},
+    "force": {"out": "out"},
     "score_every": {"cover_scores": True},
     "augment": {"augmentations": 2},
     "backbone_size": {"backbone": "efficientnet-lite1"},
@@ -266,7 +267,7 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path, separator
         typed_as_flag = resolve({name: typed, **beside})
         assert resolved.plan == typed_as_flag.plan, name
         assert resolved.settings == typed_as_flag.settings, name
-        assert parse({name: typed}) == {name: VALUES[name]}
+        assert parse_settings({name: typed}) == {name: VALUES[name]}
 
 
 def test_flags_win_over_the_file(file: Path) -> None:
@@ -575,12 +576,12 @@ def test_empty_paths_are_refused(file: Path, name: str) -> None:
 
 
 def test_a_few_flags_are_parsed_for_themselves() -> None:
-    assert parse({"dataset": None, "data_dir": "here", "sigma": "2"}) == {
+    assert parse_settings({"dataset": None, "data_dir": "here", "sigma": "2"}) == {
         "data_dir": Path("here"),
         "sigma": 2.0,
     }
     with pytest.raises(InputError) as found:
-        parse({"dataset": "mnits", "device": "tpu"})
+        parse_settings({"dataset": "mnits", "device": "tpu"})
     assert len(found.value.errors) == 2
 
 
@@ -758,6 +759,19 @@ def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -
     (note,) = resolve({"dataset": dataset, "delta": repr(1 / size)}).notes
     assert "not below 1/n" in note
     assert "smaller --delta" in note
+
+
+@pytest.mark.parametrize("part", [RunPlan, Hyperparameters])
+def test_parts_that_are_filled_in_by_name_have_the_types_of_the_settings(part: type) -> None:
+    known, others = get_type_hints(Complete), ("checkpoints", "folder")
+    for name, kind in get_type_hints(part).items():
+        assert name in others or kind == known[name], name
+
+
+def test_no_plan_has_what_is_only_shown() -> None:
+    plan = resolve({"json": True, "quiet": True, "debug": True}).plan
+    assert plan == resolve({}).plan
+    assert plan.recorded == resolve({}).plan.recorded
 
 
 def test_a_plan_is_frozen() -> None:

@@ -23,8 +23,8 @@ from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.release import run
 from dpmac_cli.runs import checkpoint
-from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.files import read_lines

@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 
+from dpmac_cli.release import run
+from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Started
-from dpmac_cli.runs.train import finish
 from dpmac_cli.studies import executor
 from dpmac_cli.studies import local as workers
-from dpmac_cli.studies.choice import Choice
-from dpmac_cli.studies.executor import Ended, Executor, Moved, Result, RunEvent, carry_out
+from dpmac_cli.studies.choose_executor import ExecutorChoice
+from dpmac_cli.studies.executor import Ended, Executor, Moved, Result, StudyEvent, carry_out
 from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.local import Pool, share_data, train_run
 from dpmac_cli.studies.results import collect, finished_report
-from dpmac_cli.studies.tables import as_values
+from dpmac_cli.studies.tables import as_json
 from tests.digits_runs import a_run, after, digits_config, train_digits
 from tests.typed import ENVIRONMENT, dpmac, hooked, loading, process
 
@@ -100,7 +100,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         if isinstance(event, Ended)
     ]
     assert ended == [Ended(number) for number in range(4)]
-    return table(as_values(collect(grid, {})))
+    return table(as_json(collect(grid, {})))
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert written(out) == local
 
 
-Jobs = Callable[..., Iterator[RunEvent]]
+Jobs = Callable[..., Iterator[StudyEvent]]
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
 
     def events(
         grid: Grid, out: Path, numbers: Sequence[int], stop: Callable[[], bool] = never
-    ) -> Iterator[RunEvent]:
+    ) -> Iterator[StudyEvent]:
         array = slurm.Array(grid.runs, None, out / "jobs", {"time": "60"}, cluster="local")
         return carry_out(array, numbers, stop)
 
@@ -232,7 +232,7 @@ def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_
     jobs: Jobs, local: dict[str, Any], tmp_path: Path
 ) -> None:
     grid = grid_in(tmp_path)
-    seen: list[RunEvent] = []
+    seen: list[StudyEvent] = []
     killed = False
     before = os.umask(0)
     try:
@@ -254,15 +254,43 @@ def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_
     assert {e.number: e.step for e in seen if isinstance(e, Moved)} == dict.fromkeys(
         range(4), grid.runs[0].plan.privacy.steps
     )
-    assert table(as_values(collect(grid, {}))) == local
-    assert stat.S_IMODE((tmp_path / "jobs").stat().st_mode) == 0o700
+    assert table(as_json(collect(grid, {}))) == local
+    assert_told_nothing_private(grid, tmp_path / "jobs", 4)
+
+
+@pytest.mark.privacy
+def test_what_jobs_are_told_is_private_and_holds_no_record(jobs: Jobs, tmp_path: Path) -> None:
+    grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
+    before = os.umask(0)
+    try:
+        ended = [event for event in jobs(grid, tmp_path, [0]) if isinstance(event, Ended)]
+    finally:
+        os.umask(before)
+    assert ended == [Ended(0)]
+    assert_told_nothing_private(grid, tmp_path / "jobs", 1)
+
+
+def assert_told_nothing_private(grid: Grid, folder_of_jobs: Path, count: int) -> None:
+    """Only their owner reads what jobs are told, and no record is in it."""
+    assert stat.S_IMODE(folder_of_jobs.stat().st_mode) == 0o700
     records = share_data(grid.runs[:1])["digits"].train.images
-    told_to_jobs = list((tmp_path / "jobs").rglob("*.pkl"))
-    assert len(told_to_jobs) >= 4
+    told_to_jobs = list(folder_of_jobs.rglob("*.pkl"))
+    assert len(told_to_jobs) >= count
     for path in told_to_jobs:
         content = path.read_bytes()
         assert records[0].numpy().tobytes() not in content
         assert len(content) < 20_000
+
+
+@pytest.mark.privacy
+def test_ray_is_told_to_report_no_use_before_it_is_loaded() -> None:
+    need("ray")
+    from dpmac_cli.studies import ray_cluster  # noqa: PLC0415
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "1")
+        importlib.reload(ray_cluster)
+        assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
 @pytest.mark.long
@@ -282,9 +310,11 @@ def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert finished_report(other) is None
     reached = max(checkpoint.newest(other.folder).step, folder.reported_steps(other.folder))
     assert 12 <= reached < 24_000
-    moved = [event for event in jobs(grid, tmp_path, [1]) if isinstance(event, Moved)]
-    assert moved[0].step >= reached
-    assert finished_report(other) is not None
+    resumed = jobs(grid, tmp_path, [1])
+    moved = next(event for event in resumed if isinstance(event, Moved))
+    assert moved.step >= reached
+    wait_for(lambda: checkpoint.newest(other.folder).step > reached)
+    del resumed  # its job is cancelled
 
 
 class Scripted(Executor):
@@ -358,7 +388,9 @@ def test_options_reach_sbatch(tmp_path: Path) -> None:
     need("submitit")
     from dpmac_cli.studies import slurm  # noqa: PLC0415
 
-    sbatch = Choice("slurm", 3, None, "partition=short,time=1:30:00, cpus_per_task=2").sbatch
+    sbatch = ExecutorChoice(
+        "slurm", 3, None, "partition=short,time=1:30:00, cpus_per_task=2"
+    ).sbatch
     runs = grid_in(tmp_path, device="cuda").runs
     (tmp_path / "bin").mkdir()
     for name in ("srun", "sbatch"):
@@ -382,16 +414,16 @@ def test_options_reach_sbatch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        (Choice("cloud"), "must be one of local, ray, slurm, not 'cloud'"),
-        (Choice("local", 0), "--jobs must be from 1 to 1,024, not 0"),
-        (Choice(cluster="auto"), "Add --executor ray"),
-        (Choice(slurm="time=1"), "Add --executor slurm"),
-        (Choice("slurm"), "--slurm time=60"),
-        (Choice("slurm", slurm="time=60,gpu"), "'gpu' is not KEY=VALUE"),
-        (Choice("slurm", slurm="time=60,array=1-9"), "array cannot be set"),
+        (ExecutorChoice("cloud"), "must be one of local, ray, slurm, not 'cloud'"),
+        (ExecutorChoice("local", 0), "--jobs must be from 1 to 1,024, not 0"),
+        (ExecutorChoice(cluster="auto"), "Add --executor ray"),
+        (ExecutorChoice(slurm="time=1"), "Add --executor slurm"),
+        (ExecutorChoice("slurm"), "--slurm time=60"),
+        (ExecutorChoice("slurm", slurm="time=60,gpu"), "'gpu' is not KEY=VALUE"),
+        (ExecutorChoice("slurm", slurm="time=60,array=1-9"), "array cannot be set"),
     ],
 )
-def test_a_choice_that_cannot_be_is_told(choice: Choice, words: str) -> None:
+def test_a_choice_that_cannot_be_is_told(choice: ExecutorChoice, words: str) -> None:
     assert any(words in fault for fault in choice.faults())
     if choice.name in ("local", "cloud"):
         flags = {"--executor": choice.name, "--cluster": choice.cluster, "--slurm": choice.slurm}

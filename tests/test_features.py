@@ -32,12 +32,14 @@ from dpmac_cli.models.registry import (
 from dpmac_cli.models.scattering import Scattering
 from dpmac_cli.models.validation import check_model, independence
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release.publish import load_model
+from dpmac_cli.release import run
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import RunEvent
 from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import checkpoint
-from dpmac_cli.runs import train as run
 from dpmac_cli.runs.prepare import make_task
-from dpmac_cli.runs.session import Finished, RunEvent, Started
+from dpmac_cli.runs.session import Started
 from dpmac_cli.storage.progress import Computing, outcome, until
 from dpmac_cli.studies.grid import address
 from tests.digits_runs import (

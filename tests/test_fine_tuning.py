@@ -13,14 +13,14 @@ from torch.nn.functional import cross_entropy
 
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.custom_layers import ConstantNorm
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.modules import ConstantNorm
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.features import LoraLinear, freeze
 from dpmac_cli.models.registry import PARTS, Trained
 from dpmac_cli.models.weights import published
-from dpmac_cli.release.publish import load_model
-from dpmac_cli.runs.train import finish, resume, train
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.run import finish, resume, train
 from tests.digits_runs import after, digits_config, refused, same_weights, train_digits
 from tests.tiers import rest_long
 

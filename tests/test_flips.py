@@ -14,11 +14,12 @@ import torch
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import scoring
+from dpmac_cli.release import run, scoring
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import RunEvent
 from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import checkpoint, folder, ledger, prepare
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, RunEvent, Started
+from dpmac_cli.runs.session import Started
 from dpmac_cli.storage import files
 from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare

@@ -40,8 +40,9 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.rules import sgd
+from dpmac_cli.errors import named, named_as_flags
 from tests.conftest import every_optimizer
-from tests.digits_runs import SIGMA, after, digits_config
+from tests.digits_runs import SIGMA, after, digits_config, dpmac
 
 SOURCE = Path(dpmac_cli.__file__)
 PAGE = SOURCE.parent.parent / "docs" / "library.md"
@@ -89,6 +90,11 @@ def test_prices_and_settings_load_no_torch() -> None:
 # Settings as keywords
 
 
+@pytest.fixture(autouse=True)
+def _messages_of_a_command() -> None:
+    """Not here: these messages are those of a program."""
+
+
 def test_settings_are_given_by_name_in_their_own_types() -> None:
     config = resolve(dataset="digits", sigma=2, lr=0.5, optimizer="dp-sgd", out=Path("x")).plan
     assert config == resolve({"dataset": "digits", "sigma": "2", "lr": "0.5"}, None,
@@ -112,7 +118,12 @@ def test_settings_may_be_a_model() -> None:
     named = resolve(dataset="digits", sigma=2, kappa="exact", out="x")
     assert resolve(settings).plan == named.plan
     assert resolve(settings, sigma=3).plan.privacy.sigma == 3
-    assert settings.given == {"dataset": "digits", "sigma": 2, "kappa": "exact", "out": Path("x")}
+    assert settings.explicit == {
+        "dataset": "digits",
+        "sigma": 2,
+        "kappa": "exact",
+        "out": Path("x"),
+    }
     assert (settings.lr, named.settings.lr, settings.loss) == (None, 0.005, "cross-entropy")
     with pytest.raises(ValidationError, match="frozen"):
         settings.sigma = 3  # type: ignore[misc]
@@ -122,10 +133,75 @@ def test_a_model_tells_every_fault_at_once() -> None:
     with pytest.raises(InputError) as failure:
         Settings(sigma=-1, optimizer="adam", epochs=2.5)  # type: ignore[arg-type]
     assert [error.partition(" ")[0] for error in failure.value.errors] == [
-        "--sigma",
-        "--optimizer:",
-        "--epochs:",
+        "sigma",
+        "optimizer:",
+        "epochs:",
     ]
+
+
+def test_messages_name_settings_as_they_were_given() -> None:
+    """Keywords in a program, which the command line in the same process does not change."""
+    with pytest.raises(InputError) as failure:
+        resolve(dataset="digits", batch_size=1438, h1=3, h2=2)
+    assert failure.value.errors == (
+        "h1 (3) must not be above h2 (2).",
+        "batch_size (1438) must not be above the size of digits, 1437.",
+    )
+    wrong = ("--batch-size", "1438", "--h1", "3", "--h2", "2")
+    said = dpmac("train", "--dataset", "digits", *wrong).stderr
+    assert "error: --h1 (3) must not be above --h2 (2).\n" in said
+    assert "error: --batch-size (1438) must not be" in said
+    (note,) = resolve(dataset="digits", steps=3, sigma=6, delta=0.01).notes
+    assert note.endswith("Use a smaller delta.")
+    with pytest.raises(InputError, match=r"^sigma must be at least "):
+        Settings(sigma=-1)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("To train without privacy use --no-dp.", "To train without privacy use no_dp."),
+        ("Add --unit 'id([0-9]+)' or --steps N.", "Add unit='id([0-9]+)' or steps=N."),
+        ("--epochs 5 is 60 steps at --batch-size 8.", "epochs=5 is 60 steps at batch_size=8."),
+        ("--loss bce: no such file: a--b.c", "loss bce: no such file: a--b.c"),
+        *[(text, text) for text in ("Use dpmac train --fork.", "pip install --user x (or not).")],
+        (
+            "x (dpmac train --fork v0.2/a --steps N) --lr",
+            "x (dpmac train --fork v0.2/a --steps N) lr",
+        ),
+        ("Type: dpmac eval a.b --model M. Then --lr.", "Type: dpmac eval a.b --model M. Then lr."),
+    ],
+)
+def test_flags_become_keywords_except_in_commands(written: str, shown: str) -> None:
+    assert named(written) == named(shown) == shown
+    with named_as_flags():
+        assert named(written) == written
+
+
+@pytest.mark.long
+def test_mypy_finds_a_misspelt_setting_in_a_users_program() -> None:
+    program = """from pathlib import Path
+from torch import nn
+from dpmac_cli import Settings, fork, make_private, resolve, resume
+
+resolve(Settings(dataset="digits", sigma=2), lr=0.5, out=Path("x"))
+make_private(nn.Linear(64, 10), "digits", Settings(epochs=2), sigma=2.0)
+fork("run", epochs=20, out="other")
+resume("run", device="cpu")
+resolve(sigam=2)
+Settings(sigam=2)
+make_private(nn.Linear(64, 10), "digits", sigam=2)
+fork("run", sigam=2)
+resume("run", sigam=2)
+resolve(dataset="digits", epochs="ten")
+resolve().plan.privacy.sigam
+resolve().plan.sigma
+"""
+    Path("program.py").write_text(program)
+    command = (sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "program.py")
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    wrong = [line for line in found.splitlines() if ": error: " in line]
+    assert [int(line.split(":")[1]) for line in wrong] == [*range(9, 17)], found
 
 
 def test_a_misspelt_setting_is_found_by_mypy() -> None:

@@ -24,9 +24,10 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import DATA, SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import RunEvent, finish, train
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.session import Finished, RunEvent, Started
-from dpmac_cli.runs.train import finish, train
+from dpmac_cli.runs.session import Started
 from tests.digits_runs import after
 from tests.typed import dpmac
 

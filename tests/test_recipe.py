@@ -27,8 +27,8 @@ from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import MODELS
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished
+from dpmac_cli.release import run
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.studies.grid import address
 from dpmac_cli.training.evaluation import evaluate
 from dpmac_cli.training.loop import Evaluated, fit

@@ -20,7 +20,6 @@ from dpmac_cli.models import architectures
 from dpmac_cli.release.report import TEXTS
 from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import setup as assembly
-from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.training import evaluation
 from dpmac_cli.training import trainer as engine
@@ -158,7 +157,7 @@ def test_the_noise_found_for_a_target_is_the_noise_added(monkeypatch: pytest.Mon
         mechanisms.append(trainer.mechanism)
         return trainer
 
-    monkeypatch.setattr(run, "make_trainer", watch)
+    monkeypatch.setattr("dpmac_cli.runs.train.make_trainer", watch)
     finished = train_digits(epsilon=0.5, physical_batch=32)
     (mechanism,) = mechanisms
     assert mechanism.noise_multiplier == finished.report["privacy"]["noise_multiplier"]

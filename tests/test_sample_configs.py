@@ -9,8 +9,8 @@ import torch
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Split
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.runs.session import Finished
-from dpmac_cli.runs.train import train
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import train
 from dpmac_cli.studies.grid import plan
 
 FILES = sorted((Path(__file__).parents[1] / "sample_configs").glob("*.yaml"))

@@ -13,11 +13,11 @@ from jsonschema import Draft202012Validator
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.runs.train import finish, fork, train
+from dpmac_cli.release.run import finish, fork, train
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import collect
-from dpmac_cli.studies.tables import as_values
+from dpmac_cli.studies.tables import as_json
 from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 from tests.digits_runs import after, digits_config, train_digits
 from tests.tiny_bert import write_encoder
@@ -197,7 +197,7 @@ def test_a_comparison_is_as_described(tmp_path: Path) -> None:
     grid = plan({"dataset": "digits", "device": "cpu", **flags}, None, tmp_path)
     for run in grid.runs[:-1]:
         finish(train(run.plan))
-    study = json.loads(to_json(as_values(collect(grid, {3: "memory ran out"}))))
+    study = json.loads(to_json(as_json(collect(grid, {3: "memory ran out"}))))
     assert faults(COMPARE, study) == []
     assert [row["failures"] for row in study["rows"]] == [{}, {}, {}, {"0": "memory ran out"}]
     for row in study["rows"]:

@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.dp.clipping.rows import Manner
+from dpmac_cli.dp.clipping.batch_invariance import Manner
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.training.chunks import ChunkedSum
-from dpmac_cli.training.schedules import Plan, Recipe
+from dpmac_cli.training.schedules import Recipe, StepPlan
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import Batches, a_key, make_trainer
@@ -174,7 +174,7 @@ def _steps(optimizer: str, network: str, *, secure: bool = False, **recipe: Any)
         trainer: Trainer = make_trainer(
             optimizer,
             kind(1.0, BATCH),
-            plan=Plan(steps=9, steps_per_epoch=5, physical_batch=64, recipe=Recipe(**recipe)),
+            plan=StepPlan(steps=9, steps_per_epoch=5, physical_batch=64, recipe=Recipe(**recipe)),
             data=fake_data(),
             model=model,
             sampler=Batches(np.arange(BATCH)),

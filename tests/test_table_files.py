@@ -17,9 +17,9 @@ from pyarrow import csv as arrow_csv
 from pyarrow import parquet
 
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.own import inspect
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema
+from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from tests.helpers import load
 from tests.typed import dpmac

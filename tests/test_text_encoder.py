@@ -15,7 +15,7 @@ from torch import Tensor
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import encoders
 from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
-from dpmac_cli.models.text_encoder import TextFeatures, public_weights
+from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
 from tests.test_wordpiece import TEXTS
 from tests.tiny_bert import CONFIG, WIDTH, weights, write_encoder
 
@@ -25,7 +25,7 @@ LAYOUT = ((1, LIMIT), (LIMIT + 2, LIMIT))
 
 def features(encoder: TextEncoder) -> TextFeatures:
     network = TextFeatures(encoder)
-    assert list(public_weights(encoder).adopted_by(network, None)) == []
+    assert list(encoder_weights(encoder).adopted_by(network, None)) == []
     return network
 
 
@@ -128,7 +128,7 @@ def of_package() -> encoders.EncoderFiles:
 
 def test_the_package_has_the_published_file() -> None:
     files, kind = of_package(), ENCODERS["minilm"]
-    assert public_weights(files.of(((0, 8),))).sha256 == kind.sha256
+    assert encoder_weights(files.of(((0, 8),))).sha256 == kind.sha256
     assert files.tokenizer.sha256 == kind.vocabulary
 
 

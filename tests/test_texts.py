@@ -23,12 +23,12 @@ from torch import Tensor
 from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
 from dpmac_cli.models.text_encoder import Bert
 from dpmac_cli.release import texts
-from dpmac_cli.runs.train import finish, resume, train
+from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.rows import RowFile
 from tests.tiny_bert import WIDTH, notes, write_encoder
@@ -62,18 +62,18 @@ def table(path: str = "notes.csv", count: int = 120, seed: int = 0) -> None:
             write.writerow([text, 20 + row % 60, CLASSES[kind]])
 
 
-def plan(dataset: str | AtHand = "notes.csv", **more: Any) -> TrainPlan:
+def plan(dataset: str | InMemoryData = "notes.csv", **more: Any) -> TrainPlan:
     if dataset == "notes.csv":
         more.setdefault("schema", "schema.yaml")
     return resolve({**SHORT, "dataset": dataset, **more}).plan
 
 
-def trained(dataset: str | AtHand = "notes.csv", **more: Any) -> dict[str, Any]:
+def trained(dataset: str | InMemoryData = "notes.csv", **more: Any) -> dict[str, Any]:
     """Train, and return the report."""
     return dict(finish(train(plan(dataset, **more))).report)
 
 
-def refused(dataset: str | AtHand = "notes.csv", **more: Any) -> str:
+def refused(dataset: str | InMemoryData = "notes.csv", **more: Any) -> str:
     with pytest.raises(InputError) as caught:
         plan(dataset, **more)
     return str(caught.value)

@@ -25,8 +25,8 @@ from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, raise_errors
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies import tables
-from dpmac_cli.studies.choice import EXECUTORS, Choice, opened
-from dpmac_cli.studies.executor import Ended, Moved, RunEvent, carry_out
+from dpmac_cli.studies.choose_executor import EXECUTORS, ExecutorChoice, opened
+from dpmac_cli.studies.executor import Ended, Moved, StudyEvent, carry_out
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, STUDY, Grid, Run, StudyFlags, plan, row_name
 from dpmac_cli.studies.results import collect, finished_report, was_changed
 
@@ -105,7 +105,7 @@ def compare(**given: Any) -> None:
     run failed (the others are in the table), 130 interrupted (run the same command to resume).
     """
     flags, file = take(CompareFlags, given), take(ConfigFlag, given).config
-    choice = Choice(flags.executor, flags.jobs, flags.cluster, flags.slurm)
+    choice = ExecutorChoice(flags.executor, flags.jobs, flags.cluster, flags.slurm)
     both = "--dry-run and --json contradict each other: a plan has no table. Give one."
     raise_errors([*choice.faults(), *[both] * (flags.dry_run and flags.json)])
     with console.waiting(flags.quiet, "settings"):
@@ -144,7 +144,7 @@ def compare(**given: Any) -> None:
 
 
 def _carry_out(
-    grid: Grid, out: Path, choice: Choice, screen: Console
+    grid: Grid, out: Path, choice: ExecutorChoice, screen: Console
 ) -> tuple[dict[int, str], bool]:
     """Train unfinished runs; return reasons of failures by number, and whether interrupted."""
     with console.waiting(screen.quiet, "data"):
@@ -166,7 +166,7 @@ def _carry_out(
             for name in (folder.REPORT, folder.METRICS, folder.MODEL)
             if folder.vouched(run.folder, name) is False
         )
-        display = Display(screen, grid, missing)
+        display = StudyDisplay(screen, grid, missing)
         held.enter_context(display.bar)
         if executor is None or not missing:
             return failures, False
@@ -186,7 +186,10 @@ def _missing(grid: Grid) -> list[int]:
 def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[str, str]:
     """Write the table in all formats; return its JSON, and its text with the files' names."""
     comparison = collect(grid, failures)
-    document, text = files.to_json(tables.as_values(comparison)), tables.as_markdown(comparison)
+    document, text = (
+        files.to_json(tables.as_json(comparison)),
+        tables.as_markdown(comparison),
+    )
     csv = tables.as_csv(comparison)
     texts = {"compare.json": document, "compare.csv": csv, "compare.md": text}
     for name in (folder.SUMS, *texts):  # a kill must not leave files of two tables
@@ -207,7 +210,7 @@ def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
         yield f"{first.folder.name} (seed {first.seed}){more}: {why}"
 
 
-class Display:
+class StudyDisplay:
     """One line per finished run; below them, on a terminal, :attr:`bar` of the study's steps."""
 
     def __init__(self, screen: Console, grid: Grid, missing: Sequence[int]) -> None:
@@ -220,7 +223,7 @@ class Display:
         total = sum(grid.runs[number].plan.privacy.steps for number in missing)
         self._task = self.bar.add_task("", total=max(1, total), text="")
 
-    def show(self, event: RunEvent) -> None:
+    def show(self, event: StudyEvent) -> None:
         """Update the bar, and print a line when a run ends."""
         if isinstance(event, Moved):
             self._moved[event.number] = event

@@ -72,7 +72,7 @@ def discard_output(stream: TextIO) -> None:
 _failures: list[OSError] = []
 
 
-def begin() -> None:
+def prepare_streams() -> None:
     """Prepare the standard streams for a command, to escape characters they cannot encode."""
     _failures.clear()
     for stream in (sys.stdout, sys.stderr):

@@ -15,9 +15,11 @@ from dpmac_cli.cli.console import ATTENTION, bar
 from dpmac_cli.cli.failures import stop
 from dpmac_cli.config.settings import METRICS
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import TEXTS
+from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
+from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.storage.progress import LISTENER, Computing
 from dpmac_cli.training import evaluation, loop
 from dpmac_cli.training.covered import CoveredScore
@@ -29,12 +31,12 @@ ABOVE = f"Above {WEAK} the guarantee is weak: increase the noise (--sigma), or s
 NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
 
 
-def format_epsilon(epsilon: float | None) -> str:
+def epsilon_or_dots(epsilon: float | None) -> str:
     """Return epsilon, rounded up, or dots while it is still being computed."""
     return "..." if epsilon is None else statements.format_epsilon(epsilon)
 
 
-class Display:
+class RunDisplay:
     """One line per evaluation and, on a terminal, a live bar of steps."""
 
     def __init__(self, console: Console) -> None:
@@ -87,11 +89,11 @@ class Display:
         """Update the bar; print a line per evaluation, and a note on a weak epsilon."""
         if WEAK < (event.planned or 0.0) < math.inf and not self._warned:
             self._warned = True
-            note = f"note: epsilon will be {format_epsilon(event.planned)}. {ABOVE}"
+            note = f"note: epsilon will be {epsilon_or_dots(event.planned)}. {ABOVE}"
             self.console.print(Text(note, ATTENTION))
         step = event.event.step
         # An upper bound: between points of the schedule, show the next point's epsilon.
-        spent = f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
+        spent = f"ε ≤ {epsilon_or_dots(event.epsilon)} of {epsilon_or_dots(event.planned)}"
         self._bar.update(
             self._task,
             completed=step,
@@ -104,7 +106,7 @@ class Display:
             self.console.print(_evaluated(event.event, event.epsilon, self._plan.run.metric))
             value = result.metric(self._plan.run.metric)
             if not math.isnan(value):
-                self._bar.update(self._task, accuracy=f"test {percent(value)}")
+                self._bar.update(self._task, accuracy=f"test {percent_or_dash(value)}")
 
     def stopping(self) -> None:
         """Confirm a request to stop."""
@@ -168,10 +170,12 @@ def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Tex
     private, result = epsilon is None or not math.isinf(epsilon), event.result
     line = Text.assemble(
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
-        f"epsilon {format_epsilon(epsilon)}" if private else ("no privacy", "red"),
+        f"epsilon {epsilon_or_dots(epsilon)}" if private else ("no privacy", "red"),
     )
     if not (isinstance(result, CoveredScore) and math.isnan(result.accuracy)):  # none released
-        line.append(f"  test {METRICS[metric]} ").append(percent(result.metric(metric)), "bold")
+        line.append(f"  test {METRICS[metric]} ").append(
+            percent_or_dash(result.metric(metric)), "bold"
+        )
     return line
 
 
@@ -179,7 +183,7 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
     report, where = event.report, event.folder
     test, privacy = report["test"], report["privacy"]
     value = test[metric.replace("-", "_")]
-    shown = (percent(value), "bold")
+    shown = (percent_or_dash(value), "bold")
     scores = privacy["covered_scores"]
     if scores and value is None:
         yield Text("no test score was released: the run ended before the first one", ATTENTION)
@@ -187,7 +191,9 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
         counted = "units" if scores and privacy["unit"]["told_by"] else "samples"
         yield Text.assemble(f"test {METRICS[metric]} ", shown, f" on {test['samples']:,} {counted}")
     if scores and value is not None:
-        low, high = map(percent, test["interval" if metric == "accuracy" else "balanced_interval"])
+        low, high = map(
+            percent_or_dash, test["interval" if metric == "accuracy" else "balanced_interval"]
+        )
         yield Text(
             f"test records are covered: without the noise, {METRICS[metric]} {low} to {high} (95%)"
         )
@@ -195,7 +201,7 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
         spent = math.inf if privacy["epsilon"] is None else privacy["epsilon"]
         yield Text.assemble(
             "privacy ",
-            (f"epsilon {format_epsilon(spent)}", "bold"),
+            (f"epsilon {epsilon_or_dots(spent)}", "bold"),
             f" at delta {privacy['delta']:g} "
             f"({privacy['adjacency']}, {privacy['sampler']} sampling)",
         )
@@ -250,7 +256,7 @@ def evaluation_table(result: evaluation.Evaluation, classes: list[str]) -> Table
     for name in ("sens.", "spec."):
         table.add_column(name, justify="right", style="bold")
     for name, counts, *both in zip(classes, found.tolist(), *rates, strict=True):
-        table.add_row(name, *map(str, counts), *map(percent, both))
+        table.add_row(name, *map(str, counts), *map(percent_or_dash, both))
     return table
 
 
@@ -262,19 +268,19 @@ def metrics_table(
     table.add_column("value", justify="right", style="bold")
     table.add_column("95% interval", justify="right")
     for name, value in values.items():
-        ends = " to ".join(map(percent, intervals.get(name, (math.nan,))))
-        table.add_row(METRICS.get(name, name.replace("-", " ")), percent(value), ends)
+        ends = " to ".join(map(percent_or_dash, intervals.get(name, (math.nan,))))
+        table.add_row(METRICS.get(name, name.replace("-", " ")), percent_or_dash(value), ends)
     return table
 
 
-def percent(value: float | None) -> str:
+def percent_or_dash(value: float | None) -> str:
     """Return a fraction as a percentage, or a dash if it is not defined."""
     return "-" if value is None or math.isnan(value) else f"{value:.2%}"
 
 
 def follow(
     events: Iterator[RunEvent],
-    display: Display,
+    display: RunDisplay,
     asked: Callable[[], bool],
     listeners: Sequence[Callable[[RunEvent], None]],
 ) -> Finished:

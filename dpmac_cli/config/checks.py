@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.given import Given
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS
-from dpmac_cli.data.schema import TABLES, Found, Source, listed
+from dpmac_cli.config.sources import SettingValue
+from dpmac_cli.data.schema import TABLES, DataFacts, Source, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.training.schedules import LOSSES, LossKind, Recipe
 
@@ -25,7 +25,7 @@ DECLARE = "Declare a column of texts in the schema (NAME: {text: 128}), or leave
 NAMED = 5
 
 
-def lonely(given: Mapping[SettingName, Given]) -> Iterator[str]:
+def lonely(given: Mapping[SettingName, SettingValue]) -> Iterator[str]:
     """Yield faults of settings that need another setting."""
     for name in given:
         needs = SETTINGS[name].flag.needs
@@ -130,7 +130,7 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
         )
 
 
-def notes(plan: TrainPlan, flags: Mapping[SettingName, Given]) -> Iterator[str]:
+def notes_on_plan(plan: TrainPlan, flags: Mapping[SettingName, SettingValue]) -> Iterator[str]:
     """Yield notes on valid settings that are probably mistakes."""
     for name, what in _idle(plan).items():
         if name in flags:
@@ -192,7 +192,7 @@ def _notes_on_privacy(privacy: PrivacyPlan, records: int) -> Iterator[str]:
 
 def _unit_remedy(source: str | Source) -> str:
     """Return how to name the unit of each record of a dataset."""
-    if not isinstance(source, Source) or source.at_hand is not None:
+    if not isinstance(source, Source) or source.in_memory is not None:
         return "unit= with one item per record"
     path = source.path
     if path.is_dir():
@@ -200,7 +200,7 @@ def _unit_remedy(source: str | Source) -> str:
     return "--unit COLUMN" if path.suffix in TABLES else "an array unit"
 
 
-def _declaration(found: Found) -> str:
+def _declaration(found: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
     (channels, *size), names = found.facts.shape, ",".join(found.facts.classes)
     flags = {"channels": f"--channels {channels}", "image size": f"--image-size {max(size)}"}

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dpmac_cli.config.given import Values, combined, from_flags, validated
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
+from dpmac_cli.config.sources import Values, combined, from_flags, validated
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import AtHand, Found, Source
+from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
 from dpmac_cli.data.table_schema import TOKENS, read_schema
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError, raise_errors
@@ -64,7 +64,7 @@ def plan_data(settings: Settings, texts: TextReader | None = None) -> DataPlan:
     )
 
 
-def _found(settings: Settings, texts: TextReader | None) -> tuple[str | Source, Found]:
+def _found(settings: Settings, texts: TextReader | None) -> tuple[str | Source, DataFacts]:
     """Return a registered name or the source of your own dataset, and the facts of the dataset."""
     name = settings.dataset
     if isinstance(name, str) and name in DATASETS:
@@ -73,10 +73,10 @@ def _found(settings: Settings, texts: TextReader | None) -> tuple[str | Source, 
                 f"--unit {settings.unit}: {name} does not contain the units of records. Use "
                 "a table, a folder, or an .npz with an array unit."
             )
-        return name, Found(DATASETS[name], name)
-    from dpmac_cli.data.own import inspect  # noqa: PLC0415  (loads numpy)
+        return name, DataFacts(DATASETS[name], name)
+    from dpmac_cli.data.user_data import inspect  # noqa: PLC0415  (loads numpy)
 
-    source = _source(settings, name if isinstance(name, AtHand) else None)
+    source = _source(settings, name if isinstance(name, InMemoryData) else None)
     source = replace(source, texts=texts or _text_reader(settings))
     return source, inspect(source)
 
@@ -88,12 +88,12 @@ def _text_reader(settings: Settings) -> TextReader | None:
     return TextReader(read_encoder(settings.backbone).tokenizer, settings.tokens or TOKENS)
 
 
-def _source(settings: Settings, at_hand: AtHand | None) -> Source:
-    schema = None if at_hand is None else at_hand.schema
+def _source(settings: Settings, in_memory: InMemoryData | None) -> Source:
+    schema = None if in_memory is None else in_memory.schema
     if settings.schema is not None:
         schema = read_schema(Path(settings.schema))
     return Source(
-        at_hand.path if at_hand is not None else Path(str(settings.dataset)),
+        in_memory.path if in_memory is not None else Path(str(settings.dataset)),
         test_fraction=settings.test_fraction,
         split_seed=settings.split_seed,
         channels=None if settings.channels is None else int(settings.channels),
@@ -103,7 +103,7 @@ def _source(settings: Settings, at_hand: AtHand | None) -> Source:
         standardise=settings.standardise,
         feature_range=_ends(settings.feature_range),
         schema=schema,
-        at_hand=at_hand,
+        in_memory=in_memory,
         unit=settings.unit,
         skip_bad=settings.skip_bad,
     )

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.optimizers import Kappa
 
 #: Names of the settings of a training run.
@@ -170,6 +170,6 @@ class TrainingKeywords(TypedDict, total=False):
 class Keywords(TrainingKeywords, total=False):
     """Settings of a training run; None if not given."""
 
-    dataset: str | Path | AtHand | None
+    dataset: str | Path | InMemoryData | None
     model: str | None
     loss: str | None

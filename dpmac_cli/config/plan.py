@@ -8,7 +8,7 @@ from typing import Any
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
 from dpmac_cli.data.registry import Dataset
-from dpmac_cli.data.schema import Found, Source
+from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import Backbone, BuiltIn, Features, Trained, UserModel
@@ -28,7 +28,7 @@ class DataPlan:
 
     dataset: str
     source: str | Source
-    found: Found
+    found: DataFacts
     folder: Path
 
     @property
@@ -164,7 +164,7 @@ class CheckpointInterval:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """How a run is carried out: machine, random keys and files.
+    """Machine, random keys and files of a run.
 
     Attributes:
         seed: seed of all random numbers; None for secret keys from the operating system.
@@ -210,7 +210,7 @@ class TrainPlan:
         return replace(self, run=replace(self.run, folder=folder))
 
 
-def unit_of_privacy(found: Found, *, covered: bool) -> str:
+def unit_of_privacy(found: DataFacts, *, covered: bool) -> str:
     """Return the unit of privacy in words; ``covered`` if test records are protected too."""
     if covered:
         return COVERED_UNIT if found.unit else COVERED_RECORD

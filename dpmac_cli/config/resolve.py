@@ -13,15 +13,6 @@ from dpmac_cli.config import checks
 from dpmac_cli.config.data import plan_data
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.given import (
-    Given,
-    Values,
-    by_setting,
-    combined,
-    faults_of_model,
-    from_flags,
-    validated,
-)
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.plan import (
     AuditPlan,
@@ -37,9 +28,18 @@ from dpmac_cli.config.plan import (
     unit_of_privacy,
 )
 from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
+from dpmac_cli.config.sources import (
+    SettingValue,
+    Values,
+    by_setting,
+    combined,
+    faults_of_model,
+    from_flags,
+    validated,
+)
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.dp.optimizers import Hyperparameters
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError, named, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.training.schedules import LossKind, Recipe
@@ -84,7 +84,7 @@ def resolve(
         BudgetError: no noise meets the target epsilon.
     """
     errors: list[str] = []
-    named = settings.given if isinstance(settings, Settings) else settings or {}
+    named = settings.explicit if isinstance(settings, Settings) else settings or {}
     on_command_line = from_flags({**named, **keywords}, errors)
     given = {} if file is None else read_settings(file, errors)
     if "model" in given and "model" not in on_command_line:
@@ -99,7 +99,7 @@ def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Res
         InputError: lists every fault found.
     """
     given = {
-        name: Given(value, f"{flag_name(name)} in the checkpoint")
+        name: SettingValue(value, f"{flag_name(name)} in the checkpoint")
         for name, value in by_setting(recorded).items()
         if value is not False
     }
@@ -108,8 +108,8 @@ def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Res
 
 
 def _resolved(
-    flags: Mapping[SettingName, Given],
-    file: Mapping[SettingName, Given],
+    flags: Mapping[SettingName, SettingValue],
+    file: Mapping[SettingName, SettingValue],
     errors: list[str],
     earlier: tuple[TrainingEvent, ...] = (),
 ) -> Resolved:
@@ -125,10 +125,42 @@ def _resolved(
         raise InputError([*errors, *failure.errors]) from failure
     errors += checks.lonely(given)
     complete = completed(settings.replace(dataset=data.dataset), data.facts)
-    plan = make_plan(complete, data)
-    raise_errors([*errors, *checks.faults(plan, complete.epochs)])
-    plan = _calibrated(plan, complete, earlier)
-    return Resolved(plan, complete, tuple(checks.notes(plan, flags)))
+    return _planned(complete, data, flags, errors, earlier)
+
+
+def resolve_batches(
+    data: DataPlan, keywords: Keywords, earlier: tuple[TrainingEvent, ...] = ()
+) -> Resolved:
+    """Resolve the settings of a training whose batches a program supplies.
+
+    Args:
+        data: public facts of its records, of which the number is used.
+        keywords: settings by name.
+        earlier: events on the same records, which a target epsilon must cover too.
+
+    Raises:
+        InputError: lists every fault found.
+        BudgetError: no noise meets the target epsilon.
+    """
+    errors: list[str] = []
+    flags = from_flags(keywords, errors)
+    settings, _ = validated(combined({}, flags, errors), errors)
+    complete = completed(settings.replace(dataset=data.dataset), data.facts)
+    return _planned(complete, data, flags, errors, earlier)
+
+
+def _planned(
+    settings: Complete,
+    data: DataPlan,
+    flags: Mapping[SettingName, SettingValue],
+    errors: list[str],
+    earlier: tuple[TrainingEvent, ...],
+) -> Resolved:
+    """Return a validated plan with calibrated noise, and notes."""
+    plan = make_plan(settings, data)
+    raise_errors([*errors, *checks.faults(plan, settings.epochs)])
+    plan = _calibrated(plan, settings, earlier)
+    return Resolved(plan, settings, tuple(map(named, checks.notes_on_plan(plan, flags))))
 
 
 def _calibrated(

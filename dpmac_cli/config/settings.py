@@ -16,7 +16,7 @@ from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomeP
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import STANDARDS, TABLES, AtHand
+from dpmac_cli.data.schema import STANDARDS, TABLES, InMemoryData
 from dpmac_cli.data.table_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Kappa
 from dpmac_cli.models.encoders import ENCODERS
@@ -49,7 +49,7 @@ TASK, DATA, PRIVACY, OPTIMIZER = "Task", "Your own data", "Privacy", "Optimizer"
 RECIPE, AUDIT, RUN, OUTPUT = "Recipe", "Audit", "Run", "Output"
 
 Positive = Annotated[float, Field(gt=0)]
-Noise = Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
+NoiseMultiplier = Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
 # Squares and fourth roots of these, and quotients by them, fit into float32.
 Scale = Annotated[float, Field(ge=1e-10, le=1e10)]
 Variance = Annotated[float, Field(ge=1e-30, le=1e10)]
@@ -96,7 +96,7 @@ Debug = Annotated[
 PrintJson = Annotated[StrictBool, Field(description="Print JSON."), Flag(OUTPUT)]
 
 
-class Shown(Flags, frozen=True):
+class DisplayFlags(Flags, frozen=True):
     """Flags that decide how much a command prints."""
 
     quiet: Quiet = False
@@ -112,8 +112,8 @@ class Settings(Flags, frozen=True):
 
     # Task
     dataset: Annotated[
-        str | AtHand,
-        Choice(tuple(DATASETS), OWN_DATA, instances=AtHand),
+        str | InMemoryData,
+        Choice(tuple(DATASETS), OWN_DATA, instances=InMemoryData),
         Field(description="Dataset to train on."),
         Flag(TASK, also=("data",), fixed=True, local=True),
     ] = "mnist"
@@ -322,7 +322,7 @@ class Settings(Flags, frozen=True):
     ] = False
     # Privacy
     sigma: Annotated[
-        Noise | None,
+        NoiseMultiplier | None,
         Field(description="Noise multiplier."),
         Flag(
             PRIVACY, also=("noise-multiplier", "noise"), otherwise="the dataset's", hint=_no_noise

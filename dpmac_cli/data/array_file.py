@@ -13,9 +13,10 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults, units_in
+from dpmac_cli.data.complaints import NAMED
 from dpmac_cli.data.decoding import DIM, decode
 from dpmac_cli.data.schema import Signs, Source
-from dpmac_cli.data.splits import NAMED, Records, check_classes, found, split
+from dpmac_cli.data.splits import Records, check_classes, data_facts, split
 from dpmac_cli.data.stacking import key_of, labels_in, masks, stacked
 from dpmac_cli.errors import InputError, raise_errors
 
@@ -72,7 +73,7 @@ class ArrayFile:
                     f"--channels {source.channels}: the images of {source.path} have {channels}, "
                     "and arrays are not converted. Leave it out."
                 )
-        self.found = found(
+        self.found = data_facts(
             source,
             self._sides,
             (channels, *side),

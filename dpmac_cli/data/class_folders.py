@@ -13,7 +13,7 @@ TRAIN, TESTS = "train", ("test", "validation", "val")
 HIDDEN = ("thumbs.db", "ehthumbs.db", "desktop.ini")
 
 
-def parts_of(source: Source) -> list[Path]:
+def splits_of(source: Source) -> list[Path]:
     """Return the folders of training and test records, or only the dataset's folder."""
     root, declared = source.path, source.classes
     names = [name for name in (TRAIN, *TESTS) if name not in (declared or ())]

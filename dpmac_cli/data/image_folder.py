@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.class_folders import TESTS, parts_of, units_by_pattern, visible
+from dpmac_cli.data.class_folders import TESTS, splits_of, units_by_pattern, visible
+from dpmac_cli.data.complaints import complaints, refuse
 from dpmac_cli.data.decoding import (
     DIM,
     ImageFile,
@@ -23,7 +24,7 @@ from dpmac_cli.data.decoding import (
     usable_cores,
 )
 from dpmac_cli.data.schema import Signs, Source
-from dpmac_cli.data.splits import Records, check_classes, complaints, found, refuse, split
+from dpmac_cli.data.splits import Records, check_classes, data_facts, split
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.cache import WHOLE, kept_file, whole
 from dpmac_cli.storage.paths import cache_folder
@@ -55,7 +56,7 @@ class ImageFolder:
         self._source = source
         self._faults: list[str] = []  # messages, raised together
         self._skipped: list[str] = []
-        root, declared, parts = source.path, source.classes, parts_of(source)
+        root, declared, parts = source.path, source.classes, splits_of(source)
         self._classes = declared or tuple(_class_names(parts[0]))
         check_classes(self._classes, source)
         for part in parts[1:] if declared is None else ():
@@ -89,7 +90,7 @@ class ImageFolder:
             needed = self._classes if declared is None else None
             self._sides = split(used, keys, needed, source)
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
-        self.found = found(
+        self.found = data_facts(
             source,
             self._sides,
             self._shape,
@@ -273,7 +274,7 @@ def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:
         text = entry.name.lower().endswith(".txt")
         return "is a text, which needs --backbone minilm" if text else "is not an image"
     regular = stat.S_ISREG(facts.st_mode)
-    return ImageFile.found(entry.path, label, facts) if regular else "is not a regular file"
+    return ImageFile.of(entry.path, label, facts) if regular else "is not a regular file"
 
 
 def _is_image(name: str) -> bool:

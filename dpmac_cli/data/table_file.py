@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import MISSING, UNUSABLE, text_of, unit_name, units_in
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_schema import Column
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
@@ -39,14 +39,14 @@ NO_CELLS = (
     pa.types.is_fixed_size_binary,
 )
 Cells = dict[str, pa.Array]
-Mask = NDArray[np.bool_]
+BoolArray = NDArray[np.bool_]
 #: Values of inputs, (records, inputs), and the lowest and highest value of each.
 Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
 def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """Return arrays like those of an .npz, and the records left out. Raises InputError."""
-    table = None if source.at_hand is None else _table_of(source.at_hand.frame, source.unit)
+    table = None if source.in_memory is None else _table_of(source.in_memory.frame, source.unit)
     path, schema = source.path, source.schema
     if schema is None:
         raise InputError(
@@ -101,7 +101,7 @@ def read_inputs(
     refuse(_absent(wanted, names), f" {path} has the columns {', '.join(names)}.")
     kept = ["id"] if "id" in names else []
     cells, ragged = _cells(path, tuple(dict.fromkeys([*wanted, *kept])), strict=True)
-    bad: dict[str, Mask] = {}
+    bad: dict[str, BoolArray] = {}
     inputs, *_ = _inputs(columns, cells, bad, True, reader)
     refuse([*ragged, *_reasons(bad)], f" Correct {path}.")
     return inputs, cells["id"].cast(pa.string()).fill_null("").to_pylist() if kept else None
@@ -275,7 +275,7 @@ def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
 def _inputs(
     columns: Sequence[Column],
     cells: Cells,
-    bad: dict[str, Mask],
+    bad: dict[str, BoolArray],
     strict: bool,
     reader: TextReader | None,
 ) -> Inputs:
@@ -297,7 +297,7 @@ def _inputs(
     return x, low, high
 
 
-def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bool) -> Inputs:
+def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, BoolArray], strict: bool) -> Inputs:
     words = pa.array([word for word in MISSING if word not in column.categories])
     missing = np.asarray(compute.or_(cells.is_null(), compute.is_in(_text(cells), words)))
     if column.range is not None:
@@ -331,7 +331,9 @@ def _numeric(cells: pa.Array, strict: bool) -> bool:
     return bool(len(cells)) and bool(compute.all(fits).as_py())
 
 
-def _tokens(column: Column, cells: pa.Array, bad: dict[str, Mask], reader: TextReader) -> Inputs:
+def _tokens(
+    column: Column, cells: pa.Array, bad: dict[str, BoolArray], reader: TextReader
+) -> Inputs:
     """Return the tokens of texts, and the range of their numbers."""
     raw = cells.cast(pa.binary()).to_pylist()
     texts = ["" if text is None else text.decode(errors="replace") for text in raw]
@@ -347,8 +349,8 @@ def _tokens(column: Column, cells: pa.Array, bad: dict[str, Mask], reader: TextR
 
 
 def _numbers(
-    column: Column, cells: pa.Array, missing: Mask, bad: dict[str, Mask]
-) -> tuple[NDArray[np.float64], Mask]:
+    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
+) -> tuple[NDArray[np.float64], BoolArray]:
     """Return numbers, with missing ones at the middle of the range, and a mask of outliers."""
     assert column.range is not None  # noqa: S101
     low, high = column.range
@@ -364,7 +366,7 @@ def _numbers(
     return np.where(np.isnan(values), (low + high) / 2, values), outside
 
 
-def _reasons(bad: dict[str, Mask]) -> Iterator[str]:
+def _reasons(bad: dict[str, BoolArray]) -> Iterator[str]:
     """Yield a message per reason with the first bad record and the number of bad records."""
     for what, records in bad.items():
         if count := int(records.sum()):

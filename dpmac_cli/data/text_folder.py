@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import units_in
-from dpmac_cli.data.class_folders import TESTS, is_hidden, parts_of, units_by_pattern, visible
+from dpmac_cli.data.class_folders import TESTS, is_hidden, splits_of, units_by_pattern, visible
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.texts import as_inputs, is_blank
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
@@ -26,7 +26,7 @@ def read_folder(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[
     Raises InputError with every fault found, by the names of files.
     """
     assert source.texts is not None  # noqa: S101
-    parts, found, faults = parts_of(source), dict[str, Any](), list[str]()
+    parts, found, faults = splits_of(source), dict[str, Any](), list[str]()
     classes = source.classes or tuple(_class_names(parts[0]))
     for part in parts:
         side = "_test" if part.name in TESTS and len(parts) > 1 else ""

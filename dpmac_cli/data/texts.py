@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults
-from dpmac_cli.data.splits import refuse
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
 

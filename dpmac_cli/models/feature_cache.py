@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.data.dataset import Data, fingerprint, split_of
-from dpmac_cli.dp.clipping.rows import PERIOD, Manner, find_manner
+from dpmac_cli.dp.clipping.batch_invariance import PERIOD, Manner, find_manner
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.storage.cache import WHOLE, kept_file
 from dpmac_cli.storage.digest import digest

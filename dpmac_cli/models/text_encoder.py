@@ -38,7 +38,7 @@ AROUND = {
 }
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A transformer block with normalisation after each residual sum."""
 
     def __init__(self, form: BertForm) -> None:
@@ -77,7 +77,7 @@ class Bert(nn.Module):
         self.positions = nn.Embedding(form.max_position_embeddings, form.hidden_size)
         self.types = nn.Embedding(form.type_vocab_size, form.hidden_size)
         self.norm = nn.LayerNorm(form.hidden_size, form.layer_norm_eps)
-        self.blocks = nn.ModuleList(Block(form) for _ in range(form.num_hidden_layers))
+        self.blocks = nn.ModuleList(TransformerBlock(form) for _ in range(form.num_hidden_layers))
         self._first = form.pooling == "cls"
 
     def forward(self, ids: Tensor, used: Tensor | None = None) -> Tensor:
@@ -145,7 +145,7 @@ class TextFeatures(nn.Module):
         return torch.cat([self.network(text[:, :length]) for text, length in texts])
 
 
-def public_weights(encoder: TextEncoder) -> PublicWeights:
+def encoder_weights(encoder: TextEncoder) -> PublicWeights:
     """Read the public weights and the vocabulary of an encoder, by their names in TextFeatures.
 
     Raises InputError if they cannot be read, or have another checksum.

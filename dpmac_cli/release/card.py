@@ -83,7 +83,7 @@ def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:
             raise InputError(f"The answer to '{row}' has characters that cannot be displayed.")
     if kind == "registry-yaml":
         return _registry_entry(run, answers)
-    _, text = folder.read(run, folder.CARD, "Name a run folder of dpmac train.")
+    _, text = folder.read_run_file(run, folder.CARD, "Name a run folder of dpmac train.")
     card = text.decode()
     for row, answer in answers.items():
         if (place := f"| {row} | {OPEN} |") not in card:
@@ -109,7 +109,7 @@ def run_page(run: Path) -> str:
     Raises InputError if it has no card, report or metrics.
     """
     card, report = render_card(run, "md", {}), read_report(run)
-    _, lines = folder.read(run, folder.METRICS, "Name a run folder of dpmac train.")
+    _, lines = folder.read_run_file(run, folder.METRICS, "Name a run folder of dpmac train.")
     pictures = {"Test accuracy and epsilon": course([*map(json.loads, lines.splitlines())])}
     if report.delta is not None:
         row = price(report.training_events(), report.delta, unit=report.unit)
@@ -124,7 +124,7 @@ def _registry_entry(run: Path, answers: Mapping[str, str]) -> str:
 
     if read_report(run).epsilon is None:
         raise InputError(f"{run} has no finite epsilon, so it does not fit the privacy registry.")
-    file, text = folder.read(run, folder.REPORT, "Name a run folder of dpmac train.")
+    file, text = folder.read_run_file(run, folder.REPORT, "Name a run folder of dpmac train.")
     report = TypeAdapter(dict).validate_json(text)
     date = datetime.fromtimestamp(file.stat().st_mtime, UTC).date().isoformat()
     template = templates().get_template("registry.yaml.jinja")

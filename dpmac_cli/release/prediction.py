@@ -15,18 +15,18 @@ from torch import Tensor
 
 from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
 from dpmac_cli.data.class_folders import is_hidden
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.decoding import decode, looked_at, size_of, usable_cores
 from dpmac_cli.data.image_folder import GREY, SUFFIXES
 from dpmac_cli.data.schema import TABLES
-from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.stacking import one_by_one
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_new
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.publish import load_model, read_facts, text_reader
+from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device

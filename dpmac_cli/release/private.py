@@ -18,20 +18,21 @@ from dpmac_cli.config.keywords import Keywords, TrainingKeywords
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release.report import metrics_line
+from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import make_task
-from dpmac_cli.runs.session import Finished, Session
+from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.setup import make_trainer, unit_of
 from dpmac_cli.storage.progress import outcome
-from dpmac_cli.torch_errors import explained
+from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, check_composable
 from dpmac_cli.training.loop import Evaluated
@@ -81,7 +82,7 @@ class PrivateTraining:
     def __init__(
         self,
         model: nn.Module,
-        data: str | Path | AtHand,
+        data: str | Path | InMemoryData,
         settings: Settings | None = None,
         *,
         loss: str | Loss | None = None,
@@ -95,7 +96,7 @@ class PrivateTraining:
         chosen: Keywords = {"dataset": data, "model": name}
         if loss is not None:
             chosen["loss"] = named
-        given = {} if settings is None else settings.given
+        given = {} if settings is None else settings.explicit
         resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
         device = choose_device(resolved.plan.run.device)
         plan = resolved.plan.on(str(device))
@@ -200,7 +201,7 @@ class PrivateTraining:
                 "more epochs, or call make_private again, which also counts these steps."
             )
         began = time.perf_counter()
-        with explained(), torch.inference_mode(False):
+        with torch_failures_explained(), torch.inference_mode(False):
             trainer.step()
             if trainer.state.step % self.plan.privacy.steps_per_epoch == 0:
                 trainer.check_finite()
@@ -266,14 +267,14 @@ class PrivateTraining:
             trainer=trainer,
             where=folder.make_folder(where),
             ledger=Ledger(where, spent),
-            history=[metrics_line(scored, self.epsilon, plan)],
+            history=[metrics_line(scored, self.epsilon, plan.privacy, plan.run.metric)],
             scored=result,
             seconds=self._seconds,
         )
         with folder.locked(where):
             folder.clear(where)
             session.begin_files()
-            return session.publish(self._seconds)
+            return publish(session, self._seconds)
 
     def _spent(self) -> Spent:
         """Return what was done to the records, as of a fork of earlier training."""

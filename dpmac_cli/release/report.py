@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +18,7 @@ from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
-from dpmac_cli.config.settings import RECIPE_DEFAULTS, metric_key
+from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
@@ -27,9 +27,7 @@ from dpmac_cli.release.card import OPEN, templates
 from dpmac_cli.release.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.prepare import Task
-from dpmac_cli.storage.files import shown
-from dpmac_cli.training.covered import CoveredScore
-from dpmac_cli.training.loop import Evaluated
+from dpmac_cli.storage.files import finite_or_none
 
 #: Keys of test scores in the report, besides accuracy and loss; null if there are none.
 METRICS = (
@@ -38,8 +36,6 @@ METRICS = (
     "accuracy_interval",
 )
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
-
-State = Literal["finished", "interrupted", "budget-spent"]
 
 #: Sentences of a report, by name.
 TEXTS: Any = SimpleNamespace(
@@ -67,8 +63,8 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         seeds = drawn = TEXTS.no_secrets
     return {
         "private": private,
-        "epsilon": shown(cost.epsilon),
-        "epsilon_planned": shown(max(planned, cost.epsilon)),
+        "epsilon": finite_or_none(cost.epsilon),
+        "epsilon_planned": finite_or_none(max(planned, cost.epsilon)),
         "delta": part.delta if private else None,
         "noise_multiplier": cost.noise_multiplier,
         "unit": {
@@ -82,8 +78,8 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "covered_scores": {
             "released": sum(event.steps for event in tested),
             "noise_multiplier": statements.common(event.noise_multiplier for event in tested),
-            "epsilon": shown(total_epsilon(tested, part.delta)),
-            "epsilon_of_training": shown(total_epsilon(trained, part.delta)),
+            "epsilon": finite_or_none(total_epsilon(tested, part.delta)),
+            "epsilon_of_training": finite_or_none(total_epsilon(trained, part.delta)),
             "statement": TEXTS.covered,
         }
         if part.scores
@@ -253,7 +249,7 @@ def build_report(
     plan: TrainPlan,
     facts: Mapping[str, Any],
     *,
-    state: State,
+    state: str,
     steps: int,
     history: Sequence[Mapping[str, Any]],
     metrics: Mapping[str, Any],
@@ -311,24 +307,6 @@ def _scores(history: Sequence[Mapping[str, Any]], exact: Mapping[str, Any]) -> d
         **{name: exact.get(name, last.get(f"test_{name}")) for name in METRICS},
         "best_accuracy": best["test_accuracy"],
         "best_epoch": best["epoch"],
-    }
-
-
-def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[str, Any]:
-    """Return a line of metrics.jsonl."""
-    result = evaluated.result
-    return {
-        "step": evaluated.step,
-        "epoch": evaluated.epoch,
-        "epsilon": shown(epsilon),
-        "delta": plan.privacy.delta if plan.privacy.private else None,
-        "test_accuracy": shown(result.accuracy),
-        metric_key(plan.run.metric): shown(result.metric(plan.run.metric)),
-        "test_loss": shown(result.loss),
-        "test_samples": result.samples,
-        "seconds": round(evaluated.seconds, 3),
-        **(result.values() if isinstance(result, CoveredScore) else {}),
-        **evaluated.public,
     }
 
 

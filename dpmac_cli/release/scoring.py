@@ -10,10 +10,10 @@ from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.plots import COLOURS, new_figure, write_figure
-from dpmac_cli.release.publish import load_model, read_facts, text_reader
+from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
@@ -38,7 +38,7 @@ class Scored:
 
 def score(
     path: Path | str,
-    dataset: str | AtHand | None = None,
+    dataset: str | InMemoryData | None = None,
     data_dir: Path | str | None = None,
     device: str = "auto",
     factory: str | None = None,

@@ -104,7 +104,7 @@ def reported_steps(run: Path) -> int:
         return 0
 
 
-def read(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
+def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
     """Return the path and content of a run's file, given the run's folder or the file itself.
 
     Raises InputError with the reason. The message ends with ``wanted``, the remedy.

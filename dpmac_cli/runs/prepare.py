@@ -17,10 +17,16 @@ from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
-from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
-from dpmac_cli.models.weights import PublicWeights, read_weights
+from dpmac_cli.models.trial import Trial
+from dpmac_cli.models.validation import (
+    ALONE,
+    Independence,
+    check_model,
+    check_precision,
+    independence,
+)
+from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
-from dpmac_cli.release.publish import check_publishable
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing
@@ -67,25 +73,18 @@ def make_task(
     The network is validated before the first record is read. For arguments and errors see
     :func:`make_trainer`.
     """
-    network, facts, at_hand = plan.network, plan.data.facts, model is not None
-    model = _build(network, facts, keys) if model is None else _check_at_hand(network, facts, model)
-    fingerprints = _data_sums(plan.data, data)
-    notes: tuple[str, ...] = ()
-    built_by = ""
-    if isinstance(network.model, UserModel) and not at_hand:
-        fingerprints["network"] = build.source_sum(network.model)
-        seen = build.seen_by_network(facts.signature, network.features)
-        built_by = build.built_by(network.model, seen)
-    if network.starts_public:  # never for a network that was passed in
-        weights, notes = _start(network, facts, model)
-        notes = (*_doubts(weights, plan.data, private=plan.privacy.private), *notes)
-        fingerprints["pretrained"] = weights.sha256
-    model = model.to(device)
-    parts = None if at_hand else _parts(network, facts, model)
-    own = at_hand or isinstance(network.model, UserModel)
+    network, facts, passed_in = plan.network, plan.data.facts, model is not None
+    if model is None:
+        built = _build(plan, keys)
+    else:
+        built = _Built(model=_check_passed_in(network, facts, model))
+    model = built.model.to(device)
+    parts = None if passed_in else _parts(network, facts, model)
+    own = passed_in or isinstance(network.model, UserModel)
     kind, why = _independence(network, facts, model, parts, own=own)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(network, facts, model, parts)
+    fingerprints = {**built.fingerprints, **_data_sums(plan.data, data)}
     if data is None:
         data = yield from loading(plan.data.source, plan.data.folder, device, facts=facts)
     if plan.data.own:
@@ -103,9 +102,19 @@ def make_task(
         data=data,
         independence=kind,
         fingerprints=fingerprints,
-        notes=(*notes, *why),
-        built_by=built_by,
+        notes=(*built.notes, *why),
+        built_by=built.built_by,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    """A network, and what :class:`Task` says of how it was built."""
+
+    model: nn.Module
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    built_by: str = ""
 
 
 def _parts(network: NetworkPlan, facts: Dataset, model: nn.Module) -> FrozenFeatures | None:
@@ -119,10 +128,12 @@ def _check_precision(
     network: NetworkPlan, facts: Dataset, model: nn.Module, parts: FrozenFeatures | None
 ) -> None:
     """Reject autocast in the trained part of a network."""
+    classes = len(facts.classes)
     if parts is not None and network.features is not None:
-        check_precision(parts.head, network.features.shape_of(facts.shape))
+        shape = network.features.shape_of(facts.shape)
+        check_precision(parts.head, Trial.of(shape, classes))
     elif not network.head_only:
-        check_precision(model, facts.shape)
+        check_precision(model, Trial.of(facts.shape, classes))
 
 
 def _of_features(network: NetworkPlan) -> dict[str, object]:
@@ -146,7 +157,7 @@ def _start(
     """Load the public weights into a network; return them with notes."""
     weights = None if network.pretrained is None else read_weights(network.pretrained)
     if isinstance(network.features, TextEncoder):
-        weights = text_encoder.public_weights(network.features)
+        weights = text_encoder.encoder_weights(network.features)
         return weights, tuple(weights.adopted_by(model.get_submodule("frozen"), None))
     if isinstance(network.features, Backbone):
         weights = weights or public_weights(network.features.kind)
@@ -156,7 +167,9 @@ def _start(
     return weights, tuple(weights.adopted_by(model, head_of(model, facts.shape)))
 
 
-def _build(network: NetworkPlan, facts: Dataset, keys: Keys) -> nn.Module:
+def _build(plan: TrainPlan, keys: Keys) -> _Built:
+    """Build the network of a plan, and load its public weights."""
+    network, facts = plan.network, plan.data.facts
     model = build.build_model(
         network.model,
         facts.signature,
@@ -167,10 +180,19 @@ def _build(network: NetworkPlan, facts: Dataset, keys: Keys) -> nn.Module:
         isolated=network.isolate,
     )
     check_publishable(model)
-    return model
+    sums, notes, built_by = dict[str, str](), tuple[str, ...](), ""
+    if isinstance(network.model, UserModel):
+        sums["network"] = build.source_sum(network.model)
+        seen = build.seen_by_network(facts.signature, network.features)
+        built_by = build.built_by(network.model, seen)
+    if network.starts_public:
+        weights, adopted = _start(network, facts, model)
+        sums["pretrained"] = weights.sha256
+        notes = (*_doubts(weights, plan.data, private=plan.privacy.private), *adopted)
+    return _Built(model=model, fingerprints=sums, notes=notes, built_by=built_by)
 
 
-def _check_at_hand(network: NetworkPlan, facts: Dataset, model: object) -> nn.Module:
+def _check_passed_in(network: NetworkPlan, facts: Dataset, model: object) -> nn.Module:
     """Validate a network that was passed in like a built one. Raises InputError, ModelError."""
     if network.features is not None or network.pretrained is not None:
         raise InputError(
@@ -221,10 +243,7 @@ def _independence(
     kind, why = independence(model, shape, classes, frozen)
     if kind == "traced":
         return kind, ()
-    return kind, (
-        "The network is run on each sample alone, which is slower, because it could not be proven "
-        f"independent across samples. {why} An operation across samples then sees only one.",
-    )
+    return kind, (ALONE.format(why),)
 
 
 def _doubts(weights: PublicWeights, data: DataPlan, *, private: bool) -> tuple[str, ...]:

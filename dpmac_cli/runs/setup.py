@@ -22,7 +22,7 @@ from dpmac_cli.storage.progress import outcome
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.lineage import Training, attach
-from dpmac_cli.training.schedules import Plan, Recipe
+from dpmac_cli.training.schedules import Recipe, StepPlan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
 
@@ -84,9 +84,9 @@ def make_trainer(
 
 def _steps_of(
     plan: TrainPlan, steps: int, device: torch.device, loss: Loss | None, *, isolated: bool
-) -> Plan:
+) -> StepPlan:
     """Return what is fixed about every step of a run."""
-    return Plan(
+    return StepPlan(
         steps=steps,
         steps_per_epoch=plan.privacy.steps_per_epoch,
         physical_batch=plan.run.gpu_batch if device.type == "cuda" else plan.run.physical_batch,

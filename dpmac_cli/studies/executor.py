@@ -1,7 +1,8 @@
 """Run a study: jobs, monitored through the folders of their runs, and repeated attempts.
 
 Implementations: :mod:`~dpmac_cli.studies.local`, :mod:`~dpmac_cli.studies.ray_cluster` and
-:mod:`~dpmac_cli.studies.slurm`, chosen by :mod:`~dpmac_cli.studies.choice`. Loads no torch.
+:mod:`~dpmac_cli.studies.slurm`, chosen by :mod:`~dpmac_cli.studies.choose_executor`. Loads no
+torch.
 """
 
 import os
@@ -48,7 +49,7 @@ class Ended:
     again: bool = False
 
 
-RunEvent = Moved | Ended
+StudyEvent = Moved | Ended
 #: Reason why a run failed, if it did, and its last step; None if the job ended without a result.
 Result = tuple[str | None, int | None]
 
@@ -85,7 +86,7 @@ class Executor(ABC):
 
 def carry_out(
     executor: Executor, numbers: Sequence[int], stop: Callable[[], bool]
-) -> Iterator[RunEvent]:
+) -> Iterator[StudyEvent]:
     """Carry out some runs of a study and yield their progress and results.
 
     A run whose process dies is started again, at most :data:`ATTEMPTS` times in total; others are

@@ -13,11 +13,11 @@ from pydantic import Field
 
 from dpmac_cli.config.fields import Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, near, unknown
-from dpmac_cli.config.given import EXCLUSIVE, faults_of_model, is_setting, parse
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, SETTINGS
+from dpmac_cli.config.sources import EXCLUSIVE, faults_of_model, is_setting, parse_settings
 from dpmac_cli.config.yaml_file import read_lists
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError, raise_errors
@@ -171,7 +171,7 @@ def _faults_of_values(given: Mapping[SettingName, list[str]]) -> Iterator[str]:
     for name, values in given.items():
         for value in values:
             try:
-                parse({name: _meant(name, value)})
+                parse_settings({name: _meant(name, value)})
             except InputError as failure:
                 yield from failure.errors
 

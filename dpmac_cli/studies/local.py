@@ -19,13 +19,14 @@ from dpmac_cli.data.decoding import usable_cores
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import DpmacError, explain_os_error
+from dpmac_cli.release.run import RunEvent, resume, train
 from dpmac_cli.runs.checkpoint import fingerprints
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.runs.prepare import record_sums
-from dpmac_cli.runs.session import RunEvent, Started, Update
-from dpmac_cli.runs.train import resume, resumes_exactly, train
+from dpmac_cli.runs.session import Started, Update
+from dpmac_cli.runs.train import resumes_exactly
 from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.torch_errors import what_failed

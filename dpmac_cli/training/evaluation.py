@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.units import Units
-from dpmac_cli.dp.clipping.rows import LEAST_ROWS, fill_rows
+from dpmac_cli.dp.clipping.batch_invariance import LEAST_ROWS, fill_rows
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.torch_errors import code_of_network
 from dpmac_cli.training import metrics

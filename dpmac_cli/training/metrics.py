@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.units import Units
-from dpmac_cli.storage.files import shown
-from dpmac_cli.training.intervals import Interval, Sizes, interval, of_shares
+from dpmac_cli.storage.files import finite_or_none
+from dpmac_cli.training.intervals import Floats, Interval, Sizes, interval, of_shares
 
-Floats = NDArray[np.floating[Any]]
 #: Number of equal-width bins of the calibration error.
 BINS = 15
 #: Minimum and maximum default number of bootstrap resamples, and their largest total size.
@@ -98,9 +97,9 @@ def as_values(answers: Answers, metrics: Mapping[str, float]) -> dict[str, Any]:
     """Return :func:`all_metrics` and per-class rates as JSON values; null if undefined."""
     sensitivity, specificity = sensitivity_and_specificity(answers)
     return {
-        **{name.replace("-", "_"): shown(value) for name, value in metrics.items()},
-        "sensitivity": [*map(shown, sensitivity)],
-        "specificity": [*map(shown, specificity)],
+        **{name.replace("-", "_"): finite_or_none(value) for name, value in metrics.items()},
+        "sensitivity": [*map(finite_or_none, sensitivity)],
+        "specificity": [*map(finite_or_none, specificity)],
     }
 
 

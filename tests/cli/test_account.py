@@ -18,8 +18,8 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.train import finish
+from dpmac_cli.release import run
+from dpmac_cli.release.run import finish
 from tests.digits_runs import (
     RATE,
     after,

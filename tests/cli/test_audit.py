@@ -14,7 +14,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import audit
-from dpmac_cli.release.publish import load_model
+from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.report import TEXTS
 from dpmac_cli.runs import folder
 from tests.digits_runs import digits_config

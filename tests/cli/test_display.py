@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 
 from dpmac_cli.cli import compare
 from dpmac_cli.cli.console import Expendable, check_kept
-from dpmac_cli.cli.display import Display, swamped
+from dpmac_cli.cli.display import RunDisplay, swamped
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.studies.executor import Ended, Moved
@@ -24,9 +24,9 @@ from tests.digits_runs import digits_config
 STEPS = 58_800
 
 
-def bar(width: int) -> tuple[Display, Console]:
+def bar(width: int) -> tuple[RunDisplay, Console]:
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
-    display = Display(console)
+    display = RunDisplay(console)
     config = digits_config(steps=STEPS)
     display.show(
         Started(
@@ -123,7 +123,7 @@ def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
     grid = plan({"dataset": "digits", "sigma": "1"}, None, Path("runs"))
     console = Console(width=60, file=io.StringIO(), force_terminal=terminal, color_system=None)
     why = " ".join(f"word{i}" for i in range(60))
-    display = compare.Display(console, grid, range(len(grid.runs)))
+    display = compare.StudyDisplay(console, grid, range(len(grid.runs)))
     with display.bar:
         display.show(Ended(0, why))
     assert isinstance(console.file, io.StringIO)
@@ -135,7 +135,7 @@ def test_the_bar_of_a_study_keeps_to_one_line(width: int) -> None:
     flags = {"dataset": "digits", "optimizers": "all", "kappa": "paper,tracked", "sigma": "1,2"}
     grid = plan(flags, None, Path("runs"))
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
-    display = compare.Display(console, grid, range(len(grid.runs)))
+    display = compare.StudyDisplay(console, grid, range(len(grid.runs)))
     with display.bar:
         for number in (0, 5, 30):
             display.show(Moved(number, 58_799, 0.98765))

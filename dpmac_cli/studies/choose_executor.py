@@ -24,7 +24,7 @@ OURS = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExecutorChoice:
     """Executor and its options.
 
     Attributes:
@@ -79,7 +79,7 @@ class Choice:
 
 @contextmanager
 def opened(
-    choice: Choice, runs: Sequence[Run], data: "SharedData", jobs: Path
+    choice: ExecutorChoice, runs: Sequence[Run], data: "SharedData", jobs: Path
 ) -> Iterator[Executor]:
     """Create the executor of a valid choice. Does not write any files yet.
 

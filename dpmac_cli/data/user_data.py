@@ -11,7 +11,7 @@ from typing import Any
 from dpmac_cli.data.array_file import ArrayFile, read_npz
 from dpmac_cli.data.image_folder import ImageFolder
 from dpmac_cli.data.registry import Dataset
-from dpmac_cli.data.schema import TABLES, Found, Source
+from dpmac_cli.data.schema import TABLES, DataFacts, Source
 from dpmac_cli.data.splits import Records
 from dpmac_cli.data.text_folder import read_folder
 from dpmac_cli.data.texts import read_arrays
@@ -19,7 +19,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import Computing
 
 
-def inspect(source: Source) -> Found:
+def inspect(source: Source) -> DataFacts:
     """Return the facts of a dataset from names and headers. Raises InputError with all faults."""
     return _reader_of(source).found
 
@@ -53,10 +53,10 @@ def _reader_of(source: Source) -> ImageFolder | ArrayFile:
 
 @functools.lru_cache(maxsize=8)
 def _reader(source: Source, _path: Path, _changed: int) -> ImageFolder | ArrayFile:
-    at_hand = source.at_hand
-    if at_hand is not None and at_hand.arrays is not None:
-        return _of_arrays(source, dict(at_hand.arrays), at_hand.unusable or {})
-    if at_hand is not None or (source.path.is_file() and source.path.suffix in TABLES):
+    in_memory = source.in_memory
+    if in_memory is not None and in_memory.arrays is not None:
+        return _of_arrays(source, dict(in_memory.arrays), in_memory.unusable or {})
+    if in_memory is not None or (source.path.is_file() and source.path.suffix in TABLES):
         from dpmac_cli.data.table_file import read_table  # noqa: PLC0415  (loads an extra)
 
         return ArrayFile(source, *read_table(source))
