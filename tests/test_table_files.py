@@ -92,7 +92,7 @@ def test_columns_become_the_inputs_that_the_schema_says(tmp_path: Path) -> None:
     assert y == [1, 0, 0, 1]
     found = inspect(source(tmp_path))
     assert (found.facts.train_size, found.facts.test_size) == (2, 2)
-    assert found.facts.classes == ("well", "ill")
+    assert found.facts.task.names == ("well", "ill")
     assert not found.held_out
     assert found.inferred == ()
 
@@ -275,8 +275,8 @@ def test_a_record_more_changes_neither_the_inputs_nor_the_split_of_others(tmp_pa
     for added in ("1e9,m,never seen,ill,9,x", ",f,B,well,1,x", "-4,f,A,ill,1,x"):
         more = source(tmp_path, f"{table}{added}\n", schema)
         found = inspect(more).facts
-        assert (found.shape, found.classes, found.mean, found.std) == (
-            *(facts.shape, facts.classes, facts.mean, facts.std),
+        assert (found.shape, found.task, found.mean, found.std) == (
+            *(facts.shape, facts.task, facts.mean, facts.std),
         )
         same = [
             {row.tobytes() for row in x} >= {row.tobytes() for row in was}

@@ -12,10 +12,10 @@ from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.given import Given
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS
+from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.data.schema import TABLES, Found, Source, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
-from dpmac_cli.training.schedules import LOSSES
+from dpmac_cli.tasks.known import LOSSES
 
 #: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5
@@ -47,7 +47,7 @@ def faults(plan: TrainPlan) -> Iterator[str]:
     if 0 < plan.canaries < plan.guesses:
         yield f"--guesses ({plan.guesses:,}) must not be above --canaries ({plan.canaries:,})."
     yield from _frozen_faults(plan)
-    known = COVERED[:1] if plan.facts.multilabel else COVERED
+    known = plan.facts.task.covered
     if plan.scores is not None and plan.metric not in known:
         yield (
             f"--metric {plan.metric} cannot be released with --cover-scores. Use "
@@ -64,17 +64,20 @@ def faults(plan: TrainPlan) -> Iterator[str]:
 
 
 def _loss_faults(plan: TrainPlan) -> Iterator[str]:
-    loss, facts = plan.recipe.loss, plan.facts
-    if loss.name in LOSSES and (loss.name == "bce") is not facts.multilabel:
-        has, use = ("several labels", "bce") if facts.multilabel else ("one class", "another")
-        yield f"--loss {loss.name}: records of {plan.dataset} have {has} each. Use {use}."
-    weights = loss.weights
-    if weights and (len(weights) != len(facts.classes) or min(weights) <= 0):
+    loss, task = plan.recipe.loss, plan.facts.task
+    if loss.name in LOSSES and loss.name not in task.losses:
         yield (
-            f"--class-weights must be {len(facts.classes)} numbers above 0, one for each class of "
+            f"--loss {loss.name}: records of {plan.dataset} have {task.of_record} each. Use "
+            f"{' or '.join(task.losses)}."
+        )
+    weights = loss.weights
+    if weights and (len(weights) != task.outputs or min(weights) <= 0):
+        yield (
+            f"--class-weights must be {task.outputs} numbers above 0, one for each class of "
             f"{plan.dataset}, not {', '.join(f'{w:g}' for w in weights)}."
         )
-    if facts.multilabel and (plan.canaries or plan.features is not None):
+    audited, cached = task.audited or not plan.canaries, task.frozen_parts or plan.features is None
+    if not (audited and cached):
         yield f"--canaries, --features and --backbone need one class each, not {plan.dataset}."
 
 
@@ -173,9 +176,9 @@ def _unit_remedy(plan: TrainPlan) -> str:
 
 def _declaration(found: Found) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
-    (channels, *size), names = found.facts.shape, ",".join(found.facts.classes)
+    (channels, *size), names = found.facts.shape, ",".join(found.facts.task.names)
     flags = {"channels": f"--channels {channels}", "image size": f"--image-size {max(size)}"}
-    if names.count(",") < len(found.facts.classes):
+    if names.count(",") < found.facts.task.outputs:
         flags["classes"] = f"--classes {shlex.quote(names)}"
     return " ".join(flags[part] for part in found.inferred if part in flags)
 

@@ -32,6 +32,7 @@ from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.storage.paths import data_folder
+from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.schedules import LossKind, Recipe
 
 
@@ -158,6 +159,7 @@ def make_plan(settings: Complete, data: str | Source, found: Found) -> TrainPlan
     by_seconds = interval.endswith("s")
     event = _event(settings, found.facts.train_size)
     every = event.steps_per_epoch * (settings.score_every or event.steps)
+    by_class = METRICS[settings.metric].by_class
     return TrainPlan(
         dataset=settings.dataset,
         data=data,
@@ -190,7 +192,7 @@ def make_plan(settings: Complete, data: str | Source, found: Found) -> TrainPlan
         out=settings.out,
         force=settings.force,
         metric=settings.metric,
-        scores=Scores(0.0, every, settings.metric != "accuracy") if settings.cover_scores else None,
+        scores=Scores(0.0, every, by_class) if settings.cover_scores else None,
         json=settings.json,
         quiet=settings.quiet,
         settings=settings,

@@ -19,18 +19,9 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import STANDARDS, TABLES, AtHand
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Kappa
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
-from dpmac_cli.training.schedules import AUGMENTS, LOSSES, SCHEDULES
+from dpmac_cli.tasks.known import LOSSES, METRICS
+from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 
-#: Test metrics that can be shown, and their display names.
-METRICS: Mapping[str, str] = {
-    "accuracy": "accuracy",
-    "balanced-accuracy": "balanced accuracy",
-    "auroc": "AUROC",
-    "average-precision": "average precision",
-    "f1": "F1",
-}
-#: Metrics that can be released with noise.
-COVERED = ("accuracy", "balanced-accuracy")
 #: Default of ``delta`` in (epsilon, delta).
 DELTA = 1e-5
 #: Values that may replace a registered name: a test and a description.
@@ -565,7 +556,7 @@ class Settings(Flags, frozen=True):
     # Output
     metric: Annotated[
         str,
-        Choice(tuple(METRICS)),
+        Choice(tuple(name for name, metric in METRICS.items() if metric.chosen)),
         Field(description="Test metric to show, and to rank a comparison by."),
         Flag(OUTPUT, omitted=True, labels=False),
     ] = "accuracy"
@@ -642,8 +633,3 @@ SETTINGS: Mapping[SettingName, Option] = options(Settings)
 RECIPE_DEFAULTS: Mapping[str, object] = {
     name: option.default for name, option in SETTINGS.items() if option.flag.group == RECIPE
 }
-
-
-def metric_key(name: str) -> str:
-    """Return the key of a metric in metrics.jsonl."""
-    return f"test_{name.replace('-', '_')}"

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import STANDARDS, Found, Source
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.tasks.task import Task
 
 #: Number of faults of one kind to list; the rest are counted.
 NAMED = 5
@@ -24,7 +25,7 @@ class Records(NamedTuple):
     """Records, their labels, and their units; None if each is a unit."""
 
     x: Any  # an array, or Rows of a file
-    y: NDArray[np.int64]
+    y: NDArray[Any]  # targets
     units: NDArray[Any] | None = None
 
     def at(self, rows: NDArray[Any]) -> "Records":
@@ -99,7 +100,7 @@ def found(
     source: Source,
     sides: Sequence[Records],
     shape: tuple[int, int, int],
-    classes: Sequence[str],
+    task: Task,
     ends: NDArray[np.float64] | None = None,
     skipped: Iterable[str] = (),
     **rest: Any,
@@ -107,7 +108,7 @@ def found(
     """Return facts like those of the registry, with conservative defaults.
 
     Args:
-        sides: training and test records. shape, classes: shape and classes of all of them.
+        sides: training and test records. shape, task: shape and task of all of them.
         ends: limits of the range of numbers, shape (2, columns); None for images.
         skipped: descriptions of records that are left out.
         rest: see :class:`Found`.
@@ -128,20 +129,14 @@ def found(
     if min(shape[1:]) >= LEAST_CNN:
         physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
         defaults = Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
-    labels = sides[1].y
-    several = labels.ndim == 2  # labels per record
     if ends is None:
         levels, constants = 255, _constants(source, shape[0])
     else:  # scaled to [-1, 1]
         levels, (low, high) = 1, ends
         constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
-    names = tuple(classes)
-    facts = Dataset(
-        train, test, shape, names, *constants, defaults, "your own", levels, multilabel=several
-    )
-    tested = set(np.flatnonzero(labels.any(0)) if several else labels.tolist())
+    facts = Dataset(train, test, shape, task, *constants, defaults, "your own", levels)
+    untested = task.untested(sides[1].y)
     unit = "" if sides[0].units is None else source.unit or "unit"
-    untested = tuple(name for label, name in enumerate(names) if label not in tested)
     name = source.path.resolve().stem.strip("<>")
     skipped = tuple(map(shown, skipped))
     return Found(facts, name, unit=unit, untested=untested, skipped=skipped, **rest)

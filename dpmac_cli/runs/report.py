@@ -18,7 +18,7 @@ from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.settings import RECIPE_DEFAULTS, metric_key
+from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
 from dpmac_cli.runs.card import OPEN, templates
@@ -26,15 +26,10 @@ from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.setup import Task
 from dpmac_cli.storage.files import shown
+from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.loop import Evaluated
 
-#: Keys of test scores in the report, besides accuracy and loss; null if there are none.
-METRICS = (
-    *("balanced_accuracy", "f1", "calibration_error", "auroc", "average_precision"),
-    *("sensitivity", "specificity", "noise", "interval", "balanced_interval"),
-    "accuracy_interval",
-)
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
 State = Literal["finished", "interrupted", "budget-spent"]
@@ -127,7 +122,7 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
     """Return the answers to NIST SP 800-226's questions, and the open questions."""
     data = plan.facts
     kind = "images" if data.is_images else "rows of numbers"
-    shape = f"{' x '.join(map(str, data.shape))}, {len(data.classes)} classes"
+    shape = f"{' x '.join(map(str, data.shape))}, {data.task.described}"
     ball = f"a ball of radius {plan.hyper.clip_norm:g}"
     region = ball if "clip_norm" in plan.method.settings else TEXTS.ellipsoid
     public = [f"the dataset {plan.found.name}: {data.about}"] * isinstance(plan.data, str)
@@ -153,7 +148,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
     ``trained`` is the number of trained parameters.
     """
     facts, inferred, kind = plan.facts, plan.found.inferred, task.independence
-    cost = privacy(plan, spent)
+    cost, task_facts = privacy(plan, spent), facts.task.facts
     schema = plan.data.schema if isinstance(plan.data, Source) else None
     notes = [TEXTS.public.format(*_counted(plan))] + [TEXTS.declared] * (schema is not None)
     notes += [TEXTS.taken.format(listed(inferred))] * bool(inferred)
@@ -167,7 +162,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
             "test_size": facts.test_size,
             "sha256": facts.sha256,
             "own": isinstance(plan.data, Source),
-            "multilabel": facts.multilabel,
+            "multilabel": task_facts["multilabel"],
             "held_out": plan.found.held_out,
             "test_note": TEXTS.held_out if plan.found.held_out and not plan.scores else None,
             "taken_from_records": list(inferred),
@@ -186,7 +181,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
             "levels": facts.levels,
             **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },
-        "classes": list(facts.classes),
+        "classes": task_facts["classes"],
         "privacy": cost,
         "statement": _statement(plan, cost["computed_from_records"]) if plan.private else None,
         "audit": audit if plan.canaries else None,
@@ -245,7 +240,7 @@ def build_report(
     return {
         **facts,
         "state": state,
-        "test": _scores(history, metrics),
+        "test": _scores(plan, history, metrics),
         "hyperparameters": {
             "steps": steps,
             "epochs": steps / plan.steps_per_epoch,
@@ -266,31 +261,34 @@ def build_report(
     }
 
 
-def _scores(history: Sequence[Mapping[str, Any]], exact: Mapping[str, Any]) -> dict[str, Any]:
+def _scores(
+    plan: TrainPlan, history: Sequence[Mapping[str, Any]], exact: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return test scores: exact metrics, or scores that were released with noise."""
-    last = history[-1]
-    scored = [line for line in history if line.get("test_accuracy") is not None]
-    best = max(scored, key=lambda line: float(line["test_accuracy"]), default=last)
+    last, task = history[-1], plan.facts.task
+    headline = task.headline
+    scored = [line for line in history if line.get(headline.logged) is not None]
+    best = max(scored, key=lambda line: float(line[headline.logged]), default=last)
     return {
-        "accuracy": last["test_accuracy"],
+        headline.key: last[headline.logged],
         "loss": last["test_loss"],
         "samples": last["test_samples"],
-        **{name: exact.get(name, last.get(f"test_{name}")) for name in METRICS},
-        "best_accuracy": best["test_accuracy"],
+        **{name: exact.get(name, last.get(f"test_{name}")) for name in task.reported},
+        f"best_{headline.key}": best[headline.logged],
         "best_epoch": best["epoch"],
     }
 
 
 def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[str, Any]:
     """Return a line of metrics.jsonl."""
-    result = evaluated.result
+    result, headline = evaluated.result, plan.facts.task.headline
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,
         "epsilon": shown(epsilon),
         "delta": plan.delta if plan.private else None,
-        "test_accuracy": shown(result.accuracy),
-        metric_key(plan.metric): shown(result.metric(plan.metric)),
+        headline.logged: shown(result.metric(headline.name)),
+        METRICS[plan.metric].logged: shown(result.metric(plan.metric)),
         "test_loss": shown(result.loss),
         "test_samples": result.samples,
         "seconds": round(evaluated.seconds, 3),

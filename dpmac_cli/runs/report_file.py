@@ -31,6 +31,8 @@ from dpmac_cli.config.settings import DELTA
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs import folder, ledger
+from dpmac_cli.tasks.known import task_of
+from dpmac_cli.tasks.task import Task
 
 SCHEMA_VERSION = 1
 T = TypeVar("T")
@@ -142,9 +144,14 @@ class Facts(BaseModel):
     std: tuple[Annotated[float, Field(gt=0)], ...] = _at("input", "std")
 
     @property
+    def task(self) -> Task:
+        """What the model predicts."""
+        return task_of(vars(self))
+
+    @property
     def signature(self) -> Signature:
         """Signature of the network."""
-        return Signature(self.shape, len(self.classes), self.mean, self.std)
+        return Signature(self.shape, self.task.outputs, self.mean, self.std)
 
     @model_validator(mode="after")
     def _check_channels(self) -> "Facts":

@@ -150,11 +150,7 @@ def unit_of(plan: TrainPlan) -> tuple[str, str]:
 
 def _checked(loss: Loss, plan: TrainPlan, model: nn.Module, device: torch.device) -> Loss:
     """Return a user-supplied loss, validated on random outputs and labels."""
-    classes = len(plan.facts.classes)
-    outputs = torch.randn(2 * classes, classes, generator=torch.Generator().manual_seed(0))
-    labels = torch.arange(2 * classes) % classes
-    if plan.facts.multilabel:
-        labels = torch.eye(classes, dtype=torch.uint8).repeat(2, 1)
+    outputs, labels = plan.facts.task.examples()
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     return alone(loss, outputs.to(device), labels.to(device), names)
 
@@ -268,14 +264,14 @@ def _check_at_hand(plan: TrainPlan, model: object) -> None:
         )
     if plan.fix_norm:
         build.without_batch_norm(model)
-    check_model(model, plan.facts.shape, len(plan.facts.classes), isolated=plan.isolate)
+    check_model(model, plan.facts.shape, plan.facts.task.outputs, isolated=plan.isolate)
 
 
 def _fingerprints(plan: TrainPlan, data: Data | None, *, at_hand: bool) -> dict[str, str]:
     """Return checksums of user-supplied data, networks and weights, for resuming."""
     facts, sums = plan.facts, {}
     if isinstance(plan.data, Source):
-        sums["classes"] = digest({}, {"classes": facts.classes})
+        sums["classes"] = digest({}, {"classes": facts.task.names})
         sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
     elif data is not None and facts.sha256 is not None:
         found = fingerprint(data.train, data.test)
@@ -293,11 +289,11 @@ def _independence(
         return "isolated", ()
     if not own:
         return "built in", ()
-    shape, classes = plan.facts.shape, len(plan.facts.classes)
+    shape, outputs = plan.facts.shape, plan.facts.task.outputs
     if plan.features is not None:
         model, shape = model.get_submodule("head"), plan.features.shape_of(shape)
     frozen = parts.frozen if parts is not None and plan.head_only else None
-    kind, why = independence(model, shape, classes, frozen)
+    kind, why = independence(model, shape, outputs, frozen)
     if kind == "traced":
         return kind, ()
     return kind, (

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
+from dpmac_cli.tasks.known import METRICS
 
 #: Number of attempts at a run whose process dies.
 ATTEMPTS = 3
@@ -140,7 +140,7 @@ def _progress(number: int, plan: TrainPlan, result: Result | None) -> Moved:
     lines = files.read_lines(plan.folder / folder.METRICS)
     last = lines[-1] if lines else {"step": 0}
     step = max(int(last["step"]), (result and result[1]) or 0)
-    return Moved(number, step, last.get(metric_key(plan.metric)))
+    return Moved(number, step, last.get(METRICS[plan.metric].logged))
 
 
 def _judge(

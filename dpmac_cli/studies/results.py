@@ -10,11 +10,11 @@ from typing import Any
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.report_file import events_of
 from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
+from dpmac_cli.tasks.known import METRICS
 
 #: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
 LEAST_SPREAD = 1e-9
@@ -98,7 +98,7 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
             continue
         if plan.private and (did := events_of(run.folder)) != (plan.event,):
             epsilon = max(epsilon, total_epsilon(did, plan.delta))
-        key = metric_key(plan.metric).removeprefix("test_")
+        key = METRICS[plan.metric].key
         seconds.append(float(report["timings"]["training_seconds"]))
         value = report["test"].get(key)
         values[run.seed] = math.nan if value is None else float(value)

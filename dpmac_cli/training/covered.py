@@ -17,8 +17,8 @@ from dpmac_cli.accounting.events import Scores
 from dpmac_cli.data.units import Units
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness.noise import SeededNormals
+from dpmac_cli.tasks.intervals import REACH, TAIL, Interval, clopper_pearson, widened
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.intervals import REACH, TAIL, Interval, clopper_pearson, widened
 
 #: Simulated draws of the noise, for the interval of the balanced accuracy.
 DRAWS = 4000
@@ -81,27 +81,20 @@ class CoveredScore:
 def counts(result: Evaluation, units: Units | None, *, by_class: bool) -> NDArray[np.int64]:
     """Return the contribution of each unit to the counts, in multiples of :data:`GRID`.
 
-    The shape is (units, cells). Cells are at least 0 and add up to at most 1 / GRID per unit. They
-    count correct records; with ``by_class``, correct and then incorrect ones by true class.
+    The shape is (units, cells). Cells are at least 0 and add up to at most 1 / GRID per unit: see
+    :meth:`~dpmac_cli.tasks.task.Results.cells`.
 
     Args:
         result: evaluation on the test records.
         units: units of the test records; None if each record is one.
     """
-    truth, guess = result.answers.truth, result.answers.guess
-    whole = 1  # upper bound on the sum of a record's cells
-    if by_class:
-        cells = np.concatenate([truth & guess, truth & ~guess], 1).astype(np.int64)
-    elif result.multilabel:
-        cells, whole = (truth == guess).sum(1, keepdims=True), truth.shape[1]
-    else:
-        cells = (truth & guess).sum(1, keepdims=True)
+    cells, most = result.results.cells(by_class=by_class)
     sizes = np.ones((len(cells), 1), np.int64)
     if units is not None:
         cells = np.add.reduceat(cells[units.order], units.starts[:-1])
         sizes = np.diff(units.starts)[:, None]
     # Integers, rounded down: a unit adds at most 1 / GRID, and the sum is exact.
-    shares: NDArray[np.int64] = cells * round(1 / GRID) // (sizes * whole)
+    shares: NDArray[np.int64] = cells * round(1 / GRID) // (sizes * most)
     return shares
 
 

@@ -1,0 +1,1 @@
+"""What is predicted for a record: outputs, targets, losses, metrics and covered scores."""
