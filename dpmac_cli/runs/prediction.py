@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What a model predicts for new records.
+    """Predictions of a model for new records.
 
     Attributes:
         answers: what the network's outputs mean, float32, shape (records, outputs): probabilities

@@ -145,7 +145,7 @@ class Facts(BaseModel):
 
     @property
     def task(self) -> Task:
-        """What the model predicts."""
+        """Task that the model was trained for."""
         return task_of(vars(self))
 
     @property

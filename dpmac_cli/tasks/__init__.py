@@ -1,1 +1,1 @@
-"""What is predicted for a record: outputs, targets, losses, metrics and covered scores."""
+"""Prediction tasks: outputs, targets, losses, metrics and covered scores."""

@@ -127,7 +127,7 @@ class Results(ABC):
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What a network predicts for a record.
+    """Prediction task: what the outputs of a network are for a record.
 
     Attributes:
         names: names of the outputs, in their order.
