@@ -25,8 +25,8 @@ from dpmac_cli.dp.clipping.norms import SquaredNorms
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.randomness.noise import SeededNormals
+from dpmac_cli.release.audit import read_audit
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.audit import read_audit
 from dpmac_cli.runs.session import Finished
 
 ATTACKED = ("dp-sgd", "dp-macadam")

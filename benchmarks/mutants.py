@@ -252,7 +252,7 @@ def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
     Raises:
         TimeoutError: they go on for ever.
     """
-    arguments = ["-x", "-q", "-n0", "--tb=no", "-p", "no:cacheprovider", "-m", marker]
+    arguments = ["-x", "-q", "-n0", "--long", "--tb=no", "-p", "no:cacheprovider", "-m", marker]
     arguments += [f"--rootdir={tree}", f"--basetemp={tree.parent / 'files'}", *tests]
     said = tree.parent / "said"
     process = FORKS.Process(target=_run_tests, args=(tree, arguments, said))
@@ -274,7 +274,7 @@ def _run_tests(tree: Path, arguments: list[str], said: Path) -> None:
     # No compiled file: one of the very same second and size would be taken for the mutant's.
     sys.dont_write_bytecode = True
     settings = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "1000"}
-    settings |= {"CI": "true"}  # the long tests, too
+    settings |= {"CI": "true"}  # a test that cannot run, as without data, fails
     os.environ.update(settings)
     code = importlib.import_module("pytest").main(arguments)
     sys.stdout.flush()

@@ -17,19 +17,39 @@ OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "d
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 
+LEFT_OUT = pytest.StashKey[int]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Long tests are left out of a newcomer's run, and of none of CI's."""
-    parser.addoption("--long", action="store_true", help="run the long tests, too")
+    """Add ``--long``. Without it, tests marked as long are deselected."""
+    parser.addoption("--long", action="store_true", help="run the tests marked long, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked as long, unless it is asked for, or named on the command line."""
+    """Deselect tests marked as long, except with ``--long`` or if a test is named by its id."""
     named = any("::" in name for name in config.invocation_params.args)
-    if config.getoption("--long") or os.environ.get("CI") or named:
+    if config.getoption("--long") or named:
         return
     long = [item for item in items if item.get_closest_marker("long")]
     items[:] = [item for item in items if item not in set(long)]
     config.hook.pytest_deselected(items=long)
+    config.stash[LEFT_OUT] = len(long)
+    if hasattr(config, "workeroutput"):  # every worker of xdist collects all tests
+        config.workeroutput["left_out"] = len(long)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep how many tests a worker of xdist deselected, for the summary."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print how many long tests were left out, and how to run them."""
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{count} long tests were not run. Run all: pytest --long")
 
 
 @pytest.fixture(autouse=True)

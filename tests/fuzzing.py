@@ -36,7 +36,8 @@ from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import loaders as data
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.runs import folder, scoring, setup
+from dpmac_cli.release import scoring
+from dpmac_cli.runs import folder, setup
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.studies import local as workers
 from dpmac_cli.studies.executor import Result

@@ -183,8 +183,8 @@ def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch, instea
             secrets.text(key.hex(), what)
         return keys
 
-    for module in ("setup", "train", "private"):
-        monkeypatch.setattr(f"dpmac_cli.runs.{module}.make_keys", recorded)
+    for module in ("runs.setup", "runs.train", "release.private"):
+        monkeypatch.setattr(f"dpmac_cli.{module}.make_keys", recorded)
     clip_and_sum = Trainer._clip_and_sum
 
     def drawn(trainer: Trainer, batch: Any) -> Tensor:

@@ -18,8 +18,8 @@ from scipy.stats import binom, norm
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.audit import Audit, as_likely, chance, curve_bound, lower_bound, read_audit
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.audit import Audit, as_likely, chance, curve_bound, lower_bound, read_audit
 from dpmac_cli.storage import files
 
 DELTA = 1e-5

@@ -28,7 +28,7 @@ from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import AT_A_TIME, featured
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze
 from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone, BuiltIn, Trained
-from dpmac_cli.runs.publish import load_model
+from dpmac_cli.release.publish import load_model
 from dpmac_cli.runs.train import finish, resume, train
 from tests.digits_runs import after, digits_config, of, refused, same_weights, train_digits
 from tests.helpers import classes

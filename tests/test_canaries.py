@@ -15,10 +15,10 @@ from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.mechanism import GaussianMechanism, ellipsoid
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.randomness.keystream import generator, make_keys
+from dpmac_cli.release.audit import read_audit
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.audit import read_audit
 from dpmac_cli.runs.train import finish
 from dpmac_cli.training.canaries import FAR, Canaries
 from dpmac_cli.training.trainer import Trainer

@@ -21,10 +21,10 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.registry import MODELS, BuiltIn
+from dpmac_cli.release.publish import load_model, save_model
+from dpmac_cli.release.report import model_card, public_facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.publish import load_model, save_model
-from dpmac_cli.runs.report import model_card, public_facts
 from dpmac_cli.runs.session import Finished
 from dpmac_cli.runs.setup import Task
 from tests.digits_runs import SEED, digits_config, train_digits, train_events

@@ -33,10 +33,10 @@ from dpmac_cli.models.registry import (
 from dpmac_cli.models.scattering import Scattering
 from dpmac_cli.models.validation import check_model, independence
 from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.release.publish import load_model
+from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.publish import load_model
-from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.runs.setup import make_task
 from dpmac_cli.storage.progress import Computing, outcome, until

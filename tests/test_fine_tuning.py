@@ -19,7 +19,7 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.models.features import LoraLinear, freeze
 from dpmac_cli.models.registry import PARTS, Trained
 from dpmac_cli.models.weights import published
-from dpmac_cli.runs.publish import load_model
+from dpmac_cli.release.publish import load_model
 from dpmac_cli.runs.train import finish, resume, train
 from tests.digits_runs import after, digits_config, refused, same_weights, train_digits
 

@@ -14,9 +14,10 @@ import torch
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import InputError
-from dpmac_cli.runs import checkpoint, folder, ledger, scoring, setup
+from dpmac_cli.release import scoring
+from dpmac_cli.release.scoring import score
+from dpmac_cli.runs import checkpoint, folder, ledger, setup
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.storage import files
 from dpmac_cli.studies import local

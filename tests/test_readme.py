@@ -22,7 +22,8 @@ from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.loaders import loading
-from dpmac_cli.runs import scoring, setup
+from dpmac_cli.release import scoring
+from dpmac_cli.runs import setup
 from dpmac_cli.runs.train import train
 from dpmac_cli.storage.progress import Computing, outcome
 from tests.digits_runs import after

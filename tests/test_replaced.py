@@ -13,8 +13,8 @@ from torch import nn
 from dpmac_cli import make_private
 from dpmac_cli.cli.compare import _write_results
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.report_file import recount
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.report_file import recount
 from dpmac_cli.runs.train import finish, fork, resume, train
 from dpmac_cli.studies.grid import plan
 from tests.digits_runs import SIGMA, after, digits_config, train_digits

@@ -12,9 +12,9 @@ from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.release.report import TEXTS, privacy
+from dpmac_cli.release.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.ledger import Spent
-from dpmac_cli.runs.report import TEXTS, privacy
-from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from tests.digits_runs import RATE, SIGMA, train_digits
 
 #: As the specification lists them.

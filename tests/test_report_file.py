@@ -10,8 +10,8 @@ import pytest
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.report_file import read_report
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.report_file import read_report
 from tests.digits_runs import RATE, SIGMA, train_digits
 
 EVENT = TrainingEvent(RATE, SIGMA, 3, "poisson", 12)

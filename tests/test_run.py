@@ -18,10 +18,10 @@ from dpmac_cli.data import loaders as data
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import BudgetError, InputError, ModelError
 from dpmac_cli.models import architectures
+from dpmac_cli.release.report import TEXTS
+from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.report import TEXTS
-from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.training import evaluation
 from dpmac_cli.training import trainer as engine

@@ -24,11 +24,11 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.keystream import Keys, KeyStream, Stretch
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler, SeededDraws
+from dpmac_cli.release.publish import load_model
+from dpmac_cli.release.report import TEXTS
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.publish import load_model
-from dpmac_cli.runs.report import TEXTS
 from dpmac_cli.runs.session import Finished, Started
 from dpmac_cli.runs.train import finish
 from tests.conftest import OPTIMIZER_NAMES

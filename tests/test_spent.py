@@ -25,9 +25,9 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.report_file import events_of
 from dpmac_cli.runs import checkpoint, environment, folder, ledger, setup
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.report_file import events_of
 from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.runs.train import finish
 from dpmac_cli.studies import local

@@ -25,8 +25,8 @@ from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.audit import read_audit
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.audit import read_audit
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.training.schedules import Recipe
 from tests.digits_runs import after, same_weights

@@ -23,7 +23,7 @@ from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import OUTPUT, Debug, PrintJson
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
-from dpmac_cli.runs.report_file import recount
+from dpmac_cli.release.report_file import recount
 from dpmac_cli.storage.files import to_json
 
 #: Relative difference of epsilon that is allowed between versions of an accountant.

@@ -14,8 +14,8 @@ from dpmac_cli.accounting import statements
 from dpmac_cli.cli.console import ATTENTION, bar
 from dpmac_cli.cli.failures import stop
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
+from dpmac_cli.release.report import TEXTS
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs.report import TEXTS
 from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
 from dpmac_cli.storage.progress import LISTENER, Computing
 from dpmac_cli.tasks import task as results

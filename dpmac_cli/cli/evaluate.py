@@ -28,14 +28,14 @@ from dpmac_cli.config.settings import (
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import MISFIT, raise_errors
 from dpmac_cli.plots import faults_of_picture
-from dpmac_cli.runs.card import FORMATS, render_card, run_page
+from dpmac_cli.release.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD
 from dpmac_cli.storage.files import shown, to_json, write_atomically
 from dpmac_cli.tasks.known import METRICS
 
 if TYPE_CHECKING:
-    from dpmac_cli.runs.audit import Audit
-    from dpmac_cli.runs.scoring import Scored
+    from dpmac_cli.release.audit import Audit
+    from dpmac_cli.release.scoring import Scored
 
 HOLDS = (
     "The attack does not contradict the claim. That does not prove it: a better attack might find "
@@ -172,7 +172,7 @@ def evaluate(run: Path, **given: Any) -> None:
         what = "--audit scores guesses, not test samples: leave out"
         raise_errors(f"{what} --{name}." for name, value in others.items() if value is not None)
         with console.waiting(flags.json, "bounds"):
-            from dpmac_cli.runs.audit import read_audit  # noqa: PLC0415  (loads numpy)
+            from dpmac_cli.release.audit import read_audit  # noqa: PLC0415  (loads numpy)
 
             found = read_audit(run)
             verdict = found.verdict()
@@ -180,7 +180,7 @@ def evaluate(run: Path, **given: Any) -> None:
         return
     raise_errors(faults_of_picture(flags.plot))
     with console.waiting(flags.json, "scores"), console.kept_clear(flags.json):
-        from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.release.scoring import score  # noqa: PLC0415  (loads torch)
 
         scored = score(run, flags.dataset, flags.data_dir, flags.device, flags.model)
     if flags.dataset is not None and scored.held_out:
@@ -212,7 +212,7 @@ def predict(run: Path, data: Path, **given: Any) -> None:
     out, quiet = flags.out, flags.quiet
     raise_errors(_faults_of_file(out, (".csv",), flags.force))
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
-        from dpmac_cli.runs.prediction import predict  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.release.prediction import predict  # noqa: PLC0415  (loads torch)
 
         found = predict(run, data, flags.device, flags.model)
     found.write(out)

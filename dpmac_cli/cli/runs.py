@@ -21,7 +21,7 @@ from dpmac_cli.errors import raise_errors
 from dpmac_cli.storage.files import to_json
 
 if TYPE_CHECKING:
-    from dpmac_cli.runs.listing import ListedRun
+    from dpmac_cli.release.listing import ListedRun
 
 #: Where runs are, unless a folder is named.
 ROOT = Path("runs")
@@ -56,7 +56,7 @@ def runs(folders: list[Path] | None, **given: Any) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    from dpmac_cli.runs.listing import find_runs  # noqa: PLC0415  (loads the accountants)
+    from dpmac_cli.release.listing import find_runs  # noqa: PLC0415  (loads the accountants)
 
     flags, roots = take(RunsFlags, given), folders or [ROOT]
     raise_errors(
@@ -96,7 +96,7 @@ def _print(out: Console, found: Sequence["ListedRun"], roots: Sequence[Path]) ->
 
 
 def _table(found: Sequence["ListedRun"], roots: Sequence[Path], columns: Sequence[str]) -> Table:
-    from dpmac_cli.runs.listing import varied_settings  # noqa: PLC0415  (loads the accountants)
+    from dpmac_cli.release.listing import varied_settings  # noqa: PLC0415  (loads the accountants)
 
     below = len(roots) == 1 and all(run.folder != roots[0] for run in found)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))

@@ -115,7 +115,7 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     # Importing torch takes seconds, so wait until there is something to train.
     with console.waiting(quiet, "loading torch"):
         from dpmac_cli.cli.display import Display, follow  # noqa: PLC0415  (loads torch)
-        from dpmac_cli.runs.tensorboard import TensorBoard  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.release.tensorboard import TensorBoard  # noqa: PLC0415  (loads torch)
         from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
 
     display = Display(console.for_display(quiet, json))

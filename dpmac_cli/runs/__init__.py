@@ -1,1 +1,1 @@
-"""One training run: its folder, checkpoints, ledger, report and published model."""
+"""One training run: train, resume and fork; its folder, checkpoints and ledger."""

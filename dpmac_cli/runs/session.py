@@ -13,11 +13,12 @@ from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.errors import DivergedError
-from dpmac_cli.runs import assist, audit, checkpoint, folder
+from dpmac_cli.release import audit
+from dpmac_cli.release.publish import save_model
+from dpmac_cli.release.report import State, build_report, metrics_line, model_card, public_facts
+from dpmac_cli.runs import assist, checkpoint, folder
 from dpmac_cli.runs.environment import device_name, environment
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.publish import save_model
-from dpmac_cli.runs.report import State, build_report, metrics_line, model_card, public_facts
 from dpmac_cli.runs.setup import Task
 from dpmac_cli.storage import files
 from dpmac_cli.storage.progress import Computing

@@ -27,8 +27,8 @@ from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
+from dpmac_cli.release.publish import check_publishable
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.publish import check_publishable
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing, outcome

@@ -10,9 +10,9 @@ from typing import Any
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.release.report_file import events_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
-from dpmac_cli.runs.report_file import events_of
 from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
 from dpmac_cli.tasks.known import METRICS
 

@@ -12,8 +12,8 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.plots import means
+from dpmac_cli.release.card import web_page
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.card import web_page
 from dpmac_cli.storage.files import shown, to_csv
 from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison

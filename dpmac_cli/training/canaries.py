@@ -1,8 +1,9 @@
 """Canaries: records that an audit adds to the data and then tries to detect in the released values.
 
 A secret coin decides whether each canary is in the dataset. Guessing the coins measures how much
-training reveals (Steinke, Nasr and Jagielski 2023, arXiv 2305.08846). :mod:`dpmac_cli.runs.audit`
-converts guesses to a lower bound on epsilon. Scores use only released values.
+training reveals (Steinke, Nasr and Jagielski 2023, arXiv 2305.08846).
+:mod:`dpmac_cli.release.audit` converts guesses to a lower bound on epsilon. Scores
+use only released values.
 """
 
 import math

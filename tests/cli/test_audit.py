@@ -11,9 +11,9 @@ from typer.testing import Result
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.publish import load_model
+from dpmac_cli.release.report import TEXTS
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.publish import load_model
-from dpmac_cli.runs.report import TEXTS
 from tests.digits_runs import digits_config
 from tests.typed import dpmac
 

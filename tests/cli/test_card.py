@@ -12,7 +12,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator, FormatChecker
 
-from dpmac_cli.runs.card import templates, web_page
+from dpmac_cli.release.card import templates, web_page
 from tests.digits_runs import train_digits
 from tests.typed import dpmac
 
@@ -32,7 +32,7 @@ def texts(*names: str) -> dict[str, Any]:
     return dict.fromkeys(names, TEXT)
 
 
-#: Keys, types and choices of the registry's schema, at the commit that runs/card.py names.
+#: Keys, types and choices of the registry's schema, at the commit that release/card.py names.
 REGISTRY = fields(
     ("status", "registry_authors", "tier", "deployment"),
     status={"enum": ["Draft", "Pending", "Approved"]},

@@ -21,10 +21,10 @@ from typer.testing import Result
 from dpmac_cli import torch_errors as faults
 from dpmac_cli.data import loaders as data
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import checkpoint, folder, session
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Reduced
 from dpmac_cli.storage import files
 from dpmac_cli.training import loop

@@ -4,6 +4,7 @@ Forms are given inputs and output gradients directly, so that terms can cancel w
 network makes them. What is exact is computed in float64 from the floats that the forms were given.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from dpmac_cli.dp.clipping.products import PositionProducts, Sizes, sizes
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.training.chunks import ChunkedSum, first_chunk
 from tests.helpers import in_chunks_of, make_trainer
+from tests.pairwise import pairwise
 
 from .reference import whiten
 
@@ -36,6 +38,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 KINDS = ("ball", "ellipsoid")
 #: Ways to compute a norm, and the method that each takes for a ball and for an ellipsoid.
 WAYS = {"gram": ("_by_gram", "_by_pairs"), "pieces": ("_by_pieces", "_by_pieces")}
+#: Every way for every kind.
+WAYS_AND_KINDS = list(itertools.product(WAYS, KINDS))
 
 
 @pytest.fixture(autouse=True)
@@ -231,20 +235,19 @@ def squared(form: PerSampleGradients, region: Ellipsoid, layer: Layer) -> Square
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "way_and_kind", "cut", "dtype"),
+    pairwise([*LAYERS], WAYS_AND_KINDS, [False, True], [*TOLERANCE]),
+)
 def test_norms_and_sums_are_those_of_autograd(
     name: str,
-    way: str,
-    kind: str,
+    way_and_kind: tuple[str, str],
     cut: bool,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of all samples at a time, and of one sample, one output and one product after another."""
+    way, kind = way_and_kind
     layer = LAYERS[name].layer(dtype)
     uses = random_uses(LAYERS[name], layer, 5)
     region = region_of(kind, layer)
@@ -423,15 +426,18 @@ def around(g: Tensor, ratio: float) -> Ellipsoid:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("ratio", [0.0, 1.0, 20.0, 1000.0])
-@pytest.mark.parametrize("rest", [0.0, 1e-6, 1e-3, 1.0])
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "name", ["linear", "linear-no-bias", "padding", "stride", "standardised", "standardised-fixed"]
+    ("name", "rest", "way_and_ratio"),
+    pairwise(
+        ["linear", "linear-no-bias", "padding", "stride", "standardised", "standardised-fixed"],
+        [0.0, 1e-6, 1e-3, 1.0],
+        list(itertools.product(WAYS, [0.0, 1.0, 20.0, 1000.0])),
+    ),
 )
 def test_slack_and_reach_bound_terms_that_cancel(
-    name: str, way: str, rest: float, ratio: float
+    name: str, rest: float, way_and_ratio: tuple[str, float]
 ) -> None:
+    way, ratio = way_and_ratio
     layer = LAYERS[name].layer()
     for by_delta, by_input in MAGNITUDES:
         use = within_a_sample(LAYERS[name], layer, 6, rest)
@@ -443,13 +449,18 @@ def test_slack_and_reach_bound_terms_that_cancel(
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("ratio", [0.0, 1.0, 1000.0])
-@pytest.mark.parametrize("rest", [0.0, 1e-6, 3e-4, 1e-3, 1.0])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("frozen", [(), ("gain",), ("gain", "bias")])
+@pytest.mark.parametrize(
+    ("frozen", "rest", "way_and_ratio"),
+    pairwise(
+        [(), ("gain",), ("gain", "bias")],
+        [0.0, 1e-6, 3e-4, 1e-3, 1.0],
+        list(itertools.product(WAYS, [0.0, 1.0, 1000.0])),
+    ),
+)
 def test_slack_bounds_what_the_projection_leaves(
-    frozen: tuple[str, ...], way: str, rest: float, ratio: float
+    frozen: tuple[str, ...], rest: float, way_and_ratio: tuple[str, float]
 ) -> None:
+    way, ratio = way_and_ratio
     kind = Kind(standardised(2, 3, 3), (2, 4, 4), frozen)
     for seed in range(8):
         torch.manual_seed(seed)
@@ -605,27 +616,31 @@ def _searched(
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(("size", "chunk"), [(32, 32), (1024, 1024), (1024, 256)])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize(
+    ("name", "kind", "cut"), pairwise([*SEARCHED], KINDS, [(32, 32), (1024, 1024), (1024, 256)])
+)
 def test_no_sample_whose_terms_cancel_weighs_more_than_one(
-    name: str, kind: str, size: int, chunk: int
+    name: str, kind: str, cut: tuple[int, int]
 ) -> None:
     """And the margin is not nearly used up."""
+    size, chunk = cut
     assert worst_move(name, kind, size, chunk, trials=5) <= 0.45
 
 
 @pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    ("size", "chunk", "trials"),
-    [(32, 32, 200), (1024, 1024, 60), (1024, 32, 20), (4096, 1024, 15), (4096, 64, 10)],
+    ("name", "kind", "cut"),
+    pairwise(
+        [*SEARCHED],
+        KINDS,
+        [(32, 32, 60), (1024, 1024, 15), (1024, 32, 10), (4096, 1024, 5), (4096, 64, 5)],
+    ),
 )
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SEARCHED)
 def test_the_margin_covers_terms_that_cancel(
-    name: str, kind: str, size: int, chunk: int, trials: int
+    name: str, kind: str, cut: tuple[int, int, int]
 ) -> None:
+    size, chunk, trials = cut
     assert worst_move(name, kind, size, chunk, trials, seed=1000) <= 0.45
 
 

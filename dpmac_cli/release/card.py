@@ -17,8 +17,8 @@ from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import InputError
 from dpmac_cli.plots import as_svg, course, trade_offs
+from dpmac_cli.release.report_file import read_report
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.report_file import read_report
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -34,7 +34,7 @@ def templates() -> "Environment":
     from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  (help is fast)
 
     environment = Environment(  # noqa: S701  (Markdown and YAML; a page gets escaped parts)
-        loader=PackageLoader("dpmac_cli.runs", ""),
+        loader=PackageLoader("dpmac_cli.release", ""),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.report_file import Name, read_report
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.report_file import Name, read_report
 from dpmac_cli.storage import files
 
 #: States that no report has: a process holds the run; it diverged; it ended without a report; its

@@ -20,8 +20,8 @@ from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.risk import FALSE_POSITIVE_RATES, trade_off_curve
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.report_file import parse
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.report_file import parse
 
 #: Confidence of the lower bound.
 CONFIDENCE = 0.95

@@ -23,10 +23,10 @@ from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.release.report import metrics_line
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.report import metrics_line
 from dpmac_cli.runs.session import Finished, Session
 from dpmac_cli.runs.setup import make_task, make_trainer, unit_of
 from dpmac_cli.storage.progress import outcome

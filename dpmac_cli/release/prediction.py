@@ -21,10 +21,10 @@ from dpmac_cli.data.schema import TABLES
 from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.publish import load_model, read_facts
+from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.publish import load_model, read_facts
-from dpmac_cli.runs.report_file import Facts
 from dpmac_cli.storage.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.storage.progress import LISTENER, Computing
 from dpmac_cli.tasks.task import Task

@@ -10,10 +10,10 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand, Source
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.release.publish import load_model, read_facts
+from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
-from dpmac_cli.runs.publish import load_model, read_facts
-from dpmac_cli.runs.report_file import Facts
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.evaluation import Evaluation, evaluate
 

@@ -21,8 +21,8 @@ from dpmac_cli.data.registry import DATASETS, Signature
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import registry, weights
 from dpmac_cli.models.build import build_model, build_network, seen_by_network
+from dpmac_cli.release.report_file import Facts, parse
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.report_file import Facts, parse
 from dpmac_cli.storage import files
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.training.lineage import Training, attach

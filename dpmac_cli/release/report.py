@@ -21,9 +21,9 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
-from dpmac_cli.runs.card import OPEN, templates
+from dpmac_cli.release.card import OPEN, templates
+from dpmac_cli.release.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.ledger import Spent
-from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.setup import Task
 from dpmac_cli.storage.files import shown
 from dpmac_cli.tasks.known import METRICS

@@ -1,0 +1,1 @@
+"""Outputs of a run: published model, report, card, predictions, scores, audit."""

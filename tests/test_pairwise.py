@@ -1,0 +1,37 @@
+"""Covering arrays: every pair of values, in few rows."""
+
+import itertools
+
+import pytest
+
+from tests.pairwise import pairwise
+
+COLUMNS = (
+    [(0, 1)],
+    [(0, 1, 2), (0, 1)],
+    [(0, 1), (0, 1), (0, 1), (0, 1)],
+    [tuple(range(22)), (0, 1), (0, 1), (0, 1), (0, 1)],
+    [(0, 1, 2, 3)] * 6,
+)
+
+
+@pytest.mark.parametrize(
+    "columns", COLUMNS, ids=lambda columns: "x".join(map(str, map(len, columns)))
+)
+def test_every_pair_is_in_some_row(columns: list[tuple[int, ...]]) -> None:
+    rows = pairwise(*columns)
+    assert len(set(rows)) == len(rows)
+    assert rows[0] == (0,) * len(columns)
+    assert set(rows) <= set(itertools.product(*columns))
+    for i, j in itertools.combinations(range(len(columns)), 2):
+        assert {(row[i], row[j]) for row in rows} == set(itertools.product(columns[i], columns[j]))
+
+
+@pytest.mark.parametrize(("columns", "most"), [(COLUMNS[2], 6), (COLUMNS[3], 46), (COLUMNS[4], 32)])
+def test_rows_are_few(columns: list[tuple[int, ...]], most: int) -> None:
+    """Of 16, 352 and 4,096 combinations."""
+    assert len(pairwise(*columns)) <= most
+
+
+def test_values_are_those_that_were_given() -> None:
+    assert pairwise("ab", [None, 1.5]) == [("a", None), ("a", 1.5), ("b", None), ("b", 1.5)]
