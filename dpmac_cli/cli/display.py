@@ -169,7 +169,7 @@ def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Tex
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
         f"epsilon {format_epsilon(epsilon)}" if private else ("no privacy", "red"),
     )
-    if not (isinstance(result, CoveredScore) and math.isnan(result.accuracy)):  # none released
+    if not (isinstance(result, CoveredScore) and math.isnan(result.share)):  # none released
         shown = METRICS[metric]
         line.append(f"  test {shown.title} ").append(shown.text(result.metric(metric)), "bold")
     return line

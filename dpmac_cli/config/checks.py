@@ -15,7 +15,7 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.data.schema import TABLES, Found, Source, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
-from dpmac_cli.tasks.known import LOSSES
+from dpmac_cli.tasks.known import is_known
 
 #: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5
@@ -47,8 +47,14 @@ def faults(plan: TrainPlan) -> Iterator[str]:
     if 0 < plan.canaries < plan.guesses:
         yield f"--guesses ({plan.guesses:,}) must not be above --canaries ({plan.canaries:,})."
     yield from _frozen_faults(plan)
-    known = plan.facts.task.covered
-    if plan.scores is not None and plan.metric not in known:
+    task = plan.facts.task
+    known, chosen = task.covered, [metric.name for metric in task.metrics if metric.chosen]
+    if plan.metric not in chosen:
+        yield (
+            f"--metric {plan.metric}: records of {plan.dataset} have {task.of_record} each. Use "
+            f"{', '.join(chosen)}."
+        )
+    elif plan.scores is not None and plan.metric not in known:
         yield (
             f"--metric {plan.metric} cannot be released with --cover-scores. Use "
             f"{' or '.join(known)}, or leave out --cover-scores."
@@ -65,13 +71,18 @@ def faults(plan: TrainPlan) -> Iterator[str]:
 
 def _loss_faults(plan: TrainPlan) -> Iterator[str]:
     loss, task = plan.recipe.loss, plan.facts.task
-    if loss.name in LOSSES and loss.name not in task.losses:
+    if is_known(loss.name) and not task.fits(loss.name):
         yield (
             f"--loss {loss.name}: records of {plan.dataset} have {task.of_record} each. Use "
             f"{' or '.join(task.losses)}."
         )
     weights = loss.weights
-    if weights and (len(weights) != task.outputs or min(weights) <= 0):
+    if (weights or loss.smoothing) and not task.weighted:
+        yield (
+            f"--class-weights and --label-smoothing are for classes, but records of {plan.dataset} "
+            f"have {task.of_record} each. Leave them out."
+        )
+    elif weights and (len(weights) != task.outputs or min(weights) <= 0):
         yield (
             f"--class-weights must be {task.outputs} numbers above 0, one for each class of "
             f"{plan.dataset}, not {', '.join(f'{w:g}' for w in weights)}."

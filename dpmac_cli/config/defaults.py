@@ -82,6 +82,7 @@ def _depending(given: Settings, facts: Dataset) -> Keywords:
         "beta1": 0.99 if adaclip else 0.9,
         "beta2": 0.9 if adaclip else 0.999,
         "loss": facts.task.losses[0],
+        "metric": facts.task.headline.name,
     }
     if given.augmentations is not None:
         found["augment"] = facts.augment

@@ -3,6 +3,7 @@
 A setting has the same name as a flag, as a YAML key and as a keyword. Imports no torch.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Self, Unpack, get_args
@@ -28,6 +29,11 @@ DELTA = 1e-5
 OWN_DATA = (
     lambda text: "/" in text or text.endswith((".npz", *TABLES)) or Path(text).exists(),
     "a folder with one folder of images per class, an .npz, or a table (.csv, .tsv, .parquet)",
+)
+#: Loss of a quantile: a test and a description.
+QUANTILE = (
+    lambda text: bool(re.fullmatch(r"quantile:0?\.[0-9]*[1-9][0-9]*", text)),
+    "quantile:Q with Q between 0 and 1, such as quantile:0.9",
 )
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
 #: Groups of settings in the help.
@@ -471,9 +477,14 @@ class Settings(Flags, frozen=True):
     ] = None
     loss: Annotated[
         str,
-        Choice(LOSSES),
-        Field(description="Loss per sample. Use bce if and only if records have several labels."),
-        Flag(RECIPE, omitted=True),
+        Choice(tuple(name for name in LOSSES if ":" not in name), QUANTILE),
+        Field(
+            description=(
+                "Loss per sample: cross-entropy or focal for classes, bce for several labels, mse,"
+                " huber or quantile:Q for numbers, poisson for counts."
+            )
+        ),
+        Flag(RECIPE, otherwise="the first of them that fits the dataset", omitted=True),
     ] = "cross-entropy"
     label_smoothing: Annotated[
         Decay,

@@ -16,15 +16,18 @@ from dpmac_cli.data.canonical import Faults, units_in
 from dpmac_cli.data.decoding import DIM, decode
 from dpmac_cli.data.schema import Signs, Source
 from dpmac_cli.data.splits import Records, found, split
-from dpmac_cli.data.stacking import key_of, labels_in, masks, stacked
-from dpmac_cli.data.targets import targets_in
+from dpmac_cli.data.stacking import key_of, labels_in, masks, numbers_in, stacked
+from dpmac_cli.data.targets import DECLARED, are_numbers, targets_in
 from dpmac_cli.errors import InputError, raise_errors
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
 #: What the names of arrays end with: of training records, and of test records.
 SIDES = ("", "_test")
-ARRAYS = ("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high")
+ARRAYS = (
+    *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
+    *DECLARED,
+)
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -85,7 +88,7 @@ class ArrayFile:
     def load(self) -> list[Records]:
         """Return training and test records."""
         return [
-            Records(inputs_of(x, self._ends, self._size), y.astype(self._task.target), units)
+            Records(inputs_of(x, self._ends, self._size), self._task.encoded(y), units)
             for x, y, units in self._sides
         ]
 
@@ -146,7 +149,8 @@ def _made_canonical(arrays: Arrays, unusable: Mapping[str, Faults]) -> dict[str,
             arrays[f"x{side}"], more = stacked(x, ranged or None, found)
             found |= more
         if y is not None:
-            arrays[f"y{side}"], more = labels_in(y, names, known=found)
+            read = numbers_in(y) if are_numbers(arrays) else labels_in(y, names, known=found)
+            arrays[f"y{side}"], more = read
             found |= more
         if units is not None and units.ndim == 1:
             arrays[f"unit{side}"], more = units_in(units)

@@ -56,13 +56,18 @@ def check_classes(classes: Sequence[str], source: Source) -> None:
         raise InputError(
             f"{source.path} has only one class, {classes[0]}. A classifier needs at least two."
         )
-    unclear = [name for name in (source.path.name, *classes) if not name.isprintable()]
+    check_name(source.path.name, *classes)
+    twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
+    refuse([f"{source.path} has {which}" for which in twice], " Class names must be unique.")
+
+
+def check_name(*names: str) -> None:
+    """Reject names with characters that a terminal may take for commands."""
+    unclear = [name for name in names if not name.isprintable()]
     refuse(
         [f"The name {name!a} contains characters that cannot be displayed" for name in unclear],
         " A terminal may interpret them as commands. Choose another name.",
     )
-    twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
-    refuse([f"{source.path} has {which}" for which in twice], " Class names must be unique.")
 
 
 def split(

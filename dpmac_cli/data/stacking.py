@@ -3,6 +3,7 @@
 The form of a record depends on that record, and on what was declared.
 """
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -170,6 +171,26 @@ def labels_in(
     return _labels_of_objects(y, classes, shape, known)
 
 
+def numbers_in(y: NDArray[Any]) -> tuple[NDArray[Any], Faults]:
+    """Return numbers to predict as float64, each converted by itself, and faults."""
+    if y.ndim == 2 and y.shape[1] == 1:  # a column
+        y = y[:, 0]
+    if y.ndim != 1 or y.dtype.kind not in "biufOUS":
+        return y, Faults()
+    values, faults = np.zeros(len(y)), Faults()
+    for row, value in enumerate(y.tolist()):
+        try:
+            number = float(np.asarray(value, np.float64).reshape(()))
+        except FAILURES:
+            faults[row] = "has a target that is not a number"
+        else:
+            if math.isfinite(number):
+                values[row] = number
+            else:
+                faults[row] = "has a target that is NaN or infinite"
+    return values, faults
+
+
 def _labels_of_objects(
     y: NDArray[Any],
     classes: Sequence[str] | None,
@@ -230,4 +251,5 @@ def key_of(record: NDArray[Any], label: ArrayLike, numbers: bool) -> bytes:
     with np.errstate(over="ignore"):  # of wider floats
         # Adding 0 turns -0 into 0.
         values = record.astype("<f8") + 0.0 if numbers else np.asarray(record, np.uint8)
-    return values.tobytes() + np.asarray(label).astype("<i8").tobytes()
+    target = np.asarray(label)
+    return values.tobytes() + target.astype("<f8" if target.dtype.kind == "f" else "<i8").tobytes()

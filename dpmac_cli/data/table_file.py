@@ -15,7 +15,7 @@ from dpmac_cli.data.canonical import MISSING, UNUSABLE, text_of, unit_name, unit
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.stacking import masks
-from dpmac_cli.data.table_schema import Column
+from dpmac_cli.data.table_schema import Column, Label
 from dpmac_cli.errors import InputError
 
 try:
@@ -62,9 +62,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     # With --skip-bad each record is checked by itself, so no record can affect another.
     strict = not source.skip_bad
     cells, ragged = _cells(path, declared, strict, table)
-    target, classes = schema.label.column, schema.label.classes
-    labels = _indices(cells[target], classes)
-    bad = {f"no class of the schema in {target}": labels < 0}
+    bad: dict[str, Mask] = {}
+    labels, arrays = _targets(schema.label, cells[schema.label.column], bad)
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
         of_records["unit"], unusable = units_in(_unit_values(cells[source.unit]))
@@ -81,7 +80,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     if schema.test is not None:
         tested = _indices(cells[schema.test.column], schema.test.values) >= 0
         sides = {"": good & ~tested, "_test": good & tested}
-    arrays = {"low": low, "high": high, "classes": np.array(classes)}
+    arrays |= {"low": low, "high": high}
     for suffix, rows in sides.items():
         arrays |= {f"{name}{suffix}": values[rows] for name, values in of_records.items()}
     return arrays, skipped
@@ -277,11 +276,10 @@ def _inputs(columns: Iterable[Column], cells: Cells, bad: dict[str, Mask], stric
 
 
 def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bool) -> Inputs:
-    words = pa.array([word for word in MISSING if word not in column.categories])
-    missing = np.asarray(compute.or_(cells.is_null(), compute.is_in(_text(cells), words)))
+    missing = _missing(cells, column.categories)
     if column.range is not None:
-        values, outside = _numbers(column, cells, missing, bad)
-        inputs, low, high = [values], [column.range[0]], [column.range[1]]
+        values, outside = _numbers(column, column.name, cells, missing, bad)
+        inputs, low, high = list[NDArray[Any]]([values]), [column.range[0]], [column.range[1]]
     else:
         place = _indices(cells, column.categories)
         outside = (place < 0) & ~missing
@@ -302,8 +300,33 @@ def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bo
     return np.stack(inputs, 1).astype(np.float64), *ends
 
 
+def _targets(
+    label: Label, cells: pa.Array, bad: dict[str, Mask]
+) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+    """Return targets and what is declared of them; add masks of invalid records to ``bad``."""
+    if label.range is None:
+        places = _indices(cells, label.classes)
+        bad[f"no class of the schema in {label.column}"] = places < 0
+        return places, {"classes": np.array(label.classes)}
+    missing = _missing(cells)
+    values, outside = _numbers(label, label.column, cells, missing, bad)
+    bad[f"no value in {label.column}"] = missing
+    if label.outside == "refuse":
+        bad[f"a value outside the range of the schema in {label.column}"] = outside
+    low, high = label.range
+    words = {"kind": label.kind, "transform": label.transform, "name": label.column}
+    declared: dict[str, float | str] = {"low": low, "high": high, **words}
+    return values, {f"target_{name}": np.array(value) for name, value in declared.items()}
+
+
+def _missing(cells: pa.Array, categories: Sequence[str] = ()) -> Mask:
+    """Return a mask of cells without a value."""
+    words = pa.array([word for word in MISSING if word not in categories])
+    return np.asarray(compute.or_(cells.is_null(), compute.is_in(_text(cells), words)))
+
+
 def _numbers(
-    column: Column, cells: pa.Array, missing: Mask, bad: dict[str, Mask]
+    column: Column | Label, name: str, cells: pa.Array, missing: Mask, bad: dict[str, Mask]
 ) -> tuple[NDArray[np.float64], Mask]:
     """Return numbers, with missing ones at the middle of the range, and a mask of outliers."""
     assert column.range is not None  # noqa: S101
@@ -313,7 +336,7 @@ def _numbers(
     else:
         text = _text(cells)
         fits = compute.match_substring_regex(text, NUMBER).fill_null(False)
-        bad[f"no number in {column.name}"] = ~np.asarray(fits) & ~missing
+        bad[f"no number in {name}"] = ~np.asarray(fits) & ~missing
         numbers = compute.if_else(fits, text, None).cast(pa.float64())
     values = np.asarray(numbers.fill_null(np.nan))
     outside = (values < low) | (values > high)

@@ -8,10 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import NAMED, check_classes
+from dpmac_cli.data.splits import NAMED, check_classes, check_name
+from dpmac_cli.data.table_schema import faults_of_range
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
+from dpmac_cli.tasks.regression import Counts, Regression
 from dpmac_cli.tasks.task import Task
 
+#: Arrays that declare numbers to predict, and values of the last two, the default first.
+DECLARED = ("target_low", "target_high", "target_kind", "target_transform", "target_name")
+KINDS, TRANSFORMS = ("number", "count"), ("none", "log1p")
 Arrays = Mapping[str, NDArray[Any]]
 Mask = NDArray[np.bool_]
 
@@ -112,8 +117,63 @@ class LabelTargets(Targets):
         return SeveralLabels(_names(arrays, arrays["y"].shape[1], source))
 
 
+class NumberTargets(Targets):
+    """Numbers, one per record, with a declared range."""
+
+    def faults_of_array(self, arrays: Arrays, side: str) -> Iterator[str]:
+        """Yield faults of an array of numbers."""
+        y = arrays[f"y{side}"]
+        if y.ndim != 1 or y.dtype.kind != "f":
+            yield f"y{side} must have one number per record, not {y.dtype} of shape {y.shape}"
+
+    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, Mask]]:
+        """Yield nothing: a number that cannot be read has been found before."""
+        yield from ()
+
+    def faults_together(self, arrays: Arrays) -> Iterator[str]:
+        """Yield faults of what is declared."""
+        if "classes" in arrays:
+            yield (
+                "classes and target_low contradict: the first is for classes, the second for "
+                "numbers to predict. Leave one of them out"
+            )
+        missing = [name for name in ("target_low", "target_high") if name not in arrays]
+        if missing:
+            yield (
+                f"{missing[0]} is missing: numbers to predict need a public range, target_low and "
+                "target_high. Base it on what they mean, not on these records, which are private"
+            )
+            return
+        ends = [arrays[name] for name in ("target_low", "target_high")]
+        if any(end.shape != () or end.dtype.kind not in "fiu" for end in ends):
+            yield "target_low and target_high must be one number each"
+            return
+        kind, transform = (
+            str(arrays.get(name, known[0]))
+            for name, known in (("target_kind", KINDS), ("target_transform", TRANSFORMS))
+        )
+        yield from faults_of_range(float(ends[0]), float(ends[1]), transform, kind)
+
+    def task(self, arrays: Arrays, source: Source) -> Task:
+        """Return regression, or the task of counts."""
+        check_name(source.path.name)
+        name = str(arrays.get("target_name", "y"))
+        low, high = (float(arrays[end]) for end in ("target_low", "target_high"))
+        if str(arrays.get("target_kind", KINDS[0])) == "count":
+            return Counts((name,), low, high)
+        transform: Any = str(arrays.get("target_transform", TRANSFORMS[0]))
+        return Regression((name,), low, high, transform)
+
+
+def are_numbers(arrays: Arrays) -> bool:
+    """Return whether the targets are declared as numbers to predict."""
+    return any(name in arrays for name in DECLARED)
+
+
 def targets_in(arrays: Arrays, side: str = "") -> Targets:
-    """Return the rules that fit the array ``y{side}``, by its shape."""
+    """Return the rules that fit the array ``y{side}``: of numbers if declared, or by its shape."""
+    if are_numbers(arrays):
+        return NumberTargets()
     return LabelTargets() if arrays[f"y{side}"].ndim == 2 else ClassTargets()
 
 

@@ -287,12 +287,12 @@ def _check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
     theta = flatten_parameters(layers)
     total = torch.empty_like(theta)
     with _same_draws():
-        gradients = ClippedSum(model, layers).gradients(x, y, ball=True)
+        gradients = ClippedSum(model, layers, loss=_every_output).gradients(x, y, ball=True)
     for layer, form in gradients:
         form.weighted_sum(x.new_ones(FEW), None, total[layer.start : layer.stop])
     trained = [p.requires_grad_() for layer in layers for p in layer.parameters.values()]
     with _same_draws():
-        loss = cross_entropy(model(x), y, reduction="sum")
+        loss = _every_output(model(x), y).sum()
     parts = torch.autograd.grad(loss, trained, materialize_grads=True)
     whole = torch.cat([part.flatten() for part in parts])
     for layer in layers:
@@ -303,6 +303,11 @@ def _check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
                 f"The gradient of layer {layer.name} from its calls is {off:.0%} off its complete "
                 f"gradient: {_why_incomplete(layer)}"
             )
+
+
+def _every_output(outputs: Tensor, _: Tensor) -> Tensor:
+    """Return a loss per sample that depends on every output, also on a single one."""
+    return (outputs.square() / 2 + outputs).sum(1)
 
 
 def _why_incomplete(layer: Layer) -> str:

@@ -26,7 +26,7 @@ from dpmac_cli.release.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.setup import Task
 from dpmac_cli.storage.files import shown
-from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.tasks.known import METRICS, task_in
 from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.loop import Evaluated
 
@@ -108,7 +108,7 @@ def _computed(plan: TrainPlan) -> list[dict[str, str]]:
         "weights, and all numbers of the report except those below": "protected",
         f"number of training {trained}": "declared public",
         f"number of test {tested}": "declared public",
-        **dict.fromkeys(("classes", *shape), "declared public" if own else "published"),
+        **dict.fromkeys((facts.task.public, *shape), "declared public" if own else "published"),
         **dict.fromkeys(found.inferred, "not covered"),
         "scores of the test records": "protected" if plan.scores else "not covered",
         "measured times": "not covered",
@@ -182,6 +182,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
             **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },
         "classes": task_facts["classes"],
+        "target": task_facts["target"],
         "privacy": cost,
         "statement": _statement(plan, cost["computed_from_records"]) if plan.private else None,
         "audit": audit if plan.canaries else None,
@@ -299,9 +300,13 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
 
 def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
     """Return the model card of a run as Markdown; layers of plain models become code."""
-    template = templates().get_template("model_card.md.jinja")
+    template, task = templates().get_template("model_card.md.jinja"), task_in(report)
     return template.render(
         report,
+        task=task,
+        usage=task.usage,
+        score=report["test"][task.headline.key],
+        score_interval=report["test"][f"{task.headline.key}_interval"],
         network=model if _is_plain(model) else None,
         recipe_defaults=RECIPE_DEFAULTS,
         no_privacy=statements.NO_PRIVACY,

@@ -29,6 +29,7 @@ from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import question
 from dpmac_cli.config.settings import DELTA
 from dpmac_cli.data.registry import Signature
+from dpmac_cli.data.table_schema import faults_of_range
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.tasks.known import task_of
@@ -88,6 +89,7 @@ class Report(BaseModel):
     dataset: Name = _at("dataset", "name")
     train_size: Count = _at("dataset", "train_size")
     accuracy: float | None = _at("test", "accuracy", default=None)
+    mae: float | None = _at("test", "mae", default=None)
     seeded: bool | None = _at("privacy", "seed_policy", "given", default=None)
     audit: dict[str, Any] | None = None
     private: bool = _at("privacy", "private")
@@ -108,6 +110,24 @@ class Report(BaseModel):
         """Return the events of all parts; ``attempts`` puts those of replaced attempts first."""
         before = self.abandoned if attempts else ()
         return tuple(TrainingEvent(**dict(event)) for event in (*before, *self.events))
+
+
+class Target(BaseModel):
+    """A number to predict, in a public range."""
+
+    model_config = STRICT
+
+    name: Name
+    kind: Literal["regression", "counts"]
+    low: float
+    high: float
+    transform: Literal["none", "log1p"]
+
+    @model_validator(mode="after")
+    def _check_range(self) -> "Target":
+        for fault in faults_of_range(self.low, self.high, self.transform, "number"):
+            raise ValueError(fault)
+        return self
 
 
 class Facts(BaseModel):
@@ -138,6 +158,7 @@ class Facts(BaseModel):
     secure: bool = _at("privacy", "randomness", "secure", default=False)
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
     classes: tuple[Name, ...]
+    target: Target | None = None
     shape: tuple[Count, Count, Count] = _at("input", "shape")
     levels: Count = _at("input", "levels")
     mean: tuple[float, ...] = _at("input", "mean")
@@ -146,7 +167,8 @@ class Facts(BaseModel):
     @property
     def task(self) -> Task:
         """Task that the model was trained for."""
-        return task_of(vars(self))
+        target = None if self.target is None else dict(self.target)
+        return task_of({**vars(self), "target": target})
 
     @property
     def signature(self) -> Signature:

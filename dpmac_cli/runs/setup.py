@@ -271,7 +271,7 @@ def _fingerprints(plan: TrainPlan, data: Data | None, *, at_hand: bool) -> dict[
     """Return checksums of user-supplied data, networks and weights, for resuming."""
     facts, sums = plan.facts, {}
     if isinstance(plan.data, Source):
-        sums["classes"] = digest({}, {"classes": facts.task.names})
+        sums["classes"] = digest({}, facts.task.declared)
         sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
     elif data is not None and facts.sha256 is not None:
         found = fingerprint(data.train, data.test)

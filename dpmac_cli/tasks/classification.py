@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpmac_cli.tasks.task import Metric, Results, Task
+from dpmac_cli.tasks.task import Metric, Results, Task, Usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,14 +61,23 @@ class Classification(Task):
         return f"the classes {', '.join(self.names)}"
 
     @property
+    def usage(self) -> Usage:
+        """Return how a model card names and uses the model."""
+        result = "The result is the index of the class in the list above, from 0."
+        row = "classes", self.names
+        return Usage("classifier", row, "", "classify", "{}.argmax(1)", result)
+
+    @property
     def facts(self) -> dict[str, Any]:
         """Return the facts of the task in a model file."""
-        return {"classes": list(self.names), "multilabel": False}
+        return {"classes": list(self.names), "multilabel": False, "target": None}
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Task | None:
         """Return the task with these facts; None if they describe another kind."""
-        return None if facts["multilabel"] else cls(tuple(facts["classes"]))
+        if facts["multilabel"] or facts.get("target") is not None:
+            return None
+        return cls(tuple(facts["classes"]))
 
     def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
         """Return classes without a test record."""
@@ -134,9 +143,16 @@ class SeveralLabels(Task):
         return f"the labels {', '.join(self.names)}"
 
     @property
+    def usage(self) -> Usage:
+        """Return how a model card names and uses the model."""
+        result = "The result says which of the labels in the list above each record has."
+        row = "labels", self.names
+        return Usage("classifier", row, "", "classify", "{} > 0", result)
+
+    @property
     def facts(self) -> dict[str, Any]:
         """Return the facts of the task in a model file."""
-        return {"classes": list(self.names), "multilabel": True}
+        return {"classes": list(self.names), "multilabel": True, "target": None}
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Task | None:

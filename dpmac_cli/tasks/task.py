@@ -24,6 +24,14 @@ def percent(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.2%}"
 
 
+def number(value: float | None) -> str:
+    """Return a number with four significant digits, or a dash if it is not defined."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    digits = 3 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.3e}" if digits > 7 else f"{value:,.{max(0, digits)}f}"
+
+
 @dataclass(frozen=True)
 class Metric:
     """A number that says how well a model predicts.
@@ -34,6 +42,8 @@ class Metric:
         covered: whether it can be released with noise.
         by_class: whether it is computed from counts of every class.
         interval: key of the interval of its noisy release in a report.
+        share: whether it is a share of the records, shown in percent.
+        lower: whether lower values are better.
     """
 
     name: str
@@ -42,6 +52,8 @@ class Metric:
     covered: bool = False
     by_class: bool = False
     interval: str = "interval"
+    share: bool = True
+    lower: bool = False
 
     @property
     def key(self) -> str:
@@ -55,7 +67,32 @@ class Metric:
 
     def text(self, value: float | None) -> str:
         """Return a value as a person reads it; a dash if it is not defined."""
-        return percent(value)
+        return percent(value) if self.share else number(value)
+
+    def better(self, value: float) -> float:
+        """Return a number that is larger for better values."""
+        return -value if self.lower else value
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Words and code of a model card.
+
+    Attributes:
+        noun: what the model is.
+        row: title of the row with the outputs, and their names.
+        range: what the row says after the names.
+        function: name of a function that predicts.
+        code: Python expression for its result, with ``{}`` for the network's outputs.
+        result: sentence on the result.
+    """
+
+    noun: str
+    row: tuple[str, tuple[str, ...]]
+    range: str
+    function: str
+    code: str
+    result: str
 
 
 @dataclass(frozen=True)
@@ -137,6 +174,8 @@ class Task(ABC):
         metrics: metrics of the task, the default first.
         reported: keys of scores in a report besides the default metric and the loss.
         target: dtype of the targets, as in numpy.
+        public: what is declared of the targets, in words.
+        weighted: whether classes can have weights, and their labels be smoothed.
         frozen_parts: whether features of frozen layers can be computed once.
         audited: whether a run can have canaries.
     """
@@ -149,6 +188,8 @@ class Task(ABC):
     metrics: ClassVar[tuple[Metric, ...]]
     reported: ClassVar[tuple[str, ...]]
     target: ClassVar[str]
+    public: ClassVar[str] = "classes"
+    weighted: ClassVar[bool] = True
     frozen_parts: ClassVar[bool] = True
     audited: ClassVar[bool] = True
 
@@ -184,8 +225,32 @@ class Task(ABC):
 
     @property
     @abstractmethod
+    def usage(self) -> "Usage":
+        """Return how a model card names and uses the model."""
+
+    @property
+    @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Return the facts of the task in a model file, as JSON values."""
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """Return the facts that must be unchanged to resume a run."""
+        return {"classes": list(self.names)}
+
+    @property
+    def width(self) -> float:
+        """Largest value of the covered metric: of a record that is wrong in everything."""
+        return 1.0
+
+    @classmethod
+    def fits(cls, loss: str) -> bool:
+        """Return whether a loss fits; its parameter follows a colon."""
+        return loss.partition(":")[0] in {name.partition(":")[0] for name in cls.losses}
+
+    def encoded(self, targets: "NDArray[Any]") -> "NDArray[Any]":
+        """Return targets as a network learns them, of the dtype :attr:`target`."""
+        return targets.astype(self.target)
 
     @abstractmethod
     def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
