@@ -482,7 +482,7 @@ TRUE_MAE = float(evaluated(PLAIN, 1_000_000).metric("mae"))
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(812.345, "812.3"), (50_000.4, "50,000"), (0.012345, "0.01235"), (0.0, "0.000"), (None, "-")],
+    [(812.345, "812.3"), (50_000.4, "50,000"), (0.012345, "0.01235"), (0.0, "0"), (None, "-")],
 )
 def test_numbers_have_four_digits(value: float | None, text: str) -> None:
     assert number(value) == text

@@ -37,6 +37,8 @@ columns: {age: {range: [0, 99]}, sex: {categories: [f, m]}}
 test: {column: site, values: [b]}
 """
 TABLE = "age,sex,ill,site\n" + "30,f,no,a\n40,m,yes,b\n31,m,yes,a\n" * 30
+#: The other columns of a schema that predicts the age.
+NUMBERS = "columns: {sex: {categories: [f, m]}, ill: {categories: [no, yes]}}\ndrop: [site]"
 #: Kinds of run, by what makes them.
 RUNS: Mapping[str, dict[str, Any]] = {
     "ordinary": {},
@@ -93,6 +95,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (root / "schema.yaml").write_text(SCHEMA)
         of_table: dict[str, Any] = {"schema": str(root / "schema.yaml"), "batch_size": 8}
         train_digits(dataset=str(root / "t.csv"), out=root / "table", model="linear", **of_table)
+        for kind in ("number", "count"):
+            said = f"label: {{column: age, range: [0, 99], kind: {kind}}}"
+            file = root / f"{kind}.yaml"
+            file.write_text(f"{said}\n{NUMBERS}")
+            of_table["schema"] = str(file)
+            train_digits(dataset=str(root / "t.csv"), out=root / kind, model="linear", **of_table)
         head: dict[str, Any] = {"pretrained": public, "train": "head", "no_dp": True}
         train_digits(model="mlp-small", out=root / "pretrained", **head)
     found = {path.parent.name: json.loads(path.read_text()) for path in root.glob("*/report.json")}
@@ -113,7 +121,7 @@ def test_schemas_are_schemas_that_describe_every_key(schema: dict[str, Any]) -> 
 
 
 def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
-    assert len(reports) == len(RUNS) + 6
+    assert len(reports) == len(RUNS) + 8
     assert {report["state"] for report in reports.values()} == {
         *("finished", "interrupted", "budget-spent")
     }

@@ -15,6 +15,11 @@ from dpmac_cli.errors import InputError
 
 #: Failures to convert a value, of any library.
 FAILURES = (TypeError, ValueError, RuntimeError, OverflowError)
+#: Said of labels with fractions.
+NO_CLASS = (
+    "has a label that is not a whole number (numbers to predict need a range: target_low and "
+    "target_high)"
+)
 NO_LABEL = -1
 
 
@@ -161,7 +166,7 @@ def labels_in(
         whole = np.isfinite(y) & (y == np.floor(y)) & (abs(y) < 2.0**63)
         bad = ~whole if y.ndim == 1 else ~whole.all(tuple(range(1, y.ndim)))
         rows: Iterable[int] = np.flatnonzero(bad).tolist()
-        faults = dict.fromkeys(rows, "has a label that is not a whole number")
+        faults = dict.fromkeys(rows, NO_CLASS)
         return np.where(whole, y, 0).astype(np.int64), faults
     if kind == "U" and classes is not None:
         same = y[..., None] == np.array(classes).astype(str).ravel()

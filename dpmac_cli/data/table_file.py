@@ -306,7 +306,8 @@ def _targets(
     """Return targets and what is declared of them; add masks of invalid records to ``bad``."""
     if label.range is None:
         places = _indices(cells, label.classes)
-        bad[f"no class of the schema in {label.column}"] = places < 0
+        hint = " (a number to predict needs a range instead)" if (places < 0).all() else ""
+        bad[f"no class of the schema in {label.column}{hint}"] = places < 0
         return places, {"classes": np.array(label.classes)}
     missing = _missing(cells)
     values, outside = _numbers(label, label.column, cells, missing, bad)
