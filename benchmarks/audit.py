@@ -25,9 +25,9 @@ from dpmac_cli.dp.clipping.norms import SquaredNorms
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.randomness.noise import SeededNormals
+from dpmac_cli.release import run
 from dpmac_cli.release.audit import read_audit
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished
+from dpmac_cli.release.publish import Finished
 
 ATTACKED = ("dp-sgd", "dp-macadam")
 #: What every run of a grid has in common.
@@ -43,7 +43,7 @@ class Halved(SeededNormals):
     def __init__(self, noise: Any) -> None:
         self._noise = noise
 
-    def standard_normal(self, like: torch.Tensor) -> torch.Tensor:
+    def standard_normal(self, like: torch.Tensor, at_once: int | None = None) -> torch.Tensor:
         """Half of a standard normal draw."""
         drawn: torch.Tensor = self._noise.standard_normal(like)
         return drawn.mul_(0.5)

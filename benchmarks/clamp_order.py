@@ -60,7 +60,12 @@ def build(setting: Setting) -> tuple[TrainPlan, Trainer]:
     config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", **flags}).plan
     trainer = make_trainer(config, device=torch.device("cpu"))
     if setting["order"] == "before":
-        geometry = ClampBefore(config.hyper.beta1, config.hyper.h1, config.hyper.h2, "paper")
+        geometry = ClampBefore(
+            config.optimizer.hyper.beta1,
+            config.optimizer.hyper.h1,
+            config.optimizer.hyper.h2,
+            "paper",
+        )
         trainer.algorithm = replace(trainer.algorithm, geometry=geometry)
     return config, trainer
 
@@ -78,7 +83,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     config, trainer = build(setting)
     moves, norms = [], []
     before = trainer.state.region.scale
-    for step in range(1, config.steps + 1):
+    for step in range(1, config.privacy.steps + 1):
         trainer.step()
         after = trainer.state.region.scale
         if step > SETTLING:

@@ -36,7 +36,7 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Batch, KeyedSampler
 from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 from dpmac_cli.training.distributed import Ranks
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
 
@@ -390,12 +390,12 @@ def ours(
     trainer = Trainer(
         model=size.build().to(data.gain.device),
         data=data,
-        algorithm=build_algorithm(config.method, config.hyper),
+        algorithm=build_algorithm(config.optimizer.method, config.optimizer.hyper),
         mechanism=mechanism,
-        plan=Plan(
+        plan=StepPlan(
             steps=10**6,
             steps_per_epoch=100,
-            physical_batch=config.gpu_batch if data.gain.is_cuda else config.physical_batch,
+            physical_batch=config.run.gpu_batch if data.gain.is_cuda else config.run.physical_batch,
         ),
         randomness=Randomness(keys=keys, sampler=sampler, noise=noise),
         ranks=ranks,

@@ -28,7 +28,7 @@ from dpmac_cli.models.build import build_network
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
 
@@ -117,12 +117,12 @@ def ours(task: Task, data: Data, batch: int, *, isolated: bool, loop: bool = Fal
     trainer = Trainer(
         model=task.build().to(data.gain.device),
         data=data,
-        algorithm=build_algorithm(config.method, config.hyper),
+        algorithm=build_algorithm(config.optimizer.method, config.optimizer.hyper),
         mechanism=GaussianMechanism(1.0, batch),
-        plan=Plan(
+        plan=StepPlan(
             steps=10**6,
             steps_per_epoch=100,
-            physical_batch=config.physical_batch,
+            physical_batch=config.run.physical_batch,
             isolated=isolated,
         ),
         randomness=Randomness(
@@ -137,7 +137,7 @@ def ours(task: Task, data: Data, batch: int, *, isolated: bool, loop: bool = Fal
         if loop:
             run.vmapped = False
             most = max(1, WRITTEN_OUT // trainer.state.theta.numel())
-            trainer.state.chunk = min(config.physical_batch, most)
+            trainer.state.chunk = min(config.run.physical_batch, most)
     return trainer.step
 
 

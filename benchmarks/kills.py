@@ -26,7 +26,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-import dpmac_cli.runs.train  # noqa: F401  (once, for all processes)
+import dpmac_cli.release.run  # noqa: F401  (once, for all processes)
 from dpmac_cli.__main__ import main
 
 OPTIMIZERS = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")

@@ -4,6 +4,7 @@
                                                    # all of them: half an hour
     python benchmarks/mutants.py --only chunks     # some, by name, definition or file
     python benchmarks/mutants.py --check           # only whether each still applies: seconds
+    python benchmarks/mutants.py --places          # only name the files that they are in now
 
 The bugs are in mutants.toml. Each names a definition and the code to replace there, compared by
 syntax: formatting it or moving it to another place or file changes nothing. The tests run in a
@@ -28,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias, cast
@@ -49,6 +50,8 @@ from syntax import (
 ROOT = Path(__file__).parent.parent
 PACKAGE = "dpmac_cli"
 TABLE = Path(__file__).with_suffix(".toml")
+#: The last complete round, and the page that shows it.
+RECORD, SHOWN = ROOT / "docs/data/mutants.json", ROOT / "docs/mutants.md"
 #: Seconds that tests may take: a bug may have them go on for ever.
 LIMIT = 1800
 #: Loaded before any test is run. None starts a thread.
@@ -66,7 +69,7 @@ FORKS = multiprocessing.get_context("fork")
 KILLED, SURVIVED, BROKEN = "killed", "survived", "broken"
 #: Definitions of the package by qualified name.
 Known: TypeAlias = Mapping[str, list[Definition]]
-PASSED, FAILED = 0, 1  # exit codes of pytest
+PASSED, FAILED, NO_TESTS = 0, 1, 5  # exit codes of pytest
 FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
 FAILURE = re.compile(r"^FAILED (\S+::.*?)(?: - (.*))?$", re.MULTILINE)
 
@@ -168,6 +171,12 @@ class Mutant:
             return f"{self.where}\n{in_package(self.found(known)[0].file)}"
         return self.where
 
+    def placed(self, known: Known, verdict: "Verdict") -> "Verdict":
+        """Return a verdict with the file that the bug goes into now."""
+        with suppress(ValueError):
+            return replace(verdict, file=in_package(self.found(known)[0].file))
+        return verdict
+
     def faults(self, known: Known) -> Iterator[str]:
         """Yield why it cannot be put into the code as it is now, and tests that do not exist."""
         try:
@@ -247,10 +256,24 @@ def in_package(file: Path) -> str:
 def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
     """Run tests of a tree up to the first failure: pytest's exit code, and what it printed.
 
-    In a process forked from this one, which has loaded the libraries, but nothing of the package.
+    Those that are long only run if none of the others fails.
 
     Raises:
         TimeoutError: they go on for ever.
+    """
+    least, said = NO_TESTS, ""
+    for tier in ("not long", "long"):
+        code, said = _run_tier(tree, tests, f"{marker} and {tier}" if marker else tier)
+        if code not in (PASSED, NO_TESTS):
+            return code, said
+        least = min(least, code)
+    return least, said
+
+
+def _run_tier(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
+    """Run the tests of a tier.
+
+    In a process forked from this one, which has loaded the libraries, but nothing of the package.
     """
     arguments = ["-x", "-q", "-n0", "--long", "--tb=no", "-p", "no:cacheprovider", "-m", marker]
     arguments += [f"--rootdir={tree}", f"--basetemp={tree.parent / 'files'}", *tests]
@@ -385,16 +408,35 @@ def earlier(out: Path | None) -> dict[str, Verdict]:
     return {row["name"]: Verdict(**row) for row in rows}
 
 
+def write_all(
+    verdicts: Mapping[str, Verdict],
+    mutants: Sequence[Mutant],
+    known: Known,
+    out: Path | None,
+    page: Path | None,
+) -> None:
+    """Write the verdicts in the table's order, as JSON and as a page."""
+    kept = [m.placed(known, verdicts[m.name]) for m in mutants if m.name in verdicts]
+    if out:
+        write(out, kept)
+    if page:
+        write_page(page, kept)
+
+
 def main() -> None:
     """Examine the mutants, print a table and write it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--check", action="store_true", help="only whether each still applies")
+    parser.add_argument("--places", action="store_true", help="only write where each is now")
     parser.add_argument("--only", default="", help="part of a name, definition or file")
     parser.add_argument("--out", type=Path, help="with --only, its other rows stay as they are")
     parser.add_argument("--page", type=Path, help="for the same as Markdown")
     options = parser.parse_args()
     mutants, known = read_table(), known_definitions(ROOT)
+    if options.places:
+        write_all(earlier(RECORD), mutants, known, RECORD, SHOWN)
+        sys.exit()
     chosen = [m for m in mutants if options.only in f"{m.name}\n{m.place(known)}"]
     if options.check:
         check(chosen, known)
@@ -404,11 +446,7 @@ def main() -> None:
     for verdict in examine_all(chosen, options.jobs):
         print(as_row(verdict), flush=True)
         verdicts[verdict.name] = verdict
-        kept = [verdicts[m.name] for m in mutants if m.name in verdicts]
-        if options.out:
-            write(options.out, kept)
-        if options.page:
-            write_page(options.page, kept)
+        write_all(verdicts, mutants, known, options.out, options.page)
     count = killed(verdicts[m.name] for m in chosen)
     print(f"\n{count} of {len(chosen)} killed.")
     sys.exit(count < len(chosen))

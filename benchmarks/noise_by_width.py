@@ -33,7 +33,7 @@ from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.storage.paths import data_folder
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
 
@@ -56,9 +56,9 @@ def build(width: int, sigma: float, kappa: Any) -> Trainer:
     return Trainer(
         model=model,
         data=load_data("mnist", data_folder(None), torch.device("cpu")),
-        algorithm=build_algorithm(config.method, config.hyper),
+        algorithm=build_algorithm(config.optimizer.method, config.optimizer.hyper),
         mechanism=GaussianMechanism(sigma, BATCH),
-        plan=Plan(steps=STEPS, steps_per_epoch=STEPS, physical_batch=RECORDS),
+        plan=StepPlan(steps=STEPS, steps_per_epoch=STEPS, physical_batch=RECORDS),
         randomness=Randomness(
             keys=keys,
             sampler=KeyedSampler("poisson", size=facts.train_size, batch=BATCH, key=keys.sampler),

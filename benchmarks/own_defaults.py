@@ -39,12 +39,12 @@ def write(name: str, folder: Path) -> Path:
         arrays |= {"low": found.data.min(0), "high": found.data.max(0)}
     else:
         plan = resolve({"dataset": name, "device": "cpu"}).plan
-        data = load_data(name, plan.data_dir, torch.device("cpu"))
+        data = load_data(name, plan.data.folder, torch.device("cpu"))
         arrays = {}
         for split, end in ((data.train, ""), (data.test, "_test")):
             images = split.images.flatten(2).float()
             images = (images - images.min()) * 255 / (images.max() - images.min())
-            shape = (len(images), *plan.facts.shape)
+            shape = (len(images), *plan.data.facts.shape)
             pixels = images.round().byte().reshape(shape).numpy()
             arrays |= {f"x{end}": pixels, f"y{end}": split.labels.long().numpy()}
     np.savez(path, **arrays)
@@ -80,7 +80,7 @@ def accuracies(name: str, path: Path, changed: dict[str, Any], folder: Path) -> 
         if name in LARGE:
             del flags["split_seed"]
         if "share" in changed:
-            records = resolve(flags).plan.facts.train_size
+            records = resolve(flags).plan.data.facts.train_size
             flags |= {"epsilon": 3, "batch_size": -(-records // changed["share"])}
         plan = resolve(flags, out=folder / "run", force=True, checkpoint_every="3600s").plan
         report = finish(train(plan)).report

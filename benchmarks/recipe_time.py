@@ -50,13 +50,13 @@ def timed_step(trainer: Trainer, records: int) -> Timed:
 
 def measure(plan: TrainPlan, trainer: Trainer, rounds: int) -> tuple[Timed, Timed]:
     """Return the medians of a chunk and of a whole step at the plan's batch size."""
-    chunk = plan.physical_batch
+    chunk = plan.run.physical_batch
     timed_step(trainer, chunk)
     chunks, steps = [], []
     for _ in range(rounds):
         short, long = (timed_step(trainer, n * chunk) for n in (1, CHUNKS))
         each = [(b - a) / (CHUNKS - 1) for a, b in zip(short, long, strict=True)]
-        more = plan.batch_size / chunk - 1
+        more = plan.privacy.batch_size / chunk - 1
         chunks.append(Timed(*each))
         steps.append(Timed(*(a + more * e for a, e in zip(short, each, strict=True))))
     return median(chunks), median(steps)
@@ -83,15 +83,15 @@ def main() -> None:
     print("|---" * 6 + "|")
     for size in sizes:
         plan = resolve(file=options.config, physical_batch=size).plan
-        if not isinstance(plan.data, str):
+        if not isinstance(plan.data.source, str):
             parser.error("the recipe must name a built-in data set")
-        data = noise_images(DATASETS[plan.data], device)
+        data = noise_images(DATASETS[plan.data.source], device)
         trainer = make_trainer(plan, device=device, data=data)
         chunk, step = measure(plan, trainer, 1 if options.quick else options.rounds)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(
             f"| {size} | {plan.recipe.views} | {chunk.wall:.2f} | {step.wall:.0f} ({step.cpu:.0f}) "
-            f"| {step.wall * plan.steps / 3600:.1f} | {resident:.0f} |",
+            f"| {step.wall * plan.privacy.steps / 3600:.1f} | {resident:.0f} |",
             flush=True,
         )
 

@@ -46,7 +46,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.sampling import KeyedSampler
-from dpmac_cli.runs import train as run
+from dpmac_cli.release import run
 from dpmac_cli.runs.session import Update
 from dpmac_cli.training.trainer import Trainer
 
@@ -196,7 +196,7 @@ def audit(setting: Setting) -> dict[str, Any]:
     ):
         folder = Path(place) / "run"
         plan = resolve({**COMMON, **given, "out": str(folder), "force": True}).plan
-        data = load_data("digits", plan.data_dir, torch.device("cpu"))
+        data = load_data("digits", plan.data.folder, torch.device("cpu"))
         if setting["record"] == "white":
             data.train.images[number] = 255
         auditor, found = Auditor(), ""

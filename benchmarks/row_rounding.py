@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from dpmac_cli.dp.clipping.outer_products import products_by_onednn
-from dpmac_cli.dp.clipping.rows import PERIOD, Manner, find_manner, some_numbers
+from dpmac_cli.dp.clipping.batch_invariance import PERIOD, Manner, find_manner, some_numbers
+from dpmac_cli.dp.clipping.matmul import products_by_onednn
 
 #: Largest number of rows.
 MOST = 160

@@ -20,7 +20,7 @@ from matplotlib import pyplot as plt
 
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.runs.train import finish, train
+from dpmac_cli.release.run import finish, train
 from dpmac_cli.storage.paths import data_folder
 
 EPSILONS = (1.0, 3.0, 8.0)

@@ -14,15 +14,15 @@ import typer
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import app
 from dpmac_cli.config import keywords
+from dpmac_cli.config.account_flags import FLAGS
 from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.fields import Option, flag_name
-from dpmac_cli.config.given import EXCLUSIVE, INCOMPATIBLE
-from dpmac_cli.config.question import FLAGS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Settings
+from dpmac_cli.config.sources import EXCLUSIVE, INCOMPATIBLE
 from dpmac_cli.data.registry import DATASETS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import LEAST_CNN, Records, found
+from dpmac_cli.data.splits import LEAST_CNN, Records, data_facts
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 from dpmac_cli.tasks.classification import Classification
@@ -55,7 +55,7 @@ KEYWORDS = '''\
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.optimizers import Kappa
 
 #: Names of the settings of a training run.
@@ -345,7 +345,7 @@ def _own(shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
     """Return facts of your own dataset with many records."""
     labels, ends = np.zeros(MANY, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
     task = Classification(("a", "b"))
-    return found(Source(Path()), [Records(labels, labels)] * 2, shape, task, ends).facts
+    return data_facts(Source(Path()), [Records(labels, labels)] * 2, shape, task, ends).facts
 
 
 def learning_rates() -> str:
@@ -371,7 +371,7 @@ def by_optimizer() -> str:
     names = sorted(set().union(*(row.settings for row in OPTIMIZERS.values())))
     rows = []
     for optimizer, row in OPTIMIZERS.items():
-        hyper = resolve(dataset="mnist", optimizer=optimizer).plan.hyper
+        hyper = resolve(dataset="mnist", optimizer=optimizer).plan.optimizer.hyper
         cells = [shown(getattr(hyper, name)) if name in row.settings else "" for name in names]
         rows.append((f"`{optimizer}`", *cells))
     head = ("", *(f"`--{flag_name(name)}`" for name in names))
@@ -457,7 +457,7 @@ def keyword(setting: Option) -> str:
     if setting.kind is Path or Path in allowed:
         kind = "str | Path"
     elif setting.choice and setting.choice.instances:
-        kind = "str | Path | AtHand"
+        kind = "str | Path | InMemoryData"
     elif setting.name == "kappa":
         kind = "Kappa"
     elif "1" in setting.choices or (setting.pattern and re.fullmatch(setting.pattern.regex, "1")):

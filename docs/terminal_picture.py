@@ -13,10 +13,10 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-from dpmac_cli.cli.display import Display
+from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.release.run import train
 from dpmac_cli.runs.session import Update
-from dpmac_cli.runs.train import train
 from dpmac_cli.training.loop import Evaluated
 
 COMMAND = "dpmac train --dataset digits"
@@ -31,7 +31,7 @@ PICTURE = Path(__file__).resolve().with_name("train.svg")
 def main() -> None:
     """Train, stop to look, and draw."""
     shown = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True)
-    display = Display(shown)
+    display = RunDisplay(shown)
     display._bar.disable = True  # until it is drawn below
     shown.print(Text.assemble(("$ ", "dim"), (COMMAND, "bold")))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

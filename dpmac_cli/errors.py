@@ -1,19 +1,61 @@
 """Exceptions that a user can act on, with their exit codes."""
 
 import errno
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import ClassVar
 
 BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 1, 2, 3, 4, 130
 
+#: Whether a command runs, whose messages name settings as flags. Those of a program name keywords.
+_IN_COMMAND: ContextVar[bool] = ContextVar("_IN_COMMAND", default=False)
+#: A command to type, up to the end of its sentence or of the brackets that it is in.
+_COMMAND = r"\b(?:dpmac|pip|scancel|sbatch) [a-z-].*?(?=[.;:)](?:\s|$)|$)"
+#: A flag, and the space before a value that is a number, in quotes, or a placeholder such as MORE.
+_FLAG = r"(?<![\w-])--([a-z][a-z0-9-]*)( (?=[\d'\"]|[A-Z]+\b))?"
+
+
+@contextmanager
+def named_as_flags() -> Iterator[None]:
+    """Name settings in messages as flags (``--batch-size``), for a command that was typed."""
+    token = _IN_COMMAND.set(True)
+    try:
+        yield
+    finally:
+        _IN_COMMAND.reset(token)
+
+
+def named(text: str) -> str:
+    """Return a message that names settings as its reader gives them.
+
+    Messages are written with flags. In a Python program, they become keywords: ``batch_size``
+    instead of ``--batch-size``, except in commands to type.
+    """
+    if _IN_COMMAND.get():
+        return text
+    pieces = re.split(f"({_COMMAND})", text)
+    pieces[::2] = [re.sub(_FLAG, _as_keyword, piece) for piece in pieces[::2]]
+    return "".join(pieces)
+
+
+def _as_keyword(flag: re.Match[str]) -> str:
+    return flag[1].replace("-", "_") + "=" * (flag[2] is not None)
+
 
 class DpmacError(Exception):
-    """Base class of errors with messages for the user, each a full sentence with a remedy."""
+    """Base class of errors with messages for the user, each a full sentence with a remedy.
+
+    Args:
+        errors: messages, in which settings are flags: see :func:`named`.
+    """
 
     exit_code: ClassVar[int] = BUG
 
     def __init__(self, errors: str | Sequence[str]) -> None:
-        self.errors: tuple[str, ...] = (errors,) if isinstance(errors, str) else tuple(errors)
+        given = (errors,) if isinstance(errors, str) else errors
+        self.errors: tuple[str, ...] = tuple(map(named, given))
         super().__init__("\n".join(self.errors))
 
 

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import dpmac_cli
 from dpmac_cli.errors import DpmacError, ModelError, RunError, as_sentence
@@ -32,8 +34,8 @@ def _says(failure: BaseException, words: tuple[str, ...]) -> bool:
 
 
 @contextmanager
-def code_of_network(x: Tensor) -> Iterator[None]:
-    """Convert a failure of a network on a batch, shape (samples, ...), to a ModelError.
+def code_of_network(batch: Any) -> Iterator[None]:
+    """Convert a failure of a network on a batch of tensors, (samples, ...), to a ModelError.
 
     The error contains neither the original message, which may quote private records, nor the
     number of samples, which is private.
@@ -45,8 +47,9 @@ def code_of_network(x: Tensor) -> Iterator[None]:
     except (Exception, SystemExit) as failure:
         if out_of_memory(failure) or device_lost(failure):
             raise
+        shapes = [tuple(t.shape[1:]) for t in tree_leaves(batch) if isinstance(t, Tensor)]
         raise ModelError(
-            f"The network failed on samples of shape {tuple(x.shape[1:])}: "
+            f"The network failed on samples of shape {', '.join(map(str, shapes))}: "
             f"{type(failure).__name__}{_place(failure)}. Its message may contain private records; "
             "to show it, use dpmac train --debug."
         ) from failure
@@ -69,7 +72,7 @@ def _place(failure: BaseException) -> str:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def torch_failures_explained() -> Iterator[None]:
     """Convert out-of-memory errors and a lost device to a RunError with a remedy."""
     try:
         yield

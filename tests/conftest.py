@@ -1,7 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.errors import named_as_flags
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.runs import setup
+from dpmac_cli.runs import prepare
 from dpmac_cli.storage.progress import Computing
 
 OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
@@ -18,6 +19,8 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 
 LEFT_OUT = pytest.StashKey[int]()
+#: Tests of privacy promises that have no short case.
+LONG_ALONE = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,8 +28,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked long, too")
 
 
+def name_of(item: pytest.Item) -> str:
+    """Return the file and the name of a test, without the parameters of the case."""
+    return item.nodeid.partition("[")[0]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked as long, except with ``--long`` or if a test is named by its id."""
+    private = [item for item in items if item.get_closest_marker("privacy")]
+    short = {name_of(item) for item in private if not item.get_closest_marker("long")}
+    config.stash[LONG_ALONE] = {name_of(item) for item in private} - short
     named = any("::" in name for name in config.invocation_params.args)
     if config.getoption("--long") or named:
         return
@@ -50,6 +61,13 @@ def pytest_terminal_summary(
     """Print how many long tests were left out, and how to run them."""
     if count := config.stash.get(LEFT_OUT, 0):
         terminalreporter.write_line(f"{count} long tests were not run. Run all: pytest --long")
+
+
+@pytest.fixture(autouse=True)
+def _messages_of_a_command() -> Iterator[None]:
+    """Messages are read as a command shows them; test_library.py reads those of a program."""
+    with named_as_flags():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -103,4 +121,4 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
         return Data(split(data.train), split(data.test), *plain, data.task), ""
 
-    monkeypatch.setattr(setup, "featured", featured)
+    monkeypatch.setattr(prepare, "featured", featured)

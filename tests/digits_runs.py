@@ -10,11 +10,12 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.runs.session import Finished, RunEvent
-from dpmac_cli.runs.train import finish, train
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import RunEvent, finish, train
+from dpmac_cli.studies.grid import Run
 
 #: Noise that is cheap to price: the grid of privacy losses grows like 1/sigma^2.
 SIGMA = 6.0
@@ -33,6 +34,11 @@ def digits_config(file: Path | None = None, **flags: Any) -> TrainPlan:
         if not {"sigma", "epsilon", "no_dp"} & flags.keys():
             short["sigma"] = SIGMA
     return resolve({**short, "device": "cpu", **flags}, file).plan
+
+
+def a_run(plan: TrainPlan, folder: Path = Path("run")) -> Run:
+    """The only run of a study, in a folder."""
+    return Run(plan.placed(ChosenFolder(folder, force=True)), folder, 0, (), plan.privacy.sigma)
 
 
 def after(steps: int) -> Callable[[], bool]:

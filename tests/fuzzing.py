@@ -30,14 +30,15 @@ from typer.testing import CliRunner
 from dpmac_cli.cli import compare as compare_command
 from dpmac_cli.cli import train as train_command
 from dpmac_cli.cli.app import app
+from dpmac_cli.config.account_flags import FLAGS
 from dpmac_cli.config.fields import flag_name, options
-from dpmac_cli.config.question import FLAGS
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import loaders as data
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.release import scoring
-from dpmac_cli.runs import folder, setup
+from dpmac_cli.runs import folder
+from dpmac_cli.runs import prepare as preparation
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.studies import local as workers
 from dpmac_cli.studies.executor import Result
@@ -274,12 +275,12 @@ class InlinePool(workers.Pool):
         """As the command is asked to stop."""
         return False
 
-    def _submit(self, plans: Any) -> Any:
-        return plans
+    def _submit(self, runs: Any) -> Any:
+        return runs
 
     def _result(self, job: Any) -> Result:
         with contextlib.redirect_stdout(sys.stderr):
-            return train_run(job, self.data[job.data], self.stop)
+            return train_run(job, self.data[job.plan.data.source], self.stop)
 
     def _cancel(self, job: Any) -> None:
         pass
@@ -292,7 +293,7 @@ class InlinePool(workers.Pool):
 def quickened() -> Iterator[None]:
     """Commands that take no longer than they must: nobody waits for data, processes or steps."""
     with contextlib.ExitStack() as patched:
-        patched.enter_context(mock.patch.object(setup, "loading", _loading))
+        patched.enter_context(mock.patch.object(preparation, "loading", _loading))
         for module in (scoring, workers):
             patched.enter_context(mock.patch.object(module, "load_data", _load_data))
         for command in (train_command, compare_command):

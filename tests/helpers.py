@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from dpmac_cli.config.fields import options
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data import own
+from dpmac_cli.data import user_data
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.dp.algorithm import build_algorithm
+from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
@@ -33,7 +34,7 @@ from dpmac_cli.tasks.metrics import Answers
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
 
@@ -57,7 +58,7 @@ HYPER = Hyperparameters(
 MECHANISM = GaussianMechanism(1.0, 8)
 #: The norm that small steps are clipped to.
 CLIP_LIMIT = clip_limit(1)
-PLAN = Plan(steps=20, steps_per_epoch=5, physical_batch=1000)
+PLAN = StepPlan(steps=20, steps_per_epoch=5, physical_batch=1000)
 
 
 def limits_of(setting: str) -> list[tuple[str, str]]:
@@ -80,7 +81,7 @@ def tiny_data(dtype: torch.dtype = torch.float64, *, records: int = 40, seed: in
 
     gain, offset = torch.full((1, 1, 1), 1 / 64), torch.full((1, 1, 1), -2.0)
     constants = gain.to(dtype), offset.to(dtype)
-    return Data(split(records), split(records // 2), *constants, classes(CLASSES))
+    return Data(split(records), split(records // 2), *constants, class_task(CLASSES))
 
 
 def answers_of(result: Evaluation) -> Answers:
@@ -89,7 +90,7 @@ def answers_of(result: Evaluation) -> Answers:
     return result.results.answers
 
 
-def classes(count: int) -> Classification:
+def class_task(count: int) -> Classification:
     """The task with classes 0, 1, 2 and so on."""
     return Classification(tuple(map(str, range(count))))
 
@@ -133,8 +134,8 @@ class KeptNoise(Noise):
         normals = super().at(step)
         standard_normal = normals.standard_normal
 
-        def kept(like: Tensor) -> Tensor:
-            self.drawn.append(standard_normal(like))
+        def kept(like: Tensor, at_once: int | None = None) -> Tensor:
+            self.drawn.append(standard_normal(like, at_once))
             return self.drawn[-1].clone()
 
         normals.standard_normal = kept  # type: ignore[method-assign]
@@ -188,7 +189,7 @@ def make_trainer(
     name: str,
     mechanism: GaussianMechanism = MECHANISM,
     *,
-    plan: Plan = PLAN,
+    plan: StepPlan = PLAN,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     data: Data | None = None,
@@ -239,7 +240,7 @@ def walk(trainer: Trainer, steps: int) -> Tensor:
     return torch.stack(thetas)
 
 
-def in_chunks_of(physical_batch: int) -> Plan:
+def in_chunks_of(physical_batch: int) -> StepPlan:
     """The plan with another physical batch."""
     return replace(PLAN, physical_batch=physical_batch)
 
@@ -260,11 +261,21 @@ def per_sample_gradients(theta: NDArray[np.float64], data: Data, rows: Any) -> N
     return np.concatenate([by_w1, delta1, by_w2, delta2], axis=1)
 
 
+def numbers(*shape: int) -> Structure:
+    """The structure of a sample of float32 numbers."""
+    return Structure(torch.zeros(1, *shape))
+
+
+def classes(*shape: int) -> Structure:
+    """The structure of a sample's labels, which are classes."""
+    return Structure(torch.zeros(1, *shape, dtype=torch.long), keep=True)
+
+
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 
 def load(source: Source, facts: Dataset | None = None) -> tuple[Arrays, Arrays]:
     """Training and test records of a dataset of your own, read from their file."""
-    (x, y, _), (x_test, y_test, _) = outcome(own.load(source, facts))
+    (x, y, _), (x_test, y_test, _) = outcome(user_data.load(source, facts))
     records = (part.read() if isinstance(part, Rows) else part for part in (x, x_test))
     return (next(records), y), (next(records), y_test)

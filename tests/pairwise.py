@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 Choice: TypeAlias = tuple[int, int]
 
 
-def pairwise(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
+def all_pairs(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return rows such that any two values of two columns are in some row together.
 
     The rows are the same each time, and the first has the first value of each column. A column

@@ -25,11 +25,12 @@ from scipy.stats import norm
 from dpmac_cli.accounting import accountants as accounting
 from dpmac_cli.accounting import pricing
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
-from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent, merged
 from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
+from tests.tiers import rest_long
 
 pytestmark = pytest.mark.privacy
 
@@ -71,14 +72,13 @@ def digits(sampler: str, sigma: float = 1.5, steps: int = 60) -> TrainingEvent:
 # Golden numbers.
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("sigma", "ours", "paper"), MNIST_GOLDEN)
+@pytest.mark.parametrize(("sigma", "ours", "paper"), rest_long(MNIST_GOLDEN))
 def test_mnist_epsilons_of_the_paper(sigma: float, ours: float, paper: float) -> None:
     config = resolve({"dataset": "mnist", "sigma": sigma}).plan
-    assert (config.event.sampling_rate, config.steps) == (MNIST_RATE, 1175)
-    event = TrainingEvent(config.event.sampling_rate, sigma, config.steps)
-    assert total_epsilon((event,), config.delta) == pytest.approx(ours, abs=1e-3)
-    assert total_epsilon((event,), config.delta) <= paper
+    assert (config.privacy.event.sampling_rate, config.privacy.steps) == (MNIST_RATE, 1175)
+    event = TrainingEvent(config.privacy.event.sampling_rate, sigma, config.privacy.steps)
+    assert total_epsilon((event,), config.privacy.delta) == pytest.approx(ours, abs=1e-3)
+    assert total_epsilon((event,), config.privacy.delta) <= paper
 
 
 @pytest.mark.parametrize(("sigma", "ours", "paper"), CIFAR_GOLDEN)
@@ -214,7 +214,9 @@ def test_one_sampled_step_costs_what_the_closed_form_says(rate: float, sigma: fl
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("sampler", ONCE_AN_EPOCH)
-@pytest.mark.parametrize(("sigma", "steps"), [(1.5, 60), (1.5, 1), (4.0, 13), (0.7, 12)])
+@pytest.mark.parametrize(
+    ("sigma", "steps"), rest_long([(4.0, 13), (1.5, 1), (1.5, 60), (0.7, 12)], short=2)
+)
 def test_an_epoch_begun_costs_a_whole_one_whatever_the_rate(
     sampler: str, sigma: float, steps: int
 ) -> None:
@@ -409,7 +411,6 @@ def test_an_accountant_is_called_by_its_name_and_version() -> None:
 # Monotone, and composing.
 
 
-@pytest.mark.long
 @given(
     rate=st.floats(0.01, 0.1),
     sigma=st.floats(1, 3),
@@ -417,7 +418,7 @@ def test_an_accountant_is_called_by_its_name_and_version() -> None:
     delta=st.floats(1e-8, 1e-3),
 )
 @settings(max_examples=4, deadline=None, database=None)
-@pytest.mark.parametrize(("sampler", "accountant"), PRICED)
+@pytest.mark.parametrize(("sampler", "accountant"), rest_long(PRICED))
 def test_price_rises_with_rate_and_steps_and_falls_with_noise_and_delta(
     sampler: str, accountant: str, rate: float, sigma: float, steps: int, delta: float
 ) -> None:
@@ -428,6 +429,24 @@ def test_price_rises_with_rate_and_steps_and_falls_with_noise_and_delta(
     assert total_epsilon((event,), delta * 2, accountant) < price
     dearer = total_epsilon((replace(event, sampling_rate=rate * 1.2),), delta, accountant)
     assert dearer == price if event.sampling.once_an_epoch else dearer > price
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        TrainingEvent(DIGITS_RATE, 6.0, 3),
+        TrainingEvent(1.0, 2.0, 5),
+        TrainingEvent(0.01, 0.3, 40),
+        TrainingEvent(1.0, 0.02, 3),
+        TrainingEvent(DIGITS_RATE, 1.5, 24, "random-allocation", 12),
+    ],
+    ids=str,
+)
+def test_deltas_at_many_epsilons_are_those_of_the_library(event: TrainingEvent) -> None:
+    losses = accounting.loss_distribution(merged((event,)), accounting.FINE)
+    epsilons = np.append(0.0, np.geomspace(1e-6, 700, 2000))
+    expected = losses.computed.get_delta_for_epsilon(epsilons) + losses.rounding
+    np.testing.assert_allclose(losses.deltas(epsilons), expected, rtol=1e-12, atol=1e-16)
 
 
 @pytest.mark.parametrize("sampler", ONCE_AN_EPOCH)
@@ -465,8 +484,7 @@ def test_steps_composed_in_blocks_cost_what_they_cost_in_one(
     assert blocks == pytest.approx(plain, rel=1e-6)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("sampler", "accountant"), PRICED)
+@pytest.mark.parametrize(("sampler", "accountant"), rest_long(PRICED))
 def test_two_halves_cost_the_whole(sampler: str, accountant: str) -> None:
     whole, half = digits(sampler, steps=48), digits(sampler, steps=24)
     price = total_epsilon((whole,), DELTA, accountant)
@@ -548,9 +566,10 @@ def test_schedule_is_an_increasing_upper_bound_with_an_exact_end(
     assert_upper_bound(schedule, event, lambda part: total_epsilon((part,), DELTA))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("sampler", "accountant"), PRICED)
-@pytest.mark.parametrize("steps", [24, 27, 5])
+@pytest.mark.parametrize(
+    ("steps", "sampler", "accountant"),
+    rest_long((steps, *priced) for steps in (24, 27, 5) for priced in PRICED),
+)
 def test_every_sampler_has_such_a_schedule(sampler: str, accountant: str, steps: int) -> None:
     event = digits(sampler, steps=steps)
     schedule = epsilon_schedule(event, DELTA, 12, accountant=accountant)
@@ -559,7 +578,7 @@ def test_every_sampler_has_such_a_schedule(sampler: str, accountant: str, steps:
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 @pytest.mark.parametrize("sampler", ONCE_AN_EPOCH)
-@pytest.mark.parametrize("steps", [60, 63, 5, 300 * 12])
+@pytest.mark.parametrize("steps", rest_long([63, 5, 60, 300 * 12], short=2))
 def test_where_epochs_are_paid_for_the_schedule_steps_at_their_ends(
     sampler: str, accountant: str, steps: int
 ) -> None:
@@ -575,8 +594,7 @@ def test_where_epochs_are_paid_for_the_schedule_steps_at_their_ends(
         assert exact * (1 - 1e-12) <= price <= exact * 1.003 + 1e-3
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("sampler", "accountant"), PRICED)
+@pytest.mark.parametrize(("sampler", "accountant"), rest_long(PRICED))
 def test_a_branchs_schedule_starts_from_what_was_spent_before(
     sampler: str, accountant: str
 ) -> None:
@@ -604,6 +622,7 @@ def test_schedule_of_a_run_without_noise_or_without_steps() -> None:
     assert epsilon_schedule(TrainingEvent(0.1, 1.0, 0), DELTA, 10).points == ((0, 0.0),)
 
 
+@pytest.mark.long
 def test_mnist_schedule_costs_little_time_and_falls_on_epochs() -> None:
     event = TrainingEvent(MNIST_RATE, 0.5, 1175)
     assert (

@@ -13,6 +13,7 @@ import pytest
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
+from tests.tiers import rest_long
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -69,8 +70,7 @@ def test_there_are_enough_settings() -> None:
     assert len(set(SETTINGS)) == len(SETTINGS) >= 60
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), SETTINGS)
+@pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), rest_long(SETTINGS, 8))
 def test_our_price_lies_within_the_bounds_of_opacus(
     rate: float, sigma: float, steps: int, delta: float
 ) -> None:
@@ -95,7 +95,6 @@ def test_what_opacus_reports_is_its_upper_bound() -> None:
     )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "event",
     [

@@ -11,6 +11,7 @@ from scipy import integrate, stats
 from dpmac_cli.accounting import allocation
 from dpmac_cli.accounting.allocation import allocated_gaussian, likelihood_ratios, small_sums
 from dpmac_cli.accounting.events import LEAST_NOISE
+from tests.tiers import rest_long
 
 Floats = NDArray[np.float64]
 
@@ -51,7 +52,14 @@ def expected(steps: int, strike: float, sigma: float) -> float:
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("steps", "sigma", "epsilon"),
-    [*itertools.product([2], [0.5, 1.0, 3.0], [0.1, 0.5, 1.5]), (3, 1.0, 0.5)],
+    rest_long(
+        [
+            *((2, 0.5, 0.1), (2, 1.0, 0.1), (2, 3.0, 1.5), (2, 1.0, 0.5)),
+            *((2, 0.5, 0.5), (2, 0.5, 1.5), (3, 1.0, 0.5), (2, 1.0, 1.5), (2, 3.0, 0.1)),
+            (2, 3.0, 0.5),
+        ],
+        short=4,
+    ),
 )
 def test_delta_of_an_epoch_is_that_of_quadrature(steps: int, sigma: float, epsilon: float) -> None:
     remove, add = likelihood_ratios(steps, sigma).deltas(np.array([epsilon]))
@@ -98,8 +106,16 @@ def shortfall(steps: int, strike: float, sigma: float) -> float:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("sigma", [0.4, 0.6, 1.0])
-@pytest.mark.parametrize("steps", [2, 4, 20])
+@pytest.mark.parametrize(
+    ("steps", "sigma"),
+    rest_long(
+        [
+            *((2, 0.4), (4, 0.6), (20, 1.0)),
+            *((2, 0.6), (2, 1.0), (4, 0.4), (4, 1.0), (20, 0.4), (20, 0.6)),
+        ],
+        short=3,
+    ),
+)
 def test_few_steps_are_amplified(steps: int, sigma: float) -> None:
     """R is at least Z/t of the record's step, so epsilon is at least that of Z less log t."""
     epoch = allocated_gaussian(steps, sigma, WIDTH)
@@ -135,7 +151,7 @@ def losses(steps: int, sigma: float, epochs: int, count: int, seed: int) -> Floa
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("steps", "sigma", "epochs"),
-    [(20, 0.7, 1), (50, 1.0, 3), (7, 2.0, 5), (4, 0.6, 1), (2, 0.8, 3)],
+    rest_long([(20, 0.7, 1), (2, 0.8, 3), (50, 1.0, 3), (7, 2.0, 5), (4, 0.6, 1)], short=2),
 )
 def test_delta_of_a_run_is_that_of_a_simulation(steps: int, sigma: float, epochs: int) -> None:
     pld = allocated_gaussian(steps, sigma, WIDTH).self_compose(epochs)
@@ -157,7 +173,7 @@ PACKAGE = [
 ]
 
 
-@pytest.mark.parametrize(("sigma", "steps", "epochs", "package", "poisson"), PACKAGE)
+@pytest.mark.parametrize(("sigma", "steps", "epochs", "package", "poisson"), rest_long(PACKAGE))
 def test_epsilon_is_a_little_below_that_of_the_package(
     sigma: float, steps: int, epochs: int, package: float, poisson: float
 ) -> None:

@@ -76,23 +76,29 @@ def test_fractions_of_a_torch_dataset_are_the_images(tmp_path: Path) -> None:
     )
     inputs = []
     for dataset in (plain, read):
-        data = load_data(resolve(QUICK, dataset=dataset).plan.data, Path(), torch.device("cpu"))
+        data = load_data(
+            resolve(QUICK, dataset=dataset).plan.data.source, Path(), torch.device("cpu")
+        )
         inputs.append(data.standardised(data.train.images))
     assert torch.allclose(inputs[0], inputs[1], atol=1e-6)
-    assert resolve(QUICK, dataset=read).plan.facts.shape == (3, 8, 8)
+    assert resolve(QUICK, dataset=read).plan.data.facts.shape == (3, 8, 8)
 
 
 def test_pictures_of_a_torch_dataset_stay_bytes(tmp_path: Path) -> None:
     train_set = FakeData(40, (3, 16, 16), 3)
     test_set = FakeData(20, (3, 16, 16), 3, random_offset=40)
     plan = resolve(QUICK, dataset=from_torch(train_set, test_set, classes=["a", "b", "c"])).plan
-    assert (plan.facts.train_size, plan.facts.test_size, plan.found.held_out) == (40, 20, False)
-    data = load_data(plan.data, Path(), torch.device("cpu"))
+    assert (plan.data.facts.train_size, plan.data.facts.test_size, plan.data.found.held_out) == (
+        40,
+        20,
+        False,
+    )
+    data = load_data(plan.data.source, Path(), torch.device("cpu"))
     assert data.train.images.dtype == torch.uint8
     first = torch.as_tensor(np.array(train_set[0][0])).permute(2, 0, 1)
     assert torch.equal(data.train.images[0], first)
     scaled = from_torch(FakeData(80, (3, 16, 16), 3, ToTensor()), low=0, high=1)
-    assert resolve(QUICK, dataset=scaled).plan.facts.levels == 1
+    assert resolve(QUICK, dataset=scaled).plan.data.facts.levels == 1
 
 
 @pytest.mark.parametrize("kind", [pd.DataFrame, pl.DataFrame])
@@ -112,7 +118,7 @@ def test_data_frames_are_read_as_their_schema_says(kind: Any, tmp_path: Path) ->
     held = resolve(QUICK, dataset=from_dataframe(given, schema)).plan
     filed = resolve(QUICK, dataset=tmp_path / "table.csv", schema=tmp_path / "schema.yaml").plan
     ours, theirs = (
-        load_data(plan.data, Path(), torch.device("cpu")).train for plan in (held, filed)
+        load_data(plan.data.source, Path(), torch.device("cpu")).train for plan in (held, filed)
     )
     assert torch.equal(ours.images, theirs.images)
     assert torch.equal(ours.labels, theirs.labels)
@@ -123,6 +129,7 @@ def test_data_frames_are_read_as_their_schema_says(kind: Any, tmp_path: Path) ->
         resolve(QUICK, dataset=from_dataframe(frame.drop(columns="mean radius"), schema))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_the_same_records_only(tmp_path: Path) -> None:
     x, y = rows()
     data, out = ArrayData(x, y, low=0, high=2), tmp_path / "run"
@@ -172,7 +179,7 @@ def test_labels_cannot_change_under_a_run() -> None:
     x, y = rows(60)
     data = ArrayData(x, y, low=0, high=2)
     plan = resolve(QUICK, dataset=data).plan
-    kept = load_data(plan.data, Path(), torch.device("cpu")).train.labels.clone()
+    kept = load_data(plan.data.source, Path(), torch.device("cpu")).train.labels.clone()
     y[:] = 7
-    assert torch.equal(load_data(plan.data, Path(), torch.device("cpu")).train.labels, kept)
+    assert torch.equal(load_data(plan.data.source, Path(), torch.device("cpu")).train.labels, kept)
     assert "ArrayData" in dpmac_cli.__all__

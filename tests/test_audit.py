@@ -18,6 +18,7 @@ from scipy.stats import binom, norm
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.errors import InputError
+from dpmac_cli.release import audit
 from dpmac_cli.release.audit import Audit, as_likely, chance, curve_bound, lower_bound, read_audit
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
@@ -149,6 +150,7 @@ def test_a_true_curve_is_contradicted_once_in_twenty_at_most(mu: float, m: int, 
     assert broken <= binom.ppf(0.999, 2000, 0.05)
 
 
+@pytest.mark.long
 def test_many_canaries_come_near_the_truth_of_a_curve() -> None:
     """Of one Gaussian mechanism with sigma 1: epsilon 4.38 at delta 1e-5."""
     event = (TrainingEvent(1.0, 1.0, 1),)
@@ -202,7 +204,10 @@ def test_a_claim_holds_up_to_the_bound() -> None:
 
 
 @pytest.mark.privacy
-def test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve() -> None:
+def test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(audit, "curve_bound", cache(audit.curve_bound))  # of seconds
     count, events = 1000, (TrainingEvent(0.01, 1.0, 100),)
     coins = tuple(bool(i % 4) == (i >= count // 2) for i in range(count))  # 3 of 4 are right
     found = Audit(1.0, DELTA, 200, tuple(map(float, range(count))), coins, events)

@@ -28,10 +28,10 @@ from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import AT_A_TIME, featured
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze
 from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone, BuiltIn, Trained
-from dpmac_cli.release.publish import load_model
-from dpmac_cli.runs.train import finish, resume, train
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.run import finish, resume, train
 from tests.digits_runs import after, digits_config, of, refused, same_weights, train_digits
-from tests.helpers import classes
+from tests.helpers import class_task
 
 DIGITS, CIFAR = DATASETS["digits"], DATASETS["cifar10"]
 LITE0 = "efficientnet-lite0"
@@ -93,7 +93,7 @@ def test_a_record_more_changes_no_feature_of_others(tmp_path: Path) -> None:
     def features_of(kept: torch.Tensor) -> torch.Tensor:
         train = Split(kept, torch.zeros(len(kept), dtype=torch.long))
         gain, offset = torch.full((3, 1, 1), 1 / 64), torch.full((3, 1, 1), -2.0)
-        data = Data(train, Split(images[:2], others), gain, offset, classes(2))
+        data = Data(train, Split(images[:2], others), gain, offset, class_task(2))
         return of(featured(parts, data, {}, tmp_path))[0].train.images
 
     assert torch.equal(features_of(images)[1:], features_of(images[1:]))
@@ -243,6 +243,7 @@ def published_resnet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_a_network_of_torchvision_is_loaded_and_its_head_left_out(published_resnet: Path) -> None:
     finished = train_digits(backbone="resnet18", backbone_size=32, steps=2, out="run")
     part = finished.report["model"]["public_part"]
@@ -252,6 +253,7 @@ def test_a_network_of_torchvision_is_loaded_and_its_head_left_out(published_resn
     assert not any("fc" in name for name in published)
 
 
+@pytest.mark.long
 def test_norms_of_a_backbone_are_trained(published_resnet: Path) -> None:
     settings: dict[str, Any] = {"backbone": "resnet18", "backbone_size": 32, "train": "norm"}
     finished = train_digits(**settings, steps=2, batch_size=16, out="run")
@@ -269,6 +271,7 @@ def test_norms_of_a_backbone_are_trained(published_resnet: Path) -> None:
     assert finished.report["model"]["public_part"]["train"] == "norm"
 
 
+@pytest.mark.long
 def test_weights_of_a_backbone_may_come_from_a_file(published_resnet: Path) -> None:
     own = published_resnet.with_name("own.safetensors")
     save_file(torch.load(published_resnet), own)
@@ -302,6 +305,7 @@ def test_weights_that_cannot_be_had_are_told_with_file_and_place(
     assert TORCHVISION_WEIGHTS + published_resnet.name in text
 
 
+@pytest.mark.long
 def test_grey_images_are_said_to_be_repeated() -> None:
     said = "Grey images of {} are repeated to three channels for the backbone."
     for name, grey in (("digits", True), ("cifar10", False)):
@@ -338,16 +342,24 @@ def test_a_head_needs_no_settings(sizes: tuple[int, int]) -> None:
     size, batch = sizes
     name = "cifar10" if size == 50_000 else "digits"
     plan = resolve({"dataset": name, "backbone": LITE0}).plan
-    assert (plan.facts.train_size, plan.batch_size, plan.steps) == (size, batch, 240)
-    assert (plan.optimizer, plan.hyper.lr, plan.recipe.ema) == ("dp-adam", 0.003, 0.95)
-    assert plan.trained.part == "head"
-    assert 2.9 < total_epsilon((plan.event,), plan.delta) <= 3
+    assert (plan.data.facts.train_size, plan.privacy.batch_size, plan.privacy.steps) == (
+        size,
+        batch,
+        240,
+    )
+    assert (plan.optimizer.name, plan.optimizer.hyper.lr, plan.recipe.ema) == (
+        "dp-adam",
+        0.003,
+        0.95,
+    )
+    assert plan.network.trained.part == "head"
+    assert 2.9 < total_epsilon((plan.privacy.event,), plan.privacy.delta) <= 3
     other = resolve({"dataset": name, "backbone": LITE0, "optimizer": "dp-sgd", "sigma": 2}).plan
     chosen = OPTIMIZERS["dp-sgd"]
-    assert (other.sigma, other.hyper.lr) == (2, chosen.lr_on.get(name, chosen.lr))
+    assert (other.privacy.sigma, other.optimizer.hyper.lr) == (2, chosen.lr_on.get(name, chosen.lr))
     whole = resolve({"dataset": name, "backbone": LITE0, "train": "norm"}).plan
-    assert (whole.recipe.ema, whole.optimizer, whole.steps) == (0.95, "dp-adam", 240)
-    assert whole.physical_batch == 16
+    assert (whole.recipe.ema, whole.optimizer.name, whole.privacy.steps) == (0.95, "dp-adam", 240)
+    assert whole.run.physical_batch == 16
 
 
 @pytest.mark.privacy

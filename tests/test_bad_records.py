@@ -22,11 +22,11 @@ from pyarrow import parquet
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dpmac_cli import ArrayData, from_dataframe, from_torch, resolve
-from dpmac_cli.data import decoding, own
+from dpmac_cli.data import decoding, user_data
 from dpmac_cli.data.canonical import units_in
-from dpmac_cli.data.own import inspect
-from dpmac_cli.data.schema import Found, Source
+from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.table_schema import schema_of
+from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.storage.rows import Rows
@@ -75,7 +75,7 @@ def owners(side: Any) -> Any:
     return [""] * len(side.y) if side.units is None else side.units
 
 
-def seen(source: Source) -> tuple[Found, list[set[tuple[bytes, int, str]]]]:
+def seen(source: Source) -> tuple[DataFacts, list[set[tuple[bytes, int, str]]]]:
     """Facts, and the records of each side, each as the network sees it, with label and unit."""
     sides = [
         {
@@ -88,7 +88,7 @@ def seen(source: Source) -> tuple[Found, list[set[tuple[bytes, int, str]]]]:
 
 
 def parts(source: Source) -> Any:
-    return outcome(own.load(source, None))
+    return outcome(user_data.load(source, None))
 
 
 def columns(found: list[Row]) -> dict[str, list[Any]]:
@@ -184,9 +184,9 @@ def test_no_row_of_a_data_frame_changes_another(bad: str, place: int) -> None:
         kept[place:place] = more
         kind = object if bad == "surrogates" else None  # pandas refuses them as text
         frame = pd.DataFrame({n: pd.Series(v, dtype=kind) for n, v in columns(kept).items()})
-        at_hand = from_dataframe(frame, SCHEMA)
+        in_memory = from_dataframe(frame, SCHEMA)
         source = Source(
-            at_hand.path, schema=SCHEMA, at_hand=at_hand, unit="unit", skip_bad=True
+            in_memory.path, schema=SCHEMA, in_memory=in_memory, unit="unit", skip_bad=True
         )  # fmt: skip
         found.append(seen(source))
     (before, sides), (after, same) = found
@@ -255,8 +255,8 @@ def test_a_missing_value_does_not_change_the_categories_of_others() -> None:
     missing = pd.DataFrame({"k": [np.nan], "y": [np.nan]})
     for more in (frame, pd.concat([frame, missing])):
         assert more["k"].dtype == (float if len(more) > len(frame) else int)
-        at_hand = from_dataframe(more, schema)
-        source = Source(at_hand.path, schema=schema, at_hand=at_hand, skip_bad=True)
+        in_memory = from_dataframe(more, schema)
+        source = Source(in_memory.path, schema=schema, in_memory=in_memory, skip_bad=True)
         found.append(seen(source))
     assert found[0][1] == found[1][1]
     assert len(found[1][0].skipped) == 1
@@ -265,8 +265,10 @@ def test_a_missing_value_does_not_change_the_categories_of_others() -> None:
 def test_polars_frames_are_read_like_those_of_pandas() -> None:
     found = []
     for frame in (pd.DataFrame(columns(rows())), pl.DataFrame(columns(rows()))):
-        at_hand = from_dataframe(frame, SCHEMA)
-        found.append(seen(Source(at_hand.path, schema=SCHEMA, at_hand=at_hand, unit="unit"))[1])
+        in_memory = from_dataframe(frame, SCHEMA)
+        found.append(
+            seen(Source(in_memory.path, schema=SCHEMA, in_memory=in_memory, unit="unit"))[1]
+        )
     assert found[0] == found[1]
 
 
@@ -280,8 +282,8 @@ def numbers(count: int = COUNT) -> tuple[Any, Any, Any]:
 
 
 def arrays(x: Any, y: Any, unit: Any = None, **more: Any) -> Source:
-    at_hand = ArrayData(x, y, unit=unit, classes=CLASSES, low=0, high=9)
-    return Source(at_hand.path, at_hand=at_hand, **more)
+    in_memory = ArrayData(x, y, unit=unit, classes=CLASSES, low=0, high=9)
+    return Source(in_memory.path, in_memory=in_memory, **more)
 
 
 @pytest.mark.privacy
@@ -447,8 +449,8 @@ SAMPLES: dict[str, Any] = {
 
 def from_items(items: list[Any], images: bool = False, **more: Any) -> Source:
     known: dict[str, Any] = {"shape": (8, 8)} if images else {"shape": (3,), "low": 0, "high": 1}
-    at_hand = from_torch(Listed(items), classes=CLASSES, label_shape=(), **known)
-    return Source(at_hand.path, at_hand=at_hand, **more)
+    in_memory = from_torch(Listed(items), classes=CLASSES, label_shape=(), **known)
+    return Source(in_memory.path, in_memory=in_memory, **more)
 
 
 @pytest.mark.privacy
@@ -515,7 +517,7 @@ def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kin
         with pytest.raises(InputError, match=f"40 different records, and {copies} copies.*unit="):
             from_torch(repeated, unit=unit, **known)
     plan = resolve(dataset=from_torch(repeated, unit="record", **known), sigma=4).plan
-    assert plan.facts.train_size + len(set(plan_units(plan))) == 40
+    assert plan.data.facts.train_size + len(set(plan_units(plan))) == 40
     assert not [note for note in resolve(dataset=from_torch(whole, **known), sigma=4).notes
                 if "copies" in note]  # fmt: skip
 
@@ -529,11 +531,11 @@ def test_records_that_are_trained_on_are_not_tested_on() -> None:
         with pytest.raises(InputError, match="5 records are both in the training set and in"):
             from_torch(first, last, unit=unit, **known)
     apart = from_torch(first, Subset(whole, range(30, 40)), unit="record", **known)
-    assert resolve(dataset=apart, sigma=4).plan.facts.train_size == 30
+    assert resolve(dataset=apart, sigma=4).plan.data.facts.train_size == 30
 
 
 def plan_units(plan: Any) -> list[str]:
-    return list(parts(plan.data)[1].units.tolist())
+    return list(parts(plan.data.source)[1].units.tolist())
 
 
 @pytest.mark.privacy
@@ -543,7 +545,7 @@ def test_copies_are_remarked_on_and_not_published() -> None:
     drawn = [n % 20 for n in range(60)]
     source: dict[str, Any] = {"low": 0, "high": 1, "classes": CLASSES}
     given = resolve(dataset=ArrayData(x[drawn], y[drawn], **source), sigma=4)
-    assert given.plan.found.signs.copies == 40
+    assert given.plan.data.found.signs.copies == 40
     (note,) = [note for note in given.notes if "copies" in note]
     assert "40 records of <arrays> are exact copies" in note
     assert "unit=" in note
@@ -677,7 +679,7 @@ def test_scans_of_twelve_bits_are_remarked_on_and_scaled_on_request(tmp_path: Pa
     scaled = resolve({**settings, "levels": 4095})
     assert not [note for note in scaled.notes if "brightest" in note]
     source = Source(tmp_path, levels=4095)
-    assert scaled.plan.data == source
+    assert scaled.plan.data.source == source
     (x, _), _ = load(source)
     assert x.max() == 255
     assert x[0, 0, 3, 0] == round(255 * int(4095 * 24 / 47) / 4095)
@@ -751,8 +753,8 @@ def test_a_unit_on_both_sides_keeps_its_test_records(place: str) -> None:
     sides |= {"x_test": x[40:], "y_test": y[40:], "unit_test": unit[40:]}
 
     def source(**more: Any) -> Source:
-        at_hand = ArrayData(**{**sides, **more}, classes=CLASSES, low=0, high=9)
-        return Source(at_hand.path, at_hand=at_hand, skip_bad=True)
+        in_memory = ArrayData(**{**sides, **more}, classes=CLASSES, low=0, high=9)
+        return Source(in_memory.path, in_memory=in_memory, skip_bad=True)
 
     before = seen(source())
     other = unit[40] if place == "" else unit[0]
@@ -796,7 +798,7 @@ def test_text_of_parquet_that_is_not_utf8_is_left_out(tmp_path: Path) -> None:
         parquet.write_table(pa.concat_tables([plain, added]), tmp_path / "t.parquet")
         source = Source(tmp_path / "t.parquet", schema=SCHEMA, unit="unit", skip_bad=True)
         found.append(seen(source))
-        own._reader.cache_clear()
+        user_data._reader.cache_clear()
     assert found[0][1] == found[1][1]
     assert [len(facts.skipped) for facts, _ in found] == [1, 1]
 
@@ -824,8 +826,10 @@ def test_objects_of_polars_are_text_one_by_one() -> None:
     )
     found = []
     for each in (frame, objects):
-        at_hand = from_dataframe(each, SCHEMA)
-        found.append(seen(Source(at_hand.path, schema=SCHEMA, at_hand=at_hand, unit="unit"))[1])
+        in_memory = from_dataframe(each, SCHEMA)
+        found.append(
+            seen(Source(in_memory.path, schema=SCHEMA, in_memory=in_memory, unit="unit"))[1]
+        )
     assert found[0] == found[1]
 
 

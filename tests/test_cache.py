@@ -22,7 +22,7 @@ from dpmac_cli.models import feature_cache
 from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files, make_room
-from dpmac_cli.storage.rows import HEADER, DamagedError, RowFile, begin
+from dpmac_cli.storage.rows import HEADER, DamagedError, RowFile, open_incomplete
 from tests.digits_runs import dpmac, of, train_digits
 
 RUN: Mapping[str, Any] = {"features": "scatter"}
@@ -99,7 +99,7 @@ def test_a_damaged_beginning_is_computed_again(harm: str, cache: Path) -> None:
 
 def poisoned(path: Path, like: RowFile) -> None:
     """Lay a complete file of other features, with checksums that match them."""
-    file = begin(path, len(like), like.shape, like.dtype)
+    file = open_incomplete(path, len(like), like.shape, like.dtype)
     for row in range(len(like)):
         file.write(row, np.full(like.shape, 7, like.dtype))
 
@@ -187,7 +187,7 @@ def test_other_content_under_the_name_is_computed_again(
     file, expected = known
     file.path.unlink()
     rows, shape, dtype = len(file), file.shape, file.dtype
-    laid = begin(
+    laid = open_incomplete(
         file.path,
         rows - 10 * (change == "rows"),
         (shape[0], 1, 64) if change == "shape" else shape,
@@ -245,6 +245,7 @@ def rows_left(cache: Path) -> int:
         return 1797
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, cache: Path) -> None:
     """By SIGKILL, which no process can answer."""
     slow = (

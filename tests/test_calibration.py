@@ -18,6 +18,7 @@ from dpmac_cli.accounting.calibration import (
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import BudgetError, InputError
+from tests.tiers import rest_long
 
 pytestmark = pytest.mark.privacy
 
@@ -36,9 +37,8 @@ def digits(sampler: str = "poisson", sigma: float = 0.0, steps: int = 24) -> Tra
 # The noise.
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("sampler", "accountant"), PRICED)
-@pytest.mark.parametrize("target", [0.3, 3.0])
+@pytest.mark.parametrize(("sampler", "accountant"), rest_long(PRICED))
+@pytest.mark.parametrize("target", rest_long([3.0, 0.3]))
 def test_noise_priced_forward_meets_the_target_and_no_less_would(
     sampler: str, accountant: str, target: float
 ) -> None:
@@ -51,16 +51,17 @@ def test_noise_priced_forward_meets_the_target_and_no_less_would(
     assert total_epsilon((less,), DELTA, accountant) > target
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("event", "delta", "target"),
-    [
-        (TrainingEvent(DIGITS_RATE, 0, 12), 1e-5, 1.0),
-        (TrainingEvent(1.0, 0, 4), 1e-5, 2.0),
-        (TrainingEvent(1.0, 0, 1), 1e-6, 40.0),
-        (TrainingEvent(MNIST_RATE, 0, 1175), 1e-5, 8.0),
-        (TrainingEvent(1.0, 0, 1), 1e-5, 100.0),
-    ],
+    rest_long(
+        [
+            (TrainingEvent(DIGITS_RATE, 0, 12), 1e-5, 1.0),
+            (TrainingEvent(1.0, 0, 4), 1e-5, 2.0),
+            (TrainingEvent(1.0, 0, 1), 1e-6, 40.0),
+            (TrainingEvent(MNIST_RATE, 0, 1175), 1e-5, 8.0),
+            (TrainingEvent(1.0, 0, 1), 1e-5, 100.0),
+        ]
+    ),
     ids=str,
 )
 def test_calibrated_noise_is_the_least_that_meets_the_target(
@@ -141,8 +142,7 @@ def test_affordable_steps_at_the_ends() -> None:
     assert affordable_steps(DIGITS_RUN, DELTA, 1e3) == DIGITS_RUN.steps
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", rest_long(SAMPLERS))
 def test_what_was_spent_before_is_taken_off_the_budget(sampler: str) -> None:
     earlier = (digits(sampler, 4.0, 6),)
     event = digits(sampler, 3.0, 40)
@@ -156,8 +156,7 @@ def test_what_was_spent_before_is_taken_off_the_budget(sampler: str) -> None:
         affordable_steps(event, DELTA, spent * 0.99, earlier)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("sampler", "accountant"), PRICED)
+@pytest.mark.parametrize(("sampler", "accountant"), rest_long(PRICED))
 def test_the_longest_run_is_the_longest(sampler: str, accountant: str) -> None:
     event = digits(sampler, 4.0, 1)
     steps = longest_run(event, DELTA, 3.0, accountant)
@@ -271,8 +270,7 @@ def test_where_epochs_are_paid_for_batches_of_as_many_steps_cost_the_same(sample
         case.largest(prices[0] * 0.999)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", rest_long(SAMPLERS))
 def test_with_a_number_of_steps_the_largest_batch_is_no_less_the_largest(sampler: str) -> None:
     """Without a sawtooth; and the more batches an epoch has, the fewer epochs are begun."""
     size, steps = 30, 9

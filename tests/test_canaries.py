@@ -15,11 +15,11 @@ from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.mechanism import GaussianMechanism, ellipsoid
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.randomness.keystream import generator, make_keys
+from dpmac_cli.release import run
 from dpmac_cli.release.audit import read_audit
+from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.train import finish
 from dpmac_cli.training.canaries import FAR, Canaries
 from dpmac_cli.training.trainer import Trainer
 from tests import secret_search
@@ -184,7 +184,7 @@ def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(secure: bool)
     canaries, sampler = canaries_of(trainer), trainer.randomness.sampler
     assert sampler is not None
     rate = 100 / (1437 + 500)
-    assert config.event_of(3).sampling_rate == rate
+    assert config.privacy.event_of(3).sampling_rate == rate
     steps, counts = 400, np.zeros(2437, np.int64)
     for step in range(1, steps + 1):
         counts[canaries.records(sampler.draw(step))] += 1

@@ -21,12 +21,12 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.registry import MODELS, BuiltIn
-from dpmac_cli.release.publish import load_model, save_model
+from dpmac_cli.release import run
+from dpmac_cli.release.model_file import load_model, save_model
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import model_card, public_facts
 from dpmac_cli.runs import folder
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished
-from dpmac_cli.runs.setup import Task
+from dpmac_cli.runs.prepare import Task
 from tests.digits_runs import SEED, digits_config, train_digits, train_events
 from tests.test_report import spent
 
@@ -57,6 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 # The code block
 
 
+@pytest.mark.long
 def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finished) -> None:
     test = load_data("digits", finished.folder, CPU).test
     torch.save({"images": test.images, "labels": test.labels}, finished.folder / "test.pt")
@@ -89,10 +90,10 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
     config = resolve({"dataset": dataset, "model": model}).plan
     torch.manual_seed(0)
     data = load_data("digits", tmp_path, CPU)
-    network = build_model(BuiltIn(model), config.facts.signature, seed=1).eval()
+    network = build_model(BuiltIn(model), config.data.facts.signature, seed=1).eval()
     task = Task(model=network, trained=network, data=data, independence="built in")
     facts = public_facts(config, spent(steps=1), task, trained=0)
-    pixels = torch.randint(0, 256, (20, *config.facts.shape), dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (20, *config.data.facts.shape), dtype=torch.uint8)
     given = facts["input"]
     gain, offset = standardisation(given["levels"], given["mean"], given["std"], CPU)
     x = replace(data, gain=gain, offset=offset).standardised(pixels)

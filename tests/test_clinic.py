@@ -26,6 +26,7 @@ def films(count: int = 900) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return x, y
 
 
+@pytest.mark.long
 def test_images_with_several_findings_go_all_the_way(tmp_path: Path) -> None:
     x, y = films()
     file, run = tmp_path / "films.npz", tmp_path / "run"
@@ -69,7 +70,7 @@ def test_no_order_of_findings_is_a_class() -> None:
     with pytest.raises(InputError, match="--canaries, --features and --backbone need one class"):
         resolve(dataset=ArrayData(x, y.clip(0, 1)), canaries=100, batch_size=8)
     kept = resolve(dataset=ArrayData(x, y), skip_bad=True).plan
-    assert kept.facts.train_size + kept.facts.test_size == 59
+    assert kept.data.facts.train_size + kept.data.facts.test_size == 59
 
 
 def rare(count: int = 6000) -> ArrayData:
@@ -80,6 +81,7 @@ def rare(count: int = 6000) -> ArrayData:
     return ArrayData(x, y, low=-5, high=5, classes=["well", "ill"])
 
 
+@pytest.mark.long
 def test_class_weights_find_more_of_what_is_rare(tmp_path: Path) -> None:
     balanced, sensitivity = [], []
     common: dict[str, Any] = {"epsilon": 3, "epochs": 10, "model": "linear", "lr": 0.05, "seed": 1}

@@ -13,7 +13,7 @@ from scipy import stats
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
-from dpmac_cli.runs import train as run
+from dpmac_cli.release import run
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import (
@@ -130,7 +130,7 @@ def test_a_run_that_went_on_with_new_keys_is_priced_as_it_went(
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "8", "seeds": "1"}
     study = plan({**flags, "device": "cpu"}, None, tmp_path)
     list(run.train(study.runs[0].plan))
-    twice = (study.runs[0].plan.event,) * 2
+    twice = (study.runs[0].plan.privacy.event,) * 2
     monkeypatch.setattr(compare, "events_of", lambda _, **__: twice)
     found = collect(study, {})
     spent = total_epsilon(twice, 1e-5)

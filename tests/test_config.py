@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,17 +15,18 @@ from pydantic import Field
 from dpmac_cli.cli.options import parameter
 from dpmac_cli.config.fields import Flag, Option, flag_name, options
 from dpmac_cli.config.flags import near_setting
-from dpmac_cli.config.given import parse
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import RunPlan, TrainPlan
 from dpmac_cli.config.resolve import Resolved, change, resolve
-from dpmac_cli.config.settings import RECIPE, Count, Settings
+from dpmac_cli.config.settings import RECIPE, Complete, Count, Settings
+from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.errors import InputError
 from dpmac_cli.studies.grid import plan
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import limits_of
+from tests.tiny_bert import write_encoder
 
 SETTINGS: Mapping[str, Option] = options(Settings)
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
@@ -49,6 +50,7 @@ VALUES: Mapping[str, Any] = {
     "channels": "3",
     "image_size": 40,
     "levels": 4095,
+    "tokens": 32,
     "classes": "cat,dog",
     "standardise": "imagenet",
     "feature_range": "-1,2.5",
@@ -102,7 +104,7 @@ VALUES: Mapping[str, Any] = {
     "quiet": True,
     "debug": True,
 }
-PICTURES, ROWS, TABLE = "pictures", "rows.npz", "table.csv"
+PICTURES, ROWS, TABLE, TEXTS = "pictures", "rows.npz", "table.csv", "texts"
 #: Settings that some need beside them.
 BESIDE: Mapping[str, Mapping[str, Any]] = {
     **{name: {"dataset": PICTURES} for name in ("test_fraction", "split_seed", "channels")},
@@ -112,7 +114,9 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "unit": {"dataset": PICTURES},
     "records_per_unit": {"dataset": PICTURES, "unit": "[0-9]+"},
     "schema": {"dataset": TABLE},
+    "tokens": {"dataset": TEXTS, "backbone": "./encoder"},
     "guesses": {"canaries": 100},
+    "force": {"out": "out"},
     "score_every": {"cover_scores": True},
     "augment": {"augmentations": 2},
     "backbone_size": {"backbone": "efficientnet-lite1"},
@@ -122,24 +126,29 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
 }
 BOUNDED = [name for name, setting in SETTINGS.items() if setting.bounds]
 _FIELDS = {
-    "model": "model.name",
-    "features": "features.kind",
-    "backbone": "features.kind",
-    "backbone_size": "features.size",
-    "backbone_flips": "features.flips",
-    "test_fraction": "data.test_fraction",
-    "split_seed": "data.split_seed",
-    "image_size": "data.image_size",
-    "levels": "data.levels",
-    "standardise": "data.standardise",
-    "unit": "data.unit",
+    "dataset": "data.dataset",
+    **{name: f"data.source.{name}" for name in ("test_fraction", "split_seed", "image_size")},
+    **{name: f"data.source.{name}" for name in ("levels", "standardise", "unit", "skip_bad")},
+    "tokens": "data.source.texts.limit",
+    "data_dir": "data.folder",
+    "model": "network.model.name",
+    **{name: f"network.{name}" for name in ("fix_norm", "isolate")},
+    "features": "network.features.kind",
+    "backbone": "network.features.kind",
+    "backbone_size": "network.features.size",
+    "backbone_flips": "network.features.flips",
+    "train": "network.trained.part",
+    "lora_rank": "network.trained.rank",
+    "lora_alpha": "network.trained.alpha",
+    **{name: f"privacy.{name}" for name in ("steps", "batch_size", "sigma")},
+    **{name: f"privacy.{name}" for name in ("max_epsilon", "delta")},
+    "sampler": "privacy.event.sampler",
+    "canaries": "privacy.audit.canaries",
+    "guesses": "privacy.audit.guesses",
+    "optimizer": "optimizer.name",
+    **{name: f"optimizer.hyper.{name}" for name in ("lr", "clip_norm", "beta1", "beta2", "gamma")},
+    **{name: f"optimizer.hyper.{name}" for name in ("gamma_prime", "h1", "h2", "kappa", "phi")},
     "records_per_unit": "recipe.records",
-    "skip_bad": "data.skip_bad",
-    "epsilon": "target_epsilon",
-    "sampler": "event.sampler",
-    **{name: f"hyper.{name}" for name in ("lr", "clip_norm", "beta1", "beta2", "gamma")},
-    **{name: f"hyper.{name}" for name in ("gamma_prime", "h1", "h2", "kappa", "phi")},
-    "checkpoint_every": "checkpoint_steps",
     "lr_schedule": "recipe.schedule",
     "warmup_steps": "recipe.warmup",
     "weight_decay": "recipe.weight_decay",
@@ -148,26 +157,26 @@ _FIELDS = {
     "augment": "recipe.augment",
     "loss": "recipe.loss.name",
     "label_smoothing": "recipe.loss.smoothing",
-    "train": "trained.part",
-    "lora_rank": "trained.rank",
-    "lora_alpha": "trained.alpha",
+    **{name: f"run.{name}" for name in ("device", "seed", "secure", "physical_batch", "metric")},
+    "out": "run.folder.path",
+    "force": "run.folder.force",
 }
-#: The value of each setting as it was typed, read off a plan. A plan knows nothing of --debug.
+#: Settings that no plan has: what is shown, and the target that noise is calibrated for.
+UNPLANNED = ("json", "quiet", "debug", "epsilon")
+#: The value of each other setting as it was typed, read off a plan.
 PLANNED: Mapping[str, Callable[[Any], Any]] = {
-    **{name: attrgetter(_FIELDS.get(name, name)) for name in SETTINGS if name != "debug"},
-    "isolate": lambda plan: plan.isolate,
-    "pretrained": lambda plan: str(plan.pretrained),
-    "channels": lambda plan: str(plan.data.channels),
-    "classes": lambda plan: ",".join(plan.data.classes),
+    **{name: attrgetter(field) for name, field in _FIELDS.items()},
+    "pretrained": lambda plan: str(plan.network.pretrained),
+    "channels": lambda plan: str(plan.data.source.channels),
+    "classes": lambda plan: ",".join(plan.data.source.classes),
     "class_weights": lambda plan: ",".join(f"{w:g}" for w in plan.recipe.loss.weights),
-    "feature_range": lambda plan: "{:g},{:g}".format(*plan.data.feature_range),
+    "feature_range": lambda plan: "{:g},{:g}".format(*plan.data.source.feature_range),
     "schema": lambda plan: plan.recorded["schema"],
-    "epochs": lambda plan: plan.steps / plan.steps_per_epoch,
-    "no_dp": lambda plan: not plan.private,
-    "metric": lambda plan: plan.metric,
-    "cover_scores": lambda plan: plan.scores is not None,
-    "score_every": lambda plan: plan.scores.every / plan.steps_per_epoch,
-    "checkpoint_every": lambda plan: str(plan.checkpoint_steps),
+    "epochs": lambda plan: plan.privacy.steps / plan.privacy.steps_per_epoch,
+    "no_dp": lambda plan: not plan.privacy.private,
+    "cover_scores": lambda plan: plan.privacy.scores is not None,
+    "score_every": lambda plan: plan.privacy.scores.every / plan.privacy.steps_per_epoch,
+    "checkpoint_every": lambda plan: str(plan.run.checkpoints.steps),
 }
 
 
@@ -178,13 +187,18 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own_data() -> None:
-    """Three small datasets in the working folder."""
+    """Small datasets, and an encoder of texts, in the working folder."""
     for label, name in enumerate(("cat", "dog")):
         Path(PICTURES, name).mkdir(parents=True)
         for number in range(8):
             Image.new("L", (6, 5), 100 * label + number).save(Path(PICTURES, name, f"{number}.png"))
     np.savez(ROWS, x=np.linspace(-3, 3, 120).reshape(40, 3), y=np.arange(40) % 2)
     Path(TABLE).write_text("age,ill\n" + "30,no\n40,yes\n" * 20)
+    write_encoder(Path("encoder"))
+    for label, name in enumerate(("cat", "dog")):
+        Path(TEXTS, name).mkdir(parents=True)
+        for number in range(8):
+            Path(TEXTS, name, f"{number}.txt").write_text(f"{number} {label}")
     declared = "label: {column: ill, classes: [no, yes]}\ncolumns: {age: {range: [0, 99]}}\n"
     Path("schema.yaml").write_text(declared)
 
@@ -235,7 +249,7 @@ def test_a_field_is_all_that_a_flag_needs() -> None:
 
 
 def test_the_values_above_cover_every_setting() -> None:
-    assert VALUES.keys() == SETTINGS.keys() == PLANNED.keys() | {"debug"}
+    assert VALUES.keys() == SETTINGS.keys() == PLANNED.keys() | {*UNPLANNED}
 
 
 @pytest.mark.usefixtures("own_data")
@@ -246,26 +260,30 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path, separator
         value = str(VALUES[name]) if kind is Path else VALUES[name]
         typed = value if kind is bool else str(value)
         beside = BESIDE.get(name, {})
-        config = from_file(file, {name.replace("_", separator): value, **beside}).plan
-        assert name == "debug" or PLANNED[name](config) == VALUES[name], name
-        assert config == resolve({name: typed, **beside}).plan, name
-        assert parse({name: typed}) == {name: VALUES[name]}
+        resolved = from_file(file, {name.replace("_", separator): value, **beside})
+        if name in PLANNED:
+            assert PLANNED[name](resolved.plan) == VALUES[name], name
+        assert getattr(resolved.settings, name) == VALUES[name], name
+        typed_as_flag = resolve({name: typed, **beside})
+        assert resolved.plan == typed_as_flag.plan, name
+        assert resolved.settings == typed_as_flag.settings, name
+        assert parse_settings({name: typed}) == {name: VALUES[name]}
 
 
 def test_flags_win_over_the_file(file: Path) -> None:
     body = {"sigma": 2.0, "lr": 0.5, "optimizer": "dp-sgd", "batch-size": 32}
     config = from_file(file, body, sigma="3", optimizer="dp-adam").plan
-    assert (config.sigma, config.optimizer) == (3.0, "dp-adam")
-    assert (config.hyper.lr, config.batch_size) == (0.5, 32)
+    assert (config.privacy.sigma, config.optimizer.name) == (3.0, "dp-adam")
+    assert (config.optimizer.hyper.lr, config.privacy.batch_size) == (0.5, 32)
 
 
 @pytest.mark.parametrize(
     ("body", "flags", "expected"),
     [
         ({"sigma": 2.0}, {"epsilon": "3"}, {"epsilon": 3.0, "no_dp": False}),
-        ({"epsilon": 3.0}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": math.inf, "no_dp": False}),
-        ({"no-dp": True}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": math.inf, "no_dp": False}),
-        ({"sigma": 2.0}, {"no_dp": True}, {"sigma": 0.0, "epsilon": math.inf, "no_dp": True}),
+        ({"epsilon": 3.0}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": None, "no_dp": False}),
+        ({"no-dp": True}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": None, "no_dp": False}),
+        ({"sigma": 2.0}, {"no_dp": True}, {"sigma": 0.0, "epsilon": None, "no_dp": True}),
         ({"max-epsilon": 2.0}, {"no_dp": True}, {"max_epsilon": math.inf, "no_dp": True}),
         ({"epochs": 9}, {"steps": "7"}, {"steps": 7}),
         ({"steps": 7}, {"epochs": "9"}, {"epochs": 9, "steps": 9 * 235}),
@@ -274,8 +292,10 @@ def test_flags_win_over_the_file(file: Path) -> None:
 def test_a_flag_displaces_the_files_answer_to_the_same_question(
     file: Path, body: Mapping[str, Any], flags: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
-    config = from_file(file, body, **flags).plan
-    assert {name: PLANNED[name](config) for name in expected} == expected
+    resolved = from_file(file, body, **flags)
+    config, targets = resolved.plan, {"epsilon": resolved.settings.epsilon}
+    found = {name: PLANNED[name](config) for name in expected if name in PLANNED}
+    assert {**targets, **found} == {"epsilon": None, **expected}
     assert config == resolve(flags).plan
     undone = body.keys() - flags.keys() - {"sigma"}
     assert not any(config.recorded.get(name) for name in undone)
@@ -481,6 +501,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "split_seed": ("-1", "4294967296"),
     "image_size": ("0", "1025"),
     "levels": ("0", "65536"),
+    "tokens": ("2", "8193"),
     "records_per_unit": ("0", "1025"),
     "warmup_steps": ("-1", "10000001"),
     "weight_decay": ("-0.1", "1001"),
@@ -536,13 +557,13 @@ def test_bounds_read_well(name: str, said: str) -> None:
 
 def test_more_steps_than_a_run_takes_are_refused() -> None:
     # 235 steps an epoch.
-    assert resolve({"epochs": "42553"}).plan.steps == 9_999_955
+    assert resolve({"epochs": "42553"}).plan.privacy.steps == 9_999_955
     assert the_error({"epochs": "42554"}) == (
         "--epochs 42554 is 10,000,190 steps in total at --batch-size 256; a run has at most "
         "10,000,000. Use fewer epochs or larger batches."
     )
     config = resolve({"epochs": "42554", "batch_size": "512"}).plan
-    assert config.steps == 42_554 * config.steps_per_epoch
+    assert config.privacy.steps == 42_554 * config.privacy.steps_per_epoch
 
 
 @pytest.mark.parametrize("name", ["out", "data_dir"])
@@ -555,12 +576,12 @@ def test_empty_paths_are_refused(file: Path, name: str) -> None:
 
 
 def test_a_few_flags_are_parsed_for_themselves() -> None:
-    assert parse({"dataset": None, "data_dir": "here", "sigma": "2"}) == {
+    assert parse_settings({"dataset": None, "data_dir": "here", "sigma": "2"}) == {
         "data_dir": Path("here"),
         "sigma": 2.0,
     }
     with pytest.raises(InputError) as found:
-        parse({"dataset": "mnits", "device": "tpu"})
+        parse_settings({"dataset": "mnits", "device": "tpu"})
     assert len(found.value.errors) == 2
 
 
@@ -588,7 +609,7 @@ def test_faults_between_settings_are_refused(flags: Mapping[str, str], said: str
 @pytest.mark.privacy
 def test_no_noise_must_be_asked_for_by_name() -> None:
     assert "--no-dp" in the_error({"sigma": "0"})
-    assert resolve({}).plan.private is True
+    assert resolve({}).plan.privacy.private is True
 
 
 # What comes of it
@@ -598,14 +619,14 @@ def test_no_noise_must_be_asked_for_by_name() -> None:
 def test_defaults_are_the_data_sets_by_optimizer(optimizer: str) -> None:
     for name, dataset in DATASETS.items():
         config = resolve({"dataset": name, "optimizer": optimizer}).plan
-        defaults, hyper = dataset.defaults, config.hyper
+        defaults, hyper = dataset.defaults, config.optimizer.hyper
         row = OPTIMIZERS[optimizer]
         assert hyper.lr == row.lr_on.get(name, row.lr), name
-        assert (config.sigma, config.steps) == (
+        assert (config.privacy.sigma, config.privacy.steps) == (
             defaults.sigma,
-            defaults.epochs * config.steps_per_epoch,
+            defaults.epochs * config.privacy.steps_per_epoch,
         )
-        assert (config.batch_size, hyper.h1, hyper.h2) == (
+        assert (config.privacy.batch_size, hyper.h1, hyper.h2) == (
             defaults.batch_size,
             defaults.h1,
             defaults.h2,
@@ -616,21 +637,29 @@ def test_defaults_are_the_data_sets_by_optimizer(optimizer: str) -> None:
 
 def test_the_papers_settings_for_mnist() -> None:
     config = resolve({}).plan
-    hyper = config.hyper
-    assert (config.dataset, config.optimizer, config.model.name) == ("mnist", "dp-macadam", "mlp")
-    assert (config.batch_size, config.steps, config.delta) == (256, 5 * 235, 1e-5)
+    hyper = config.optimizer.hyper
+    assert (config.data.dataset, config.optimizer.name, config.network.model.name) == (
+        "mnist",
+        "dp-macadam",
+        "mlp",
+    )
+    assert (config.privacy.batch_size, config.privacy.steps, config.privacy.delta) == (
+        256,
+        5 * 235,
+        1e-5,
+    )
     assert (hyper.lr, hyper.h1, hyper.h2, hyper.clip_norm) == (1e-3, 1e-9, 1e-6, 1)
-    assert resolve({"optimizer": "dp-sgd"}).plan.hyper.lr == 0.1
+    assert resolve({"optimizer": "dp-sgd"}).plan.optimizer.hyper.lr == 0.1
     assert (hyper.kappa, hyper.phi) == ("tracked", "tracked")
 
 
 @pytest.mark.parametrize("name", ["table1-mnist", "table1-quick", "table2-cifar10"])
 def test_tables_of_the_paper_are_of_its_own_estimates(name: str) -> None:
     for run in plan({}, SAMPLES / f"{name}.yaml").runs:
-        hyper = run.plan.hyper
-        if "kappa" in run.plan.method.settings:
+        hyper = run.plan.optimizer.hyper
+        if "kappa" in run.plan.optimizer.method.settings:
             assert hyper.kappa == "paper"
-        if "phi" in run.plan.method.settings:
+        if "phi" in run.plan.optimizer.method.settings:
             assert hyper.phi == "paper"
         assert hyper.gamma_prime == 1e-8
 
@@ -644,10 +673,12 @@ def test_the_floor_of_adambc_goes_with_its_estimate() -> None:
         ("cifar10", "dp-adambc", None): 1e-8,
     }
     for (dataset, optimizer, phi), floor in expected.items():
-        hyper = resolve({"dataset": dataset, "optimizer": optimizer, "phi": phi}).plan.hyper
+        hyper = resolve(
+            {"dataset": dataset, "optimizer": optimizer, "phi": phi}
+        ).plan.optimizer.hyper
         assert hyper.gamma_prime == floor
     given = resolve({"dataset": "cifar10", "optimizer": "dp-macadambc", "gamma_prime": 1e-6})
-    assert given.plan.hyper.gamma_prime == 1e-6
+    assert given.plan.optimizer.hyper.gamma_prime == 1e-6
 
 
 @pytest.mark.privacy
@@ -663,8 +694,8 @@ def test_the_floor_of_adambc_goes_with_its_estimate() -> None:
 )
 def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, total: int) -> None:
     config = resolve(flags).plan
-    assert config.event.sampling_rate == rate
-    assert (config.steps_per_epoch, config.steps) == (per_epoch, total)
+    assert config.privacy.event.sampling_rate == rate
+    assert (config.privacy.steps_per_epoch, config.privacy.steps) == (per_epoch, total)
 
 
 @pytest.mark.parametrize(
@@ -730,13 +761,26 @@ def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -
     assert "smaller --delta" in note
 
 
+@pytest.mark.parametrize("part", [RunPlan, Hyperparameters])
+def test_parts_that_are_filled_in_by_name_have_the_types_of_the_settings(part: type) -> None:
+    known, others = get_type_hints(Complete), ("checkpoints", "folder")
+    for name, kind in get_type_hints(part).items():
+        assert name in others or kind == known[name], name
+
+
+def test_no_plan_has_what_is_only_shown() -> None:
+    plan = resolve({"json": True, "quiet": True, "debug": True}).plan
+    assert plan == resolve({}).plan
+    assert plan.recorded == resolve({}).plan.recorded
+
+
 def test_a_plan_is_frozen() -> None:
     config = resolve({}).plan
     assert isinstance(config, TrainPlan)
     with pytest.raises(AttributeError):
-        config.delta = 0.1  # type: ignore[misc]
+        config.privacy.delta = 0.1  # type: ignore[misc]
     with pytest.raises(AttributeError):
-        config.event.noise_multiplier = 0.1  # type: ignore[misc]
+        config.privacy.event.noise_multiplier = 0.1  # type: ignore[misc]
 
 
 def test_a_recorded_setting_that_is_gone_is_named() -> None:

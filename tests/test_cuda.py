@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, Started
-from dpmac_cli.training.schedules import Plan, Recipe
+from dpmac_cli.release import run
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.runs.session import Started
+from dpmac_cli.training.schedules import Recipe, StepPlan
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import after, digits_config, dpmac, train_events
-from tests.helpers import Batches, SecureSpy, Spy, a_key, classes, make_trainer
+from tests.helpers import Batches, SecureSpy, Spy, a_key, class_task, make_trainer
 from tests.test_synchronisation import NETWORKS, SIDE
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -40,7 +41,7 @@ def images(device: torch.device) -> Data:
         return Split(torch.from_numpy(pixels).to(device), labels.to(device))
 
     gain, offset = (torch.full((1, 1, 1), value, device=device) for value in (1 / 64, -2.0))
-    return Data(split(RECORDS), split(8), gain, offset, classes(10))
+    return Data(split(RECORDS), split(8), gain, offset, class_task(10))
 
 
 def network(name: str) -> nn.Module:
@@ -57,7 +58,9 @@ def trainer_on(
     **recipe: Any,
 ) -> Trainer:
     """A trainer with the same weights, records and noise on any device."""
-    plan = Plan(steps=9, steps_per_epoch=5, physical_batch=physical_batch, recipe=Recipe(**recipe))
+    plan = StepPlan(
+        steps=9, steps_per_epoch=5, physical_batch=physical_batch, recipe=Recipe(**recipe)
+    )
     return make_trainer(
         optimizer,
         spy,

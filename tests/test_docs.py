@@ -155,16 +155,28 @@ def test_the_generated_pages_are_up_to_date() -> None:
 def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).random((900, 4)), np.arange(900) % 3
     np.savez(tmp_path / "rows.npz", x=x, y=y, x_test=x, y_test=y)
-    one = resolve(dataset=str(tmp_path / "rows.npz"), feature_range="0,1").plan
+    resolved = resolve(dataset=str(tmp_path / "rows.npz"), feature_range="0,1")
+    one = resolved.plan
     text = (ROOT / "docs" / "configuration.md").read_text()
     (row,) = re.findall(r"^\| your own rows of numbers \| (mlp .+) \|$", text, re.MULTILINE)
     defaults = row.split(" | ")
     assert defaults[:3] == [one.recorded["model"], "for epsilon 3", "n/12"]
     told = list(map(float, defaults[3:7]))
-    assert told == [one.recorded["epochs"], one.hyper.clip_norm, one.hyper.h1, one.hyper.h2]
+    assert told == [
+        one.recorded["epochs"],
+        one.optimizer.hyper.clip_norm,
+        one.optimizer.hyper.h1,
+        one.optimizer.hyper.h2,
+    ]
     said = " ".join((ROOT / "docs" / "own-data.md").read_text().split())
     assert "`dp-adam`, the noise of epsilon 3, delta 1e-5 or n^-1.1, 20 epochs, B = n/12" in said
-    values = (one.optimizer, one.target_epsilon, one.delta, one.recorded["epochs"], one.batch_size)
+    values = (
+        one.optimizer.name,
+        resolved.settings.epsilon,
+        one.privacy.delta,
+        one.recorded["epochs"],
+        one.privacy.batch_size,
+    )
     assert values == ("dp-adam", 3, 1e-5, 20, 75)
 
 

@@ -19,7 +19,7 @@ from dpmac_cli.errors import DivergedError
 from dpmac_cli.training import loop
 from dpmac_cli.training.evaluation import RECORDS, Evaluation, evaluate
 from dpmac_cli.training.loop import Evaluated, Progress, fit
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import every_optimizer
 from tests.helpers import (
@@ -36,7 +36,7 @@ from tests.helpers import (
     walk,
 )
 
-T = Plan(steps=12, steps_per_epoch=5, physical_batch=1000)
+T = StepPlan(steps=12, steps_per_epoch=5, physical_batch=1000)
 
 
 def never() -> bool:

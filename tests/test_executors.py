@@ -16,20 +16,19 @@ from typing import Any
 
 import pytest
 
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.release import run
+from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Started
-from dpmac_cli.runs.train import finish
 from dpmac_cli.studies import executor
 from dpmac_cli.studies import local as workers
-from dpmac_cli.studies.choice import Choice
-from dpmac_cli.studies.executor import Ended, Executor, Moved, Result, RunEvent, carry_out
-from dpmac_cli.studies.grid import Grid, plan
+from dpmac_cli.studies.choose_executor import ExecutorChoice
+from dpmac_cli.studies.executor import Ended, Executor, Moved, Result, StudyEvent, carry_out
+from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.local import Pool, share_data, train_run
 from dpmac_cli.studies.results import collect, finished_report
-from dpmac_cli.studies.tables import as_values
-from tests.digits_runs import after, digits_config, train_digits
+from dpmac_cli.studies.tables import as_json
+from tests.digits_runs import a_run, after, digits_config, train_digits
 from tests.typed import ENVIRONMENT, dpmac, hooked, loading, process
 
 SETTINGS = {
@@ -95,14 +94,13 @@ def written(out: Path) -> dict[str, Any]:
 def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The table of a pool of processes here that nothing happened to."""
     grid = grid_in(tmp_path_factory.mktemp("local"))
-    configs = [run.plan for run in grid.runs]
     ended = [
         event
-        for event in carry_out(Pool(configs, 1, share_data(configs)), range(4), never)
+        for event in carry_out(Pool(grid.runs, 1, share_data(grid.runs)), range(4), never)
         if isinstance(event, Ended)
     ]
     assert ended == [Ended(number) for number in range(4)]
-    return table(as_values(collect(grid, {})))
+    return table(as_json(collect(grid, {})))
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +206,7 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert written(out) == local
 
 
-Jobs = Callable[..., Iterator[RunEvent]]
+Jobs = Callable[..., Iterator[StudyEvent]]
 
 
 @pytest.fixture
@@ -221,9 +219,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
 
     def events(
         grid: Grid, out: Path, numbers: Sequence[int], stop: Callable[[], bool] = never
-    ) -> Iterator[RunEvent]:
-        configs = [run.plan for run in grid.runs]
-        array = slurm.Array(configs, None, out / "jobs", {"time": "60"}, cluster="local")
+    ) -> Iterator[StudyEvent]:
+        array = slurm.Array(grid.runs, None, out / "jobs", {"time": "60"}, cluster="local")
         return carry_out(array, numbers, stop)
 
     return events
@@ -235,7 +232,7 @@ def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_
     jobs: Jobs, local: dict[str, Any], tmp_path: Path
 ) -> None:
     grid = grid_in(tmp_path)
-    seen: list[RunEvent] = []
+    seen: list[StudyEvent] = []
     killed = False
     before = os.umask(0)
     try:
@@ -255,17 +252,45 @@ def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_
     assert lost.again
     assert "its process died (job " in str(lost.failure)
     assert {e.number: e.step for e in seen if isinstance(e, Moved)} == dict.fromkeys(
-        range(4), grid.runs[0].plan.steps
+        range(4), grid.runs[0].plan.privacy.steps
     )
-    assert table(as_values(collect(grid, {}))) == local
-    assert stat.S_IMODE((tmp_path / "jobs").stat().st_mode) == 0o700
-    records = share_data([grid.runs[0].plan])["digits"].train.images
-    told_to_jobs = list((tmp_path / "jobs").rglob("*.pkl"))
-    assert len(told_to_jobs) >= 4
+    assert table(as_json(collect(grid, {}))) == local
+    assert_told_nothing_private(grid, tmp_path / "jobs", 4)
+
+
+@pytest.mark.privacy
+def test_what_jobs_are_told_is_private_and_holds_no_record(jobs: Jobs, tmp_path: Path) -> None:
+    grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
+    before = os.umask(0)
+    try:
+        ended = [event for event in jobs(grid, tmp_path, [0]) if isinstance(event, Ended)]
+    finally:
+        os.umask(before)
+    assert ended == [Ended(0)]
+    assert_told_nothing_private(grid, tmp_path / "jobs", 1)
+
+
+def assert_told_nothing_private(grid: Grid, folder_of_jobs: Path, count: int) -> None:
+    """Only their owner reads what jobs are told, and no record is in it."""
+    assert stat.S_IMODE(folder_of_jobs.stat().st_mode) == 0o700
+    records = share_data(grid.runs[:1])["digits"].train.images
+    told_to_jobs = list(folder_of_jobs.rglob("*.pkl"))
+    assert len(told_to_jobs) >= count
     for path in told_to_jobs:
         content = path.read_bytes()
         assert records[0].numpy().tobytes() not in content
         assert len(content) < 20_000
+
+
+@pytest.mark.privacy
+def test_ray_is_told_to_report_no_use_before_it_is_loaded() -> None:
+    need("ray")
+    from dpmac_cli.studies import ray_cluster  # noqa: PLC0415
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "1")
+        importlib.reload(ray_cluster)
+        assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
 @pytest.mark.long
@@ -285,9 +310,11 @@ def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert finished_report(other) is None
     reached = max(checkpoint.newest(other.folder).step, folder.reported_steps(other.folder))
     assert 12 <= reached < 24_000
-    moved = [event for event in jobs(grid, tmp_path, [1]) if isinstance(event, Moved)]
-    assert moved[0].step >= reached
-    assert finished_report(other) is not None
+    resumed = jobs(grid, tmp_path, [1])
+    moved = next(event for event in resumed if isinstance(event, Moved))
+    assert moved.step >= reached
+    wait_for(lambda: checkpoint.newest(other.folder).step > reached)
+    del resumed  # its job is cancelled
 
 
 class Scripted(Executor):
@@ -295,12 +322,12 @@ class Scripted(Executor):
 
     pause = 0.0
 
-    def __init__(self, plans: Sequence[TrainPlan], *ends: tuple[int, Result | None]) -> None:
-        super().__init__(plans, slots=2)
+    def __init__(self, runs: Sequence[Run], *ends: tuple[int, Result | None]) -> None:
+        super().__init__(runs, slots=2)
         self.ends, self.started, self.cancelled = list(ends), list[int](), list[int]()
 
-    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[int]:
-        numbers = [self.plans.index(plan) for plan in plans]
+    def _submit(self, runs: Sequence[Run]) -> Sequence[int]:
+        numbers = [self.runs.index(run) for run in runs]
         self.started += numbers
         return numbers
 
@@ -312,8 +339,8 @@ class Scripted(Executor):
 
 
 def test_a_run_whose_process_dies_is_started_three_times_in_all(tmp_path: Path) -> None:
-    configs = [run.plan for run in grid_in(tmp_path, seeds="2", epochs="1").runs]
-    dies = Scripted(configs, *((number, ("signal 9", None)) for number in (0, 1, 1, 0, 0, 1)))
+    runs = grid_in(tmp_path, seeds="2", epochs="1").runs
+    dies = Scripted(runs, *((number, ("signal 9", None)) for number in (0, 1, 1, 0, 0, 1)))
     ended = list(carry_out(dies, [0, 1], never))
     assert sorted(dies.started) == [0, 0, 0, 1, 1, 1]
     for number in (0, 1):
@@ -324,17 +351,16 @@ def test_a_run_whose_process_dies_is_started_three_times_in_all(tmp_path: Path) 
 
 
 def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
-    configs = [run.plan for run in grid_in(tmp_path, epochs="1").runs]
+    runs = grid_in(tmp_path, epochs="1").runs
     answers = iter([False, True])
-    asked = Scripted(configs, (0, None), (1, None), (1, ("cancelled", None)), (0, (None, 1)))
+    asked = Scripted(runs, (0, None), (1, None), (1, ("cancelled", None)), (0, (None, 1)))
     ended = list(carry_out(asked, [0, 1, 2], lambda: next(answers)))
     assert asked.started == asked.cancelled == [0, 1]
     assert ended == [Ended(1), Moved(0, 1, None), Ended(0)]
 
 
 def test_jobs_that_are_left_are_cancelled(tmp_path: Path) -> None:
-    configs = [run.plan for run in grid_in(tmp_path, epochs="1").runs]
-    left = Scripted(configs, (0, ("failed", 3)))
+    left = Scripted(grid_in(tmp_path, epochs="1").runs, (0, ("failed", 3)))
     events = carry_out(left, [0, 1], never)
     assert next(events) == Moved(0, 3, None)
     del events
@@ -343,9 +369,9 @@ def test_jobs_that_are_left_are_cancelled(tmp_path: Path) -> None:
 
 def test_a_process_killed_after_its_run_was_finished_is_no_failure(tmp_path: Path) -> None:
     grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
-    config = grid.runs[0].plan
-    assert train_run(config, None, never) == (None, config.steps)
-    *_, last = carry_out(Scripted([config], (0, ("job 7_0", None))), [0], never)
+    run = grid.runs[0]
+    assert train_run(run, None, never) == (None, run.plan.privacy.steps)
+    *_, last = carry_out(Scripted([run], (0, ("job 7_0", None))), [0], never)
     assert last == Ended(0)
 
 
@@ -362,8 +388,10 @@ def test_options_reach_sbatch(tmp_path: Path) -> None:
     need("submitit")
     from dpmac_cli.studies import slurm  # noqa: PLC0415
 
-    sbatch = Choice("slurm", 3, None, "partition=short,time=1:30:00, cpus_per_task=2").sbatch
-    configs = [run.plan for run in grid_in(tmp_path, device="cuda").runs]
+    sbatch = ExecutorChoice(
+        "slurm", 3, None, "partition=short,time=1:30:00, cpus_per_task=2"
+    ).sbatch
+    runs = grid_in(tmp_path, device="cuda").runs
     (tmp_path / "bin").mkdir()
     for name in ("srun", "sbatch"):
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
@@ -371,7 +399,7 @@ def test_options_reach_sbatch(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
         slurm.check()
-        submitter = slurm.Array(configs, 3, tmp_path / "jobs", sbatch).submitter()
+        submitter = slurm.Array(runs, 3, tmp_path / "jobs", sbatch).submitter()
     text = submitter._executor._make_submission_file_text("command", "uid")
     options = dict(
         line.removeprefix("#SBATCH --").split("=", 1)
@@ -386,16 +414,16 @@ def test_options_reach_sbatch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        (Choice("cloud"), "must be one of local, ray, slurm, not 'cloud'"),
-        (Choice("local", 0), "--jobs must be from 1 to 1,024, not 0"),
-        (Choice(cluster="auto"), "Add --executor ray"),
-        (Choice(slurm="time=1"), "Add --executor slurm"),
-        (Choice("slurm"), "--slurm time=60"),
-        (Choice("slurm", slurm="time=60,gpu"), "'gpu' is not KEY=VALUE"),
-        (Choice("slurm", slurm="time=60,array=1-9"), "array cannot be set"),
+        (ExecutorChoice("cloud"), "must be one of local, ray, slurm, not 'cloud'"),
+        (ExecutorChoice("local", 0), "--jobs must be from 1 to 1,024, not 0"),
+        (ExecutorChoice(cluster="auto"), "Add --executor ray"),
+        (ExecutorChoice(slurm="time=1"), "Add --executor slurm"),
+        (ExecutorChoice("slurm"), "--slurm time=60"),
+        (ExecutorChoice("slurm", slurm="time=60,gpu"), "'gpu' is not KEY=VALUE"),
+        (ExecutorChoice("slurm", slurm="time=60,array=1-9"), "array cannot be set"),
     ],
 )
-def test_a_choice_that_cannot_be_is_told(choice: Choice, words: str) -> None:
+def test_a_choice_that_cannot_be_is_told(choice: ExecutorChoice, words: str) -> None:
     assert any(words in fault for fault in choice.faults())
     if choice.name in ("local", "cloud"):
         flags = {"--executor": choice.name, "--cluster": choice.cluster, "--slurm": choice.slurm}
@@ -491,20 +519,21 @@ def test_a_folder_that_is_not_seen_here_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "GRACE", 0.3)
-    config = replace(digits_config(), out=tmp_path / "elsewhere")
-    steps = config.steps
+    there = tmp_path / "elsewhere"
+    config = a_run(digits_config(), there)
+    steps = config.plan.privacy.steps
 
     def ended(*, step: int = steps, attempt: int = 1, stopped: bool = False) -> Ended:
         return executor._judge(0, config, (None, step), step, attempt, stopped=stopped)
 
     unseen = ended()
     assert not unseen.again
-    assert f"its folder {config.out} is not visible here" in str(unseen.failure)
+    assert f"its folder {there} is not visible here" in str(unseen.failure)
     assert "a folder on shared storage" in str(unseen.failure)
     assert ended(stopped=True) == Ended(0)
     assert ended(step=steps - 1).again
     assert not ended(step=steps - 1, attempt=executor.ATTEMPTS).again
-    train_digits(out=config.out)
+    train_digits(out=there)
     assert ended() == Ended(0)
 
 
@@ -515,7 +544,7 @@ def test_a_run_goes_on_on_the_device_that_it_is_given(monkeypatch: pytest.Monkey
     saved = checkpoint.newest(Path("run"))
     record = {**saved.record, "config": {**saved.record["config"], "device": "cuda:7"}}
     monkeypatch.setattr(checkpoint, "newest", lambda where: replace(saved, record=record))
-    started, *_ = workers._events(config, None, never)
+    started, *_ = workers._events(a_run(config), None, never)
     assert isinstance(started, Started)
     assert started.done == 3
 

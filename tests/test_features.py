@@ -33,12 +33,14 @@ from dpmac_cli.models.registry import (
 from dpmac_cli.models.scattering import Scattering
 from dpmac_cli.models.validation import check_model, independence
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release.publish import load_model
+from dpmac_cli.release import run
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import RunEvent
 from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import checkpoint
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, RunEvent, Started
-from dpmac_cli.runs.setup import make_task
+from dpmac_cli.runs.prepare import make_task
+from dpmac_cli.runs.session import Started
 from dpmac_cli.storage.progress import Computing, outcome, until
 from dpmac_cli.studies.grid import address
 from tests.digits_runs import (
@@ -385,8 +387,8 @@ def test_all_of_a_network_starts_from_the_weights_in_the_file(tmp_path: Path) ->
     start = build_model(BuiltIn("mlp-small"), DIGITS.signature, seed=9).state_dict()
     file = save(tmp_path / "start.safetensors", {k: t.half() for k, t in start.items()})
     config = digits_config(model="mlp-small", pretrained=str(file))
-    assert config.trained.part == "all"
-    task = outcome(make_task(config, CPU, make_keys(config.seed)))
+    assert config.network.trained.part == "all"
+    task = outcome(make_task(config, CPU, make_keys(config.run.seed)))
     assert task.trained is task.model
     assert task.notes == ()
     for name, tensor in task.model.state_dict().items():
@@ -619,7 +621,7 @@ def test_the_head_may_be_missing(part: str, net: str, public: Path) -> None:
         del tensors[name]
     save(public, tensors)
     config = digits_config(**tuned(net, public))
-    task = outcome(make_task(config, CPU, make_keys(config.seed)))
+    task = outcome(make_task(config, CPU, make_keys(config.run.seed)))
     fresh = not bool((task.model.state_dict()["5.weight"] == 1).all())
     assert fresh == (part != "nothing")
     assert len(task.notes) == int(fresh)

@@ -13,15 +13,16 @@ from torch.nn.functional import cross_entropy
 
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.custom_layers import ConstantNorm
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.modules import ConstantNorm
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.features import LoraLinear, freeze
 from dpmac_cli.models.registry import PARTS, Trained
 from dpmac_cli.models.weights import published
-from dpmac_cli.release.publish import load_model
-from dpmac_cli.runs.train import finish, resume, train
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.run import finish, resume, train
 from tests.digits_runs import after, digits_config, refused, same_weights, train_digits
+from tests.tiers import rest_long
 
 SHAPE = DATASETS["digits"].shape
 #: A vision transformer as timm writes them, and a residual network with batch norms, both small.
@@ -210,7 +211,7 @@ def test_an_addition_is_zero_at_first_and_can_be_merged() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("part", ["norm", "all"])
+@pytest.mark.parametrize("part", rest_long(["norm", "all"]))
 def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
     part: str, pretrained: dict[str, Any]
 ) -> None:
@@ -230,7 +231,7 @@ def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("part", ["norm", "all"])
+@pytest.mark.parametrize("part", rest_long(["norm", "all"]))
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(
     part: str, pretrained: dict[str, Any]
 ) -> None:

@@ -14,18 +14,20 @@ import torch
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import scoring
+from dpmac_cli.release import run, scoring
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import RunEvent
 from dpmac_cli.release.scoring import score
-from dpmac_cli.runs import checkpoint, folder, ledger, setup
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, RunEvent, Started
+from dpmac_cli.runs import checkpoint, folder, ledger, prepare
+from dpmac_cli.runs.session import Started
 from dpmac_cli.storage import files
 from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Run, plan
 from tests.digits_runs import after, digits_config, same_weights
+from tests.tiers import rest_long
 
-PLACES = 50
+PLACES = 12
 STOPPED, STEPS = 14, 16
 NEWEST, BEFORE = "checkpoint/step-000000014.safetensors", "checkpoint/step-000000012.safetensors"
 LEDGER = f"checkpoint/{ledger.FILE}"
@@ -47,7 +49,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         yield from ()
         return digits()
 
-    monkeypatch.setattr(setup, "loading", loading)
+    monkeypatch.setattr(prepare, "loading", loading)
     monkeypatch.setattr(scoring, "load_data", lambda *args, **kwargs: digits())
 
 
@@ -83,6 +85,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def beginning_with(name: str) -> list[str]:
+    """Return the names of all files, one of them first."""
+    return sorted(FILES, key=lambda each: each != name)
+
+
 def count_of(file: Path) -> int:
     """How many bytes of a file are tried."""
     return min(PLACES, len(file.read_bytes()))
@@ -105,9 +112,8 @@ def test_the_files_of_a_run_are_these(runs: Path) -> None:
     assert found == {*FILES, folder.LOCK, folder.CHECKPOINTS}
 
 
-@pytest.mark.long
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", rest_long(beginning_with(folder.MODEL)))
 def test_a_flipped_byte_changes_no_score(name: str, runs: Path) -> None:
     expected = score(runs / "stopped", None, None, "cpu").result
     right = refused = 0
@@ -122,9 +128,8 @@ def test_a_flipped_byte_changes_no_score(name: str, runs: Path) -> None:
     assert (refused > PLACES / 2) == (name == folder.MODEL)
 
 
-@pytest.mark.long
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", rest_long(beginning_with(LEDGER)))
 def test_a_flipped_byte_changes_no_resumed_run(name: str, runs: Path) -> None:
     expected = result(runs / "whole")
     refused = noted = 0
@@ -146,9 +151,8 @@ def test_a_flipped_byte_changes_no_resumed_run(name: str, runs: Path) -> None:
     assert noted > count / 2 or name not in (NEWEST, LEDGER)
 
 
-@pytest.mark.long
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", [folder.METRICS, NEWEST, LEDGER])
+@pytest.mark.parametrize("name", rest_long([LEDGER, NEWEST, folder.METRICS]))
 def test_a_flipped_byte_makes_no_fork_cheaper(name: str, runs: Path) -> None:
     for where in flipped(runs / "stopped", name, seed=3):
         started, finished = finish(run.fork(where, {"lr": "0.01", "out": "forked", "force": True}))
@@ -166,14 +170,13 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Run:
     torch.set_num_threads(1)
     flags = {"dataset": "digits", "optimizers": "dp-adam", "sigma": "6", "steps": "14"}
     [planned] = plan({**flags, "seeds": "1", "device": "cpu"}, None, root).runs
-    assert list(local._events(planned.plan, digits(), lambda: False))
+    assert list(local._events(planned, digits(), lambda: False))
     assert compare.finished_report(planned) is not None
     return planned
 
 
-@pytest.mark.long
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", [*folder.PUBLISHED, folder.SUMS])
+@pytest.mark.parametrize("name", rest_long([folder.SUMS, *folder.PUBLISHED]))
 def test_a_flipped_byte_changes_no_table(name: str, study: Run) -> None:
     expected = result(study.folder)
     shutil.copytree(study.folder, "before")
@@ -186,9 +189,9 @@ def test_a_flipped_byte_changes_no_table(name: str, study: Run) -> None:
             again += 1
             if folder.vouched(study.folder, folder.CONFIG) is False and name == folder.SUMS:
                 with pytest.raises(InputError, match="and its checksum in"):
-                    list(local._events(study.plan, digits(), lambda: False))
+                    list(local._events(study, digits(), lambda: False))
                 (study.folder / folder.CONFIG).unlink()  # as the message says
-            assert list(local._events(study.plan, digits(), lambda: False))
+            assert list(local._events(study, digits(), lambda: False))
         assert result(study.folder) == expected
     shutil.rmtree(study.folder)
     shutil.copytree("before", study.folder)

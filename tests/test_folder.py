@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dpmac_cli.errors import InputError
+from dpmac_cli.release import run
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished
 from dpmac_cli.storage import files
 from tests.digits_runs import after, contents, digits_config, train_digits, train_events
 

@@ -65,6 +65,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("place")
 def test_every_command_works_as_it_stands() -> None:
     for command in COMMANDS:

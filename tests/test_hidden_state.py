@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, sa
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.nn.modules import module as of_modules
 
-from dpmac_cli.dp.clipping.parts import duplicate
+from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.losses import alone
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.validation import check_model, independence

@@ -12,7 +12,7 @@ from dpmac_cli.tasks.metrics import all_metrics, intervals
 from dpmac_cli.training import covered
 from dpmac_cli.training.evaluation import Evaluation
 from tests.helpers import answers_of
-from tests.helpers import classes as as_task
+from tests.helpers import class_task as as_task
 from tests.test_frontier import loaded
 
 simulation = loaded("intervals")

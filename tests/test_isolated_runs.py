@@ -10,9 +10,10 @@ import pytest
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.unchanged import Unchanged
-from dpmac_cli.runs.session import Finished, Started
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import finish, resume, train
+from dpmac_cli.runs.session import Started
 from dpmac_cli.runs.setup import make_trainer
-from dpmac_cli.runs.train import finish, resume, train
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import after, same_weights
 from tests.networks import CLASSES, Perceptron, WhitenedIfLarge
@@ -123,6 +124,7 @@ def test_a_network_that_broadcasts_its_own_parameters_need_not_be_isolated(image
     assert_a_record_moves_the_sum_by_at_most_one(without_dropout(trainer))
 
 
+@pytest.mark.long
 def test_an_isolated_run_with_dropout_resumes_exactly(images: Path) -> None:
     chosen = settings(images, "VisionTransformer", steps=6)
     whole = finish(train(resolve(**chosen, out=images.parent / "whole").plan))

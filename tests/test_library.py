@@ -40,8 +40,9 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.rules import sgd
+from dpmac_cli.errors import named, named_as_flags
 from tests.conftest import every_optimizer
-from tests.digits_runs import SIGMA, after, digits_config
+from tests.digits_runs import SIGMA, after, digits_config, dpmac
 
 SOURCE = Path(dpmac_cli.__file__)
 PAGE = SOURCE.parent.parent / "docs" / "library.md"
@@ -76,7 +77,7 @@ def test_prices_and_settings_load_no_torch() -> None:
         "import sys\n"
         "from dpmac_cli import total_epsilon, resolve, price, plan, OPTIMIZERS\n"
         "config = resolve(dataset='digits', sigma=6, steps=3).plan\n"
-        "assert total_epsilon((config.event,), 1e-5) > 0\n"
+        "assert total_epsilon((config.privacy.event,), 1e-5) > 0\n"
         "slow = ('torch', 'torchvision', 'sklearn', 'matplotlib', 'typer')\n"
         "print(*(m for m in slow if m in sys.modules))"
     )
@@ -89,11 +90,20 @@ def test_prices_and_settings_load_no_torch() -> None:
 # Settings as keywords
 
 
+@pytest.fixture(autouse=True)
+def _messages_of_a_command() -> None:
+    """Not here: these messages are those of a program."""
+
+
 def test_settings_are_given_by_name_in_their_own_types() -> None:
     config = resolve(dataset="digits", sigma=2, lr=0.5, optimizer="dp-sgd", out=Path("x")).plan
     assert config == resolve({"dataset": "digits", "sigma": "2", "lr": "0.5"}, None,
                              optimizer="dp-sgd", out="x").plan  # fmt: skip
-    assert (config.sigma, config.steps, config.batch_size) == (2.0, 20 * 12, 128)
+    assert (config.privacy.sigma, config.privacy.steps, config.privacy.batch_size) == (
+        2.0,
+        20 * 12,
+        128,
+    )
 
 
 def test_every_fault_is_told_at_once() -> None:
@@ -105,10 +115,15 @@ def test_every_fault_is_told_at_once() -> None:
 
 def test_settings_may_be_a_model() -> None:
     settings = Settings(dataset="digits", sigma=2, kappa="exact", out=Path("x"))
-    named = resolve(dataset="digits", sigma=2, kappa="exact", out="x").plan
-    assert resolve(settings).plan == named
-    assert resolve(settings, sigma=3).plan.sigma == 3
-    assert settings.given == {"dataset": "digits", "sigma": 2, "kappa": "exact", "out": Path("x")}
+    named = resolve(dataset="digits", sigma=2, kappa="exact", out="x")
+    assert resolve(settings).plan == named.plan
+    assert resolve(settings, sigma=3).plan.privacy.sigma == 3
+    assert settings.explicit == {
+        "dataset": "digits",
+        "sigma": 2,
+        "kappa": "exact",
+        "out": Path("x"),
+    }
     assert (settings.lr, named.settings.lr, settings.loss) == (None, 0.005, "cross-entropy")
     with pytest.raises(ValidationError, match="frozen"):
         settings.sigma = 3  # type: ignore[misc]
@@ -118,10 +133,75 @@ def test_a_model_tells_every_fault_at_once() -> None:
     with pytest.raises(InputError) as failure:
         Settings(sigma=-1, optimizer="adam", epochs=2.5)  # type: ignore[arg-type]
     assert [error.partition(" ")[0] for error in failure.value.errors] == [
-        "--sigma",
-        "--optimizer:",
-        "--epochs:",
+        "sigma",
+        "optimizer:",
+        "epochs:",
     ]
+
+
+def test_messages_name_settings_as_they_were_given() -> None:
+    """Keywords in a program, which the command line in the same process does not change."""
+    with pytest.raises(InputError) as failure:
+        resolve(dataset="digits", batch_size=1438, h1=3, h2=2)
+    assert failure.value.errors == (
+        "h1 (3) must not be above h2 (2).",
+        "batch_size (1438) must not be above the size of digits, 1437.",
+    )
+    wrong = ("--batch-size", "1438", "--h1", "3", "--h2", "2")
+    said = dpmac("train", "--dataset", "digits", *wrong).stderr
+    assert "error: --h1 (3) must not be above --h2 (2).\n" in said
+    assert "error: --batch-size (1438) must not be" in said
+    (note,) = resolve(dataset="digits", steps=3, sigma=6, delta=0.01).notes
+    assert note.endswith("Use a smaller delta.")
+    with pytest.raises(InputError, match=r"^sigma must be at least "):
+        Settings(sigma=-1)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("To train without privacy use --no-dp.", "To train without privacy use no_dp."),
+        ("Add --unit 'id([0-9]+)' or --steps N.", "Add unit='id([0-9]+)' or steps=N."),
+        ("--epochs 5 is 60 steps at --batch-size 8.", "epochs=5 is 60 steps at batch_size=8."),
+        ("--loss bce: no such file: a--b.c", "loss bce: no such file: a--b.c"),
+        *[(text, text) for text in ("Use dpmac train --fork.", "pip install --user x (or not).")],
+        (
+            "x (dpmac train --fork v0.2/a --steps N) --lr",
+            "x (dpmac train --fork v0.2/a --steps N) lr",
+        ),
+        ("Type: dpmac eval a.b --model M. Then --lr.", "Type: dpmac eval a.b --model M. Then lr."),
+    ],
+)
+def test_flags_become_keywords_except_in_commands(written: str, shown: str) -> None:
+    assert named(written) == named(shown) == shown
+    with named_as_flags():
+        assert named(written) == written
+
+
+@pytest.mark.long
+def test_mypy_finds_a_misspelt_setting_in_a_users_program() -> None:
+    program = """from pathlib import Path
+from torch import nn
+from dpmac_cli import Settings, fork, make_private, resolve, resume
+
+resolve(Settings(dataset="digits", sigma=2), lr=0.5, out=Path("x"))
+make_private(nn.Linear(64, 10), "digits", Settings(epochs=2), sigma=2.0)
+fork("run", epochs=20, out="other")
+resume("run", device="cpu")
+resolve(sigam=2)
+Settings(sigam=2)
+make_private(nn.Linear(64, 10), "digits", sigam=2)
+fork("run", sigam=2)
+resume("run", sigam=2)
+resolve(dataset="digits", epochs="ten")
+resolve().plan.privacy.sigam
+resolve().plan.sigma
+"""
+    Path("program.py").write_text(program)
+    command = (sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "program.py")
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    wrong = [line for line in found.splitlines() if ": error: " in line]
+    assert [int(line.split(":")[1]) for line in wrong] == [*range(9, 17)], found
 
 
 def test_a_misspelt_setting_is_found_by_mypy() -> None:
@@ -134,7 +214,7 @@ def test_a_misspelt_setting_is_found_by_mypy() -> None:
         with pytest.raises(InputError, match=r"There is no setting 'sigam'\. Did you mean sigma"):
             call()
     with pytest.raises(AttributeError):
-        resolve().plan.settings.sigam  # type: ignore[attr-defined]  # noqa: B018
+        resolve().plan.privacy.sigam  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(KeyError):
         SETTINGS["sigam"]  # type: ignore[index]
     changed: Keywords = {"sigam": 2}  # type: ignore[typeddict-unknown-key]
@@ -143,14 +223,14 @@ def test_a_misspelt_setting_is_found_by_mypy() -> None:
 
 def test_without_a_number_an_event_is_of_the_whole_run() -> None:
     config = digits_config(steps=7)
-    assert config.event == TrainingEvent(128 / 1437, SIGMA, 7, "poisson", 12)
-    assert config.event_of(3).steps == 3
+    assert config.privacy.event == TrainingEvent(128 / 1437, SIGMA, 7, "poisson", 12)
+    assert config.privacy.event_of(3).steps == 3
 
 
 @pytest.mark.privacy
 def test_a_number_of_steps_that_is_none_has_no_price() -> None:
     with pytest.raises(InputError, match="steps must be at least 0, not -3"):
-        digits_config().event_of(-3)
+        digits_config().privacy.event_of(-3)
     with pytest.raises(InputError, match="steps must be at least 0, not -3"):
         TrainingEvent(0.1, 1.0, -3)
 
@@ -216,8 +296,8 @@ def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
     """A target for epsilon is no sigma of 0."""
     config = resolve(dataset="digits", epsilon=0.1, steps=3, device="cpu").plan
     trainer = make_trainer(config, model=net())
-    assert trainer.mechanism.noise_multiplier == config.sigma > 4
-    assert total_epsilon((config.event,), config.delta) <= 0.1
+    assert trainer.mechanism.noise_multiplier == config.privacy.sigma > 4
+    assert total_epsilon((config.privacy.event,), config.privacy.delta) <= 0.1
 
 
 def test_a_frozen_part_is_for_networks_that_are_named() -> None:
@@ -245,6 +325,7 @@ def test_a_rule_of_ones_own_moves_theta() -> None:
 # The page
 
 
+@pytest.mark.long
 def test_the_examples_of_the_page_run_in_order(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

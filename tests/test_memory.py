@@ -24,7 +24,7 @@ from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball
 from dpmac_cli.errors import RunError
 from dpmac_cli.training.loop import fit
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import (
@@ -39,7 +39,7 @@ from tests.helpers import (
 )
 
 WIDTH = 2000
-PLAN = Plan(steps=100, steps_per_epoch=10, physical_batch=1000)
+PLAN = StepPlan(steps=100, steps_per_epoch=10, physical_batch=1000)
 MIB = 2**20
 
 
@@ -71,7 +71,7 @@ def peak_bytes(work: Callable[[], None]) -> int:
     return most
 
 
-def peak_of(name: str, expected: int, plan: Plan) -> int:
+def peak_of(name: str, expected: int, plan: StepPlan) -> int:
     """Of building a trainer and three steps at an expected batch."""
     data = tiny_data(torch.float32, records=4 * expected)
 
@@ -317,6 +317,7 @@ def test_a_limit_of_the_system_is_lived_with() -> None:
     assert 1 < int(done.stdout) < 4096
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_freed_memory_is_kept_for_the_next_step() -> None:
     """A block of 64 MiB, which glibc gives back by itself: 16,384 pages to map again."""

@@ -22,14 +22,14 @@ from dpmac_cli.tasks.metrics import (
     sensitivity_and_specificity,
 )
 from dpmac_cli.training.evaluation import Evaluation
-from tests.helpers import answers_of, classes
+from tests.helpers import answers_of, class_task
 
 CHOSEN = [name for name, metric in METRICS.items() if metric.chosen]
 LABELS = SeveralLabels(("a", "b", "c"))
 
 
 def scored(labels: Tensor, logits: Tensor) -> Answers:
-    return answers_of(Evaluation(0.0, logits, labels, classes(logits.shape[1])))
+    return answers_of(Evaluation(0.0, logits, labels, class_task(logits.shape[1])))
 
 
 def drawn(classes: int, records: int = 400, share: float | None = None) -> tuple[Tensor, Tensor]:
@@ -201,6 +201,7 @@ def test_intervals_cover_what_they_are_for() -> None:
     assert 87 <= inside <= 99
 
 
+@pytest.mark.long
 def test_ten_thousand_records_take_seconds() -> None:
     answers = scored(*drawn(10, 10_000))
     began = time.process_time()

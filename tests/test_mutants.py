@@ -3,6 +3,8 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,18 +24,26 @@ def test_every_mutant_applies() -> None:
     assert int(done.stdout.split()[0]) > 100
 
 
-def edited(
-    tmp_path: Path, file: str, old: str, new: str, only: str
-) -> subprocess.CompletedProcess[str]:
-    """Check a copy of the tree in which a file says something else."""
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree, of what the check reads."""
+    tree = tmp_path_factory.mktemp("mutants")
     for name in ("benchmarks", "dpmac_cli", "tests"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / "tree" / name, ignore=ignored)
-    changed = tmp_path / "tree" / file
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return tree
+
+
+@contextmanager
+def edited(tree: Path, file: str, old: str, new: str) -> Iterator[None]:
+    """Have a file of the copy say something else for a while."""
+    changed = tree / file
     source = changed.read_text(encoding="utf-8")
     assert source.count(old) == 1
     changed.write_text(source.replace(old, new), encoding="utf-8")
-    return check(tmp_path / "tree", "--only", only)
+    try:
+        yield
+    finally:
+        changed.write_text(source, encoding="utf-8")
 
 
 TOTAL = "total.add_(z.mul_(self.noise_multiplier / GRID).round_())"
@@ -91,22 +101,25 @@ HERE = "SecureMechanism.whitened"
     ids=["changed", "twice", "renamed", "unbound", "not Python", "no test", "same name"],
 )
 def test_one_that_no_longer_applies_is_named(
-    tmp_path: Path, file: str, old: str, new: str, said: str
+    copied: Path, file: str, old: str, new: str, said: str
 ) -> None:
-    done = edited(tmp_path, file, old, new, said.partition(":")[0])
+    with edited(copied, file, old, new):
+        done = check(copied, "--only", said.partition(":")[0])
     assert done.returncode == 1
     assert said in done.stdout + done.stderr
 
 
 @pytest.mark.privacy
-def test_moved_and_reformatted_code_is_found(tmp_path: Path) -> None:
+def test_moved_and_reformatted_code_is_found(copied: Path) -> None:
     new = (
         "(\n            total  # of all samples\n            .add_(\n"
         "                (z.mul_(self.noise_multiplier / (GRID))).round_(),\n            ))"
     )
-    done = edited(tmp_path, "dpmac_cli/dp/mechanism.py", TOTAL, new, "the grid")
-    assert done.returncode == 0, done.stdout
-    package = tmp_path / "tree" / "dpmac_cli"
-    (package / "dp/mechanism.py").rename(package / "noise_of_steps.py")
-    done = check(tmp_path / "tree", "--only", "the grid")
+    here, there = copied / "dpmac_cli/dp/mechanism.py", copied / "dpmac_cli/noise_of_steps.py"
+    with edited(copied, "dpmac_cli/dp/mechanism.py", TOTAL, new):
+        done = check(copied, "--only", "the grid")
+        assert done.returncode == 0, done.stdout
+        here.rename(there)
+        done = check(copied, "--only", "the grid")
+        there.rename(here)
     assert done.returncode == 0, done.stdout

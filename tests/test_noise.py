@@ -15,14 +15,16 @@ from scipy.stats import kstest, norm
 
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness import noise
 from dpmac_cli.randomness.keystream import (
+    PART_BITS,
     STREAMS,
     Keys,
     KeyStream,
-    Stretch,
     generator,
     make_keys,
+    rows_of,
 )
 from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS, LayerDraws
 from dpmac_cli.randomness.noise import PAIRS, Noise, box_muller
@@ -30,7 +32,7 @@ from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs import setup as assembly
 from tests.helpers import a_key
 
-either_source = pytest.mark.parametrize("secure", [False, True], ids=["seeded", "secure"])
+either_source = pytest.mark.parametrize("is_secure", [False, True], ids=["seeded", "secure"])
 LIKE = torch.zeros(9)
 
 
@@ -113,8 +115,10 @@ def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: 
     assert random.noise is not None
     assert random.sampler is not None
     assert torch.equal(random.noise.at(1).standard_normal(LIKE), first(keys.noise, 9))
-    size, rate = config.facts.train_size, config.event.sampling_rate
-    twin = KeyedSampler(sampler, size=size, batch=config.batch_size, key=keys.sampler, rate=rate)
+    size, rate = config.data.facts.train_size, config.privacy.event.sampling_rate
+    twin = KeyedSampler(
+        sampler, size=size, batch=config.privacy.batch_size, key=keys.sampler, rate=rate
+    )
     assert random.sampler.draw(1).tolist() == twin.draw(1).tolist()
     if seed is not None:
         assert keys == make_keys(seed)
@@ -166,10 +170,10 @@ def test_the_key_stream_is_that_of_the_standard() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 5)])
 def test_draws_are_like_what_they_are_for(
-    dtype: torch.dtype, shape: tuple[int, ...], secure: bool
+    dtype: torch.dtype, shape: tuple[int, ...], is_secure: bool
 ) -> None:
     like = torch.full(shape, 3.0, dtype=dtype)
-    drawn = Noise(a_key(1), secure=secure).at(1).standard_normal(like)
+    drawn = Noise(a_key(1), secure=is_secure).at(1).standard_normal(like)
     assert (drawn.shape, drawn.dtype, drawn.device) == (like.shape, dtype, like.device)
     assert (like == 3).all()
 
@@ -177,10 +181,10 @@ def test_draws_are_like_what_they_are_for(
 @pytest.mark.privacy
 @either_source
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tails_are_as_heavy_as_they_should_be(dtype: torch.dtype, secure: bool) -> None:
+def test_tails_are_as_heavy_as_they_should_be(dtype: torch.dtype, is_secure: bool) -> None:
     """Counts beyond 3, 4 and 5; short tails are what an adversary looks for."""
     count = 10_000_000
-    source = Noise(a_key(0), secure=secure).at(1)
+    source = Noise(a_key(0), secure=is_secure).at(1)
     drawn = source.standard_normal(torch.empty(count, dtype=dtype)).abs()
     for reach in (3, 4, 5):
         expected = 2 * count * float(norm.sf(reach))
@@ -188,27 +192,41 @@ def test_tails_are_as_heavy_as_they_should_be(dtype: torch.dtype, secure: bool) 
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kind", [np.float32, np.float64])
-def test_the_tails_do_not_end_at_5_77(kind: type[Any]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype) -> None:
     """torch.randn's do, on the CPU in float32. A draw that far takes a billion, so: the words."""
+    turn = torch.int64 if dtype == torch.float64 else torch.int32
 
-    class Given(Stretch):
-        def __init__(self, *words: int) -> None:
-            self.words = list(words)
-
-        def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
-            return np.array([self.words.pop(0)] * n_words, dtype)
-
-    def draw(word: int, turn: int) -> list[float]:
-        out = np.empty(2, kind)
-        box_muller(Given(word, turn), out)
-        drawn: list[float] = out.tolist()
+    def draw(word: int) -> list[float]:
+        out = torch.empty(1, 2, dtype=dtype)
+        box_muller(torch.tensor([[word]]), torch.zeros(1, 1, dtype=turn), out)
+        drawn: list[float] = out[0].tolist()
         return drawn
 
-    least, most = -(2**63), 2**63 - 1
-    assert draw(least, 0) == pytest.approx([8.5717, 0.0], abs=1e-4)
-    assert draw(least + 2**11, 0)[0] == pytest.approx(8.49, abs=0.01)  # and close together there
-    assert draw(most, 0) == [0, 0]
+    for word in (0, -1):
+        assert draw(word) == pytest.approx([9.4192, 0.0], abs=1e-4)
+    for word in (1, -2):  # and close together there
+        assert draw(word) == pytest.approx([(-2 * np.log(3 * 2.0**-64)) ** 0.5, 0.0], rel=1e-6)
+    for word in (-(2**63), 2**63 - 1):
+        assert draw(word) == [0, 0]
+    for word in (2**62, -(2**62)):
+        assert draw(word)[0] == pytest.approx((2 * np.log(2)) ** 0.5, rel=1e-6)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_small_radii_are_as_fine_as_large_ones(dtype: torch.dtype) -> None:
+    """With a logarithm in float32, few radii below 1 could occur: who knew a sum would see them."""
+    turn = torch.int64 if dtype == torch.float64 else torch.int32
+    for bits in (24, 30, 40, 50):  # 1 - |u| is between half and all of 2^(1 - bits)
+        below = (torch.arange(512) + 512) * 2 ** (63 - bits - 9)
+        words, shares = (2**63 - 1 - below)[None], (below + 0.5).double() * 2.0**-63
+        out = torch.empty(1, 2 * words.numel(), dtype=dtype)
+        box_muller(words, torch.zeros_like(words, dtype=turn), out)
+        radii = out[0, : words.numel()].double()
+        exact = (-2 * np.log1p(-shares.numpy())) ** 0.5
+        rtol = max(2.0 ** (bits - 52), 1e-6 if dtype == torch.float32 else 0)
+        np.testing.assert_allclose(radii, exact, rtol=rtol)
 
 
 def key_stream(key: bytes, step: int, part: int) -> CipherContext:
@@ -224,14 +242,21 @@ def normals(
     pairs = (count + 1) // 2
 
     def shares(kind: type[np.int32 | np.int64]) -> NDArray[np.float64]:
-        """From -1/2 to 1/2."""
+        """From -1/2 to 1/2, in the places of the middle of each word."""
         size = kind().itemsize
         drawn: NDArray[Any] = np.frombuffer(stream.update(bytes(-(-size * pairs // 16) * 16)), kind)
         return drawn[:pairs] * 2.0 ** (-8 * size)
 
-    radius = np.sqrt(-2 * np.log(shares(np.int64) + (0.5 + 2.0**-53)))
+    radius = np.sqrt(-2 * np.log(np.abs(2 * shares(np.int64) + 2.0**-64)))
     angle = 2 * np.pi * shares(turn)
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+
+def secure(stream: CipherContext, count: int) -> NDArray[np.float64]:
+    """Normals, and uniform numbers 2^-16 wide from the words that follow."""
+    drawn = normals(stream, count, np.int64)
+    words = np.frombuffer(stream.update(bytes(-(-4 * count // 16) * 16)), np.int32)[:count]
+    return drawn + words * 2.0**-48
 
 
 @pytest.mark.privacy
@@ -267,52 +292,69 @@ def test_steps_have_no_key_stream_in_common(step: int) -> None:
 @pytest.mark.privacy
 @either_source
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("many", [1, 100])
+@pytest.mark.parametrize("pairs", [50, 1 << 10])
 def test_parts_of_a_draw_have_key_streams_of_their_own(
-    secure: bool, dtype: torch.dtype, many: int, monkeypatch: pytest.MonkeyPatch
+    is_secure: bool, dtype: torch.dtype, pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether threads draw them or not; and none begins within another."""
-    monkeypatch.setattr(noise, "MANY_PARTS", many)
-    kind, count = np.int64 if secure or dtype == torch.float64 else np.int32, 2 * PAIRS
+    """And none begins within another, at their full size."""
+    monkeypatch.setattr(noise, "PAIRS", pairs)
+    kind, count = np.int64 if is_secure or dtype == torch.float64 else np.int32, 2 * pairs
     like = torch.empty(2 * count + 5, dtype=dtype)
-    drawn = Noise(a_key(7), secure=secure).at(3).standard_normal(like)
+    drawn = Noise(a_key(7), secure=is_secure).at(3).standard_normal(like)
     for part, found in enumerate([drawn[:count], drawn[count : 2 * count], drawn[2 * count :]]):
         stream = key_stream(a_key(7), 3, part)
-        terms = [normals(stream, len(found), kind) for _ in range(4 if secure else 1)]
-        np.testing.assert_allclose(found, sum(terms) / len(terms) ** 0.5, atol=4e-6)
-    assert len(terms) * PAIRS * 2 * 8 / 16 <= 2**20
+        expected = secure(stream, len(found)) if is_secure else normals(stream, len(found), kind)
+        atol = 4e-6 if dtype == torch.float32 else 1e-13
+        np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+    assert PAIRS * (8 + 8 + 2 * 4) / 16 + 3 <= 2**PART_BITS
 
 
 @pytest.mark.privacy
 @either_source
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("count", [0, 1, 7, 2 * PAIRS, 6 * PAIRS + 5])
+@pytest.mark.parametrize("count", [0, 1, 7, 200, 605, 1600, 1603])
 def test_draws_on_a_device_are_those_of_the_cpu(
-    secure: bool, dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
+    is_secure: bool, dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One draw after another, in groups of several parts; computed here, as on a GPU."""
-    monkeypatch.setattr(noise, "MANY_PARTS", 2)
+    """Several parts at a time are computed there. Run here, with a device that is not the CPU."""
+    monkeypatch.setattr(noise, "PAIRS", 100)
     like = torch.empty(count, 1, dtype=dtype)
-    here, there = (Noise(a_key(7), secure=secure).at(3) for _ in range(2))
+    alone = [Noise(a_key(7), secure=is_secure).at(3) for _ in range(2)]
+    monkeypatch.setattr(noise, "PARTS_ON_DEVICE", 3)
     for _ in range(2):
-        drawn = there.on_device(like)
-        assert (drawn.shape, drawn.dtype) == (like.shape, dtype)
-        atol = 4e-6 if dtype == torch.float32 else 1e-13
-        torch.testing.assert_close(drawn, here.standard_normal(like), atol=atol, rtol=0)
+        together = alone[1].standard_normal(like, noise.PARTS_ON_DEVICE)
+        assert (together.shape, together.dtype) == (like.shape, dtype)
+        assert torch.equal(together, alone[0].standard_normal(like))
 
 
 @pytest.mark.privacy
 @either_source
-def test_the_noise_of_a_step_is_handed_out_once(secure: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draws_do_not_depend_on_the_number_of_threads(is_secure: bool, dtype: torch.dtype) -> None:
+    """Bit for bit, so a resumed run repeats its noise whatever shares a thread gets."""
+    threads, like, drawn = torch.get_num_threads(), torch.empty(2 * PAIRS + 77, dtype=dtype), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            drawn.append(Noise(a_key(7), secure=is_secure).at(3).standard_normal(like))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.privacy
+@either_source
+def test_the_noise_of_a_step_is_handed_out_once(is_secure: bool) -> None:
     """The same noise added to two sums is gone from their difference."""
-    noise = Noise(a_key(1), secure=secure)
+    noise = Noise(a_key(1), secure=is_secure)
     seen = [noise.at(step).standard_normal(torch.zeros(1000)) for step in (1, 2, 3, 10)]
     for x, y in combinations(seen, 2):
         assert abs(correlation(x, y)) < 0.15
     for step in (10, 9, 1):
         with pytest.raises(ValueError, match=f"step {step} is not after step 10"):
             noise.at(step)
-    again = Noise(a_key(1), secure=secure)  # as in a run that is resumed exactly
+    again = Noise(a_key(1), secure=is_secure)  # as in a run that is resumed exactly
     assert torch.equal(again.at(10).standard_normal(torch.zeros(1000)), seen[-1])
 
 
@@ -328,23 +370,54 @@ def test_draws_share_neither_memory_nor_key_stream() -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_secure_draw_is_half_the_sum_of_four(dtype: torch.dtype) -> None:
-    """Of four stretches of the key stream, in float64; both normals of a pair are in no sum."""
+def test_a_secure_draw_is_a_normal_and_a_uniform_number(dtype: torch.dtype) -> None:
+    """In float64, each from a stretch of the key stream of its own."""
     source = Noise(a_key(7), secure=True).at(1)
     for part, count in enumerate((1, 5, 2, 64, 3)):
-        stream = key_stream(a_key(7), 1, part)
-        total = sum(normals(stream, count, np.int64) for _ in range(4))
+        expected = secure(key_stream(a_key(7), 1, part), count)
         drawn = source.standard_normal(torch.empty(count, dtype=dtype))
         tolerance = 1e-13 if dtype == torch.float64 else 1e-6
-        np.testing.assert_allclose(drawn, total / 2, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(drawn, expected, rtol=0, atol=tolerance)
+
+
+def off_the_lattice(draws: torch.Tensor) -> NDArray[np.float64]:
+    """How far the u behind each pair is from the nearest that can occur, in shares of the gap."""
+    released = torch.round(draws / GRID) * GRID  # as the mechanism does
+    radius = released.view(2, -1).square().sum(0).numpy()
+    return np.mod(np.exp(-radius / 2) * 2.0**63, 1)
+
+
+@pytest.mark.privacy
+def test_secure_draws_hide_the_words_that_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack of Holohan and Braghin, where it is easiest: radii far out have wide gaps.
+
+    Both normals of a pair reveal its u. Who knows the rest of a sum would see which of two sums
+    leaves noise that can occur. What is left of u must be uniform.
+    """
+    count, kinds = 20_000, list[Any]()
+
+    def far_out(streams: Any, count: int, kind: Any) -> Any:
+        words = rows_of(streams, count, kind)
+        kinds.append(kind)
+        return words >> 40 if len(kinds) == 1 else words
+
+    monkeypatch.setattr(noise, "rows_of", far_out)
+    like = torch.empty(2 * count, dtype=torch.float64)
+    hidden = Noise(a_key(3), secure=True).at(1).standard_normal(like)
+    kinds.clear()
+    plain = Noise(a_key(3)).at(1).standard_normal(like)
+    assert (np.abs(off_the_lattice(plain) - 0.5) < 0.01).all(), "the attack works without it"
+    assert kstest(off_the_lattice(hidden), "uniform").pvalue > 1e-3
+    moved = (hidden - plain).numpy()
+    assert kstest(moved, "uniform", (-noise.DITHER / 2, noise.DITHER)).pvalue > 1e-3
 
 
 @pytest.mark.privacy
 @either_source
-def test_neighbouring_draws_have_nothing_in_common(secure: bool) -> None:
+def test_neighbouring_draws_have_nothing_in_common(is_secure: bool) -> None:
     """The two normals of a pair share a radius: neither they nor their squares correlate."""
     count = 1_000_000
-    z = Noise(a_key(0), secure=secure).at(1).standard_normal(torch.empty(2 * count))
+    z = Noise(a_key(0), secure=is_secure).at(1).standard_normal(torch.empty(2 * count))
     for power in (1, 2, 3):
         x, y = (half.double() ** power for half in (z[:count], z[count:]))
         assert abs(correlation(x, y)) < 4 / count**0.5
@@ -354,8 +427,8 @@ def test_neighbouring_draws_have_nothing_in_common(secure: bool) -> None:
 
 @pytest.mark.privacy
 @either_source
-def test_no_draw_comes_twice(secure: bool) -> None:
-    source = Noise(a_key(0), secure=secure).at(1)
+def test_no_draw_comes_twice(is_secure: bool) -> None:
+    source = Noise(a_key(0), secure=is_secure).at(1)
     x, y = (source.standard_normal(torch.zeros(1000)) for _ in range(2))
     assert abs(correlation(x, y)) < 0.15
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dpmac_cli.data.own import inspect
-from dpmac_cli.data.schema import Found, Source
+from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.splits import Records, split
+from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from tests.helpers import load
 
@@ -53,7 +53,7 @@ def refused(path: Path, **options: Any) -> str:
     return "\n".join(failure.value.errors)
 
 
-def described(found: Found) -> tuple[int, int, tuple[int, int, int], tuple[str, ...]]:
+def described(found: DataFacts) -> tuple[int, int, tuple[int, int, int], tuple[str, ...]]:
     facts = found.facts
     return facts.train_size, facts.test_size, facts.shape, facts.task.names
 

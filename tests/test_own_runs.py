@@ -24,9 +24,10 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import DATA, SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import RunEvent, finish, train
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.session import Finished, RunEvent, Started
-from dpmac_cli.runs.train import finish, train
+from dpmac_cli.runs.session import Started
 from tests.digits_runs import after
 from tests.typed import dpmac
 
@@ -214,6 +215,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         assert str(tmp_path).encode() not in Path("run", name).read_bytes()
 
 
+@pytest.mark.long
 def test_a_model_alone_and_its_data_named_anew(tmp_path: Path) -> None:
     done("train", "--dataset", photos("photos"), "--model", "mlp-small", "--out", "run", *SHORT)
     Path("run/model.safetensors").rename("alone.safetensors")
@@ -349,6 +351,7 @@ def notes_on(data: str, **flags: str | bool) -> tuple[str, ...]:
     return resolve({"dataset": data, "batch_size": "8", **flags}).notes
 
 
+@pytest.mark.long
 def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     wine("wine.npz")
     photos("photos")
@@ -403,9 +406,10 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     )
 
 
+@pytest.mark.long
 def test_batches_of_most_records_are_remarked_on() -> None:
     wine("wine.npz")
-    size = resolve({"dataset": "wine.npz"}).plan.facts.train_size
+    size = resolve({"dataset": "wine.npz"}).plan.data.facts.train_size
     assert resolve({"dataset": "wine.npz"}).notes == ()
     (note,) = notes_on("wine.npz", batch_size=str(size))
     assert f"--batch-size {size} each record takes part in 100% of the steps" in note
@@ -418,22 +422,29 @@ def test_batches_of_most_records_are_remarked_on() -> None:
     assert notes_on("wine.npz", batch_size=whole, sampler="random-allocation") == ()
 
 
+@pytest.mark.long
 def test_defaults_by_rule() -> None:
     """A twelfth of the records a step, 20 epochs, epsilon 3: docs/recipes.md."""
     wine("wine.npz")
-    found = resolve({"dataset": "wine.npz"}).plan
-    records = found.facts.train_size
-    assert (found.batch_size, found.steps) == (math.ceil(records / 12), 240)
-    assert (found.optimizer, found.hyper.lr, found.recipe.ema) == ("dp-adam", 0.01, 0.95)
-    assert (found.target_epsilon, found.delta) == (3.0, 1e-5)
-    assert total_epsilon((found.event,), found.delta) <= 3.0
-    assert resolve({"dataset": "wine.npz", "max_epsilon": 1.0}).plan.target_epsilon == 1.0
-    assert resolve({"dataset": "wine.npz", "sigma": 2.0}).plan.sigma == 2.0
-    assert resolve({"dataset": "wine.npz", "steps": 7}).plan.steps == 7
+    resolved = resolve({"dataset": "wine.npz"})
+    found = resolved.plan
+    records = found.data.facts.train_size
+    assert (found.privacy.batch_size, found.privacy.steps) == (math.ceil(records / 12), 240)
+    assert (found.optimizer.name, found.optimizer.hyper.lr, found.recipe.ema) == (
+        "dp-adam",
+        0.01,
+        0.95,
+    )
+    assert (resolved.settings.epsilon, found.privacy.delta) == (3.0, 1e-5)
+    assert total_epsilon((found.privacy.event,), found.privacy.delta) <= 3.0
+    assert resolve({"dataset": "wine.npz", "max_epsilon": 1.0}).settings.epsilon == 1.0
+    assert resolve({"dataset": "wine.npz", "sigma": 2.0}).plan.privacy.sigma == 2.0
+    assert resolve({"dataset": "wine.npz", "steps": 7}).plan.privacy.steps == 7
     other = resolve({"dataset": "wine.npz", "optimizer": "dp-macadam"}).plan
-    assert other.hyper.lr == OPTIMIZERS["dp-macadam"].lr
+    assert other.optimizer.hyper.lr == OPTIMIZERS["dp-macadam"].lr
 
 
+@pytest.mark.long
 def test_delta_shrinks_with_the_records() -> None:
     """Below 1e-5 and below n^-1.1, so that no guarantee allows publishing a record."""
     labels = np.zeros(50_000, np.int64)
@@ -441,8 +452,8 @@ def test_delta_shrinks_with_the_records() -> None:
     x = np.arange(50_000.0).reshape(-1, 1)
     np.savez("many.npz", x=x, y=labels, low=[0.0], high=[5e4])
     found = resolve({"dataset": "many.npz", "test_fraction": 0.01}).plan
-    assert found.delta == found.facts.train_size**-1.1 < 1e-5
-    assert resolve({"dataset": "many.npz", "delta": 1e-6}).plan.delta == 1e-6
+    assert found.privacy.delta == found.data.facts.train_size**-1.1 < 1e-5
+    assert resolve({"dataset": "many.npz", "delta": 1e-6}).plan.privacy.delta == 1e-6
 
 
 def test_learning_rates_by_the_numbers_of_a_record() -> None:
@@ -683,7 +694,7 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it(what: str) -> N
     ran = TrainingEvent(0.1, 1.0, 40, "poisson", 10)
     assert price["events"] == [vars(ran)]
     assert price["epsilon"] == total_epsilon((ran,), 1e-5)
-    assert all(e.plan.facts.train_size == 80 for e in events if isinstance(e, Started))
+    assert all(e.plan.data.facts.train_size == 80 for e in events if isinstance(e, Started))
 
 
 @pytest.mark.privacy
@@ -749,8 +760,8 @@ def test_what_is_not_declared_is_said_to_be_public_and_how_to_declare_it() -> No
         "Channels, image size and classes of photos were taken from its records and are treated as "
         f"public. Declare them to avoid that: --channels 1 --image-size 8 --classes {names_of(10)}"
     )
-    found = resolve(dataset="photos").plan.facts
-    assert resolve({"dataset": "photos", **DECLARED}).plan.facts == found
+    found = resolve(dataset="photos").plan.data.facts
+    assert resolve({"dataset": "photos", **DECLARED}).plan.data.facts == found
     assert "taken from its records" not in str(notes_on("photos", no_dp=True))
     done("train", "--dataset", "photos", "--out", "run", *typed(DECLARED), *SHORT)
     assert report_of("run")["dataset"]["taken_from_records"] == []

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.pairwise import pairwise
+from tests.pairwise import all_pairs
 
 COLUMNS = (
     [(0, 1)],
@@ -19,7 +19,7 @@ COLUMNS = (
     "columns", COLUMNS, ids=lambda columns: "x".join(map(str, map(len, columns)))
 )
 def test_every_pair_is_in_some_row(columns: list[tuple[int, ...]]) -> None:
-    rows = pairwise(*columns)
+    rows = all_pairs(*columns)
     assert len(set(rows)) == len(rows)
     assert rows[0] == (0,) * len(columns)
     assert set(rows) <= set(itertools.product(*columns))
@@ -30,8 +30,8 @@ def test_every_pair_is_in_some_row(columns: list[tuple[int, ...]]) -> None:
 @pytest.mark.parametrize(("columns", "most"), [(COLUMNS[2], 6), (COLUMNS[3], 46), (COLUMNS[4], 32)])
 def test_rows_are_few(columns: list[tuple[int, ...]], most: int) -> None:
     """Of 16, 352 and 4,096 combinations."""
-    assert len(pairwise(*columns)) <= most
+    assert len(all_pairs(*columns)) <= most
 
 
 def test_values_are_those_that_were_given() -> None:
-    assert pairwise("ab", [None, 1.5]) == [("a", None), ("a", 1.5), ("b", None), ("b", 1.5)]
+    assert all_pairs("ab", [None, 1.5]) == [("a", None), ("a", 1.5), ("b", None), ("b", 1.5)]

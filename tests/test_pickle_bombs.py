@@ -20,8 +20,8 @@ from dpmac_cli.cli.app import app
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
+from dpmac_cli.release import run
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs import train as run
 from tests.digits_runs import train_digits
 
 CPU = torch.device("cpu")

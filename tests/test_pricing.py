@@ -13,9 +13,10 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config import question
-from dpmac_cli.config.question import Question, answer, ask
+from dpmac_cli.config import account_flags
+from dpmac_cli.config.account_flags import AccountQuery, answer, ask
 from dpmac_cli.errors import BudgetError, InputError
+from tests.tiers import rest_long
 
 DELTA = 1e-5
 
@@ -32,13 +33,13 @@ def typed(line: str) -> Mapping[str, str]:
 SMALL = ask(typed("--dataset-size 40 --batch-size 8 --sigma 6 --epochs 2"))
 
 
-def changed(question: Question, **changes: Any) -> Question:
+def changed(question: AccountQuery, **changes: Any) -> AccountQuery:
     """The question with other flags."""
     other: Any = question
-    return cast(Question, replace(other, **changes))
+    return cast(AccountQuery, replace(other, **changes))
 
 
-def only(question: Question) -> Row:
+def only(question: AccountQuery) -> Row:
     (row,) = answer(question)
     return row
 
@@ -181,7 +182,9 @@ def test_every_sampler_is_priced_by_both_accountants(sampler: str) -> None:
 
 @pytest.mark.parametrize(("delta", "said"), [(0.025, 1), (0.0249, 0), (1e-9, 0)])
 def test_a_delta_of_one_record_or_more_is_noted(delta: float, said: int) -> None:
-    notes = list(question.notes(list(question.answer(changed(SMALL, delta=delta)))))
+    notes = list(
+        account_flags.account_notes(list(account_flags.answer(changed(SMALL, delta=delta))))
+    )
     assert len(notes) == said
     assert all("1/n = 0.025" in note and "whole record" in note for note in notes)
 
@@ -246,9 +249,8 @@ SOLVED: Sequence[tuple[str, Mapping[str, Any]]] = [
 METHODS = [("poisson", "pld"), ("poisson", "rdp"), ("random-allocation", "rdp")]
 
 
-@pytest.mark.long
 @pytest.mark.privacy
-@pytest.mark.parametrize(("sampler", "accountant"), METHODS)
+@pytest.mark.parametrize(("sampler", "accountant"), rest_long(METHODS))
 @pytest.mark.parametrize(("solve", "open_"), SOLVED, ids=[name for name, _ in SOLVED])
 def test_an_answer_is_within_the_target_and_the_next_is_not(
     solve: str, open_: Mapping[str, Any], sampler: str, accountant: str

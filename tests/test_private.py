@@ -42,8 +42,8 @@ def test_a_loop_costs_what_it_took_and_no_step_more(optimizer: str, tmp_path: Pa
     assert (len(private), private.epsilon) == (4, 0.0)
     before = private.evaluate().loss
     for step in private:
-        event = resolve(SETTINGS, dataset="digits").plan.event_of(step)
-        assert private.epsilon == total_epsilon((event,), private.plan.delta)
+        event = resolve(SETTINGS, dataset="digits").plan.privacy.event_of(step)
+        assert private.epsilon == total_epsilon((event,), private.plan.privacy.delta)
     assert step == 4
     assert private.evaluate().loss != before
     kept = [p.clone() for p in private.model.parameters()]
@@ -181,6 +181,7 @@ def test_batch_norms_become_group_norms_in_place() -> None:
     assert isinstance(net[1], nn.GroupNorm)
 
 
+@pytest.mark.long
 def test_records_at_hand_in_a_loop(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     y = rng.integers(0, 2, 300)

@@ -11,9 +11,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from dpmac_cli.release import run
+from dpmac_cli.release.run import finish
 from dpmac_cli.runs import folder
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.train import finish
 from tests import secret_search as search
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import SEED, after, digits_config

@@ -23,9 +23,10 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.runs import assist
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, Started
+from dpmac_cli.release import run
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.runs import workers
+from dpmac_cli.runs.session import Started
 from dpmac_cli.runs.setup import make_trainer as make_run_trainer
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.schedules import Recipe
@@ -303,8 +304,8 @@ def test_the_others_are_told_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
             trainers.append(built(*args, **options))
             return trainers[-1]
 
-        monkeypatch.setattr(assist, "make_trainer", make)
-        assist.assist(ranks, {})
+        monkeypatch.setattr(workers, "make_trainer", make)
+        workers.run_worker(ranks, {})
         random = trainers[0].randomness
         return told, (random.sampler, random.noise), trainers[0].state.keys
 
@@ -325,7 +326,7 @@ def training(**flags: Any) -> Callable[[Ranks], Any]:
 
     def work(ranks: Ranks) -> Any:
         if not ranks.leads:
-            return assist.assist(ranks, {})
+            return workers.run_worker(ranks, {})
         *_, last = run.train(config, ranks=ranks)
         assert isinstance(last, Finished)
         return last.report
@@ -354,14 +355,14 @@ def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
 
     def begin(ranks: Ranks) -> Any:
         if not ranks.leads:
-            return assist.assist(ranks, {})
+            return workers.run_worker(ranks, {})
         config = digits_config(steps=8, out="run", seed=4)
         list(run.train(config, lambda: next(asked) >= 3, ranks=ranks if before > 1 else None))
         return None
 
     def go_on(ranks: Ranks) -> Any:
         if not ranks.leads:
-            return assist.assist(ranks, {})
+            return workers.run_worker(ranks, {})
         started, *_, last = run.resume(Path("run"), {}, ranks=ranks if after > 1 else None)
         assert isinstance(started, Started)
         assert isinstance(last, Finished)
@@ -385,7 +386,7 @@ def test_other_machines_at_all_ranks_draw_with_new_keys(monkeypatch: pytest.Monk
 
     def begin(ranks: Ranks) -> Any:
         if not ranks.leads:
-            return assist.assist(ranks, {})
+            return workers.run_worker(ranks, {})
         asked = iter(range(100))
         config = digits_config(steps=6, out="run", seed=4)
         list(run.train(config, lambda: next(asked) >= 3, ranks=ranks))
@@ -396,7 +397,7 @@ def test_other_machines_at_all_ranks_draw_with_new_keys(monkeypatch: pytest.Monk
     def go_on(ranks: Ranks) -> Any:
         monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "others")
         if not ranks.leads:
-            return assist.assist(ranks, {})
+            return workers.run_worker(ranks, {})
         started = next(iter(run.resume(Path("run"), {}, ranks=ranks)))
         return started.fresh_noise if isinstance(started, Started) else None
 
@@ -429,7 +430,7 @@ def test_ranks_with_other_records_do_not_begin(tmp_path: Path, what: str) -> Non
     def work(ranks: Ranks) -> Any:
         os.chdir(tmp_path / ("one" if ranks.leads else "other"))
         if not ranks.leads:
-            return assist.assist(ranks, {})
+            return workers.run_worker(ranks, {})
         flags: dict[str, Any] = {"feature_range": "0,60", "batch_size": 8, "model": "net.py:Net"}
         list(run.train(digits_config(dataset="d.npz", out="run", **flags), ranks=ranks))
         return None
@@ -453,7 +454,7 @@ def test_ranks_that_compute_otherwise_do_not_begin(
         elif not ranks.leads:
             torch.set_num_threads(2)
         if not ranks.leads:
-            return assist.assist(ranks, {})
+            return workers.run_worker(ranks, {})
         if resumed:
             return list(run.resume(Path("run"), {}, ranks=ranks))
         return list(run.train(digits_config(steps=4, out="run"), ranks=ranks))
@@ -475,8 +476,8 @@ def test_ranks_that_compute_otherwise_do_not_begin(
 def test_ranks_on_other_devices_do_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(ranks: Ranks) -> Any:
         if not ranks.leads:
-            monkeypatch.setattr(assist, "device_name", lambda _: "another GPU")
-            return assist.assist(ranks, {})
+            monkeypatch.setattr(workers, "device_name", lambda _: "another GPU")
+            return workers.run_worker(ranks, {})
         return list(run.train(digits_config(steps=4, out="run"), ranks=ranks))
 
     for failure in together(2, work):

@@ -23,8 +23,8 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.loaders import loading
 from dpmac_cli.release import scoring
-from dpmac_cli.runs import setup
-from dpmac_cli.runs.train import train
+from dpmac_cli.release.run import train
+from dpmac_cli.runs import prepare
 from dpmac_cli.storage.progress import Computing, outcome
 from tests.digits_runs import after
 
@@ -126,7 +126,7 @@ def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
         data = yield from loading(*args, **facts)
         return replace(data, test=Split(data.test.images[:400], data.test.labels[:400]))
 
-    monkeypatch.setattr(setup, "loading", few)
+    monkeypatch.setattr(prepare, "loading", few)
     monkeypatch.setattr(scoring, "load_data", lambda *args, **facts: outcome(few(*args, **facts)))
 
 

@@ -27,8 +27,8 @@ from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import MODELS
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished
+from dpmac_cli.release import run
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.studies.grid import address
 from dpmac_cli.training.evaluation import evaluate
 from dpmac_cli.training.loop import Evaluated, fit
@@ -389,9 +389,14 @@ def test_a_gpu_processes_more_samples_at_a_time_unless_told_otherwise() -> None:
         plan = resolve({"dataset": "cifar10", **flags}).plan
         again = change(plan.recorded, {}).plan
         assert again.recorded == plan.recorded
-        assert (again.physical_batch, again.gpu_batch) == (plan.physical_batch, plan.gpu_batch)
-        assert ("physical-batch" in plan.recorded) == (plan.gpu_batch == plan.physical_batch)
-        return plan.physical_batch, plan.gpu_batch
+        assert (again.run.physical_batch, again.run.gpu_batch) == (
+            plan.run.physical_batch,
+            plan.run.gpu_batch,
+        )
+        assert ("physical-batch" in plan.recorded) == (
+            plan.run.gpu_batch == plan.run.physical_batch
+        )
+        return plan.run.physical_batch, plan.run.gpu_batch
 
     assert sizes() == (32, 512)
     assert sizes(augmentations=16) == (2, 32)
@@ -401,16 +406,19 @@ def test_a_gpu_processes_more_samples_at_a_time_unless_told_otherwise() -> None:
 
 
 def test_views_take_their_share_of_the_physical_batch() -> None:
-    assert digits_config(augmentations=16).physical_batch == digits_config().physical_batch // 16
-    assert digits_config(augmentations=1000, physical_batch=7).physical_batch == 7
+    assert (
+        digits_config(augmentations=16).run.physical_batch
+        == digits_config().run.physical_batch // 16
+    )
+    assert digits_config(augmentations=1000, physical_batch=7).run.physical_batch == 7
 
 
 def test_a_network_of_many_weights_works_on_more_small_images_at_a_time() -> None:
     for model, samples in {"cnn": 32, "wrn-16-4": 32, "resnet18": 128, "mlp": 1024}.items():
-        assert resolve({"dataset": "cifar10", "model": model}).plan.physical_batch == samples
+        assert resolve({"dataset": "cifar10", "model": model}).plan.run.physical_batch == samples
     assert MODELS["resnet18"].samples_at_a_time(224 * 224) < 32
     behind = resolve({"dataset": "cifar10", "backbone": "efficientnet-lite0", "model": "cnn"})
-    assert behind.plan.physical_batch == 1024
+    assert behind.plan.run.physical_batch == 1024
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from torch.nn.functional import huber_loss, mse_loss, poisson_nll_loss
 from dpmac_cli import ArrayData, from_dataframe, predict
 from dpmac_cli.accounting.events import Scores
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.own import inspect
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.data.units import Units, units_of
+from dpmac_cli.data.user_data import inspect
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.losses import HUBER, build_loss
@@ -30,7 +30,7 @@ from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.runs import train as run
+from dpmac_cli.release import run
 from dpmac_cli.tasks.known import METRICS, task_of
 from dpmac_cli.tasks.regression import Counts, Regression
 from dpmac_cli.tasks.task import number
@@ -240,7 +240,7 @@ def test_a_record_more_changes_neither_the_targets_nor_the_split_of_others(tmp_p
 def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
     x, y = np.zeros((40, 1)), np.arange(40) / 100
     data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=1)
-    found = resolve(dataset=data, batch_size=4).plan.found
+    found = resolve(dataset=data, batch_size=4).plan.data.found
     assert found.signs.copies == 0
 
 
@@ -249,7 +249,7 @@ def test_a_data_frame_and_arrays_give_the_same_targets(tmp_path: Path) -> None:
     records = rows(20)
     table(tmp_path, records)
     frame = from_dataframe(pandas.DataFrame(records), tmp_path / "care.yaml")
-    of_frame = Source(frame.path, schema=frame.schema, at_hand=frame)
+    of_frame = Source(frame.path, schema=frame.schema, in_memory=frame)
     for (_, one), (_, other) in zip(load(of_frame), load(source(tmp_path)), strict=True):
         np.testing.assert_array_equal(np.sort(one, 0), np.sort(other, 0))
 

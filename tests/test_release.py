@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models.weights import published
-from dpmac_cli.release.publish import check_publishable, load_model, save_model
+from dpmac_cli.models.weights import check_publishable, published
+from dpmac_cli.release.model_file import load_model, save_model
 from dpmac_cli.release.scoring import score
 from dpmac_cli.storage.digest import digest
 from tests.digits_runs import train_digits

@@ -14,10 +14,11 @@ from dpmac_cli import make_private
 from dpmac_cli.cli.compare import _write_results
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.report_file import recount
+from dpmac_cli.release.run import finish, fork, resume, train
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.train import finish, fork, resume, train
 from dpmac_cli.studies.grid import plan
 from tests.digits_runs import SIGMA, after, digits_config, train_digits
+from tests.tiers import rest_long
 from tests.typed import dpmac
 
 #: Files that hold nothing of a run.
@@ -118,7 +119,7 @@ def killed_at(call: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("replace", [published, trained, forked])
+@pytest.mark.parametrize("replace", rest_long([trained, published, forked]))
 def test_a_kill_leaves_no_mixture_of_two_runs(
     replace: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,15 +21,18 @@ from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.randomness.keystream import STREAMS
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
+from dpmac_cli.release import run
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import RunEvent, finish
 from dpmac_cli.runs import checkpoint, environment, folder, ledger
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
-from dpmac_cli.runs.train import finish
+from dpmac_cli.runs.session import Reduced, Started, Update
+from dpmac_cli.runs.train import resumes_exactly
 from dpmac_cli.storage import files
 from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import RATE, SIGMA, after, contents, digits_config
+from tests.tiers import rest_long
 
 STEPS = 21
 
@@ -48,14 +51,15 @@ def start(**flags: Any) -> Any:
     return digits_config(**{"steps": STEPS, "seed": 7, "checkpoint_every": "4", **flags})
 
 
-@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("optimizer", "sampler"),
-    [
-        *((optimizer, "poisson") for optimizer in OPTIMIZER_NAMES),
-        *(("dp-macadam", sampler) for sampler in SAMPLERS if sampler != "poisson"),
-    ],
+    rest_long(
+        [
+            *((optimizer, "poisson") for optimizer in reversed(OPTIMIZER_NAMES)),
+            *(("dp-macadam", sampler) for sampler in SAMPLERS if sampler != "poisson"),
+        ]
+    ),
 )
 def test_a_run_stopped_anywhere_ends_bit_identical(optimizer: str, sampler: str) -> None:
     settings = {
@@ -67,10 +71,12 @@ def test_a_run_stopped_anywhere_ends_bit_identical(optimizer: str, sampler: str)
     }
     whole = finish(run.train(start(**settings)))
     stopped = finish(run.train(start(**settings), after(1)))
-    for step in range(2, STEPS):  # stopped and resumed after every single step
+    for done in (1, 2, 4, 5, 12, 13):  # a checkpoint every 4 steps, an epoch every 12
+        if done > 1:
+            more = after(done - stopped.report["privacy"]["steps"])
+            stopped = finish(run.resume(stopped.folder, {}, more))
         assert stopped.state == "interrupted"
-        assert stopped.report["privacy"]["steps"] == step - 1
-        stopped = finish(run.resume(stopped.folder, {}, after(1)))
+        assert stopped.report["privacy"]["steps"] == done
     last = finish(run.resume(stopped.folder, {}))
     assert last.state == "finished"
     assert weights(last.folder) == weights(whole.folder)
@@ -100,8 +106,8 @@ class Draws:
             normals = at(noise, step)
             standard_normal = normals.standard_normal
 
-            def recorded(like: Tensor) -> Tensor:
-                self.noise.append(standard_normal(like))
+            def recorded(like: Tensor, at_once: int | None = None) -> Tensor:
+                self.noise.append(standard_normal(like, at_once))
                 return self.noise[-1].clone()
 
             normals.standard_normal = recorded  # type: ignore[method-assign]
@@ -232,7 +238,7 @@ def test_that_a_run_diverged_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_no_checkpoint_with_the_old_keys_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its charges lack the steps with new keys, which would be free if the run went back to it."""
     first = finish(run.train(start(out="run"), after(6)))
-    monkeypatch.setattr(run, "environment", lambda *_: {"threads": 77})
+    monkeypatch.setattr("dpmac_cli.runs.train.environment", lambda *_: {"threads": 77})
     kill(run.resume(first.folder, {}), lambda event: isinstance(event, Started))
     (left,) = (first.folder / checkpoint.FOLDER).glob("step-*")
     assert len(checkpoint.newest(first.folder).record["spent"]["earlier"]) == 1
@@ -248,7 +254,7 @@ def kill_as_new_keys_begin(where: Path, name: str, monkeypatch: pytest.MonkeyPat
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "environment", lambda *_: {"threads": 77})
+        patch.setattr("dpmac_cli.runs.train.environment", lambda *_: {"threads": 77})
         patch.setattr(checkpoint, name, killed)
         with pytest.raises(Killed):
             finish(run.resume(where, {}))
@@ -368,7 +374,7 @@ def test_a_spent_run_that_is_resumed_on_a_gpu_takes_no_step(
     first = finish(run.train(start(out="run", max_epsilon=0.15)))
     assert first.state == "budget-spent"
     before = weights(first.folder)
-    monkeypatch.setattr(run, "repeatable", lambda device: False)
+    monkeypatch.setattr("dpmac_cli.runs.train.repeatable", lambda device: False)
     again = finish(run.resume(first.folder, {}))
     assert again.report["privacy"] == first.report["privacy"]
     assert weights(again.folder) == before
@@ -415,7 +421,7 @@ def test_halved_chunks_are_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.privacy
 def test_another_machine_draws_with_new_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = finish(run.train(start(out="run"), after(5)))
-    monkeypatch.setattr(run, "environment", lambda *_: {"threads": 77})
+    monkeypatch.setattr("dpmac_cli.runs.train.environment", lambda *_: {"threads": 77})
     finished = finish(run.resume(stopped.folder, {}))
     assert len(finished.report["privacy"]["events"]) == 2
 
@@ -560,15 +566,15 @@ def test_a_variable_that_changes_kernels_is_another_environment(
 def test_every_resume_on_a_gpu_draws_with_new_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """It adds in any order, so that the same step gives other bits."""
     assert not environment.repeatable(torch.device("cuda", 0))
-    monkeypatch.setattr(run, "repeatable", lambda device: False)
+    monkeypatch.setattr("dpmac_cli.runs.train.repeatable", lambda device: False)
     stopped = finish(run.train(start(out="run"), after(5)))
-    assert not run.resumes_exactly(stopped.folder, "cpu")
+    assert not resumes_exactly(stopped.folder, "cpu")
     started, *_, last = run.resume(stopped.folder, {})
     assert isinstance(started, Started)
     assert started.fresh_noise == "steps on a GPU cannot be repeated bit for bit"
     assert isinstance(last, Finished)
     assert [event["steps"] for event in last.report["privacy"]["events"]] == [5, STEPS - 5]
-    assert run.resumes_exactly(stopped.folder, "cpu")  # for no step is left
+    assert resumes_exactly(stopped.folder, "cpu")  # for no step is left
     with pytest.raises(InputError, match="is finished"):
         finish(run.resume(stopped.folder, {}))
 

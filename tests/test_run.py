@@ -1,7 +1,6 @@
 """One run on digits, from a configuration to the files in its folder."""
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,6 @@ from dpmac_cli.models import architectures
 from dpmac_cli.release.report import TEXTS
 from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import setup as assembly
-from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.training import evaluation
 from dpmac_cli.training import trainer as engine
@@ -145,7 +143,8 @@ def test_a_target_is_met_and_nearly_used_up() -> None:
     assert total_epsilon((event,), 1e-5) == price["epsilon"]
     # The file holds the noise that was found, so that repeating the run solves nothing again.
     again = digits_config(finished.folder / "config.yaml")
-    assert (again.sigma, again.target_epsilon) == (price["noise_multiplier"], math.inf)
+    assert again.privacy.sigma == price["noise_multiplier"]
+    assert "epsilon" not in again.recorded
 
 
 @pytest.mark.privacy
@@ -158,7 +157,7 @@ def test_the_noise_found_for_a_target_is_the_noise_added(monkeypatch: pytest.Mon
         mechanisms.append(trainer.mechanism)
         return trainer
 
-    monkeypatch.setattr(run, "make_trainer", watch)
+    monkeypatch.setattr("dpmac_cli.runs.train.make_trainer", watch)
     finished = train_digits(epsilon=0.5, physical_batch=32)
     (mechanism,) = mechanisms
     assert mechanism.noise_multiplier == finished.report["privacy"]["noise_multiplier"]
@@ -170,7 +169,7 @@ def test_a_run_stops_before_its_budget_is_passed() -> None:
     events, finished = train_events(digits_config(epochs=2, max_epsilon=0.2))
     price = finished.report["privacy"]
     assert isinstance(events[0], Started)
-    assert events[0].steps < events[0].plan.steps
+    assert events[0].steps < events[0].plan.privacy.steps
     assert finished.state == finished.report["state"] == "budget-spent"
     assert price["epsilon"] <= 0.2 < price["epsilon_planned"]
     assert total_epsilon((TrainingEvent(RATE, SIGMA, price["steps"] + 1),), 1e-5) > 0.2

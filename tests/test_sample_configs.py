@@ -9,8 +9,8 @@ import torch
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Split
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.runs.session import Finished
-from dpmac_cli.runs.train import train
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import train
 from dpmac_cli.studies.grid import plan
 
 FILES = sorted((Path(__file__).parents[1] / "sample_configs").glob("*.yaml"))
@@ -33,13 +33,13 @@ def test_there_are_some() -> None:
 @pytest.mark.parametrize("file", CONFIGS, ids=by_name)
 def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     config = resolve({"device": "cpu", "data_dir": str(real_data_dir)}, file).plan
-    assert config.dataset in file.stem
+    assert config.data.dataset in file.stem
     text = file.read_text()
     assert f"dpmac train --config sample_configs/{file.name}" in text
     flags = {"device": "cpu", "data_dir": str(real_data_dir), "steps": "2", "quiet": True}
     if config.recipe.augmented:  # or a step would take minutes
         flags |= {"batch_size": "16"}
-    data = load_data(config.dataset, real_data_dir, torch.device("cpu"))
+    data = load_data(config.data.dataset, real_data_dir, torch.device("cpu"))
     some = Split(data.test.images[:500], data.test.labels[:500])
     *_, last = train(resolve(flags, file).plan, data=replace(data, test=some))
     assert isinstance(last, Finished)
@@ -54,7 +54,7 @@ def test_a_shipped_study_is_what_it_says(name: str, runs: int) -> None:
     assert f"dpmac compare --config sample_configs/{file.name}" in file.read_text()
     study = plan({}, file, Path("runs"))
     assert len(study.runs) == runs
-    assert {run.plan.dataset for run in study.runs} == {
+    assert {run.plan.data.dataset for run in study.runs} == {
         "mnist" if name.startswith("table1") else "cifar10"
     }
 

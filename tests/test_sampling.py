@@ -286,8 +286,8 @@ def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str,
     config = resolve(
         {"dataset": "digits", "batch_size": 100, "seed": 3, "sampler": sampler, **flags}
     ).plan
-    assert config.event.sampling_rate == 100 / 1437
-    assert config.steps_per_epoch == 15
+    assert config.privacy.event.sampling_rate == 100 / 1437
+    assert config.privacy.steps_per_epoch == 15
     trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
     drawing = trainer.randomness.sampler
     assert drawing is not None

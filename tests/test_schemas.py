@@ -3,7 +3,6 @@
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ from jsonschema import Draft202012Validator
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.runs.train import finish, fork, train
+from dpmac_cli.release.run import finish, fork, train
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import collect
-from dpmac_cli.studies.tables import as_values
+from dpmac_cli.studies.tables import as_json
 from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 from tests.digits_runs import after, digits_config, train_digits
+from tests.tiny_bert import write_encoder
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -36,6 +36,7 @@ label: {column: ill, classes: [no, yes]}
 columns: {age: {range: [0, 99]}, sex: {categories: [f, m]}}
 test: {column: site, values: [b]}
 """
+TEXT_SCHEMA = SCHEMA.replace("sex: {categories: [f, m]}", "sex: {text: 8}")
 TABLE = "age,sex,ill,site\n" + "30,f,no,a\n40,m,yes,b\n31,m,yes,a\n" * 30
 #: The other columns of a schema that predicts the age.
 NUMBERS = "columns: {sex: {categories: [f, m]}, ill: {categories: [no, yes]}}\ndrop: [site]"
@@ -101,6 +102,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             file.write_text(f"{said}\n{NUMBERS}")
             of_table["schema"] = str(file)
             train_digits(dataset=str(root / "t.csv"), out=root / kind, model="linear", **of_table)
+        of_text = {**of_table, "backbone": str(write_encoder(root / "encoder"))}
+        (root / "schema.yaml").write_text(TEXT_SCHEMA)
+        train_digits(dataset=str(root / "t.csv"), out=root / "texts", **of_text)
         head: dict[str, Any] = {"pretrained": public, "train": "head", "no_dp": True}
         train_digits(model="mlp-small", out=root / "pretrained", **head)
     found = {path.parent.name: json.loads(path.read_text()) for path in root.glob("*/report.json")}
@@ -121,7 +125,7 @@ def test_schemas_are_schemas_that_describe_every_key(schema: dict[str, Any]) -> 
 
 
 def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
-    assert len(reports) == len(RUNS) + 8
+    assert len(reports) == len(RUNS) + 9
     assert {report["state"] for report in reports.values()} == {
         *("finished", "interrupted", "budget-spent")
     }
@@ -200,8 +204,8 @@ def test_a_comparison_is_as_described(tmp_path: Path) -> None:
     flags = {"optimizers": "dp-sgd,dp-adam", "sigma": "6,8", "seeds": "1", "steps": "1"}
     grid = plan({"dataset": "digits", "device": "cpu", **flags}, None, tmp_path)
     for run in grid.runs[:-1]:
-        finish(train(replace(run.plan, seed=run.seed)))
-    study = json.loads(to_json(as_values(collect(grid, {3: "memory ran out"}))))
+        finish(train(run.plan))
+    study = json.loads(to_json(as_json(collect(grid, {3: "memory ran out"}))))
     assert faults(COMPARE, study) == []
     assert [row["failures"] for row in study["rows"]] == [{}, {}, {}, {"0": "memory ran out"}]
     for row in study["rows"]:

@@ -24,13 +24,14 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.keystream import Keys, KeyStream, Stretch
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler, SeededDraws
-from dpmac_cli.release.publish import load_model
+from dpmac_cli.release import run
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import TEXTS
+from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, Started
-from dpmac_cli.runs.train import finish
+from dpmac_cli.runs.session import Started
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import (
     after,
@@ -40,6 +41,7 @@ from tests.digits_runs import (
     train_digits,
     weights,
 )
+from tests.tiers import rest_long
 from tests.typed import dpmac
 
 TRAIN = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "9", "--secure")
@@ -171,14 +173,15 @@ def test_processes_started_in_the_same_instant_have_nothing_in_common() -> None:
 # Resuming.
 
 
-@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("optimizer", "sampler"),
-    [
-        *((optimizer, "poisson") for optimizer in OPTIMIZER_NAMES),
-        *(("dp-macadam", sampler) for sampler in SAMPLERS if sampler != "poisson"),
-    ],
+    rest_long(
+        [
+            *((optimizer, "poisson") for optimizer in OPTIMIZER_NAMES),
+            *(("dp-macadam", sampler) for sampler in SAMPLERS if sampler != "poisson"),
+        ]
+    ),
 )
 def test_a_stopped_run_ends_bit_identical(optimizer: str, sampler: str) -> None:
     """A copy of the run, made before its first step, takes the same steps with stops between."""
@@ -320,6 +323,6 @@ def test_a_model_too_large_for_the_grid_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_secure_is_kept_in_the_configuration() -> None:
     config: TrainPlan = resolve({"dataset": "digits", "secure": True}).plan
-    assert config.secure is True
+    assert config.run.secure is True
     assert config.recorded["secure"] is True
     assert resolve({"dataset": "digits"}).plan.recorded["secure"] is False

@@ -24,6 +24,7 @@ from tests.silent.judge import (
 )
 from tests.silent.ours import REFUSALS, Ours
 from tests.silent.situations import SITUATIONS, Net
+from tests.tiers import one_in
 
 KEPT = json.loads((Path(__file__).parents[1] / "docs" / "data" / "silent.json").read_text())
 ORDINARY = Situation("ordinary", Net)
@@ -38,10 +39,13 @@ pytestmark = [
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     "situation",
-    [
-        pytest.param(each, id=each.name, marks=[pytest.mark.long] if each.long else [])
-        for each in SITUATIONS
-    ],
+    one_in(
+        4,
+        (
+            pytest.param(each, id=each.name, marks=[pytest.mark.long] if each.long else [])
+            for each in SITUATIONS
+        ),
+    ),
 )
 def test_a_step_is_right_or_refused(situation: Situation) -> None:
     verdict = judge(Ours, situation, REFUSALS)

@@ -25,11 +25,12 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
+from dpmac_cli.release import run
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report_file import events_of
-from dpmac_cli.runs import checkpoint, environment, folder, ledger, setup
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished, RunEvent, Started
-from dpmac_cli.runs.train import finish
+from dpmac_cli.release.run import RunEvent, finish
+from dpmac_cli.runs import checkpoint, environment, folder, ledger, prepare
+from dpmac_cli.runs.session import Started
 from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Grid, plan
@@ -39,11 +40,13 @@ from dpmac_cli.training import covered, trainer
 from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import RATE, SIGMA, after, digits_config
+from tests.tiers import rest_long
 
 STEPS, EPOCH = 20, 12
 RUN = Path("run")
 LEDGER = RUN / checkpoint.FOLDER / ledger.FILE
 FORK = {"lr": "0.01", "out": "forked"}
+SCORED = {"cover_scores": True, "score_every": "1"}
 
 
 @functools.cache
@@ -59,7 +62,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         yield from ()
         return digits()
 
-    monkeypatch.setattr(setup, "loading", loading)
+    monkeypatch.setattr(prepare, "loading", loading)
     monkeypatch.setattr(ledger, "SECONDS", 0.0)
     torch.set_num_threads(1)
 
@@ -154,9 +157,9 @@ def lose(draw: random.Random, where: Path) -> bool:
 @pytest.mark.parametrize(
     ("seed", "scores"),
     [
-        *((seed, {}) for seed in range(25)),
-        *((seed, {"cover_scores": True, "score_every": "1"}) for seed in range(25, 37)),
-        *((seed, {"cover_scores": True}) for seed in range(37, 43)),
+        *rest_long(((seed, {}) for seed in range(12)), short=4),
+        *rest_long(((seed, SCORED) for seed in range(25, 31)), short=2),
+        *rest_long((seed, {"cover_scores": True}) for seed in range(37, 41)),
     ],
 )
 def test_epsilon_is_never_below_what_was_spent(
@@ -165,7 +168,7 @@ def test_epsilon_is_never_below_what_was_spent(
     draw, truth = random.Random(seed), Truth(monkeypatch)
     kills, lost, steps, where, here = 0, False, STEPS, RUN, environment.environment
     begin: Callable[[], Iterator[RunEvent]] = functools.partial(run.train, start(**scores))
-    for attempt in range(8):
+    for attempt in range(6):
         ended: Finished | None = None
         try:
             with truth.killed_after(draw.choice([*draw.choices(range(60), k=3), math.inf])):
@@ -189,7 +192,9 @@ def test_epsilon_is_never_below_what_was_spent(
         if not has_checkpoint(where):
             return
         lost |= draw.random() < 0.5 and lose(draw, where)
-        monkeypatch.setattr(run, "environment", draw.choice([here, lambda *_: {"threads": 77}]))
+        monkeypatch.setattr(
+            "dpmac_cli.runs.train.environment", draw.choice([here, lambda *_: {"threads": 77}])
+        )
         longer = {"steps": str(steps := steps + 4)}
         change = draw.choice([{}, {}, {"lr": "0.01"}, {"sigma": draw.choice("78")}, longer])
         stop = after(draw.randrange(1, 9)) if draw.random() < 0.5 else lambda: False
@@ -282,10 +287,10 @@ def test_a_session_that_only_the_ledger_knows_is_charged(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", killed)
-        patch.setattr(run, "environment", lambda *_: {"threads": 77})
+        patch.setattr("dpmac_cli.runs.train.environment", lambda *_: {"threads": 77})
         with pytest.raises(Killed):
             finish(run.resume(RUN, {}))
-    spent = ledger.read(RUN)
+    spent = ledger.read_spent(RUN)
     assert spent is not None
     ledger.Ledger(RUN, spent).write(8)
     started, *_, last = run.resume(RUN, {})
@@ -304,7 +309,7 @@ def test_a_step_is_reserved_before_it_begins(
     step, ahead = Trainer.step, []
 
     def begun(trainer: Trainer) -> None:
-        spent = ledger.read(RUN)
+        spent = ledger.read_spent(RUN)
         assert spent is not None
         ahead.append(spent.begun - trainer.state.step)
         step(trainer)
@@ -314,7 +319,7 @@ def test_a_step_is_reserved_before_it_begins(
     assert len(ahead) == 10
     assert min(ahead) == 1
     assert (max(ahead) == 1) == (seconds == 0)
-    spent = ledger.read(RUN)
+    spent = ledger.read_spent(RUN)
     assert spent is not None
     assert spent.begun == 10  # what was not begun is given back
 
@@ -357,7 +362,7 @@ def attempt(study: Grid, threads: int, monkeypatch: pytest.MonkeyPatch, kill: in
     torch.set_num_threads(threads)
     with monkeypatch.context() as patch, suppress(Killed):
         patch.setattr(GaussianMechanism, "release", released)
-        list(local._events(study.runs[0].plan, digits(), lambda: False))
+        list(local._events(study.runs[0], digits(), lambda: False))
 
 
 def counted_in(study: Grid) -> list[int]:
@@ -366,7 +371,7 @@ def counted_in(study: Grid) -> list[int]:
     events = list(compare._events(study.runs))
     assert collect(study, {}).epsilon == total_epsilon(tuple(events), 1e-5)
     assert all(event == replace(events[-1], steps=event.steps) for event in events)
-    assert run.plan.steps == STEPS
+    assert run.plan.privacy.steps == STEPS
     return [event.steps for event in events]
 
 
@@ -407,7 +412,10 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
     calls, kill, replaced = 0, 0, False
     while calls >= kill:
         calls, kill = 0, kill + 1
-        old, saved = ledger.read(where), {file.read_bytes() for file in checkpoints.iterdir()}
+        old, saved = (
+            ledger.read_spent(where),
+            {file.read_bytes() for file in checkpoints.iterdir()},
+        )
 
         def killing(do: Callable[..., Any]) -> Any:
             def called(*args: Any, **kwargs: Any) -> Any:
@@ -423,9 +431,9 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
             patch.setattr(os, "replace", killing(os.replace))
             patch.setattr(Path, "unlink", killing(Path.unlink))
             attempt(study, 2 + kill % 2, monkeypatch, kill=1)
-        begun = ledger.attempts(where, study.runs[0].plan.event)
+        begun = ledger.attempts(where, study.runs[0].plan.privacy.event)
         assert begun[0].steps == 15
-        found = ledger.read(where)
+        found = ledger.read_spent(where)
         assert found is not None
         if found != old:  # no checkpoint of the run before may be resumed beside it
             replaced = True
@@ -460,7 +468,7 @@ def test_a_killed_run_beside_a_study_is_charged_with_all_that_it_inherits(
     """Its report is from before it was resumed."""
     finish(run.train(start(), after(6)))
     with monkeypatch.context() as patch:
-        patch.setattr(run, "environment", lambda *_: {"threads": 77})
+        patch.setattr("dpmac_cli.runs.train.environment", lambda *_: {"threads": 77})
         events = run.resume(RUN, {})
         next(events)
     events.close()  # type: ignore[attr-defined]

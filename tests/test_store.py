@@ -22,18 +22,18 @@ from torch import nn
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data import dataset, decoding, own
+from dpmac_cli.data import dataset, decoding, user_data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError, RunError
+from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.runs.session import Started
-from dpmac_cli.runs.train import finish, resume, train
 from dpmac_cli.storage import rows
 from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files, whole
 from dpmac_cli.storage.progress import LISTENER, Computing, outcome, until
 from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 from dpmac_cli.studies.local import share_data
-from tests.digits_runs import after, same_weights, train_events
+from tests.digits_runs import a_run, after, same_weights, train_events
 from tests.helpers import PLAN, Batches, load, make_trainer
 from tests.typed import dpmac
 
@@ -71,7 +71,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(decoding, "decode_into", watched)
     monkeypatch.setattr(decoding, "FEW", 1000)
     yield seen
-    own._reader.cache_clear()
+    user_data._reader.cache_clear()
 
 
 def plan_of(out: str = "run") -> TrainPlan:
@@ -87,7 +87,7 @@ def test_a_run_that_reads_by_row_is_the_run_that_has_all_in_memory(
     photos(Path("photos"))
     _, one = train_events(plan_of())
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    source = plan_of().data
+    source = plan_of().data.source
     assert load_data(source, Path(), CPU).train.images.device.type == "meta"
     _, other = train_events(plan_of("other"))
     assert same_weights(one.folder, other.folder)
@@ -100,7 +100,7 @@ def test_images_are_decoded_once_and_kept_for_their_owner_alone(
     photos(Path("photos"))
     first = load(Source(Path("photos")))
     assert sorted(decoded) == list(range(40))
-    own._reader.cache_clear()  # as in another process
+    user_data._reader.cache_clear()  # as in another process
     second = load(Source(Path("photos")))
     assert len(decoded) == 40
     np.testing.assert_array_equal(first[0][0], second[0][0])
@@ -115,7 +115,7 @@ def test_other_files_or_settings_are_decoded_again(what: str, decoded: list[int]
     """Also a file of the same name, size and time of writing as before."""
     root = photos(Path("photos"))
     load(Source(root))
-    own._reader.cache_clear()
+    user_data._reader.cache_clear()
     path = root / "cat" / "0002.png"
     if what == "contents":
         facts = path.stat()
@@ -150,7 +150,7 @@ def test_a_kill_loses_no_image_that_was_decoded(
         "import time\nfrom pathlib import Path\nfrom dpmac_cli.data import decoding as d, own\n"
         "from dpmac_cli.data.schema import Source\nd.FEW = 1000\n"
         "plain = d.decode\ndef decode(*a):\n    time.sleep(0.01)\n    return plain(*a)\n"
-        "d.decode = decode\nlist(own.load(Source(Path('photos')), None))\n"
+        "d.decode = decode\nlist(user_data.load(Source(Path('photos')), None))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", slow], cwd=tmp_path)
     end = time.monotonic() + 60
@@ -205,7 +205,7 @@ def test_a_damaged_row_ends_the_run_and_is_decoded_again(
     size = 40 * 64
     content[rows.HEADER + (size // 2 if place == "row" else size + 640)] ^= 1
     file.write_bytes(content)
-    own._reader.cache_clear()
+    user_data._reader.cache_clear()
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
     args = ("train", "--dataset", "photos", "--out", "run", "--steps", "8", "--sigma", "9")
     result = dpmac(*args, "--batch-size", "20", "--device", "cpu")
@@ -213,7 +213,7 @@ def test_a_damaged_row_ends_the_run_and_is_decoded_again(
     assert f"{file} is damaged in row 20 and has been removed. Run the command again" in (
         result.output.replace("\n", " ")
     )
-    own._reader.cache_clear()
+    user_data._reader.cache_clear()
     assert dpmac(*args, "--batch-size", "20", "--device", "cpu", "--force").exit_code == 0
 
 
@@ -272,15 +272,15 @@ def test_with_skip_bad_images_are_decoded_once_all_the_same(
     source = Source(root, channels=1, image_size=8, classes=("cat", "dog"), skip_bad=True)
     reported: list[Computing] = []
     token = LISTENER.set(reported.append)
-    found = own.inspect(source)
+    found = user_data.inspect(source)
     LISTENER.reset(token)
     assert found.facts.train_size + found.facts.test_size == 39
     assert [event.what for event in reported] == ["images"] * len(reported) != []
     (x, _), (x_test, _) = load(source)
     assert 4 not in np.concatenate([x, x_test])
     assert len(decoded) == 40
-    own._reader.cache_clear()
-    assert own.inspect(source) == found
+    user_data._reader.cache_clear()
+    assert user_data.inspect(source) == found
     assert len(decoded) == 40
     with pytest.raises(InputError, match=r"0004\.png cannot be read as an image"):
         load(Source(root, channels=1, image_size=8, classes=("cat", "dog")))
@@ -292,7 +292,7 @@ def test_stopped_while_images_are_decoded_nothing_is_begun(
     photos(Path("photos"))
     monkeypatch.setattr(decoding, "FEW", 8)
     with pytest.raises(KeyboardInterrupt):
-        outcome(until(lambda: True, own.load(Source(Path("photos")), None)))
+        outcome(until(lambda: True, user_data.load(Source(Path("photos")), None)))
     [begun] = kept_files(cache)
     assert begun.suffix == BEGUN
     (x, _), (x_test, _) = load(Source(Path("photos")))
@@ -314,7 +314,7 @@ def test_progress_is_shown_with_its_place(cache: Path) -> None:
 @pytest.mark.parametrize("harm", ["row", "order"])
 def test_rows_are_what_was_written_or_an_error(harm: str, tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(0, 256, (10, 2, 3), dtype=np.uint8)
-    file = rows.begin(tmp_path / "a.begun", 10, (2, 3), np.dtype(np.uint8))
+    file = rows.open_incomplete(tmp_path / "a.begun", 10, (2, 3), np.dtype(np.uint8))
     for row in (3, 0, 1, 2, 4, 5, 6, 7, 8):
         file.write(row, values[row])
     assert file.missing().tolist() == [9]
@@ -352,9 +352,9 @@ def test_records_that_are_read_ahead_are_those_that_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     photos(Path("photos"))
-    whole = load_data(plan_of().data, Path(), CPU).train
+    whole = load_data(plan_of().data.source, Path(), CPU).train
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    split = load_data(plan_of().data, Path(), CPU).train
+    split = load_data(plan_of().data.source, Path(), CPU).train
     some, others = np.array([4, 0, 9]), np.array([1, 2])
     split.read_ahead(some)
     for places in (others, some, slice(3, 7)):
@@ -369,7 +369,7 @@ def test_every_chunk_of_a_step_is_read_once(monkeypatch: pytest.MonkeyPatch) -> 
     """While the chunk before it is worked on."""
     photos(Path("photos"))
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    data = load_data(plan_of().data, Path(), CPU)
+    data = load_data(plan_of().data.source, Path(), CPU)
     assert isinstance(data.train, dataset.StoredSplit)
     reads: list[list[int]] = []
     read = data.train._read
@@ -394,7 +394,7 @@ def test_a_run_is_resumed_with_the_images_that_it_began_with() -> None:
     first = finish(train(plan_of(), after(2)))
     assert first.state == "interrupted"
     Image.fromarray(np.full((8, 8), 200, np.uint8)).save("photos/cat/0002.png")
-    own._reader.cache_clear()
+    user_data._reader.cache_clear()
     with pytest.raises(InputError, match="The records are not those that the run started with"):
         list(resume("run"))
 
@@ -403,7 +403,7 @@ def test_processes_of_a_study_read_the_file_by_themselves(monkeypatch: pytest.Mo
     photos(Path("photos"))
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
     plan = plan_of()
-    train = share_data([plan])[plan.data].train
+    train = share_data([a_run(plan)])[plan.data.source].train
     received = ForkingPickler.loads(ForkingPickler.dumps(train))
     places = np.array([5, 1])
     assert torch.equal(received.at(places)[0], train.at(places)[0])
@@ -413,7 +413,7 @@ def test_processes_of_a_study_read_the_file_by_themselves(monkeypatch: pytest.Mo
 def test_a_file_of_another_user_is_not_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photos(Path("photos"))
     load(Source(Path("photos")))
-    own._reader.cache_clear()
+    user_data._reader.cache_clear()
     file = next(cache.rglob(f"*{WHOLE}"))
     assert whole(file) is not None
     monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)

@@ -83,3 +83,45 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     while ready := {m for m in below if m not in done and below[m] <= done}:
         done |= ready
     assert below.keys() - done == set()
+
+
+#: Public names that two modules may define, and why.
+SHARED_NAMES = {
+    "train": "commands are named like the functions that they run",
+    "predict": "commands are named like the functions that they run",
+    "evaluate": "commands are named like the functions that they run",
+}
+
+
+def public_names(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes and type aliases of a module; constants belong to their module."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+        for target in targets:
+            if isinstance(target, ast.Name) and not target.id.isupper():
+                yield target.id
+
+
+def test_public_names_are_unique() -> None:
+    modules: dict[str, list[str]] = {}
+    for file in FILES:
+        for name in public_names(ast.parse(file.read_text(encoding="utf-8"))):
+            if not name.startswith("_"):
+                modules.setdefault(name, []).append(name_of(file))
+    shared = {name: files for name, files in modules.items() if len(set(files)) > 1}
+    assert shared.keys() <= SHARED_NAMES.keys(), shared
+    assert SHARED_NAMES.keys() <= shared.keys()
+
+
+def test_constants_that_other_modules_import_are_unique() -> None:
+    defined: dict[str, set[str]] = {}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dpmac_cli"):
+                for alias in node.names:
+                    if alias.name.isupper():
+                        defined.setdefault(alias.name, set()).add(str(node.module))
+    assert {name: modules for name, modules in defined.items() if len(modules) > 1} == {}

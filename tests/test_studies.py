@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.session import Finished
+from dpmac_cli.release import run
+from dpmac_cli.release.publish import Finished
 from tests.digits_runs import digits_config
 
 ROOT = Path(__file__).parent.parent

@@ -24,15 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.dp.clipping.rows import Manner
+from dpmac_cli.dp.clipping.batch_invariance import Manner
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.training.chunks import ChunkedSum
-from dpmac_cli.training.schedules import Plan, Recipe
+from dpmac_cli.training.schedules import Recipe, StepPlan
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
-from tests.helpers import Batches, a_key, classes, make_trainer
+from tests.helpers import Batches, a_key, class_task, make_trainer
 
 # Tensors without data have an address of 0, which the check of the network compares.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -145,7 +145,7 @@ def fake_data() -> Data:
         return Split(images, torch.zeros(count, dtype=torch.int64, device=CUDA))
 
     gain, offset = (torch.full((1, 1, 1), value, device=CUDA) for value in (1 / 64, -2.0))
-    return Data(split(64), split(8), gain, offset, classes(10))
+    return Data(split(64), split(8), gain, offset, class_task(10))
 
 
 class Seen(NamedTuple):
@@ -174,7 +174,7 @@ def _steps(optimizer: str, network: str, *, secure: bool = False, **recipe: Any)
         trainer: Trainer = make_trainer(
             optimizer,
             kind(1.0, BATCH),
-            plan=Plan(steps=9, steps_per_epoch=5, physical_batch=64, recipe=Recipe(**recipe)),
+            plan=StepPlan(steps=9, steps_per_epoch=5, physical_batch=64, recipe=Recipe(**recipe)),
             data=fake_data(),
             model=model,
             sampler=Batches(np.arange(BATCH)),

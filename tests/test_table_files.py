@@ -17,9 +17,9 @@ from pyarrow import csv as arrow_csv
 from pyarrow import parquet
 
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.own import inspect
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema
+from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from tests.helpers import load
 from tests.typed import dpmac
@@ -64,7 +64,9 @@ def wages(where: Path) -> None:
     (schema,) = re.findall(r"```yaml\n(label: \{column: lwage.*?)```", GUIDE, re.DOTALL)
     (where / "wages.yaml").write_text(schema)
     header = "nr,year,black,exper,hisp,hours,married,educ,union,lwage,expersq,occupation"
-    persons = (f"{n // 8},{1980 + n % 8},0,{n % 8},1,2000,{n % 2},{9 + n % 9},0" for n in range(240))
+    persons = (
+        f"{n // 8},{1980 + n % 8},0,{n % 8},1,2000,{n % 2},{9 + n % 9},0" for n in range(240)
+    )
     rows = [f"{person},{1 + n % 5 / 4},{n % 8},5" for n, person in enumerate(persons)]
     (where / "wages.csv").write_text("\n".join([header, *rows, ""]))
 
@@ -268,7 +270,7 @@ def test_a_unit_whose_name_is_not_text_is_left_out(tmp_path: Path, name: bytes) 
         path.write_bytes(b"u,x,y\n" + b"".join([*rows, *more]))
         flags = {"dataset": str(path), "schema": str(schema), "unit": "u", "skip_bad": True}
         plan = resolve({**flags, "sigma": 2, "epochs": 1, "device": "cpu"}).plan
-        found.append((plan.facts, len(plan.found.skipped)))
+        found.append((plan.data.facts, len(plan.data.found.skipped)))
     assert found[0][0] == found[1][0]
     assert (found[0][1], found[1][1]) == (0, 1)
 

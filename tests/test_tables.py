@@ -10,7 +10,7 @@ import pytest
 
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import Cell, Comparison, standing_of
-from dpmac_cli.studies.tables import as_csv, as_markdown, as_values
+from dpmac_cli.studies.tables import as_csv, as_json, as_markdown
 from dpmac_cli.tasks.known import METRICS
 
 
@@ -65,7 +65,7 @@ def test_columns_of_the_table_stand_below_one_another() -> None:
 
 def test_csv_and_json_have_a_row_a_cell() -> None:
     lines = list(csv.DictReader(io.StringIO(as_csv(WHOLE))))
-    rows = json.loads(json.dumps(as_values(WHOLE), allow_nan=False))["rows"]
+    rows = json.loads(json.dumps(as_json(WHOLE), allow_nan=False))["rows"]
     assert len(lines) == len(rows) == 5
     assert [float(line["mean"]) for line in lines[:4]] == pytest.approx([0.91, 0.81, 0.92, 0.885])
     assert lines[4]["mean"] == ""
@@ -77,7 +77,7 @@ def test_csv_and_json_have_a_row_a_cell() -> None:
 
 @pytest.mark.privacy
 def test_every_form_says_what_the_epsilons_are_worth() -> None:
-    for text in (as_markdown(WHOLE), json.dumps(as_values(WHOLE))):
+    for text in (as_markdown(WHOLE), json.dumps(as_json(WHOLE))):
         assert "epsilon 12.35" in text  # rounded up
         assert "The 10 runs, 2 of them not finished and counted in full, use the same" in text
         assert (
@@ -107,7 +107,7 @@ def test_a_metric_that_is_not_defined_is_a_dash_and_null() -> None:
     nan = math.nan
     cells = (cell("dp-adam", 1.0, nan, nan), cell("dp-sgd", 1.0, nan, 0.5), CELLS[1])
     whole = comparison(*cells)
-    rows = as_values(whole)["rows"]
+    rows = as_json(whole)["rows"]
     assert [row["mean"] for row in rows] == [None, None, pytest.approx(0.81)]
     assert [row["std"] is None for row in rows] == [True, True, False]
     assert rows[1]["values"] == {"0": None, "1": 0.5}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
+from dpmac_cli.release.run import RunEvent, resume, train
 from dpmac_cli.release.tensorboard import NOT_CURVES, TensorBoard
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.session import RunEvent, Started
-from dpmac_cli.runs.train import resume, train
+from dpmac_cli.runs.session import Started
 from dpmac_cli.storage import files
 from tests.digits_runs import SEED, after, digits_config
 from tests.typed import dpmac

@@ -16,10 +16,13 @@ from dpmac_cli.models.tracing import (
     check_independent_forward,
     check_uniform,
 )
+from dpmac_cli.models.trial import Trial
 from dpmac_cli.models.validation import independence
+from tests.tiers import one_in
 
 SHAPE, CLASSES = (4, 6, 6), 3
 PIXELS = 4 * 6 * 6
+TRIAL = Trial.of(SHAPE, CLASSES)
 
 
 class Through(nn.Module):
@@ -111,14 +114,17 @@ MIXING = [
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("function", MIXING)
+@pytest.mark.parametrize(
+    "function",
+    one_in(3, MIXING, "size of the batch", "places by a sum", "constants that are as many"),
+)
 def test_what_mixes_samples_is_not_proven(function: Callable[[Tensor], Tensor]) -> None:
     model = through(lambda x: x)
     model.function = function  # type: ignore[assignment]
     with pytest.raises(UnprovenError):
-        check_independent_forward(model, SHAPE)
+        check_independent_forward(model, TRIAL.inputs)
     with pytest.raises(UnprovenError):
-        check_independent(model, SHAPE, CLASSES)
+        check_independent(model, TRIAL)
 
 
 class _Swapped(torch.autograd.Function):
@@ -173,7 +179,7 @@ def test_a_person_is_told_what_could_not_be_proven(
     model = through(lambda x: x)
     model.function = function  # type: ignore[assignment]
     with pytest.raises(UnprovenError, match=said):
-        check_independent(model, SHAPE, CLASSES)
+        check_independent(model, TRIAL)
     assert capfd.readouterr().err == "", "torch.export would print its graph"
 
 
@@ -190,9 +196,9 @@ def test_a_person_is_told_what_could_not_be_proven(
 def test_what_mixes_backwards_alone_is_not_proven(
     function: Callable[[Tensor], Tensor], said: str
 ) -> None:
-    check_uniform(through(function), SHAPE)
+    check_uniform(through(function), TRIAL.inputs)
     with pytest.raises(UnprovenError, match=said):
-        check_independent(through(function), SHAPE, CLASSES)
+        check_independent(through(function), TRIAL)
 
 
 @pytest.mark.privacy
@@ -226,7 +232,7 @@ def test_layers_that_see_samples_in_another_order_are_not_proven(
     monkeypatch.setattr(tracing, "check_uniform", lambda *_: None)  # which finds it, too
 
     with pytest.raises(UnprovenError, match="In the inputs of layer first"):
-        check_independent(Turned(), SHAPE, CLASSES)
+        check_independent(Turned(), TRIAL)
 
 
 def _over_channels(x: Tensor) -> Tensor:
@@ -275,19 +281,19 @@ APART = [
 ]
 
 
-@pytest.mark.parametrize("function", APART)
+@pytest.mark.parametrize("function", one_in(4, APART))
 def test_what_keeps_samples_apart_is_proven(function: Callable[[Tensor], Tensor]) -> None:
-    check_independent(through(function), SHAPE, CLASSES)
+    check_independent(through(function), TRIAL)
 
 
 def test_frozen_networks_are_proven_with_batch_norm_in_evaluation_mode() -> None:
     frozen = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten())
-    check_independent_forward(frozen.eval(), SHAPE)
+    check_independent_forward(frozen.eval(), TRIAL.inputs)
     with pytest.raises(UnprovenError):
-        check_independent_forward(frozen.train(), SHAPE)
+        check_independent_forward(frozen.train(), TRIAL.inputs)
     layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).eval()
     check_independent_forward(nn.Sequential(nn.Flatten(2), nn.Unflatten(2, (6, 6)),
-                                            nn.Flatten(1, 2), layer), SHAPE)  # fmt: skip
+                                            nn.Flatten(1, 2), layer), TRIAL.inputs)  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["none", "ieee", "tf32"])
@@ -297,7 +303,7 @@ def test_proofs_are_found_whatever_precision_a_program_has_set(precision: str) -
     before = backends.fp32_precision
     try:
         backends.fp32_precision = precision
-        check_uniform(through(torch.relu), SHAPE)
+        check_uniform(through(torch.relu), TRIAL.inputs)
         assert backends.fp32_precision == precision
     finally:
         backends.fp32_precision = before
@@ -307,7 +313,7 @@ def test_proofs_are_found_whatever_precision_a_program_has_set(precision: str) -
 def test_a_view_that_moves_numbers_is_not_the_same_for_every_batch() -> None:
     moved = through(lambda x: x.as_strided(x.shape, (0, 36, 6, 1)))
     with pytest.raises(UnprovenError, match="as_strided moves elements"):
-        check_uniform(moved, SHAPE)
+        check_uniform(moved, TRIAL.inputs)
 
 
 def test_the_samples_that_are_told_apart_are_several() -> None:
@@ -321,10 +327,10 @@ def test_each_part_of_a_proof_refuses_what_it_does_not_know(
     model = through(lambda x: x)
     model.function = lambda x: x.cummax(0).values  # type: ignore[assignment]
     with pytest.raises(UnprovenError, match="not known how cummax"):
-        check_uniform(model, SHAPE)
+        check_uniform(model, TRIAL.inputs)
     monkeypatch.setattr(tracing, "check_uniform", lambda *_: None)
     with pytest.raises(UnprovenError, match="not known how"):
-        check_independent(model, SHAPE, CLASSES)
+        check_independent(model, TRIAL)
 
 
 @pytest.mark.privacy
@@ -336,7 +342,7 @@ def test_what_mixes_is_followed_without_the_graph(
     model = through(lambda x: x)
     model.function = function  # type: ignore[assignment]
     with pytest.raises(UnprovenError):
-        check_independent_forward(model, SHAPE)
+        check_independent_forward(model, TRIAL.inputs)
 
 
 @pytest.mark.privacy
@@ -345,4 +351,4 @@ def test_gradients_are_followed_through_functions_with_a_backward_of_their_own(
 ) -> None:
     monkeypatch.setattr(tracing, "_check_backward", lambda *_: None)
     with pytest.raises(UnprovenError, match="In the gradients of layer first a row"):
-        check_independent(through(_Swapped.apply), SHAPE, CLASSES)
+        check_independent(through(_Swapped.apply), TRIAL)

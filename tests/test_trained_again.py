@@ -25,7 +25,7 @@ from dpmac_cli import (
     resolve,
     total_epsilon,
 )
-from dpmac_cli.runs import setup
+from dpmac_cli.runs import prepare
 from dpmac_cli.training.lineage import carried_by
 
 SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "device": "cpu"}
@@ -34,8 +34,8 @@ SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "device":
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the validation of networks, which takes seconds and is tested elsewhere."""
-    monkeypatch.setattr(setup, "independence", lambda *_: ("traced", ""))
-    monkeypatch.setattr(setup, "check_model", lambda *_, **__: None)
+    monkeypatch.setattr(prepare, "independence", lambda *_: ("traced", ""))
+    monkeypatch.setattr(prepare, "check_model", lambda *_, **__: None)
 
 
 def network() -> nn.Sequential:
@@ -50,8 +50,8 @@ def trained(net: nn.Module, **settings: Any) -> Any:
 
 
 def both(*privates: Any) -> float:
-    events = tuple(p.plan.event_of(p._trainer.state.step) for p in privates)
-    return total_epsilon(events, privates[0].plan.delta)
+    events = tuple(p.plan.privacy.event_of(p._trainer.state.step) for p in privates)
+    return total_epsilon(events, privates[0].plan.privacy.delta)
 
 
 @pytest.mark.privacy
@@ -159,7 +159,7 @@ def test_noise_is_calibrated_for_what_is_left() -> None:
     first = trained(net)
     fresh = make_private(network(), "digits", epsilon=1.0, epochs=1, batch_size=128)
     second = make_private(net, "digits", epsilon=1.0, epochs=1, batch_size=128)
-    assert second.plan.sigma > fresh.plan.sigma
+    assert second.plan.privacy.sigma > fresh.plan.privacy.sigma
     list(second)
     assert second.epsilon == both(first, second) <= 1.0
     with pytest.raises(BudgetError, match=r"Epsilon 0\.01 is spent: earlier training costs"):
@@ -173,7 +173,7 @@ def test_max_epsilon_counts_earlier_steps() -> None:
     settings = {**SETTINGS, "steps": 400, "max_epsilon": 1.0}
     fresh, second = (make_private(n, "digits", **settings) for n in (network(), net))
     assert 0 < len(second) < len(fresh)
-    cost = total_epsilon((*second._earlier_events, second.plan.event_of(len(second))), 1e-5)
+    cost = total_epsilon((*second._earlier_events, second.plan.privacy.event_of(len(second))), 1e-5)
     assert cost <= 1.0
 
 
@@ -255,7 +255,7 @@ def test_a_published_model_carries_its_training(tmp_path: Path) -> None:
     finish(train(resolve(SETTINGS, dataset="digits", out=str(tmp_path / "run")).plan))
     loaded = load_model(tmp_path / "run").model
     again = make_private(loaded, "digits", **SETTINGS)
-    assert again.epsilon == total_epsilon((config.event,), config.delta)
+    assert again.epsilon == total_epsilon((config.privacy.event,), config.privacy.delta)
 
 
 @pytest.mark.privacy
@@ -264,7 +264,9 @@ def test_trainers_of_ones_own_count_too() -> None:
     trainer = make_trainer(resolve(SETTINGS, dataset="digits").plan, model=net)
     trainer.step()
     private = make_private(net, "digits", **SETTINGS)
-    assert private.epsilon == total_epsilon((private.plan.event_of(1),), private.plan.delta)
+    assert private.epsilon == total_epsilon(
+        (private.plan.privacy.event_of(1),), private.plan.privacy.delta
+    )
 
 
 def test_a_state_dict_and_a_network_that_never_stepped_carry_nothing() -> None:

@@ -18,19 +18,20 @@ from torch import nn
 
 import dpmac_cli
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data import own
+from dpmac_cli.data import user_data
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
+from dpmac_cli.release import run
 from dpmac_cli.release.audit import read_audit
-from dpmac_cli.runs import train as run
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.training.schedules import Recipe
 from tests.digits_runs import after, same_weights
 from tests.helpers import PLAN, SIDE, Batches, Spy, make_trainer, tiny_data
+from tests.pairwise import all_pairs
 from tests.typed import dpmac
 
 #: Records of each unit.
@@ -109,9 +110,9 @@ def added(name: str, recipe: Recipe, data: Data, units: list[int], steps: int = 
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("records", [1, 3, 8])
-@pytest.mark.parametrize("augment", ["none", "flip"])
+@pytest.mark.parametrize(
+    ("name", "records", "augment"), all_pairs([*OPTIMIZERS], [1, 3, 8], ["none", "flip"])
+)
 def test_a_unit_moves_the_clipped_sum_by_at_most_one(name: str, records: int, augment: str) -> None:
     """However many records it has. Adam's second step is in an ellipsoid that is not the first."""
     views = 1 if augment == "none" else 2
@@ -196,7 +197,7 @@ def write_table() -> None:
 
 @pytest.mark.privacy
 def test_a_unit_is_trained_on_or_tested_on() -> None:
-    train, test = outcome(own.load(Source(write_npz()), None))
+    train, test = outcome(user_data.load(Source(write_npz()), None))
     x, _, unit = patients()
     owner = {row.astype(np.float32).tobytes(): u for row, u in zip(x, unit, strict=True)}
     sides = [
@@ -205,16 +206,16 @@ def test_a_unit_is_trained_on_or_tested_on() -> None:
     ]
     assert not sides[0] & sides[1]
     assert sides[0] | sides[1] == set(unit.tolist())
-    assert own.inspect(Source(Path("scans.npz"))).facts.train_size == len(sides[0])
+    assert user_data.inspect(Source(Path("scans.npz"))).facts.train_size == len(sides[0])
 
 
 @pytest.mark.privacy
 def test_another_unit_moves_no_unit_to_the_other_side() -> None:
     x, y, unit = patients()
-    _, test = outcome(own.load(Source(write_npz()), None))
+    _, test = outcome(user_data.load(Source(write_npz()), None))
     kept = unit != unit[0]
     np.savez("less.npz", x=x[kept], y=y[kept], unit=unit[kept], low=-4, high=4, classes=["n", "y"])
-    _, less = outcome(own.load(Source(Path("less.npz")), None))
+    _, less = outcome(user_data.load(Source(Path("less.npz")), None))
     before, after = ({row.tobytes() for row in np.asarray(part.x)} for part in (test, less))
     assert after <= before
 
@@ -222,9 +223,9 @@ def test_another_unit_moves_no_unit_to_the_other_side() -> None:
 @pytest.mark.privacy
 def test_sampling_counts_units() -> None:
     plan = resolve({"dataset": str(write_npz()), "batch_size": "6", "sigma": "2"}).plan
-    units = own.inspect(Source(Path("scans.npz"))).facts.train_size
+    units = user_data.inspect(Source(Path("scans.npz"))).facts.train_size
     assert units < 30
-    assert plan.event.sampling_rate == 6 / units
+    assert plan.privacy.event.sampling_rate == 6 / units
     assert plan.recipe.records == 8
 
 
@@ -277,15 +278,15 @@ def test_units_of_images_are_told_by_their_paths() -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draws.integers(0, 256, (8, 8), dtype=np.uint8)).save(place)
     source = Source(Path("photos"), unit=r"patient(\d+)", test_fraction=0.3)
-    train, test = outcome(own.load(source, None))
+    train, test = outcome(user_data.load(source, None))
     assert train.units is not None
     assert len(train.units) + len(test.y) == 60
-    assert own.inspect(source).facts.train_size == len(set(train.units.tolist())) < 12
+    assert user_data.inspect(source).facts.train_size == len(set(train.units.tolist())) < 12
     for pattern in ("customer", "patient(x)?"):
         with pytest.raises(InputError, match="does not match --unit"):
-            own.inspect(replace(source, unit=pattern))
+            user_data.inspect(replace(source, unit=pattern))
     with pytest.raises(InputError, match="is not a valid regular expression"):
-        own.inspect(replace(source, unit="patient("))
+        user_data.inspect(replace(source, unit="patient("))
 
 
 def test_a_program_names_units() -> None:
@@ -295,7 +296,7 @@ def test_a_program_names_units() -> None:
     private = dpmac_cli.make_private(net, data=data, epsilon=3, epochs=2)
     for _ in private:
         pass
-    assert private.plan.unit.startswith("unit")
+    assert private.plan.privacy.unit.startswith("unit")
     assert 0 < private.epsilon <= 3
 
 
@@ -313,7 +314,7 @@ def test_a_program_names_units() -> None:
 )
 def test_faults_of_units_are_named(more: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        own.inspect(Source(write_npz(**more)))
+        user_data.inspect(Source(write_npz(**more)))
 
 
 @pytest.mark.privacy
@@ -333,7 +334,7 @@ def test_a_run_in_units_resumes_exactly_but_not_with_other_units() -> None:
     run.finish(run.train(whole))
     run.finish(run.train(stopped, after(6)))
     kept = Path("scans.npz").read_bytes()
-    train, _ = outcome(own.load(Source(Path("scans.npz")), None))
+    train, _ = outcome(user_data.load(Source(Path("scans.npz")), None))
     assert train.units is not None
     one, other = np.unique(train.units)[:2]
     unit = patients()[2]

@@ -3,7 +3,8 @@
 import copy
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.validation import check_model, independence
+from tests.helpers import numbers
 from tests.networks import (
     CLASSES,
     INNOCENT,
@@ -30,6 +32,7 @@ from tests.networks import (
     Perceptron,
     WordsFirst,
 )
+from tests.tiers import one_in
 
 LARGE = 2.0**20
 #: Fail on one sample alone, as isolation runs them.
@@ -42,7 +45,7 @@ REFUSED = NEVER_ALONE | {
 NOT_BY_ROWS = {"WordsFirst"}
 
 
-def by_name(networks: tuple[type[nn.Module], ...]) -> pytest.MarkDecorator:
+def by_name(networks: Sequence[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("network", networks, ids=lambda network: network.__name__)
 
 
@@ -57,7 +60,7 @@ def clipped_sum(
     """The sum of clipped gradients over the radius, and the names of its parameters in order."""
     model = copy.deepcopy(model)
     layers = split_by_module(model) if isolated else find_layers(model)
-    one_by_one = Isolated(model, layers, SHAPE) if isolated else None
+    one_by_one = Isolated(model, layers, numbers(*SHAPE)) if isolated else None
     theta = flatten_parameters(layers)
     clipped = ClippedSum(model, layers, len(x) + 1, per_sample=one_by_one)
     out = torch.empty_like(theta)
@@ -115,7 +118,7 @@ def test_what_a_network_does_in_single_precision_is_not_trusted() -> None:
 
 
 @pytest.mark.privacy
-@by_name(MIXING)
+@by_name(one_in(3, MIXING))
 def test_isolation_bounds_what_a_record_moves_in_any_network(network: type[nn.Module]) -> None:
     if network.__name__ in NEVER_ALONE:
         with pytest.raises(ModelError):
@@ -139,7 +142,7 @@ def sensitivity(model: nn.Module, *, isolated: bool) -> float:
 
 @pytest.mark.privacy
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap, of weight norm
-@by_name((*INNOCENT, WordsFirst))
+@by_name(one_in(3, (*INNOCENT, WordsFirst)))
 def test_an_innocent_network_is_trained_on_its_true_gradients(network: type[nn.Module]) -> None:
     model = made(network)
     forced = network.__name__ in NOT_BY_ROWS

@@ -63,8 +63,31 @@ class Losses:
         return float(self.computed.get_epsilon_for_delta(delta - self.rounding))
 
     def deltas(self, epsilons: Any) -> Any:
-        """Return upper bounds of delta at each epsilon, a float64 array."""
-        return self.computed.get_delta_for_epsilon(epsilons) + self.rounding
+        """Return upper bounds of delta at each epsilon, a float64 array if they are one."""
+        if isinstance(epsilons, float):
+            return self.computed.get_delta_for_epsilon(epsilons) + self.rounding
+        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+
+        both = (self.computed._pmf_remove, self.computed._pmf_add)
+        return np.maximum(*(_divergences(pmf, epsilons) for pmf in both)) + self.rounding
+
+
+def _divergences(pmf: Any, epsilons: Any) -> Any:
+    """Return hockey-stick divergences at several epsilons, as ``pmf.get_delta_for_epsilon`` does.
+
+    Its sums of masses from the largest loss down, which it adds up one by one in Python, are
+    cumulative sums here, in the same order.
+    """
+    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+
+    dense = pmf.to_dense_pmf()
+    losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization
+    counted = losses > epsilons.min()
+    losses, masses = losses[counted], dense._probs[counted][::-1]
+    upper = np.cumsum(np.append(dense._infinity_mass, masses))
+    lower = np.cumsum(np.append(0.0, masses * np.exp(-losses[::-1])))
+    above = len(losses) - np.searchsorted(losses, epsilons, side="right")
+    return upper[above] - np.where(above > 0, np.exp(epsilons) * lower[above], 0.0)
 
 
 def total_epsilon(

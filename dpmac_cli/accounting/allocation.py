@@ -28,7 +28,7 @@ from scipy import fft, signal, stats
 
 from dpmac_cli.accounting.events import LEAST_NOISE
 
-Floats = NDArray[np.float64]
+Float64Array = NDArray[np.float64]
 
 #: Largest number of grid points; grid width in standard deviations of Z, and its lower limit.
 POINTS = 2**22
@@ -43,13 +43,13 @@ BEYOND = 1e-14
 class Ratios:
     """Likelihood ratio of an epoch, spread over an even grid."""
 
-    at: Floats  # ratios, increasing; shape (points,)
-    without: Floats  # probability of each ratio under Q, shape (points,)
-    given: Floats  # the same under P
+    at: Float64Array  # ratios, increasing; shape (points,)
+    without: Float64Array  # probability of each ratio under Q, shape (points,)
+    given: Float64Array  # the same under P
     lost_without: float  # bound on the probability outside the grid under Q
     lost_given: float  # the same under P
 
-    def deltas(self, epsilons: Floats) -> tuple[Floats, Floats]:
+    def deltas(self, epsilons: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return upper bounds of delta at each epsilon: P against Q, and Q against P."""
         factors = np.exp(epsilons)
         above = np.searchsorted(self.at, factors, side="right")
@@ -77,7 +77,7 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
     ratios = likelihood_ratios(steps, noise_multiplier)
     largest = 10 / noise_multiplier + 0.5 / noise_multiplier**2  # at 10 standard deviations
     most = math.ceil(largest / width)
-    epsilons: Floats = width * np.arange(-most, most + 1, dtype=np.float64)
+    epsilons: Float64Array = width * np.arange(-most, most + 1, dtype=np.float64)
     plain = gaussian_deltas(noise_multiplier, epsilons)
     remove, add = (np.minimum(plain, bound) for bound in ratios.deltas(epsilons))
     add[most:] = np.minimum(add[most:], small_sums(steps, noise_multiplier, epsilons[most:]))
@@ -89,7 +89,7 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
     return privacy_loss_distribution.PrivacyLossDistribution(*parts)
 
 
-def small_sums(steps: int, noise_multiplier: float, epsilons: Floats) -> Floats:
+def small_sums(steps: int, noise_multiplier: float, epsilons: Float64Array) -> Float64Array:
     """Return upper bounds of E_Q (1 - e^epsilon R)+ for epsilons >= 0, see the module.
 
     Sums above t contribute nothing, so each Z and each partial sum above t is left out.
@@ -108,9 +108,9 @@ def small_sums(steps: int, noise_multiplier: float, epsilons: Floats) -> Floats:
     return _until(sums)[below] - factors * _until(sums * at)[below] + ROUNDING
 
 
-def _added(one: Floats, other: Floats) -> Floats:
+def _added(one: Float64Array, other: Float64Array) -> Float64Array:
     """Return the distribution of the sum of independent variables on the first FEW + 1 points."""
-    total: Floats = np.maximum(0.0, signal.fftconvolve(one, other)[: FEW + 1])
+    total: Float64Array = np.maximum(0.0, signal.fftconvolve(one, other)[: FEW + 1])
     return total
 
 
@@ -139,7 +139,7 @@ def likelihood_ratios(steps: int, noise_multiplier: float) -> Ratios:
     return Ratios(at, without, given, lost_without, lost_given)
 
 
-def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Floats, float, float]:
+def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Float64Array, float, float]:
     """Split Z between the ends of each cell of a grid, which preserves the cell's mean.
 
     Returns:
@@ -148,10 +148,10 @@ def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Floats, fl
     """
     normal = sigma * (np.log(width * np.arange(1, cells + 1)) + 0.5 / sigma**2)
 
-    def between(bounds: Floats) -> Floats:
+    def between(bounds: Float64Array) -> Float64Array:
         lower = np.diff(stats.norm.cdf(bounds), prepend=0.0)
         upper = -np.diff(stats.norm.sf(bounds), prepend=1.0)  # accurate where the other is not
-        masses: Floats = np.where(bounds < 0, lower, upper)
+        masses: Float64Array = np.where(bounds < 0, lower, upper)
         return masses
 
     mass, moment = between(normal), between(normal - 1 / sigma)  # Z's mean is 1
@@ -162,7 +162,7 @@ def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Floats, fl
     return masses, float(stats.norm.sf(beyond)), float(stats.norm.sf(beyond - 1 / sigma))
 
 
-def _wrapped(masses: Floats, width: float, t: int, size: int) -> float:
+def _wrapped(masses: Float64Array, width: float, t: int, size: int) -> float:
     """Return a Chernoff bound on the probability, under P or Q, that the sum exceeds the grid."""
     values = width * np.arange(masses.size)
     best, rates = 0.0, np.geomspace(1e-3, 1e3, 40)
@@ -175,14 +175,14 @@ def _wrapped(masses: Floats, width: float, t: int, size: int) -> float:
     return math.exp(best)
 
 
-def gaussian_deltas(sigma: float, epsilons: Floats) -> Floats:
+def gaussian_deltas(sigma: float, epsilons: Float64Array) -> Float64Array:
     """Return delta of one Gaussian mechanism (Balle and Wang 2018, Theorem 8)."""
     more, less = 0.5 / sigma - epsilons * sigma, -0.5 / sigma - epsilons * sigma
-    deltas: Floats = stats.norm.cdf(more) - np.exp(epsilons + stats.norm.logcdf(less))
+    deltas: Float64Array = stats.norm.cdf(more) - np.exp(epsilons + stats.norm.logcdf(less))
     return deltas
 
 
-def _convex(factors: Floats, deltas: Floats) -> Floats:
+def _convex(factors: Float64Array, deltas: Float64Array) -> Float64Array:
     """Return the largest convex function of e^epsilon below ``deltas``, still a bound on delta."""
     at, values = factors.tolist(), deltas.tolist()
     corners: list[int] = []
@@ -197,11 +197,11 @@ def _convex(factors: Floats, deltas: Floats) -> Floats:
     return np.interp(factors, factors[corners], deltas[corners])
 
 
-def _from(masses: Floats) -> Floats:
+def _from(masses: Float64Array) -> Float64Array:
     """Return the sums from each index to the end; shape (points + 1,)."""
     return np.append(np.cumsum(masses[::-1])[::-1], 0.0)
 
 
-def _until(masses: Floats) -> Floats:
+def _until(masses: Float64Array) -> Float64Array:
     """Return the sums before each index; shape (points + 1,)."""
     return np.append(0.0, np.cumsum(masses))

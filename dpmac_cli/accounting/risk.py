@@ -20,7 +20,7 @@ from typing import Any
 from dpmac_cli.accounting import accountants
 from dpmac_cli.accounting.events import TrainingEvent, by_records, merged
 from dpmac_cli.accounting.statements import RECORD, format_epsilon, short
-from dpmac_cli.storage.files import shown
+from dpmac_cli.storage.files import finite_or_none
 
 #: False positive rates of the bounds, and the one used in the statement.
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
@@ -90,9 +90,11 @@ class Risk:
             "statement": self.statement,
             "priors": list(PRIORS),
             "attacks": [{**vars(a), "posteriors": list(a.posteriors)} for a in self.attacks],
-            "gaussian_mu": shown(self.mu),
+            "gaussian_mu": finite_or_none(self.mu),
             "gaussian_mu_down_to_delta": self.least_delta,
-            "epsilons": [{"delta": d, "epsilon": shown(epsilon)} for d, epsilon in self.epsilons],
+            "epsilons": [
+                {"delta": d, "epsilon": finite_or_none(epsilon)} for d, epsilon in self.epsilons
+            ],
         }
 
 

@@ -17,7 +17,7 @@ from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, take, with_options
-from dpmac_cli.config import question
+from dpmac_cli.config import account_flags
 from dpmac_cli.config.fields import Flag, SomePath, flag_name, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import OUTPUT, Debug, PrintJson
@@ -32,7 +32,7 @@ TOLERANCE = 1e-3
 ASIDE = ("events", "risk", "unit")
 
 
-class Shown(Flags, frozen=True):
+class AccountOutput(Flags, frozen=True):
     """Flags of the command besides the question."""
 
     risk: Annotated[
@@ -54,8 +54,8 @@ class Shown(Flags, frozen=True):
 
 @with_options(
     argument("run", "Run folder or report to recompute epsilon for.", required=False),
-    question.FLAGS,
-    options(Shown),
+    account_flags.FLAGS,
+    options(AccountOutput),
 )
 def account(run: Path | None, **given: Any) -> None:
     """Compute the privacy cost of training in advance, the noise for a budget, or the longest run.
@@ -71,9 +71,9 @@ def account(run: Path | None, **given: Any) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilon is wrong,
     3 target out of reach.
     """
-    shown = take(Shown, given)
+    shown = take(AccountOutput, given)
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
-    accountant = question.by_name(flags, []).get("accountant", DEFAULT_ACCOUNTANT)
+    accountant = account_flags.by_name(flags, []).get("accountant", DEFAULT_ACCOUNTANT)
     by_rdp = accountant in ("rdp", "all")
     faults = {
         "--plot draws the trade-off curve of --risk: add --risk.": shown.plot and not shown.risk,
@@ -87,12 +87,12 @@ def account(run: Path | None, **given: Any) -> None:
             rows, *costs = recount(run, flags, errors)
         else:
             try:
-                rows.extend(question.answer(question.ask(flags, errors)))
+                rows.extend(account_flags.answer(account_flags.ask(flags, errors)))
             except BudgetError as failure:
                 if not rows:
                     raise
                 out_of_reach = failure
-        notes = [*question.notes(rows, accountant)]
+        notes = [*account_flags.account_notes(rows, accountant)]
         if shown.risk:
             for number, row in enumerate(rows):
                 found = assess_risk(row.events, row.dataset_size or 1, row.unit)

@@ -6,8 +6,8 @@ import typer
 from typer.core import TyperCommand
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, compare, evaluate, own_data, runs, train
-from dpmac_cli.cli.failures import explained
+from dpmac_cli.cli import account, compare, data_commands, evaluate, runs, train
+from dpmac_cli.cli.failures import reports_failures
 from dpmac_cli.config.fields import options
 from dpmac_cli.config.flags import other_names
 from dpmac_cli.config.settings import SETTINGS
@@ -46,10 +46,10 @@ for _name, _function in (
     ("card", evaluate.card),
     ("report", evaluate.report),
     ("runs", runs.runs),
-    ("schema", own_data.schema),
-    ("cache", own_data.cache),
+    ("schema", data_commands.schema),
+    ("cache", data_commands.cache),
 ):
-    app.command(_name, cls=Command)(explained(_function))
+    app.command(_name, cls=Command)(reports_failures(_function))
 
 
 def _version(value: bool) -> None:

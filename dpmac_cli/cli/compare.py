@@ -25,8 +25,8 @@ from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, raise_errors
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies import tables
-from dpmac_cli.studies.choice import EXECUTORS, Choice, opened
-from dpmac_cli.studies.executor import Ended, Moved, RunEvent, carry_out
+from dpmac_cli.studies.choose_executor import EXECUTORS, ExecutorChoice, opened
+from dpmac_cli.studies.executor import Ended, Moved, StudyEvent, carry_out
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, STUDY, Grid, Run, StudyFlags, plan, row_name
 from dpmac_cli.studies.results import collect, finished_report, was_changed
 from dpmac_cli.tasks.known import METRICS
@@ -106,7 +106,7 @@ def compare(**given: Any) -> None:
     run failed (the others are in the table), 130 interrupted (run the same command to resume).
     """
     flags, file = take(CompareFlags, given), take(ConfigFlag, given).config
-    choice = Choice(flags.executor, flags.jobs, flags.cluster, flags.slurm)
+    choice = ExecutorChoice(flags.executor, flags.jobs, flags.cluster, flags.slurm)
     both = "--dry-run and --json contradict each other: a plan has no table. Give one."
     raise_errors([*choice.faults(), *[both] * (flags.dry_run and flags.json)])
     with console.waiting(flags.quiet, "settings"):
@@ -145,20 +145,19 @@ def compare(**given: Any) -> None:
 
 
 def _carry_out(
-    grid: Grid, out: Path, choice: Choice, screen: Console
+    grid: Grid, out: Path, choice: ExecutorChoice, screen: Console
 ) -> tuple[dict[int, str], bool]:
     """Train unfinished runs; return reasons of failures by number, and whether interrupted."""
-    plans = [run.plan for run in grid.runs]
     with console.waiting(screen.quiet, "data"):
         from dpmac_cli.studies import local  # noqa: PLC0415  (loads torch)
 
         # Nothing is written if the data or the cluster is not available.
-        data = local.share_data([plans[number] for number in _missing(grid)])
-        raise_errors(local.other_records(plans, data))
+        data = local.share_data([grid.runs[number] for number in _missing(grid)])
+        raise_errors(local.other_records(grid.runs, data))
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         asked = held.enter_context(stop_request())
-        executor = held.enter_context(opened(choice, plans, data, out / JOBS)) if data else None
+        executor = held.enter_context(opened(choice, grid.runs, data, out / JOBS)) if data else None
         folder.make_folder(out / RUNS)
         held.enter_context(folder.locked(out))
         missing = _missing(grid)
@@ -168,7 +167,7 @@ def _carry_out(
             for name in (folder.REPORT, folder.METRICS, folder.MODEL)
             if folder.vouched(run.folder, name) is False
         )
-        display = Display(screen, grid, missing)
+        display = StudyDisplay(screen, grid, missing)
         held.enter_context(display.bar)
         if executor is None or not missing:
             return failures, False
@@ -176,7 +175,7 @@ def _carry_out(
             display.show(event)
             if isinstance(event, Ended) and event.failure and not event.again:
                 failures[event.number] = event.failure
-        raise_errors(local.other_records(plans, data))  # other machines load their own
+        raise_errors(local.other_records(grid.runs, data))  # other machines load their own
         return failures, asked()
 
 
@@ -188,7 +187,10 @@ def _missing(grid: Grid) -> list[int]:
 def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[str, str]:
     """Write the table in all formats; return its JSON, and its text with the files' names."""
     comparison = collect(grid, failures)
-    document, text = files.to_json(tables.as_values(comparison)), tables.as_markdown(comparison)
+    document, text = (
+        files.to_json(tables.as_json(comparison)),
+        tables.as_markdown(comparison),
+    )
     csv = tables.as_csv(comparison)
     texts = {"compare.json": document, "compare.csv": csv, "compare.md": text}
     for name in (folder.SUMS, *texts):  # a kill must not leave files of two tables
@@ -209,7 +211,7 @@ def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
         yield f"{first.folder.name} (seed {first.seed}){more}: {why}"
 
 
-class Display:
+class StudyDisplay:
     """One line per finished run; below them, on a terminal, :attr:`bar` of the study's steps."""
 
     def __init__(self, screen: Console, grid: Grid, missing: Sequence[int]) -> None:
@@ -219,10 +221,10 @@ class Display:
         self.bar = console.bar("{task.fields[text]}", BarColumn(), console=screen)
         found = len(grid.runs) - len(missing)
         screen.print(f"{len(grid.runs)} runs{f', {found} of them found finished' * bool(found)}")
-        total = sum(grid.runs[number].plan.steps for number in missing)
+        total = sum(grid.runs[number].plan.privacy.steps for number in missing)
         self._task = self.bar.add_task("", total=max(1, total), text="")
 
-    def show(self, event: RunEvent) -> None:
+    def show(self, event: StudyEvent) -> None:
         """Update the bar, and print a line when a run ends."""
         if isinstance(event, Moved):
             self._moved[event.number] = event
@@ -233,8 +235,8 @@ class Display:
 
     def _end(self, event: Ended) -> None:
         run, moved = self._grid.runs[event.number], self._moved.get(event.number)
-        done = moved is not None and moved.step == run.plan.steps
-        name = f"{row_name(run.labels)}  sigma {run.plan.sigma:.4g}  seed {run.seed}"
+        done = moved is not None and moved.step == run.plan.privacy.steps
+        name = f"{row_name(run.labels)}  sigma {run.plan.privacy.sigma:.4g}  seed {run.seed}"
         self._ended += not event.again and (event.failure is not None or done)
         if event.again:
             line = Text(f"{name}: {event.failure}; resuming it", style=console.ATTENTION)
@@ -242,7 +244,7 @@ class Display:
         elif event.failure:
             self._screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
         elif moved and done:
-            metric = METRICS[run.plan.metric]
+            metric = METRICS[run.plan.run.metric]
             known = moved.score is not None
             score = f"  test {metric.title} {metric.text(moved.score)}" if known else ""
             self._screen.print(Text(f"{self._ended}/{self._count}  {name}{score}"))
@@ -257,8 +259,8 @@ def planned_runs(grid: Grid) -> Table:
     for title in ("run", column, "epsilon", "steps", "seeds"):
         table.add_column(title, justify="left" if title == "run" else "right")
     for run in grid.runs[:: len(grid.seeds)]:  # the first of each cell
-        cost, steps = "no privacy", f"{run.plan.steps:,}"
-        if run.plan.private:
-            cost = format_epsilon(total_epsilon((run.plan.event,), run.plan.delta))
+        cost, steps = "no privacy", f"{run.plan.privacy.steps:,}"
+        if run.plan.privacy.private:
+            cost = format_epsilon(total_epsilon((run.plan.privacy.event,), run.plan.privacy.delta))
         table.add_row(row_name(run.labels), f"{run.column:g}", cost, steps, str(len(grid.seeds)))
     return table

@@ -72,7 +72,7 @@ def discard_output(stream: TextIO) -> None:
 _failures: list[OSError] = []
 
 
-def begin() -> None:
+def prepare_streams() -> None:
     """Prepare the standard streams for a command, to escape characters they cannot encode."""
     _failures.clear()
     for stream in (sys.stdout, sys.stderr):
@@ -118,10 +118,19 @@ def bar(
     return progress.Progress(*columns, left, console=console, transient=True, disable=off, **more)
 
 
+class _Speed(progress.ProgressColumn):
+    """Records per second."""
+
+    def render(self, task: progress.Task) -> Text:
+        """Return the speed of the last steps; "" before the first."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f}/s", "progress.data.speed")
+
+
 @contextlib.contextmanager
 def waiting(quiet: bool, first: str = "") -> Iterator[None]:
     """Show the progress of computations on a terminal's stderr, and ``first`` before they start."""
-    columns = "{task.description}", progress.BarColumn(), progress.MofNCompleteColumn()
+    columns = "{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(), _Speed()
     console = _console(sys.stderr, quiet or os.environ.get("RANK", "0") != "0")
     shown = bar(*columns, console=console)
     task = shown.add_task(first, total=None)

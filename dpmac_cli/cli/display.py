@@ -14,9 +14,11 @@ from dpmac_cli.accounting import statements
 from dpmac_cli.cli.console import ATTENTION, bar
 from dpmac_cli.cli.failures import stop
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import TEXTS
+from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
+from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.storage.progress import LISTENER, Computing
 from dpmac_cli.tasks import task as results
 from dpmac_cli.tasks.known import METRICS
@@ -29,12 +31,12 @@ ABOVE = f"Above {WEAK} the guarantee is weak: increase the noise (--sigma), or s
 NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
 
 
-def format_epsilon(epsilon: float | None) -> str:
+def epsilon_or_dots(epsilon: float | None) -> str:
     """Return epsilon, rounded up, or dots while it is still being computed."""
     return "..." if epsilon is None else statements.format_epsilon(epsilon)
 
 
-class Display:
+class RunDisplay:
     """One line per evaluation and, on a terminal, a live bar of steps."""
 
     def __init__(self, console: Console) -> None:
@@ -81,30 +83,30 @@ class Display:
                 if result is not None:
                     remarks = (*doubts(result), result.results.remark)
                     notes = [Text(f"note: {remark}", "red") for remark in remarks if remark]
-                self.console.print(*notes, *_summary(event, self._plan.metric), sep="\n")
+                self.console.print(*notes, *_summary(event, self._plan.run.metric), sep="\n")
 
     def _move(self, event: Update) -> None:
         """Update the bar; print a line per evaluation, and a note on a weak epsilon."""
         if WEAK < (event.planned or 0.0) < math.inf and not self._warned:
             self._warned = True
-            note = f"note: epsilon will be {format_epsilon(event.planned)}. {ABOVE}"
+            note = f"note: epsilon will be {epsilon_or_dots(event.planned)}. {ABOVE}"
             self.console.print(Text(note, ATTENTION))
         step = event.event.step
         # An upper bound: between points of the schedule, show the next point's epsilon.
-        spent = f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
+        spent = f"ε ≤ {epsilon_or_dots(event.epsilon)} of {epsilon_or_dots(event.planned)}"
         self._bar.update(
             self._task,
             completed=step,
-            description=f"epoch {math.ceil(step / self._plan.steps_per_epoch)}",
-            epsilon=spent if self._plan.private else "no privacy",
+            description=f"epoch {math.ceil(step / self._plan.privacy.steps_per_epoch)}",
+            epsilon=spent if self._plan.privacy.private else "no privacy",
         )
         if isinstance(event.event, loop.Evaluated):
             result = event.event.result
             self._scored = result if isinstance(result, evaluation.Evaluation) else None
-            self.console.print(_evaluated(event.event, event.epsilon, self._plan.metric))
-            value = result.metric(self._plan.metric)
+            self.console.print(_evaluated(event.event, event.epsilon, self._plan.run.metric))
+            value = result.metric(self._plan.run.metric)
             if not math.isnan(value):
-                text = METRICS[self._plan.metric].text(value)
+                text = METRICS[self._plan.run.metric].text(value)
                 self._bar.update(self._task, accuracy=f"test {text}")
 
     def stopping(self) -> None:
@@ -126,32 +128,34 @@ def _computing(event: Computing) -> str:
 
 
 def _heading(event: Started) -> Iterator[Text]:
-    plan, (trained, total) = event.plan, event.parameters
+    plan, privacy, (trained, total) = event.plan, event.plan.privacy, event.parameters
     of_all = f" trained of {total:,}" * (trained < total)
     yield Text.assemble(
-        (plan.optimizer, "bold"),
-        f" on {plan.found.name}: {plan.facts.train_size:,} "
-        f"{'units' if plan.found.unit else 'records'}, "
-        f"{plan.model.name} with {trained:,}{of_all} parameters, {plan.device}",
+        (plan.optimizer.name, "bold"),
+        f" on {plan.data.found.name}: {plan.data.facts.train_size:,} "
+        f"{'units' if plan.data.found.unit else 'records'}, "
+        f"{plan.network.model.name} with {trained:,}{of_all} parameters, {plan.run.device}",
     )
-    if not plan.private:
+    if not privacy.private:
         yield Text(NO_PRIVACY, style="bold red")
     else:
         yield Text(
-            f"sigma {plan.sigma:g}, expected batch {plan.batch_size}, {event.steps:,} steps "
-            f"(epochs: {event.steps / plan.steps_per_epoch:.4g}), delta {plan.delta:g}"
+            f"sigma {privacy.sigma:g}, expected batch {privacy.batch_size}, {event.steps:,} steps "
+            f"(epochs: {event.steps / privacy.steps_per_epoch:.4g}), delta {privacy.delta:g}"
         )
-        one = "one image" if plan.facts.is_images else "one row"
-        yield Text(f"unit of privacy: {plan.unit if plan.found.unit else one}")
-    if plan.canaries:
+        kinds = {"images": "one image", "texts": "one record", "numbers": "one row"}
+        one = kinds[plan.data.facts.holds]
+        yield Text(f"unit of privacy: {privacy.unit if plan.data.found.unit else one}")
+    if privacy.audit.canaries:
         yield Text(
-            f"AUDIT: {plan.canaries:,} canaries, about half of them "
+            f"AUDIT: {privacy.audit.canaries:,} canaries, about half of them "
             "trained on; the model will be unfit for release",
             style="bold red",
         )
-    if event.steps < plan.steps:  # --max-epsilon
+    if event.steps < privacy.steps:  # --max-epsilon
         yield Text(
-            f"--max-epsilon {plan.max_epsilon:g} allows {event.steps:,} of {plan.steps:,} steps",
+            f"--max-epsilon {privacy.max_epsilon:g} allows {event.steps:,} of {privacy.steps:,} "
+            "steps",
             style=ATTENTION,
         )
     if event.done:
@@ -167,7 +171,7 @@ def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Tex
     private, result = epsilon is None or not math.isinf(epsilon), event.result
     line = Text.assemble(
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
-        f"epsilon {format_epsilon(epsilon)}" if private else ("no privacy", "red"),
+        f"epsilon {epsilon_or_dots(epsilon)}" if private else ("no privacy", "red"),
     )
     if not (isinstance(result, CoveredScore) and math.isnan(result.share)):  # none released
         shown = METRICS[metric]
@@ -196,7 +200,7 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
         spent = math.inf if privacy["epsilon"] is None else privacy["epsilon"]
         yield Text.assemble(
             "privacy ",
-            (f"epsilon {format_epsilon(spent)}", "bold"),
+            (f"epsilon {epsilon_or_dots(spent)}", "bold"),
             f" at delta {privacy['delta']:g} "
             f"({privacy['adjacency']}, {privacy['sampler']} sampling)",
         )
@@ -251,7 +255,7 @@ def metrics_table(
 
 def follow(
     events: Iterator[RunEvent],
-    display: Display,
+    display: RunDisplay,
     asked: Callable[[], bool],
     listeners: Sequence[Callable[[RunEvent], None]],
 ) -> Finished:

@@ -30,7 +30,7 @@ from dpmac_cli.errors import MISFIT, raise_errors
 from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.release.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD
-from dpmac_cli.storage.files import shown, to_json, write_atomically
+from dpmac_cli.storage.files import finite_or_none, to_json, write_atomically
 from dpmac_cli.tasks.known import METRICS
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Format(Flags, frozen=True):
     ] = "md"
 
 
-class Answers(Flags, frozen=True):
+class CardAnswers(Flags, frozen=True):
     """Answers of a model card that only its publisher knows."""
 
     data_curator: Annotated[
@@ -222,7 +222,7 @@ def predict(run: Path, data: Path, **given: Any) -> None:
         console.stdout().print(Text(f"{out}: predictions for {len(found.records):,} records"))
 
 
-@with_options(argument("run", "A run folder."), options(Format), options(Answers), DEBUG)
+@with_options(argument("run", "A run folder."), options(Format), options(CardAnswers), DEBUG)
 def card(run: Path, **given: Any) -> None:
     """Print the model card of a run as Markdown, as a web page or as a registry entry.
 
@@ -235,8 +235,10 @@ def card(run: Path, **given: Any) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    answers, flags = take(Answers, given), take(Format, given)
-    rows = {name.replace("_", " "): " ".join(text.split()) for name, text in answers.given.items()}
+    answers, flags = take(CardAnswers, given), take(Format, given)
+    rows = {
+        name.replace("_", " "): " ".join(text.split()) for name, text in answers.explicit.items()
+    }
     written = {name: text for name, text in rows.items() if text}
     console.print_result(render_card(run, flags.format, written))
 
@@ -295,10 +297,12 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
             "model": str(scored.path),
             "card": str(card) if card.is_file() else None,
             "dataset": scored.dataset,
-            "loss": shown(result.loss),
+            "loss": finite_or_none(result.loss),
             "samples": result.samples,
-            **{METRICS[name].key: shown(value) for name, value in values.items()},
-            "intervals": {METRICS[name].key: [*map(shown, e)] for name, e in intervals.items()},
+            **{METRICS[name].key: finite_or_none(value) for name, value in values.items()},
+            "intervals": {
+                METRICS[name].key: [*map(finite_or_none, ends)] for name, ends in intervals.items()
+            },
             **results.details(),
         }
         console.print_result(to_json(body))

@@ -14,7 +14,7 @@ import typer
 from dpmac_cli import errors
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import take
-from dpmac_cli.config.settings import Shown
+from dpmac_cli.config.settings import DisplayFlags
 
 
 def stop(why: str, code: int) -> NoReturn:
@@ -23,16 +23,17 @@ def stop(why: str, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
-def explained(command: Callable[..., None]) -> Callable[..., None]:
+def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
     """Convert exceptions of a command to a message on stderr and the documented exit code.
 
     With ``debug`` among its options, it also prints tracebacks.
     """
 
     @functools.wraps(command)
+    @errors.named_as_flags()
     def run(**given: Any) -> None:
-        console.begin()
-        shown = take(Shown, dict(given))
+        console.prepare_streams()
+        shown = take(DisplayFlags, dict(given))
         try:
             with console.waiting(shown.quiet):
                 command(**given)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, StrictBool
@@ -11,16 +12,17 @@ from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
 from dpmac_cli.config.fields import Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.given import parse
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import OUTPUT, SETTINGS, TASK, Settings, Shown
+from dpmac_cli.config.settings import OUTPUT, SETTINGS, TASK, DisplayFlags, Settings
+from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
 from dpmac_cli.runs.folder import check_run_folder, fork_command, resume_command
 from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.storage.files import to_json
 
 if TYPE_CHECKING:
+    from dpmac_cli.release.publish import Finished
     from dpmac_cli.training.distributed import Ranks
 
 
@@ -96,29 +98,24 @@ def train(**flags: Any) -> None:
 
 def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     resolved = None
-    if start.resume and start.fork:
-        raise InputError("--resume and --fork contradict each other: give one.")
     if run := start.resume or start.fork:
-        way = "--resume" if start.resume else "--fork"
-        if start.config:
-            raise InputError(f"{way} uses the settings of the run: leave out --config.")
-        check_run_folder(run, way)
+        _check(start, run)
         settings = Settings.model_validate(flags)
     else:
-        shown = take(Shown, dict(flags))
+        shown = take(DisplayFlags, dict(flags))
         with console.waiting(shown.quiet, "settings"):
             resolved = resolve(flags, start.config)
-        settings = resolved.plan.settings
+        settings = resolved.settings
         if not settings.quiet:
             console.print_notes(resolved.notes)
     quiet, json = settings.quiet, settings.json
     # Importing torch takes seconds, so wait until there is something to train.
     with console.waiting(quiet, "loading torch"):
-        from dpmac_cli.cli.display import Display, follow  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.cli.display import RunDisplay, follow  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.release.run import fork, resume, train  # noqa: PLC0415  (loads torch)
         from dpmac_cli.release.tensorboard import TensorBoard  # noqa: PLC0415  (loads torch)
-        from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
 
-    display = Display(console.for_display(quiet, json))
+    display = RunDisplay(console.for_display(quiet, json))
     shown_by = [display.show, *([TensorBoard().show] if start.tensorboard else [])]
     with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
@@ -131,6 +128,21 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
         finished = follow(events, display, asked, shown_by)
     if json:
         console.print_result(to_json(finished.report))
+    _end(finished)
+
+
+def _check(start: Start, run: Path) -> None:
+    """Reject flags that contradict the run to resume or fork, or a folder that has none."""
+    if start.resume and start.fork:
+        raise InputError("--resume and --fork contradict each other: give one.")
+    way = "--resume" if start.resume else "--fork"
+    if start.config:
+        raise InputError(f"{way} uses the settings of the run: leave out --config.")
+    check_run_folder(run, way)
+
+
+def _end(finished: "Finished") -> None:
+    """Exit with the code of a run that ended before its last step, and say how to go on."""
     where, kept = finished.folder, f"the run so far is in {finished.folder}."
     if finished.state == "interrupted":
         stop(f"interrupted; {kept} To resume: {resume_command(where)}", INTERRUPTED)
@@ -141,10 +153,10 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
     """Run as a rank other than 0. Only rank 0 handles stop requests and prints."""
-    from dpmac_cli.runs.assist import assist  # noqa: PLC0415  (loads torch)
+    from dpmac_cli.runs.workers import run_worker  # noqa: PLC0415  (loads torch)
 
     with stop_request():
         try:
-            assist(ranks, parse({name: flags[name] for name in OF_MACHINE}))
+            run_worker(ranks, parse_settings({name: flags[name] for name in OF_MACHINE}))
         except DpmacError as failure:
             raise RunError(f"Rank {ranks.rank}: {failure}") from failure

@@ -9,21 +9,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.given import Given
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
-from dpmac_cli.data.schema import TABLES, Found, Source, listed
+from dpmac_cli.config.sources import SettingValue
+from dpmac_cli.data.schema import TABLES, DataFacts, Source, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.tasks.known import is_known
+from dpmac_cli.training.schedules import LossKind, Recipe
 
 #: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5
+#: What to do about a table without texts.
+DECLARE = "Declare a column of texts in the schema (NAME: {text: 128}), or leave it out."
 #: Number of classes to list in a note; the rest are counted.
 NAMED = 5
 
 
-def lonely(given: Mapping[SettingName, Given]) -> Iterator[str]:
+def lonely(given: Mapping[SettingName, SettingValue]) -> Iterator[str]:
     """Yield faults of settings that need another setting."""
     for name in given:
         needs = SETTINGS[name].flag.needs
@@ -32,64 +35,72 @@ def lonely(given: Mapping[SettingName, Given]) -> Iterator[str]:
             yield f"--{flag_name(name)} has no effect alone: add {needs}, or leave it out."
 
 
-def faults(plan: TrainPlan) -> Iterator[str]:
-    """Yield faults in combinations of settings, each a sentence with a remedy."""
-    epochs = [] if plan.settings.epochs is None else [plan.settings.epochs]
-    low, high = plan.hyper.h1, plan.hyper.h2
-    if low > high:
-        yield f"--h1 ({low:g}) must not be above --h2 ({high:g})."
-    yield from misfits(plan.dataset, plan.facts.train_size, plan.batch_size, epochs)
-    if plan.canaries and plan.event.sampler != "poisson":
-        yield (
-            f"--canaries: only poisson sampling can be audited, not {plan.event.sampler}. Leave "
-            "out --sampler or --canaries."
-        )
-    if 0 < plan.canaries < plan.guesses:
-        yield f"--guesses ({plan.guesses:,}) must not be above --canaries ({plan.canaries:,})."
-    yield from _frozen_faults(plan)
-    task = plan.facts.task
+def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
+    """Yield faults in combinations of settings, each a sentence with a remedy.
+
+    ``epochs`` is None if a number of steps was given instead.
+    """
+    data, privacy, hyper = plan.data, plan.privacy, plan.optimizer.hyper
+    if hyper.h1 > hyper.h2:
+        yield f"--h1 ({hyper.h1:g}) must not be above --h2 ({hyper.h2:g})."
+    lengths = [] if epochs is None else [epochs]
+    yield from misfits(data.dataset, data.facts.train_size, privacy.batch_size, lengths)
+    yield from _audit_faults(privacy)
+    yield from _frozen_faults(plan.network, plan.recipe, data)
+    task = data.facts.task
     known, chosen = task.covered, [metric.name for metric in task.metrics if metric.chosen]
-    if plan.metric not in chosen:
+    if plan.run.metric not in chosen:
         yield (
-            f"--metric {plan.metric}: records of {plan.dataset} have {task.of_record} each. Use "
-            f"{', '.join(chosen)}."
+            f"--metric {plan.run.metric}: records of {data.dataset} have {task.of_record} each. "
+            f"Use {', '.join(chosen)}."
         )
-    elif plan.scores is not None and plan.metric not in known:
+    elif privacy.scores is not None and plan.run.metric not in known:
         yield (
-            f"--metric {plan.metric} cannot be released with --cover-scores. Use "
+            f"--metric {plan.run.metric} cannot be released with --cover-scores. Use "
             f"{' or '.join(known)}, or leave out --cover-scores."
         )
-    if plan.recipe.augmented and not plan.facts.is_images and plan.facts.shape[1:] == (1, 1):
-        yield f"--augmentations is for images, but {plan.dataset} is a table. Leave it out."
-    yield from _loss_faults(plan)
-    if plan.recipe.warmup >= plan.steps:
+    if plan.recipe.augmented and not data.facts.is_images and data.facts.shape[1:] == (1, 1):
+        yield f"--augmentations is for images, but {data.dataset} is a table. Leave it out."
+    yield from _loss_faults(plan.recipe.loss, data)
+    audited = task.audited or not privacy.audit.canaries
+    if not (audited and (task.frozen_parts or plan.network.features is None)):
+        yield f"--canaries, --features and --backbone need one class each, not {data.dataset}."
+    if plan.recipe.warmup >= privacy.steps:
         yield (
             f"--warmup-steps ({plan.recipe.warmup:,}) must be below the steps of the run, "
-            f"{plan.steps:,}."
+            f"{privacy.steps:,}."
         )
 
 
-def _loss_faults(plan: TrainPlan) -> Iterator[str]:
-    loss, task = plan.recipe.loss, plan.facts.task
+def _audit_faults(privacy: PrivacyPlan) -> Iterator[str]:
+    canaries, guesses = privacy.audit.canaries, privacy.audit.guesses
+    if canaries and privacy.event.sampler != "poisson":
+        yield (
+            f"--canaries: only poisson sampling can be audited, not {privacy.event.sampler}. Leave "
+            "out --sampler or --canaries."
+        )
+    if 0 < canaries < guesses:
+        yield f"--guesses ({guesses:,}) must not be above --canaries ({canaries:,})."
+
+
+def _loss_faults(loss: LossKind, data: DataPlan) -> Iterator[str]:
+    task = data.facts.task
     if is_known(loss.name) and not task.fits(loss.name):
         yield (
-            f"--loss {loss.name}: records of {plan.dataset} have {task.of_record} each. Use "
+            f"--loss {loss.name}: records of {data.dataset} have {task.of_record} each. Use "
             f"{' or '.join(task.losses)}."
         )
     weights = loss.weights
     if (weights or loss.smoothing) and not task.weighted:
         yield (
-            f"--class-weights and --label-smoothing are for classes, but records of {plan.dataset} "
+            f"--class-weights and --label-smoothing are for classes, but records of {data.dataset} "
             f"have {task.of_record} each. Leave them out."
         )
     elif weights and (len(weights) != task.outputs or min(weights) <= 0):
         yield (
             f"--class-weights must be {task.outputs} numbers above 0, one for each class of "
-            f"{plan.dataset}, not {', '.join(f'{w:g}' for w in weights)}."
+            f"{data.dataset}, not {', '.join(f'{w:g}' for w in weights)}."
         )
-    audited, cached = task.audited or not plan.canaries, task.frozen_parts or plan.features is None
-    if not (audited and cached):
-        yield f"--canaries, --features and --backbone need one class each, not {plan.dataset}."
 
 
 def misfits(data: str, size: int, batch: int, lengths: Sequence[int]) -> Iterator[str]:
@@ -105,87 +116,106 @@ def misfits(data: str, size: int, batch: int, lengths: Sequence[int]) -> Iterato
             )
 
 
-def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
+def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iterator[str]:
     """Yield faults in combinations of frozen layers with other settings."""
-    features, weights, part = plan.features, plan.pretrained, plan.trained.part
-    once = isinstance(features, Scattered) or part == "head"
+    features, weights = network.features, network.pretrained
     if features is not None:
-        flag = f"--{'backbone' if isinstance(features, Backbone) else 'features'} {features.kind}"
-        if not plan.facts.is_images:
-            yield f"{flag} is for images, but {plan.dataset} contains numbers. Leave it out."
-        elif (fault := features.fault(plan.facts.shape)) is not None:
-            yield f"{flag}: images of {plan.dataset} {fault}"
+        flag = f"--{'features' if isinstance(features, Scattered) else 'backbone'} {features.kind}"
+        if features.reads != data.facts.holds:
+            yield (
+                f"{flag} is for {features.reads}, but {data.dataset} contains {data.facts.holds}. "
+                f"{DECLARE if features.reads == 'texts' else 'Leave it out.'}"
+            )
+        elif (fault := features.fault(data.facts.shape)) is not None:
+            yield f"{flag}: {features.reads} of {data.dataset} {fault}"
+        if features.reads == "texts" and (weights is not None or network.trained.part != "head"):
+            yield (
+                f"{flag}: only the head of a network on texts is trained, from the weights of the "
+                "encoder's folder. Leave out --train and --pretrained."
+            )
         package = BACKBONES[features.kind].package if isinstance(features, Backbone) else ""
         if package and weights is None:
             yield from fault_of_package(package, "backbones", flag)
     if weights is not None and not weights.is_file():
         yield f"--pretrained: no such file: {weights}."
-    if plan.recipe.augmented and once:
+    if recipe.augmented and (isinstance(features, Scattered) or network.trained.part == "head"):
         yield (
             "--augmentations uses new views in every step, but features of frozen layers are "
             "computed only once. Leave one of them out."
         )
 
 
-def notes(plan: TrainPlan, flags: Mapping[SettingName, Given]) -> Iterator[str]:
+def notes_on_plan(plan: TrainPlan, flags: Mapping[SettingName, SettingValue]) -> Iterator[str]:
     """Yield notes on valid settings that are probably mistakes."""
-    found = plan.found
     for name, what in _idle(plan).items():
         if name in flags:
             yield f"{flags[name].origin} has no effect with {what}."
-    if found.skipped:
-        yield (f"{len(found.skipped)} records of {plan.dataset} are left out: {found.skipped[0]}.")
-    if found.inferred and plan.private:
+    yield from _notes_on_records(plan.data, plan.privacy)
+    if isinstance(plan.network.features, Backbone) and plan.data.facts.shape[0] == 1:
         yield (
-            f"{listed(found.inferred).capitalize()} of {plan.dataset} were taken from its "
+            f"Grey images of {plan.data.dataset} are repeated to three channels for the backbone."
+        )
+    if plan.privacy.private:
+        yield from _notes_on_privacy(plan.privacy, plan.data.facts.train_size)
+
+
+def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
+    """Yield notes on what was found in the records."""
+    found, dataset, private = data.found, data.dataset, privacy.private
+    if found.skipped:
+        yield f"{len(found.skipped)} records of {dataset} are left out: {found.skipped[0]}."
+    if found.inferred and private:
+        yield (
+            f"{listed(found.inferred).capitalize()} of {dataset} were taken from its "
             "records and are treated as public. Declare them to avoid that: "
             f"{_declaration(found)}"
         )
-    if found.signs.repeated and plan.private:
+    if found.signs.repeated and private:
         yield (
             f"Names such as {found.signs.repeated} suggest several images per person, but epsilon "
             "protects single images. To protect all images of a person, add a pattern for the "
             "common part of their names: --unit 'patient([0-9]+)'."
         )
-    if found.signs.copies and plan.private:
+    if found.signs.copies and private:
         yield (
-            f"{found.signs.copies} records of {plan.dataset} are exact copies of others. If they "
+            f"{found.signs.copies} records of {dataset} are exact copies of others. If they "
             "come from one person, epsilon protects each copy, but not the person: leave them out, "
-            f"or name the unit of each record: {_unit_remedy(plan)}."
+            f"or name the unit of each record: {_unit_remedy(data.source)}."
         )
     if found.signs.dim:
-        yield f"{plan.dataset}: {found.signs.dim}."
-    if found.untested and plan.scores is None:
+        yield f"{dataset}: {found.signs.dim}."
+    if found.untested and privacy.scores is None:
         some, more = found.untested[:NAMED], len(found.untested) - NAMED
         yield (
-            f"{plan.dataset} has no test record of the classes {', '.join(some)}"
+            f"{dataset} has no test record of the classes {', '.join(some)}"
             f"{f' and {more} more' if more > 0 else ''}. Accuracy does not cover them."
         )
-    if isinstance(plan.features, Backbone) and plan.facts.shape[0] == 1:
-        yield f"Grey images of {plan.dataset} are repeated to three channels for the backbone."
-    if plan.private:
-        yield from delta_note(plan.delta, plan.facts.train_size)
-        yield from accountant_note((plan.event,), plan.delta)
-        rate = plan.event.sampling_rate
-        if rate >= MOST and not plan.event.sampling.once_an_epoch:
-            yield (
-                f"With --batch-size {plan.batch_size} each record takes part in {rate:.0%} of the "
-                "steps, so random sampling saves little or no privacy cost. Unless you want "
-                "only a few such steps, use a smaller --batch-size."
-            )
 
 
-def _unit_remedy(plan: TrainPlan) -> str:
+def _notes_on_privacy(privacy: PrivacyPlan, records: int) -> Iterator[str]:
+    """Yield notes on a guarantee that is weak, or more expensive than it need be."""
+    yield from delta_note(privacy.delta, records)
+    yield from accountant_note((privacy.event,), privacy.delta)
+    rate = privacy.event.sampling_rate
+    if rate >= MOST and not privacy.event.sampling.once_an_epoch:
+        yield (
+            f"With --batch-size {privacy.batch_size} each record takes part in {rate:.0%} of the "
+            "steps, so random sampling saves little or no privacy cost. Unless you want "
+            "only a few such steps, use a smaller --batch-size."
+        )
+
+
+def _unit_remedy(source: str | Source) -> str:
     """Return how to name the unit of each record of a dataset."""
-    if not isinstance(plan.data, Source) or plan.data.at_hand is not None:
+    if not isinstance(source, Source) or source.in_memory is not None:
         return "unit= with one item per record"
-    path = plan.data.path
+    path = source.path
     if path.is_dir():
         return "--unit 'patient([0-9]+)'"
     return "--unit COLUMN" if path.suffix in TABLES else "an array unit"
 
 
-def _declaration(found: Found) -> str:
+def _declaration(found: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
     (channels, *size), names = found.facts.shape, ",".join(found.facts.task.names)
     flags = {"channels": f"--channels {channels}", "image size": f"--image-size {max(size)}"}
@@ -196,27 +226,34 @@ def _declaration(found: Found) -> str:
 
 def _idle(plan: TrainPlan) -> dict[SettingName, str]:
     """Return the settings that have no effect, with the reason."""
-    used, data = {*plan.method.settings, "optimizer"}, plan.dataset
+    used = {*plan.optimizer.method.settings, "optimizer"}
     group = {name: option.flag.group for name, option in SETTINGS.items()}
-    idle = {n: plan.optimizer for n in group if group[n] == OPTIMIZER and n not in used}
-    if not isinstance(plan.model, UserModel):
-        idle |= {"fix_norm": plan.model.name}
-    if plan.trained.part != "lora":
-        idle |= dict.fromkeys(_LORA, f"--train {plan.trained.part}")
-    if not plan.found.unit:
-        idle |= {"records_per_unit": f"{data}, where each record is a unit"}
-    if not isinstance(plan.data, Source):
-        return idle | {name: data for name in group if group[name] == DATA}
-    idle |= {"data_dir": f"{data}, which is a path"}
-    if not plan.found.held_out:
-        idle |= dict.fromkeys(_OF_SPLIT, f"{data}, which has its own test set")
-    if not plan.data.path.is_dir():
-        idle |= {"levels": f"{data}, which is not a folder of images"}
-    if plan.data.path.suffix not in TABLES:
-        idle |= {"schema": f"{data}, which is not a table"}
-    if not plan.facts.is_images:
-        return idle | dict.fromkeys(_OF_IMAGES, f"{data}, which contains numbers")
-    return idle | {"feature_range": f"{data}, which contains images"}
+    idle = {n: plan.optimizer.name for n in group if group[n] == OPTIMIZER and n not in used}
+    if not isinstance(plan.network.model, UserModel):
+        idle |= {"fix_norm": plan.network.model.name}
+    if plan.network.trained.part != "lora":
+        idle |= dict.fromkeys(_LORA, f"--train {plan.network.trained.part}")
+    return idle | _idle_on(plan.data, [name for name in group if group[name] == DATA])
+
+
+def _idle_on(data: DataPlan, settings: Iterable[SettingName]) -> dict[SettingName, str]:
+    """Return which ``settings`` of datasets have no effect on one, with the reason."""
+    idle: dict[SettingName, str] = {}
+    dataset, source, facts = data.dataset, data.source, data.facts
+    if not data.found.unit:
+        idle |= {"records_per_unit": f"{dataset}, where each record is a unit"}
+    if not isinstance(source, Source):
+        return idle | dict.fromkeys(settings, dataset)
+    idle |= {"data_dir": f"{dataset}, which is a path"}
+    if not data.found.held_out:
+        idle |= dict.fromkeys(_OF_SPLIT, f"{dataset}, which has its own test set")
+    if not source.path.is_dir():
+        idle |= {"levels": f"{dataset}, which is not a folder of images"}
+    if source.path.suffix not in TABLES:
+        idle |= {"schema": f"{dataset}, which is not a table"}
+    if not facts.is_images:
+        return idle | dict.fromkeys(_OF_IMAGES, f"{dataset}, which contains numbers")
+    return idle | {"feature_range": f"{dataset}, which contains images"}
 
 
 _LORA: tuple[SettingName, ...] = ("lora_rank", "lora_alpha")

@@ -15,6 +15,8 @@ ROWS_AT_A_TIME = 1024
 ON_GPU = 512
 #: Default without --sigma or --epsilon, for your own data and with a backbone.
 EPSILON = 3.0
+#: Adam's learning rates on features of images, and of texts.
+OF_FEATURES, OF_TEXTS = 0.003, 0.005
 #: The paper does not state gamma'; this value reproduces Table I.
 GAMMA_PRIME = 1e-8
 #: With fewer guesses, even if all are right, an audit cannot show an epsilon above 1.8.
@@ -50,7 +52,8 @@ def _by_rule(given: Settings, facts: Dataset) -> Settings:
     )
     if found.optimizer == "dp-adam":
         fixed = given.backbone is not None or given.features is not None
-        found = found.filled({"lr": 0.003 if fixed else _rate(math.prod(facts.shape))})
+        lr = OF_FEATURES if fixed else _rate(math.prod(facts.shape))
+        found = found.filled({"lr": OF_TEXTS if facts.texts else lr})
     if given.sigma is None and given.epsilon is None and not given.no_dp:
         most = EPSILON if given.max_epsilon is None else given.max_epsilon
         found = found.filled({"epsilon": min(EPSILON, most)})
@@ -89,7 +92,9 @@ def _depending(given: Settings, facts: Dataset) -> Keywords:
     if given.features is not None:
         found["model"] = "linear"
     if given.backbone is not None:
-        found |= {"model": "linear", "backbone_size": BACKBONES[given.backbone].size}
+        found["model"] = "linear"
+    if (backbone := BACKBONES.get(given.backbone or "")) is not None:
+        found["backbone_size"] = backbone.size
     if given.pretrained is not None or given.backbone is not None:
         found["train"] = "all" if given.backbone is None else "head"
     if given.train == "lora":
@@ -104,8 +109,8 @@ def _samples_at_a_time(found: Settings, facts: Dataset) -> int:
     most, kind = facts.defaults.physical_batch, MODELS.get(found.model or "")
     if found.train == "head":
         most = max(most, ROWS_AT_A_TIME)
-    elif found.backbone is not None:
-        size = found.backbone_size or BACKBONES[found.backbone].size
+    elif (backbone := BACKBONES.get(found.backbone or "")) is not None:
+        size = found.backbone_size or backbone.size
         most = max(1, PIXELS_AT_A_TIME // size**2)
     elif kind is not None:
         most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))

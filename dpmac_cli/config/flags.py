@@ -75,8 +75,8 @@ class Flags(BaseModel, frozen=True):
             raise FlagError(explain(faults, options(cls), info.context or {}), failed) from None
 
     @property
-    def given(self) -> Mapping[str, Any]:
-        """Return the values that were given, by name."""
+    def explicit(self) -> Mapping[str, Any]:
+        """Return the values that were set explicitly, by name."""
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 

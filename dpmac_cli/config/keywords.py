@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.optimizers import Kappa
 
 #: Names of the settings of a training run.
@@ -32,6 +32,7 @@ SettingName = Literal[
     "standardise",
     "feature_range",
     "schema",
+    "tokens",
     "unit",
     "records_per_unit",
     "skip_bad",
@@ -119,6 +120,7 @@ class TrainingKeywords(TypedDict, total=False):
     standardise: str | None
     feature_range: str | None
     schema: str | Path | None
+    tokens: int | None
     unit: str | None
     records_per_unit: int | None
     skip_bad: bool | None
@@ -168,6 +170,6 @@ class TrainingKeywords(TypedDict, total=False):
 class Keywords(TrainingKeywords, total=False):
     """Settings of a training run; None if not given."""
 
-    dataset: str | Path | AtHand | None
+    dataset: str | Path | InMemoryData | None
     model: str | None
     loss: str | None

@@ -17,8 +17,11 @@ from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomeP
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import STANDARDS, TABLES, AtHand
+from dpmac_cli.data.schema import STANDARDS, TABLES, InMemoryData
+from dpmac_cli.data.table_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Kappa
+from dpmac_cli.models.encoders import ENCODERS
+from dpmac_cli.models.encoders import FOLDER as ENCODER_FOLDER
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
 from dpmac_cli.tasks.known import LOSSES, METRICS
 from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
@@ -28,20 +31,22 @@ DELTA = 1e-5
 #: Values that may replace a registered name: a test and a description.
 OWN_DATA = (
     lambda text: "/" in text or text.endswith((".npz", *TABLES)) or Path(text).exists(),
-    "a folder with one folder of images per class, an .npz, or a table (.csv, .tsv, .parquet)",
+    "a folder with one folder of images or texts per class, an .npz, or a table "
+    "(.csv, .tsv, .parquet)",
 )
 #: Loss of a quantile: a test and a description.
 QUANTILE = (
     lambda text: bool(re.fullmatch(r"quantile:0?\.[0-9]*[1-9][0-9]*", text)),
     "quantile:Q with Q between 0 and 1, such as quantile:0.9",
 )
+OWN_ENCODER = (lambda text: "/" in text or Path(text).is_dir(), ENCODER_FOLDER)
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
 #: Groups of settings in the help.
 TASK, DATA, PRIVACY, OPTIMIZER = "Task", "Your own data", "Privacy", "Optimizer"
 RECIPE, AUDIT, RUN, OUTPUT = "Recipe", "Audit", "Run", "Output"
 
 Positive = Annotated[float, Field(gt=0)]
-Noise = Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
+NoiseMultiplier = Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
 # Squares and fourth roots of these, and quotients by them, fit into float32.
 Scale = Annotated[float, Field(ge=1e-10, le=1e10)]
 Variance = Annotated[float, Field(ge=1e-30, le=1e10)]
@@ -88,7 +93,7 @@ Debug = Annotated[
 PrintJson = Annotated[StrictBool, Field(description="Print JSON."), Flag(OUTPUT)]
 
 
-class Shown(Flags, frozen=True):
+class DisplayFlags(Flags, frozen=True):
     """Flags that decide how much a command prints."""
 
     quiet: Quiet = False
@@ -104,8 +109,8 @@ class Settings(Flags, frozen=True):
 
     # Task
     dataset: Annotated[
-        str | AtHand,
-        Choice(tuple(DATASETS), OWN_DATA, instances=AtHand),
+        str | InMemoryData,
+        Choice(tuple(DATASETS), OWN_DATA, instances=InMemoryData),
         Field(description="Dataset to train on."),
         Flag(TASK, also=("data",), fixed=True, local=True),
     ] = "mnist"
@@ -157,8 +162,8 @@ class Settings(Flags, frozen=True):
     ] = None
     backbone: Annotated[
         str | None,
-        Choice(tuple(BACKBONES)),
-        Field(description="Train on features of this public network instead of the images."),
+        Choice((*BACKBONES, *ENCODERS), OWN_ENCODER),
+        Field(description="Train on features of this public network of images or texts."),
         Flag(TASK, not_with={"features": "a network takes only one of them"}, fixed=True),
     ] = None
     backbone_size: Annotated[
@@ -281,11 +286,20 @@ class Settings(Flags, frozen=True):
             },
         ),
     ] = None
+    tokens: Annotated[
+        int | None,
+        Field(
+            ge=MIN_TOKENS,
+            le=MAX_TOKENS,
+            description="Largest number of tokens of a text; in a table, the schema has it.",
+        ),
+        Flag(DATA, otherwise=str(TOKENS), needs="--backbone"),
+    ] = None
     unit: Annotated[
         str | None,
         Field(
             description=(
-                "Column of a table, or pattern of image paths, that gives the unit of each record,"
+                "Column of a table, or pattern of file paths, that gives the unit of each record,"
                 " such as a patient. Epsilon protects a unit with all of its records."
             )
         ),
@@ -305,7 +319,7 @@ class Settings(Flags, frozen=True):
     ] = False
     # Privacy
     sigma: Annotated[
-        Noise | None,
+        NoiseMultiplier | None,
         Field(description="Noise multiplier."),
         Flag(
             PRIVACY, also=("noise-multiplier", "noise"), otherwise="the dataset's", hint=_no_noise

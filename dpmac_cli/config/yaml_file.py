@@ -8,14 +8,14 @@ import yaml
 
 from dpmac_cli.config.fields import Option, flag_name
 from dpmac_cli.config.flags import near_setting
-from dpmac_cli.config.given import Given
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.config.sources import SettingValue
 
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
 NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
-Name = TypeVar("Name", bound=str)
+NameT = TypeVar("NameT", bound=str)
 #: YAML node types in words.
 NODE_WORDS: Mapping[type[yaml.Node], str] = {
     yaml.ScalarNode: "a single value",
@@ -24,13 +24,13 @@ NODE_WORDS: Mapping[type[yaml.Node], str] = {
 }
 
 
-def read_settings(file: Path, errors: list[str]) -> dict[SettingName, Given]:
+def read_settings(file: Path, errors: list[str]) -> dict[SettingName, SettingValue]:
     """Return the settings of a YAML file, and add its faults to ``errors``.
 
     A value is the text of a flag's value: YAML's number parsing (010 is 8, 1:30 is 90, 1e-5 is
     text) is not used. Null and false switches are ignored.
     """
-    given: dict[SettingName, Given] = {}
+    given: dict[SettingName, SettingValue] = {}
     for name, origin, node in _entries(file, SETTINGS, "a setting", errors):
         if not isinstance(node, yaml.ScalarNode):
             errors.append(f"{origin} must be a single value, not {NODE_WORDS[type(node)]}.")
@@ -39,18 +39,18 @@ def read_settings(file: Path, errors: list[str]) -> dict[SettingName, Given]:
         if SETTINGS[name].switch and node.tag == BOOL:
             value = yaml.SafeLoader.bool_values.get(node.value.lower(), value)
         if node.tag != NULL and value is not False:
-            given[name] = Given(value, origin)
+            given[name] = SettingValue(value, origin)
     return given
 
 
 def read_lists(
-    file: Path, known: Mapping[Name, Option], errors: list[str]
-) -> dict[Name, list[str]]:
+    file: Path, known: Mapping[NameT, Option], errors: list[str]
+) -> dict[NameT, list[str]]:
     """Return the settings of a YAML file, each with one or several values, as text.
 
     ``known`` are the allowed settings. Faults are added to ``errors``.
     """
-    found: dict[Name, list[str]] = {}
+    found: dict[NameT, list[str]] = {}
     for name, origin, node in _entries(file, known, "a setting of a study", errors):
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not items or not all(isinstance(item, yaml.ScalarNode) for item in items):
@@ -67,11 +67,11 @@ def to_yaml(recorded: Mapping[str, object]) -> str:
 
 
 def _entries(
-    file: Path, known: Mapping[Name, Option], what: str, errors: list[str]
-) -> Iterator[tuple[Name, str, yaml.Node]]:
+    file: Path, known: Mapping[NameT, Option], what: str, errors: list[str]
+) -> Iterator[tuple[NameT, str, yaml.Node]]:
     """Yield name, origin and value of each setting, and add faults to ``errors``."""
     seen: set[str] = set()
-    names: dict[str, Name] = {name: name for name in known}
+    names: dict[str, NameT] = {name: name for name in known}
     for key, node in _pairs(file, errors):
         written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
         name = written.replace("-", "_")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dpmac_cli.data.canonical import Faults, units_in
 from dpmac_cli.data.decoding import DIM, decode
 from dpmac_cli.data.schema import Signs, Source
-from dpmac_cli.data.splits import Records, found, split
+from dpmac_cli.data.splits import Records, data_facts, split
 from dpmac_cli.data.stacking import key_of, labels_in, masks, numbers_in, stacked
 from dpmac_cli.data.targets import DECLARED, are_numbers, targets_in
 from dpmac_cli.errors import InputError, raise_errors
@@ -35,7 +35,8 @@ class ArrayFile:
     """Dataset from the arrays of an .npz or a table, which are named as in :data:`ARRAYS`.
 
     ``skipped`` lists records that were left out when they were read, and ``unusable`` says which
-    rows of an array could not be.
+    rows of an array could not be. ``found_classes`` are names of folders; they are used if no
+    classes are declared.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ArrayFile:
         arrays: Arrays,
         skipped: tuple[str, ...] = (),
         unusable: Mapping[str, Faults] | None = None,
+        found_classes: Sequence[str] = (),
     ) -> None:
         if source.classes is not None:
             arrays["classes"] = np.array(source.classes)
@@ -57,7 +59,8 @@ class ArrayFile:
         ]
         (x, y, units), held_out = self._sides[0], len(self._sides) == 1
         targets = targets_in(arrays)
-        self._task, inferred = targets.task(arrays, source), targets.inferred(arrays)
+        self._task = targets.task(arrays, source, found_classes)
+        inferred = targets.inferred(arrays)
         contents = _contents(x, y) if units is None else []
         if held_out:
             keys = _keys(contents) if units is None else (u.encode() for u in units.tolist())
@@ -73,7 +76,7 @@ class ArrayFile:
                     f"--channels {source.channels}: the images of {source.path} have {channels}, "
                     "and arrays are not converted. Leave it out."
                 )
-        self.found = found(
+        self.found = data_facts(
             source,
             self._sides,
             (channels, *side),

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.splits import refuse
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.errors import RunError
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.storage.rows import RowFile
@@ -54,7 +54,7 @@ class ImageFile(NamedTuple):
     inode: int  # tells files of other folders that take the place of this one
 
     @classmethod
-    def found(cls, path: str, label: int, facts: os.stat_result) -> "ImageFile":
+    def of(cls, path: str, label: int, facts: os.stat_result) -> "ImageFile":
         """Describe a file. Writing to it always changes ``st_ctime``."""
         return cls(path, label, facts.st_size, facts.st_ctime_ns, facts.st_ino)
 
@@ -201,7 +201,7 @@ def looked_at(
     try:
         with open(path, "rb") as file:
             result = _looked(file, look)
-            if image is not None and image != ImageFile.found(
+            if image is not None and image != ImageFile.of(
                 path, image.label, os.fstat(file.fileno())
             ):
                 return CHANGED
@@ -225,7 +225,7 @@ def _looked(file: IO[bytes], look: "Callable[[Image], Seen]") -> "Seen | str":
         return f"cannot be read as an image ({failure})"
 
 
-def main() -> None:
+def decode_listed() -> None:
     """Decode the images listed on standard input, and skip damaged ones."""
     rows, parent = RowFile(Path(sys.argv[1]), writable=True), os.getppid()
     levels, job = json.load(sys.stdin)
@@ -236,4 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    decode_listed()

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.data.class_folders import TESTS, splits_of, units_by_pattern, visible
+from dpmac_cli.data.complaints import complaints, refuse
 from dpmac_cli.data.decoding import (
     DIM,
     ImageFile,
@@ -22,7 +24,7 @@ from dpmac_cli.data.decoding import (
     usable_cores,
 )
 from dpmac_cli.data.schema import Signs, Source
-from dpmac_cli.data.splits import Records, check_classes, complaints, found, refuse, split
+from dpmac_cli.data.splits import Records, check_classes, data_facts, split
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.cache import WHOLE, kept_file, whole
 from dpmac_cli.storage.paths import cache_folder
@@ -33,10 +35,7 @@ from dpmac_cli.tasks.classification import Classification
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 #: Pillow's modes without colour. Modes such as I;16 are matched by the part before the semicolon.
 GREY = ("1", "L", "LA", "I", "F")
-TRAIN, TESTS = "train", ("test", "validation", "val")
 NO_CLASS = -1
-#: Files that file managers write into folders of images, besides those that begin with a dot.
-HIDDEN = ("thumbs.db", "ehthumbs.db", "desktop.ini")
 #: Number of headers between reports of progress.
 SOME = 1000
 #: Number of images whose pixels are looked at when a run is configured.
@@ -58,7 +57,7 @@ class ImageFolder:
         self._source = source
         self._faults: list[str] = []  # messages, raised together
         self._skipped: list[str] = []
-        root, declared, parts = source.path, source.classes, _parts(source)
+        root, declared, parts = source.path, source.classes, splits_of(source)
         self._classes = declared or tuple(_class_names(parts[0]))
         check_classes(self._classes, source)
         for part in parts[1:] if declared is None else ():
@@ -92,7 +91,7 @@ class ImageFolder:
             needed = self._classes if declared is None else None
             self._sides = split(used, keys, needed, source)
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
-        self.found = found(
+        self.found = data_facts(
             source,
             self._sides,
             self._shape,
@@ -111,13 +110,13 @@ class ImageFolder:
         """Return the images of a part in order, and record why other files are skipped."""
         labels = {name: label for label, name in enumerate(self._classes)}
         candidates, images = list[tuple["os.DirEntry[str]", int]](), []
-        for entry in _visible(part):
+        for entry in visible(part):
             if not os.path.isdir(entry):
                 candidates += [(entry, NO_CLASS)] * _is_image(entry.name)
             elif entry.name in labels or self._source.classes is not None:
                 label = labels.get(entry.name, NO_CLASS)
                 try:
-                    candidates += [(inner, label) for inner in _visible(entry)]
+                    candidates += [(inner, label) for inner in visible(entry)]
                 except OSError as failure:
                     self._skipped.append(f"{entry.path} cannot be read ({failure.strerror})")
         for entry, label in candidates:
@@ -175,15 +174,7 @@ class ImageFolder:
 
     def _units(self, names: list[str], pattern: str) -> NDArray[np.str_]:
         """Return the unit of each file: the text that the pattern, or its first group, matches."""
-        try:
-            compiled = re.compile(pattern)
-        except re.error as failure:
-            raise InputError(
-                f"--unit {pattern} is not a valid regular expression ({failure}). To match the 17 "
-                "in patient17.png, use --unit 'patient([0-9]+)'."
-            ) from failure
-        found = [compiled.search(name) for name in names]
-        units = [(match and match[min(compiled.groups, 1)]) or "" for match in found]
+        units = units_by_pattern(names, pattern)
         strange = [name for name, unit in zip(names, units, strict=True) if not unit]
         said = [f"{name} does not match --unit {pattern}" for name in strange]
         if self._source.skip_bad and len(strange) < len(names):
@@ -270,24 +261,6 @@ def _repeated(names: list[str]) -> str:
     return next(filter(SERIES.search, names)) if several else ""
 
 
-def _parts(source: Source) -> list[Path]:
-    """Return the folders of training and test images, or only the dataset's folder."""
-    root, declared = source.path, source.classes
-    names = [name for name in (TRAIN, *TESTS) if name not in (declared or ())]
-    parts = [root / name for name in names if (root / name).is_dir()]
-    if len(parts) > 2:
-        some = ", ".join(part.name for part in parts)
-        raise InputError(f"{root} contains {some}. Keep one test set, and move the others away.")
-    if len(parts) == 1 and declared is None:
-        raise InputError(
-            f"{root} contains a folder {parts[0].name} without its counterpart. Provide both "
-            f"{TRAIN} and test, or one folder per class, of which --test-fraction is held out. If "
-            f"{parts[0].name} is the name of a class, rename it."
-        )
-    # Otherwise these folders are of declared classes.
-    return parts if len(parts) == 2 and parts[0].name == TRAIN else [root]
-
-
 def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:
     """Describe an image without opening it, or return why it cannot be one."""
     if label == NO_CLASS:
@@ -299,28 +272,19 @@ def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:
     if stat.S_ISDIR(facts.st_mode):
         return "is a folder, but images must be directly in the folder of their class"
     if not _is_image(entry.name):
-        return "is not an image"
+        text = entry.name.lower().endswith(".txt")
+        return "is a text, which needs --backbone minilm" if text else "is not an image"
     regular = stat.S_ISREG(facts.st_mode)
-    return ImageFile.found(entry.path, label, facts) if regular else "is not a regular file"
+    return ImageFile.of(entry.path, label, facts) if regular else "is not a regular file"
 
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def is_hidden(name: str) -> bool:
-    """Return whether a file of this name is not meant to be seen among images."""
-    return name.startswith(".") or name.lower() in HIDDEN
-
-
-def _visible(folder: "str | Path | os.DirEntry[str]") -> "list[os.DirEntry[str]]":
-    with os.scandir(folder) as entries:
-        return sorted((e for e in entries if not is_hidden(e.name)), key=lambda e: e.name)
-
-
 def _class_names(part: Path) -> list[str]:
     """Return the names of the folders in a folder."""
-    entries = _visible(part)
+    entries = visible(part)
     names = [entry.name for entry in entries if os.path.isdir(entry)]
     loose = [entry.name for entry in entries if _is_image(entry.name)]
     if not names or loose:

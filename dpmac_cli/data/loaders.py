@@ -10,12 +10,12 @@ import torch
 
 from dpmac_cli.data.array_file import channels_first
 from dpmac_cli.data.dataset import Data, Split, fingerprint, split_of, standardisation
-from dpmac_cli.data.own import inspect
-from dpmac_cli.data.own import load as load_own
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import Records
 from dpmac_cli.data.units import units_of
+from dpmac_cli.data.user_data import inspect
+from dpmac_cli.data.user_data import load as load_own
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import Computing, outcome
 from dpmac_cli.storage.rows import Rows

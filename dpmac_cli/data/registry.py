@@ -7,7 +7,7 @@ entry to datasets.toml.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -66,6 +66,7 @@ class Dataset:
     levels: int = 255  # the largest pixel value, by which pixels are divided; 1 for numbers
     sha256: str | None = None  # fingerprint of the files; None to rely on torchvision's checks
     augment: str = "crop+flip"  # digits and letters must not be mirrored
+    texts: tuple[tuple[int, int], ...] = ()  # first input and number of inputs of each text
     torchvision: str = ""  # class of torchvision.datasets that reads it; "" for other sources
     files: tuple[str, ...] = ()  # files that it reads, relative to the folder of datasets
 
@@ -73,6 +74,11 @@ class Dataset:
     def signature(self) -> Signature:
         """Signature of a network on these records."""
         return Signature(self.shape, self.task.outputs, self.mean, self.std)
+
+    @property
+    def holds(self) -> Literal["images", "texts", "numbers"]:
+        """Return what records are."""
+        return "images" if self.is_images else "texts" if self.texts else "numbers"
 
     @property
     def is_images(self) -> bool:

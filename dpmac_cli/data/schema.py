@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.wordpiece import TextReader
 
 if TYPE_CHECKING:
     from dpmac_cli.data.table_schema import TableSchema
@@ -21,7 +22,7 @@ STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AtHand:
+class InMemoryData:
     """Records in memory instead of in a file: either arrays, or a data frame and its schema."""
 
     path: Path  # the name in angle brackets; not a file
@@ -50,9 +51,24 @@ class Source:
     standardise: str = "half"  # a key of STANDARDS
     feature_range: tuple[float, float] | None = None  # range that all columns are clipped to
     schema: "TableSchema | None" = None  # schema of a table
-    at_hand: AtHand | None = None
+    in_memory: InMemoryData | None = None
     unit: str | None = None  # column, or pattern of paths, that gives the unit of each record
     skip_bad: bool = False  # leave out unusable records instead of rejecting the dataset
+    texts: TextReader | None = None  # how texts are read; None for images and numbers
+
+    @property
+    def layout(self) -> tuple[tuple[int, int], ...]:
+        """Return the first input and the number of inputs of each text of a record."""
+        if self.texts is None:
+            return ()
+        if self.schema is None:
+            return ((0, self.texts.limit),)
+        found, first = list[tuple[int, int]](), 0
+        for column in self.schema.columns:
+            if column.text is not None:
+                found.append((first, column.text))
+            first += column.inputs
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,7 @@ class Signs:
 
 
 @dataclass(frozen=True)
-class Found:
+class DataFacts:
     """Facts of a dataset, read once, when a run is configured.
 
     ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.

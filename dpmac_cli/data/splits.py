@@ -1,4 +1,4 @@
-"""Splits, facts and error messages shared by folders of images and files of arrays."""
+"""Splits and facts of user-supplied datasets."""
 
 import hashlib
 from collections import Counter
@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.data.complaints import escaped, refuse
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
-from dpmac_cli.data.schema import STANDARDS, Found, Source
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.data.schema import STANDARDS, DataFacts, Source
+from dpmac_cli.errors import InputError
 from dpmac_cli.tasks.task import Task
 
-#: Number of faults of one kind to list; the rest are counted.
-NAMED = 5
 #: Smallest height and width that the convolutional network can halve twice.
 LEAST_CNN = 8
 #: Height and width from which fewer images are processed at a time, to save memory.
@@ -31,23 +30,6 @@ class Records(NamedTuple):
     def at(self, rows: NDArray[Any]) -> "Records":
         """Return some records of an array, by their numbers or a mask."""
         return Records(self.x[rows], self.y[rows], None if self.units is None else self.units[rows])
-
-
-def shown(text: str) -> str:
-    """Return text with escapes for characters that a terminal may take for commands."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
-    """Return a message that lists some faults of one kind and counts the rest; [] for none."""
-    faults = [shown(fault) for fault in faults]
-    more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
-    return [f"{'; '.join(faults[:NAMED])}{more}.{remedy}"] if faults else []
-
-
-def refuse(faults: Sequence[str], remedy: str = "") -> None:
-    """Raise for faults of one kind."""
-    raise_errors(complaints(faults, remedy))
 
 
 def check_classes(classes: Sequence[str], source: Source) -> None:
@@ -101,7 +83,7 @@ def split(
     return [train, test]
 
 
-def found(
+def data_facts(
     source: Source,
     sides: Sequence[Records],
     shape: tuple[int, int, int],
@@ -109,14 +91,14 @@ def found(
     ends: NDArray[np.float64] | None = None,
     skipped: Iterable[str] = (),
     **rest: Any,
-) -> Found:
+) -> DataFacts:
     """Return facts like those of the registry, with conservative defaults.
 
     Args:
         sides: training and test records. shape, task: shape and task of all of them.
         ends: limits of the range of numbers, shape (2, columns); None for images.
         skipped: descriptions of records that are left out.
-        rest: see :class:`Found`.
+        rest: see :class:`DataFacts`.
 
     Raises:
         InputError: a unit has records of both kinds, or the chosen constants do not fit the number
@@ -139,12 +121,15 @@ def found(
     else:  # scaled to [-1, 1]
         levels, (low, high) = 1, ends
         constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
-    facts = Dataset(train, test, shape, task, *constants, defaults, "your own", levels)
+    facts = Dataset(
+        *(train, test, shape, task, *constants, defaults, "your own", levels),
+        texts=source.layout,
+    )
     untested = task.untested(sides[1].y)
     unit = "" if sides[0].units is None else source.unit or "unit"
     name = source.path.resolve().stem.strip("<>")
-    skipped = tuple(map(shown, skipped))
-    return Found(facts, name, unit=unit, untested=untested, skipped=skipped, **rest)
+    skipped = tuple(map(escaped, skipped))
+    return DataFacts(facts, name, unit=unit, untested=untested, skipped=skipped, **rest)
 
 
 def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

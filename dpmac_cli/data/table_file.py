@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import MISSING, UNUSABLE, text_of, unit_name, units_in
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_schema import Column, Label
+from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
+from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
 
 try:
@@ -37,14 +39,14 @@ NO_CELLS = (
     pa.types.is_fixed_size_binary,
 )
 Cells = dict[str, pa.Array]
-Mask = NDArray[np.bool_]
+BoolArray = NDArray[np.bool_]
 #: Values of inputs, (records, inputs), and the lowest and highest value of each.
 Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
 def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """Return arrays like those of an .npz, and the records left out. Raises InputError."""
-    table = None if source.at_hand is None else _table_of(source.at_hand.frame, source.unit)
+    table = None if source.in_memory is None else _table_of(source.in_memory.frame, source.unit)
     path, schema = source.path, source.schema
     if schema is None:
         raise InputError(
@@ -62,7 +64,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     # With --skip-bad each record is checked by itself, so no record can affect another.
     strict = not source.skip_bad
     cells, ragged = _cells(path, declared, strict, table)
-    bad: dict[str, Mask] = {}
+    bad: dict[str, BoolArray] = {}
     labels, arrays = _targets(schema.label, cells[schema.label.column], bad)
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
@@ -70,7 +72,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
         for why, records in masks(unusable, len(labels)):
             said = NO_UNIT if why == UNUSABLE else "no value"
             bad[f"{said} in {source.unit}"] = records
-    of_records["x"], low, high = _inputs(schema.columns, cells, bad, strict)
+    of_records["x"], low, high = _inputs(schema.columns, cells, bad, strict, source.texts)
     if strict:
         remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
         refuse([*ragged, *_reasons(bad)], remedy)
@@ -87,18 +89,19 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
 
 
 def read_inputs(
-    path: Path, columns: Sequence[Column]
+    path: Path, columns: Sequence[Column], reader: TextReader | None = None
 ) -> tuple[NDArray[np.float64], list[str] | None]:
     """Return the inputs of unlabelled records, and their column ``id`` if there is one.
 
-    Other columns are ignored. Raises InputError with every fault found.
+    ``reader`` reads columns of text. Other columns are ignored. Raises InputError with every fault
+    found.
     """
     names, wanted = numeric_columns(path), [column.name for column in columns]
     refuse(_absent(wanted, names), f" {path} has the columns {', '.join(names)}.")
     kept = ["id"] if "id" in names else []
     cells, ragged = _cells(path, tuple(dict.fromkeys([*wanted, *kept])), strict=True)
-    bad: dict[str, Mask] = {}
-    inputs, *_ = _inputs(columns, cells, bad, strict=True)
+    bad: dict[str, BoolArray] = {}
+    inputs, *_ = _inputs(columns, cells, bad, True, reader)
     refuse([*ragged, *_reasons(bad)], f" Correct {path}.")
     return inputs, cells["id"].cast(pa.string()).fill_null("").to_pylist() if kept else None
 
@@ -268,14 +271,32 @@ def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
     return np.asarray(found.fill_null(-1), np.int64)
 
 
-def _inputs(columns: Iterable[Column], cells: Cells, bad: dict[str, Mask], strict: bool) -> Inputs:
+def _inputs(
+    columns: Sequence[Column],
+    cells: Cells,
+    bad: dict[str, BoolArray],
+    strict: bool,
+    reader: TextReader | None,
+) -> Inputs:
     """Return columns as inputs, and add masks of records with invalid values to ``bad``."""
-    parts = [_inputs_of(column, cells[column.name], bad, strict) for column in columns]
+    texts = [column.name for column in columns if column.text is not None]
+    if texts and reader is None:
+        refuse([f"The column {name} is declared as text" for name in texts], f" {NEEDS_ENCODER}.")
+    refuse(
+        [f"The column {name} contains numbers" for name in texts if _numeric(cells[name], strict)],
+        " Declare their range in the schema instead of text: {range: [LOW, HIGH]}.",
+    )
+    parts = [
+        _tokens(column, cells[column.name], bad, reader)
+        if column.text is not None and reader is not None
+        else _inputs_of(column, cells[column.name], bad, strict)
+        for column in columns
+    ]
     x, low, high = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
     return x, low, high
 
 
-def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bool) -> Inputs:
+def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, BoolArray], strict: bool) -> Inputs:
     missing = _missing(cells, column.categories)
     if column.range is not None:
         values, outside = _numbers(column, column.name, cells, missing, bad)
@@ -301,7 +322,7 @@ def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bo
 
 
 def _targets(
-    label: Label, cells: pa.Array, bad: dict[str, Mask]
+    label: Label, cells: pa.Array, bad: dict[str, BoolArray]
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
     """Return targets and what is declared of them; add masks of invalid records to ``bad``."""
     if label.range is None:
@@ -320,15 +341,44 @@ def _targets(
     return values, {f"target_{name}": np.array(value) for name, value in declared.items()}
 
 
-def _missing(cells: pa.Array, categories: Sequence[str] = ()) -> Mask:
+def _missing(cells: pa.Array, categories: Sequence[str] = ()) -> BoolArray:
     """Return a mask of cells without a value."""
     words = pa.array([word for word in MISSING if word not in categories])
     return np.asarray(compute.or_(cells.is_null(), compute.is_in(_text(cells), words)))
 
 
+def _numeric(cells: pa.Array, strict: bool) -> bool:
+    """Return whether a column has a type of numbers or, if it may be looked at, numbers only."""
+    if not (pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)):
+        return True
+    fits = compute.match_substring_regex(_text(cells), NUMBER) if strict else pa.array([False])
+    return bool(len(cells)) and bool(compute.all(fits).as_py())
+
+
+def _tokens(
+    column: Column, cells: pa.Array, bad: dict[str, BoolArray], reader: TextReader
+) -> Inputs:
+    """Return the tokens of texts, and the range of their numbers."""
+    raw = cells.cast(pa.binary()).to_pylist()
+    texts = ["" if text is None else text.decode(errors="replace") for text in raw]
+    missing = np.array([is_blank(text) for text in texts], np.bool_)
+    inputs = as_inputs(texts, reader, column.text)
+    low, high = (np.full(column.text or 0, end) for end in reader.ends)
+    if column.missing == "input":
+        inputs = np.column_stack([inputs, missing])
+        low, high = np.append(low, -1.0), np.append(high, 1.0)
+    else:
+        bad[f"no text in {column.name}"] = missing
+    return inputs, low, high
+
+
 def _numbers(
-    column: Column | Label, name: str, cells: pa.Array, missing: Mask, bad: dict[str, Mask]
-) -> tuple[NDArray[np.float64], Mask]:
+    column: Column | Label,
+    name: str,
+    cells: pa.Array,
+    missing: BoolArray,
+    bad: dict[str, BoolArray],
+) -> tuple[NDArray[np.float64], BoolArray]:
     """Return numbers, with missing ones at the middle of the range, and a mask of outliers."""
     assert column.range is not None  # noqa: S101
     low, high = column.range
@@ -344,7 +394,7 @@ def _numbers(
     return np.where(np.isnan(values), (low + high) / 2, values), outside
 
 
-def _reasons(bad: dict[str, Mask]) -> Iterator[str]:
+def _reasons(bad: dict[str, BoolArray]) -> Iterator[str]:
     """Yield a message per reason with the first bad record and the number of bad records."""
     for what, records in bad.items():
         if count := int(records.sum()):

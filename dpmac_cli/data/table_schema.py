@@ -17,6 +17,8 @@ from dpmac_cli.errors import InputError
 
 #: Placeholder in a draft for values that the author must fill in.
 FILL_IN = "FILL_IN"
+#: Default and limits of the number of tokens of a text, which has a first and a last.
+TOKENS, MIN_TOKENS, MAX_TOKENS = 128, 3, 8192
 
 
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -46,13 +48,14 @@ Range = Annotated[tuple[float, float], BeforeValidator(_two)]
 
 
 class Column(_Declared):
-    """A column that is an input of the network: numbers in a range, or categories.
+    """A column that is an input of the network: numbers in a range, categories, or text.
 
     Attributes:
         name: name in the table's header.
         range: lowest and highest number. Other numbers are clipped to it.
         categories: each becomes an input that is 0 or 1. One more input, "other", stands for all
             undeclared values.
+        text: largest number of tokens of a text. Longer texts are truncated.
         missing: "input" adds an input that is 1 where the value is missing.
         outside: "refuse" rejects records outside the range, or with other categories.
     """
@@ -60,16 +63,25 @@ class Column(_Declared):
     name: Text
     range: Range | None = None
     categories: Annotated[Texts, Field(max_length=10_000)] = ()
+    text: Annotated[int, Field(ge=MIN_TOKENS, le=MAX_TOKENS)] | None = None
     missing: Literal["refuse", "input"] = "refuse"
     outside: Literal["accept", "refuse"] = "accept"
 
     @model_validator(mode="after")
     def _check(self) -> "Column":
-        if (self.range is None) == (not self.categories):
-            raise ValueError("needs either a range or categories")
+        if (self.range is not None) + bool(self.categories) + (self.text is not None) != 1:
+            raise ValueError("needs either a range or categories or text")
+        if self.text is not None and self.outside == "refuse":
+            raise ValueError("a text has no values to refuse: leave out outside")
         if self.range is not None and self.range[0] >= self.range[1]:
             raise ValueError("the first number of a range must be smaller than the second")
         return self
+
+    @property
+    def inputs(self) -> int:
+        """Return the number of inputs that the column becomes."""
+        values = self.text or len(self.categories) + (self.outside == "accept")
+        return (1 if self.range is not None else values) + (self.missing == "input")
 
 
 class Label(_Declared):
@@ -201,11 +213,20 @@ def schema_of(given: Any, origin: str) -> TableSchema:
 
 
 def draft(
-    file: Path, numeric: Mapping[str, bool | None], label: str | None, drop: tuple[str, ...]
+    file: Path,
+    numeric: Mapping[str, bool | None],
+    label: str | None,
+    drop: tuple[str, ...] = (),
+    texts: tuple[str, ...] = (),
 ) -> str:
     """Return a draft of a schema for a table.
 
-    ``numeric`` maps each column to whether it holds numbers; None if the file does not declare it.
+    Args:
+        file: the table.
+        numeric: whether each column holds numbers; None if the file does not declare it.
+        label: column to predict.
+        drop: columns to leave out.
+        texts: columns of texts.
     """
     from jinja2 import Template  # noqa: PLC0415  (only drafts need it)
 
@@ -213,7 +234,11 @@ def draft(
     template: Template = Template(text, trim_blocks=True)
     used = {_quoted(name): n for name, n in numeric.items() if name not in (label, *drop)}
     return template.render(
-        file=file.name, label=label and _quoted(label), columns=used, drop=map(_quoted, drop)
+        file=file.name,
+        label=label and _quoted(label),
+        columns=used,
+        drop=map(_quoted, drop),
+        texts=[_quoted(name) for name in texts],
     )
 
 

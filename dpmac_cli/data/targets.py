@@ -1,14 +1,15 @@
 """Targets in arrays: which task they are for, and which of them cannot be used."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.data.complaints import NAMED
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import NAMED, check_classes, check_name
+from dpmac_cli.data.splits import check_classes, check_name
 from dpmac_cli.data.table_schema import faults_of_range
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
 from dpmac_cli.tasks.regression import Counts, Regression
@@ -37,8 +38,11 @@ class Targets(ABC):
         yield from ()
 
     @abstractmethod
-    def task(self, arrays: Arrays, source: Source) -> Task:
-        """Return the task. Raises InputError if no network can be trained for it."""
+    def task(self, arrays: Arrays, source: Source, found: Sequence[str] = ()) -> Task:
+        """Return the task. Raises InputError if no network can be trained for it.
+
+        ``found`` are names of classes, which are used if none are declared.
+        """
 
     def inferred(self, arrays: Arrays) -> tuple[str, ...]:
         """Return what of the task was read from the records."""
@@ -82,9 +86,10 @@ class ClassTargets(Targets):
         elif only := set(arrays.get("y_test", arrays["y"]).tolist()) - labels:
             yield f"y_test contains the label {min(only)}, which is not in y"
 
-    def task(self, arrays: Arrays, source: Source) -> Task:
+    def task(self, arrays: Arrays, source: Source, found: Sequence[str] = ()) -> Task:
         """Return classification."""
-        return Classification(_names(arrays, 1 + int(arrays["y"].max()), source))
+        names = found or range(1 + int(arrays["y"].max()))
+        return Classification(_names(arrays, names, source))
 
     def inferred(self, arrays: Arrays) -> tuple[str, ...]:
         """Return that the classes were read from the records if they are not declared."""
@@ -112,9 +117,9 @@ class LabelTargets(Targets):
         if classes is not None and len(classes) != labels:
             yield f"y has {labels} labels per record, but classes has {len(classes)} names"
 
-    def task(self, arrays: Arrays, source: Source) -> Task:
+    def task(self, arrays: Arrays, source: Source, found: Sequence[str] = ()) -> Task:
         """Return the task of several labels per record."""
-        return SeveralLabels(_names(arrays, arrays["y"].shape[1], source))
+        return SeveralLabels(_names(arrays, range(arrays["y"].shape[1]), source))
 
 
 class NumberTargets(Targets):
@@ -154,7 +159,7 @@ class NumberTargets(Targets):
         )
         yield from faults_of_range(float(ends[0]), float(ends[1]), transform, kind)
 
-    def task(self, arrays: Arrays, source: Source) -> Task:
+    def task(self, arrays: Arrays, source: Source, found: Sequence[str] = ()) -> Task:
         """Return regression, or the task of counts."""
         check_name(source.path.name)
         name = str(arrays.get("target_name", "y"))
@@ -184,7 +189,7 @@ def _neither(y: NDArray[Any], side: str) -> str:
     )
 
 
-def _names(arrays: Arrays, count: int, source: Source) -> tuple[str, ...]:
-    names = tuple(map(str, arrays.get("classes", range(count))))
+def _names(arrays: Arrays, found: Iterable[object], source: Source) -> tuple[str, ...]:
+    names = tuple(map(str, arrays.get("classes", found)))
     check_classes(names, source)
     return names

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import mse_loss
 
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball, ellipsoid
 from dpmac_cli.dp.optimizers import Kappa
@@ -94,7 +95,7 @@ class AdaClip(Geometry):
         """Update m and s^2, running averages of g~ and clamp((g~ - m)^2 - noise, h1, h2)."""
         assert spread is not None  # noqa: S101
         region.centre.lerp_(private.value, 1 - self.beta1)
-        variance = private.without_noise((private.value - region.centre).square_())
+        variance = private.without_noise(_squares(private.value, region.centre))
         spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta2)
         return _scale(spread.s, region)
 
@@ -134,13 +135,16 @@ class MacAdam(Geometry):
         """Lines 16 to 20; the next centre is m-hat_t."""
         assert spread is not None  # noqa: S101
         m_hat, b, beta = moments.m_hat(out=region.centre), private.scale, self.beta1
-        spread.s.lerp_((private.value - m_hat).square_(), 1 - beta)  # lines 16, 17
+        spread.s.lerp_(_squares(private.value, m_hat), 1 - beta)  # lines 16, 17
         if self.kappa == "tracked":  # psi has the weights of s, so the difference is one average
             share = (1 - beta) * spread.share * private.noise_ratio**2
             spread.s.addcmul_(b, b, value=-share)
         # 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0. The same holds if beta1 is
         # so small that both are lost in rounding.
-        variance = torch.zeros_like(b) if spread.kappa is None else spread.s / spread.kappa
+        kappa = spread.kappa
+        if self.kappa == "tracked" and kappa is not None:  # kappa times the variance: a pass less
+            return _scale(spread.s.clamp(kappa * self.h1, kappa * self.h2), region) / kappa
+        variance = torch.zeros_like(b) if kappa is None else spread.s / kappa
         if self.kappa != "tracked":
             private.without_noise(variance)
         return _scale(variance.clamp_(self.h1, self.h2), region)  # lines 19, 20
@@ -150,10 +154,16 @@ class MacAdam(Geometry):
 GEOMETRIES: Mapping[str, type[Geometry]] = {"ball": Ball, "adaclip": AdaClip, "macadam": MacAdam}
 
 
+def _squares(x: Tensor, y: Tensor) -> Tensor:
+    """Return (x - y)^2 in one pass."""
+    return mse_loss(x, y, reduction="none")
+
+
 def _scale(variance: Tensor, region: Ellipsoid) -> Tensor:
     """Compute line 20 for a block: b^2 = variance^(1/2) * (sum of variance^(1/2)).
 
     Writes variance^(-1/2) to ``region.inverse`` and returns the block's part of the sum, shape ().
+    For k times the variance, the sum divided by k gives the same b.
     """
     return variance.dot(torch.rsqrt(variance, out=region.inverse))
 
@@ -186,7 +196,8 @@ def pinned_shares(region: Ellipsoid, h1: float, h2: float) -> tuple[float, float
 
     Computed from b, so post-noise and public. Synchronises with the device.
     """
-    s_hat = region.inverse.square().reciprocal_()
+    squares = region.scale.double().square_()
+    s_hat = squares.square() / squares.sum()  # b^2 = s-hat^(1/2) times the sum of s-hat^(1/2)
     return (
         (s_hat <= h1 * (1 + 1e-4)).double().mean().item(),
         (s_hat >= h2 * (1 - 1e-4)).double().mean().item(),

@@ -41,9 +41,9 @@ def ellipsoid(centre: Tensor, scale: Tensor) -> Ellipsoid:
     return Ellipsoid(centre, scale.square().reciprocal_(), torch.ones_like(scale[0]))
 
 
-def ball(radius: float, like: Tensor) -> Ellipsoid:
+def ball(radius: float, like: Tensor | None = None) -> Ellipsoid:
     """Return the ball of radius C as an ellipsoid with the dtype and device of ``like``."""
-    one = torch.ones_like(like[0])
+    one = torch.ones(()) if like is None else torch.ones_like(like[0])
     return Ellipsoid(torch.zeros_like(one), one / radius**2, one)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from dpmac_cli.data.registry import Signature
-from dpmac_cli.dp.clipping.modules import StandardisedConv2d
+from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.errors import ModelError
 
 GROUPS = 16

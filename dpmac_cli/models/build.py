@@ -19,8 +19,10 @@ from dpmac_cli.data.registry import Signature
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.backbones import PublicBackbone, at_a_time
+from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze, with_features
 from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
+from dpmac_cli.models.text_encoder import TextFeatures
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model
 from dpmac_cli.torch_errors import what_failed
 
@@ -76,7 +78,9 @@ def _behind(
 ) -> nn.Module:
     """Apply a network to features of images. Raises ModelError if the images do not fit."""
     if (fault := features.fault(signature.shape)) is not None:
-        raise ModelError(f"The images {fault}")
+        raise ModelError(f"The {features.reads} {fault}")
+    if isinstance(features, TextEncoder):
+        return FrozenFeatures(TextFeatures(features), head, torch.float32)
     if not isinstance(features, Backbone):
         return with_features(head, signature.shape, features.kind)
     backbone = PublicBackbone(features, signature)

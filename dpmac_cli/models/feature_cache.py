@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.data.dataset import Data, fingerprint, split_of
-from dpmac_cli.dp.clipping.rows import PERIOD, Manner, find_manner
+from dpmac_cli.dp.clipping.batch_invariance import PERIOD, Manner, find_manner
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.storage.cache import WHOLE, kept_file
 from dpmac_cli.storage.digest import digest
@@ -23,6 +23,8 @@ from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 VERSION = 6
 #: Fixed number of images whose features are computed at a time.
 AT_A_TIME = 256
+#: Records between reports of progress if features are computed for each record separately.
+SEPARATELY = 16
 #: Records whose features enter a file's name, because features also depend on the code.
 PROBED = 16
 
@@ -77,12 +79,13 @@ def _computed(parts: FrozenFeatures, data: Data, file: RowFile) -> Generator[Com
     """Compute the features that are missing from a file, for one split after the other."""
     missing, first = set(file.missing().tolist()), 0
     manner = _manner(parts, data)
-    yield Computing(0, len(file), file.path.parent)
+    count = SEPARATELY if parts.isolated else AT_A_TIME
+    yield Computing(len(file) - len(missing), len(file), file.path.parent)
     for split in (data.train, data.test):
-        for begin in range(0, len(split), AT_A_TIME):
-            rows = range(first + begin, first + min(begin + AT_A_TIME, len(split)))
+        for begin in range(0, len(split), count):
+            rows = range(first + begin, first + min(begin + count, len(split)))
             if not missing.isdisjoint(rows):
-                images = data.standardised(split.at(slice(begin, begin + AT_A_TIME))[0])
+                images = data.standardised(split.at(slice(begin, begin + count))[0])
                 with manner.of(parts.frozen):
                     found = _features(parts, images).cpu().numpy()
                 for row, values in zip(rows, found, strict=True):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from dpmac_cli.dp.clipping.modules import ConstantNorm
+from dpmac_cli.dp.clipping.custom_layers import ConstantNorm
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.registry import SCATTERED, Trained
 from dpmac_cli.models.scattering import Scattering
@@ -132,13 +132,13 @@ def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeature
 #: Number of samples used to inspect calls.
 SEEN = 2
 #: A call of a linear layer: its name, input and output.
-Call = tuple[str, Tensor, Tensor]
+RecordedCall = tuple[str, Tensor, Tensor]
 
 
 @torch.no_grad()
-def linear_calls(network: nn.Module, shape: tuple[int, ...]) -> tuple[list[Call], Tensor]:
+def linear_calls(network: nn.Module, shape: tuple[int, ...]) -> tuple[list[RecordedCall], Tensor]:
     """Run a copy on random samples; return the calls of plain linear layers, and the logits."""
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
 
     def note(name: str, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
         calls.append((name, given[0], out))

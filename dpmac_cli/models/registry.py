@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
+from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.storage.files import catalogue
 
 HERE = Path(__file__).parent
@@ -73,6 +75,13 @@ class Scattered:
     """Fixed scattering features: a key of :data:`FEATURES`."""
 
     kind: str
+    #: What it has features of.
+    reads: ClassVar = "images"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return JSON values of everything but weights that determines the features."""
+        return vars(self)
 
     def shape_of(self, image: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width) of the features of images of a given shape."""
@@ -127,6 +136,13 @@ class Backbone:
     kind: str
     size: int
     flips: bool = False
+    #: What it has features of.
+    reads: ClassVar = "images"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return JSON values of everything but weights that determines the features."""
+        return vars(self)
 
     def shape_of(self, _: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width) of the features of images."""
@@ -147,8 +163,8 @@ class Backbone:
         return None
 
 
-#: Features that a network may take instead of images.
-Features = Scattered | Backbone
+#: Features that a network may take instead of images, or instead of tokens of texts.
+Features = Scattered | Backbone | TextEncoder
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.parts import every_part
+from dpmac_cli.dp.clipping.deep_copy import every_part
 from dpmac_cli.storage.digest import identical
 
 #: Types compared by their representation, in which NaN equals NaN.

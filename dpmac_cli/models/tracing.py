@@ -21,12 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from dpmac_cli.dp.clipping.direct import tensors_in
+from dpmac_cli.dp.clipping.batches import Batch, Structure, tensors_in
+from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.precision import inherited_precision
 from dpmac_cli.models.hooks import UnprovenError, without_hooks
+from dpmac_cli.models.trial import Trial
 from dpmac_cli.storage.files import catalogue
 from dpmac_cli.torch_errors import what_failed
 
@@ -50,10 +51,11 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         self._shadows: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []  # a freed storage could be mistaken for a new one
 
-    def mark(self, x: Tensor) -> None:
-        """Mark row i of x as sample i; there are :data:`SAMPLES` rows."""
-        own = torch.eye(SAMPLES, dtype=torch.bool).view(SAMPLES, *[1] * (x.ndim - 1), SAMPLES)
-        self._of(x).copy_(own.expand(*x.shape, SAMPLES))
+    def mark(self, batch: Batch) -> None:
+        """Mark row i of every tensor as sample i; there are :data:`SAMPLES` rows."""
+        for x in tensors_in(batch):
+            own = torch.eye(SAMPLES, dtype=torch.bool).view(SAMPLES, *[1] * (x.ndim - 1), SAMPLES)
+            self._of(x).copy_(own.expand(*x.shape, SAMPLES))
 
     def check_rows(self, what: str, tensor: Tensor) -> None:
         """Raise UnprovenError, which names ``what``, if row i depends on more than sample i."""
@@ -184,18 +186,18 @@ def _row_by_row(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tens
     ]
 
 
-def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
+def check_independent(model: nn.Module, trial: Trial) -> None:
     """Prove that a network is independent across samples in training, forwards and backwards.
 
     The model is in training mode, with its dropout layers replaced by identities. Its parameters
     are modified. Raises UnprovenError, which does not mean that the model mixes samples.
     """
-    check_uniform(duplicate(model), shape)  # the export leaves its own tensors in caches
-    x, y = torch.randn(SAMPLES, *shape), torch.arange(SAMPLES) % classes
+    check_uniform(duplicate(model), trial.inputs)  # the export leaves its own tensors in caches
+    x, y = trial.samples(SAMPLES)
     layers = find_layers(model, x)
     flatten_parameters(layers)
     with _following(x) as dependence:
-        losses, uses = record_uses(model, layers, x, y)
+        losses, uses = record_uses(model, layers, x, y, loss=trial.loss)
     _check_backward(losses)
     dependence.check_rows("the loss", losses)
     for layer, used in zip(layers, uses, strict=True):
@@ -205,21 +207,21 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
             dependence.check_rows(f"the gradients of layer {layer.name}", use.delta)
 
 
-def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
+def check_independent_forward(model: nn.Module, inputs: Structure) -> None:
     """Prove that the output of a frozen network is independent across samples.
 
     Raises UnprovenError.
     """
-    check_uniform(duplicate(model), shape)  # the export leaves its own tensors in caches
-    x = torch.randn(SAMPLES, *shape)
+    check_uniform(duplicate(model), inputs)  # the export leaves its own tensors in caches
+    x = inputs.made_up(SAMPLES)
     with torch.no_grad(), _following(x) as dependence:
         output = model(x)
     dependence.check_rows("the output", output)
 
 
 @contextlib.contextmanager
-def _following(x: Tensor) -> Iterator[Dependence]:
-    """Track which values are computed from each row of x, and reject hooks."""
+def _following(x: Batch) -> Iterator[Dependence]:
+    """Track which values are computed from each row of a batch, and reject hooks."""
     dependence, fast = Dependence(), torch.backends.mha.get_fastpath_enabled()
     dependence.mark(x)
     try:
@@ -245,15 +247,16 @@ def _check_backward(losses: Tensor) -> None:
         nodes += [function for function, _ in node.next_functions]
 
 
-def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
+def check_uniform(model: nn.Module, inputs: Structure) -> None:
     """Prove that a forward pass runs the same operations for every batch of at least two samples.
 
     The batch size is a symbol in the exported graph. No operation may compute with it, reduce over
     the batch dimension, or work along it: constants with one entry per sample would reveal the
     batch size, and shifts would reveal positions. Raises UnprovenError.
     """
-    x = torch.zeros(SAMPLES + 1, *shape)
+    x = inputs.made_up(SAMPLES + 1)
     size = torch.export.Dim("samples", min=1, max=LARGEST_BATCH)
+    sizes: Any = tree_map(lambda _: {0: size}, x)
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # torch.export is verbose if it cannot trace a network
@@ -261,7 +264,7 @@ def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
         # It also prints the graph so far.
         quiet = contextlib.redirect_stderr(io.StringIO())
         with warnings.catch_warnings(action="ignore"), quiet, inherited_precision():
-            program = torch.export.export(model, (x,), dynamic_shapes=({0: size},))
+            program = torch.export.export(model, (x,), dynamic_shapes=(sizes,))
             graph = program.run_decompositions().graph
     except Exception as failure:
         raise UnprovenError(_why(failure)) from failure

@@ -22,7 +22,7 @@ from torch.nn.modules import module as of_modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
 
-from dpmac_cli.dp.clipping.parts import content_of, parts_of, slots_of
+from dpmac_cli.dp.clipping.deep_copy import content_of, parts_of, slots_of
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.globals_read import called, globals_read
 from dpmac_cli.storage.digest import identical

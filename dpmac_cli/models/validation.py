@@ -13,18 +13,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpmac_cli.dp.clipping.batches import Structure, tensors_in
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
-from dpmac_cli.dp.clipping.direct import tensors_in
+from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models import tracing
 from dpmac_cli.models.hooks import UnprovenError, check_hooks
 from dpmac_cli.models.state import first_change, first_opaque
+from dpmac_cli.models.trial import Trial
 from dpmac_cli.torch_errors import what_failed
 
 #: Reason why a network is independent across samples.
@@ -44,6 +44,13 @@ ROUNDING = (
 )
 #: Number of samples in a trial.
 FEW = 5
+#: Remedy for a network whose per-sample gradients do not follow from the calls of its layers.
+ISOLATE = " Or add --isolate to run the network on each sample separately."
+#: Note for a network that is run on each sample alone, with the reason.
+ALONE = (
+    "The network is run on each sample alone, which is slower, because it could not be proven "
+    "independent across samples. {} An operation across samples then sees only one."
+)
 
 
 def check_model(
@@ -55,7 +62,7 @@ def check_model(
     isolated: bool = False,
     built_in: bool = False,
 ) -> None:
-    """Reject a model that stores information about samples, or cannot be trained.
+    """Reject a classifier that stores information about samples, or cannot be trained.
 
     It may mix samples in its own operations: see :func:`independence`.
 
@@ -69,6 +76,20 @@ def check_model(
 
     Raises ModelError, which names the layer and the remedy.
     """
+    check_trial(
+        model, Trial.of(shape, classes), frozen=frozen, isolated=isolated, built_in=built_in
+    )
+
+
+def check_trial(
+    model: nn.Module,
+    trial: Trial,
+    *,
+    frozen: bool = False,
+    isolated: bool = False,
+    built_in: bool = False,
+) -> None:
+    """Reject a model on any samples: see :func:`check_model`."""
     _check_parts(model, frozen)
     try:
         probe = duplicate(model)
@@ -77,59 +98,91 @@ def check_model(
             f"The model cannot be copied: {what_failed(failure)} Validation works on a copy. "
             "Instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm."
         ) from failure
-    with _explained(shape):
-        x = _made_up(FEW, shape)
+    with _explained(trial):
         with torch.no_grad():
-            _check_output(probe.double().eval(), x, classes, scored=True)
+            _check_output(probe.double().eval(), trial, FEW, scored=True)
             _prepared(probe, frozen)
-            for samples in (x[:1],) if isolated else (x, x[:1]):
-                _check_output(probe, samples, classes)
+            for count in (1,) if isolated else (FEW, 1):
+                _check_output(probe, trial, count)
         if built_in:
             return
         if not frozen:
-            check_precision(model, shape)
+            check_precision(model, trial)
     if isolated:
         return
     _without_zeros(probe)
-    remedy = " Or add --isolate to run the network on each sample separately."
-    with _explained(shape, remedy):
-        _check_forward(probe, shape)
+    with _explained(trial, ISOLATE):
+        _check_forward(probe, trial)
         if not frozen:
-            _check_backward(probe, shape, classes)
+            _check_backward(probe, trial)
 
 
 def independence(
     model: nn.Module, shape: tuple[int, ...], classes: int, frozen: nn.Module | None = None
 ) -> tuple[Independence, str]:
-    """Try to prove that a user-supplied network is independent across samples.
+    """Try to prove that a user-supplied classifier is independent across samples.
 
     The model has passed :func:`check_model` with this shape and number of classes. ``frozen`` is
     its frozen part, if only its last layer is trained. Returns "traced" if proven, or "isolated"
     and the reason as a sentence.
     """
+    return independence_on(model, Trial.of(shape, classes), frozen)
+
+
+def independence_on(
+    model: nn.Module, trial: Trial, frozen: nn.Module | None = None
+) -> tuple[Independence, str]:
+    """Try to prove independence on any samples: see :func:`independence`."""
     probe = _prepared(duplicate(frozen or model), frozen is not None)
     try:
         if (opaque := first_opaque(frozen or model)) is not None:
             raise UnprovenError(f"Its {opaque} may store information that cannot be inspected.")
         if frozen is None:
             check_hooks(model)  # copies may lack hooks
-            for layer in find_layers(probe, torch.zeros(2, *shape)):
+            for layer in find_layers(probe, trial.inputs.made_up(2)):
                 # Its random draws could not be repeated.
                 inside = [] if layer.direct else list(layer.module.modules())[1:]
                 if any(isinstance(part, DROPOUT) and part.p > 0 for part in inside):
                     name = layer.name or "The model"
                     raise UnprovenError(f"{name} has both its own parameters and dropout layers.")
-            tracing.check_independent(probe, shape, classes)
+            tracing.check_independent(probe, trial)
             check_hooks(probe)  # a forward pass may have put some in
         else:
-            tracing.check_independent_forward(probe, shape)
+            tracing.check_independent_forward(probe, trial.inputs)
     except UnprovenError as failure:
         return "isolated", str(failure)
     return "traced", ""
 
 
+def validated(
+    objective: nn.Module, inputs: Structure, *, isolated: bool = False
+) -> tuple[Independence, tuple[str, ...]]:
+    """Validate a network that returns its own losses; return how it must run, and notes.
+
+    It runs on each sample alone if it is not proven independent across samples, or if per-sample
+    gradients do not follow from the calls of its layers.
+
+    Args:
+        objective: maps a batch to one loss per sample, shape (samples,). It is not changed.
+        inputs: structure of a sample.
+        isolated: run it on each sample alone in any case.
+
+    Raises ModelError, which names the layer and the remedy.
+    """
+    trial = Trial(inputs, None)
+    check_trial(objective, trial, isolated=True)
+    if isolated:
+        return "isolated", ()
+    try:
+        check_trial(objective, trial)
+        kind, why = independence_on(objective, trial)
+    except ModelError as failure:
+        kind, why = "isolated", str(failure).removesuffix(ISOLATE)
+    return kind, () if kind == "traced" else (ALONE.format(why),)
+
+
 @contextlib.contextmanager
-def _explained(shape: tuple[int, ...], remedy: str = "") -> Iterator[None]:
+def _explained(trial: Trial, remedy: str = "") -> Iterator[None]:
     """Convert exceptions of user code on random samples, which are not private, to ModelError.
 
     The remedy is added to rejections.
@@ -141,9 +194,9 @@ def _explained(shape: tuple[int, ...], remedy: str = "") -> Iterator[None]:
         if reason is None:
             raise ModelError(f"{failure}{remedy}") from None
         raise ModelError(
-            f"The model failed on samples of shape {shape} in float64: {what_failed(reason)} It "
-            "must accept any number of such samples, including one. Tensors that it creates must "
-            "use the dtype and device of its inputs (x.new_zeros)."
+            f"The model failed on samples of shape {trial.inputs} in float64: "
+            f"{what_failed(reason)} It must accept any number of such samples, including one. "
+            "Tensors that it creates must use the dtype and device of its inputs (x.new_zeros)."
         ) from failure
 
 
@@ -197,12 +250,12 @@ def _hooks_of(parameter: Tensor) -> bool:
     return any(hooks)
 
 
-def _check_output(model: nn.Module, x: Tensor, classes: int, *, scored: bool = False) -> None:
-    """Reject a model whose output does not fit the classes; reject NaN only if ``scored``."""
-    logits: Any = model(x)
+def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = False) -> None:
+    """Reject a model whose output is of another shape; reject NaN only if ``scored``."""
+    logits: Any = model(trial.samples(count, double=True)[0])
     if not isinstance(logits, Tensor):
         found = f"a {type(logits).__name__}"
-    elif logits.shape != (len(x), classes):
+    elif logits.shape != (count, *trial.expected):
         found = f"{tuple(logits.shape)}"
     elif not logits.is_floating_point() and not scored:
         found = f"{logits.dtype} numbers"
@@ -210,9 +263,15 @@ def _check_output(model: nn.Module, x: Tensor, classes: int, *, scored: bool = F
         found = "only NaN or infinity"
     else:
         return
+    if trial.classes is None:
+        raise ModelError(
+            f"The loss returns {found} for a batch of {count} samples. Return one real loss per "
+            "sample, a tensor of shape (samples,): cross_entropy(output, target, reduction='none'),"
+            " or for tokens, (losses * mask).sum(1)."
+        )
     raise ModelError(
-        f"The model returns {found} for {len(x)} samples of shape {tuple(x.shape[1:])}. Return one "
-        f"tensor of real logits of shape (samples, {classes}), with one column per class."
+        f"The model returns {found} for {count} samples of shape {trial.inputs}. Return one tensor "
+        f"of real logits of shape (samples, {trial.classes}), with one column per class."
     )
 
 
@@ -234,12 +293,6 @@ def _without_zeros(model: nn.Module) -> None:
             p.data = torch.empty_like(p).normal_(std=0.1, generator=generator)
 
 
-def _made_up(samples: int, shape: tuple[int, ...]) -> Tensor:
-    """Return a fixed batch of normal random numbers, float64, shape (samples, *shape)."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
-
-
 @contextlib.contextmanager
 def _same_draws() -> Iterator[None]:
     """Seed torch's global generator, whose seed is secret in training, and restore it after."""
@@ -249,12 +302,12 @@ def _same_draws() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _check_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
+def _check_forward(model: nn.Module, trial: Trial) -> None:
     """Reject a model that changes itself, or whose outputs differ for the same batch.
 
     The model is in float64 and :func:`_prepared`. Raises ModelError.
     """
-    before, x = duplicate(model), _made_up(FEW, shape)
+    before, (x, _) = duplicate(model), trial.samples(FEW, double=True)
     outputs: list[Tensor] = []
     for _ in range(2):
         with _same_draws():
@@ -276,23 +329,23 @@ def _check_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
 
 
 @torch.enable_grad()
-def _check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
+def _check_backward(model: nn.Module, trial: Trial) -> None:
     """Reject a model whose recorded gradients are not its complete gradients.
 
     Such a model uses a weight outside its layer. The model is in float64 and :func:`_prepared`; its
     parameters are modified. Raises ModelError.
     """
-    x, y = _made_up(FEW, shape), torch.arange(FEW) % classes
+    x, y = trial.samples(FEW, double=True)
     layers = find_layers(model, x)
     theta = flatten_parameters(layers)
     total = torch.empty_like(theta)
     with _same_draws():
-        gradients = ClippedSum(model, layers, loss=_every_output).gradients(x, y, ball=True)
+        gradients = ClippedSum(model, layers, loss=trial.loss).gradients(x, y, ball=True)
     for layer, form in gradients:
-        form.weighted_sum(x.new_ones(FEW), None, total[layer.start : layer.stop])
+        form.weighted_sum(theta.new_ones(FEW), None, total[layer.start : layer.stop])
     trained = [p.requires_grad_() for layer in layers for p in layer.parameters.values()]
     with _same_draws():
-        loss = _every_output(model(x), y).sum()
+        loss = trial.loss(model(x), y).sum()
     parts = torch.autograd.grad(loss, trained, materialize_grads=True)
     whole = torch.cat([part.flatten() for part in parts])
     for layer in layers:
@@ -303,11 +356,6 @@ def _check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
                 f"The gradient of layer {layer.name} from its calls is {off:.0%} off its complete "
                 f"gradient: {_why_incomplete(layer)}"
             )
-
-
-def _every_output(outputs: Tensor, _: Tensor) -> Tensor:
-    """Return a loss per sample that depends on every output, also on a single one."""
-    return (outputs.square() / 2 + outputs).sum(1)
 
 
 def _why_incomplete(layer: Layer) -> str:
@@ -338,13 +386,13 @@ class _FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 @torch.enable_grad()
-def check_precision(model: nn.Module, shape: tuple[int, ...]) -> None:
+def check_precision(model: nn.Module, trial: Trial) -> None:
     """Reject a network that computes in fewer than 32 bits on its device. Raises ModelError."""
-    x = _made_up(1, shape).float()
-    x = x.to(next(model.parameters(), x).device)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    x, y = Trial(trial.inputs.to(device), trial.classes).samples(1)
     network = duplicate(model).train()
     trained = [p for p in network.parameters() if p.requires_grad]
     with torch.random.fork_rng(), _FullPrecision():  # type: ignore[no-untyped-call]
-        loss = cross_entropy(network(x), torch.zeros(1, dtype=torch.long, device=x.device))
+        loss = trial.loss(network(x), y).sum()
         if loss.requires_grad and trained:
             torch.autograd.grad(loss, trained, allow_unused=True)

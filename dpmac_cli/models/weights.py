@@ -17,6 +17,8 @@ from dpmac_cli.models.features import LoraLinear
 
 #: Keys of the headers that dpmac writes: of a published model, and of a private checkpoint.
 MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
+#: Name of the file of a published model.
+MODEL_FILE = "model.safetensors"
 #: Exceptions raised by reading an incomplete or invalid safetensors file.
 NOT_SAFE = (safetensors.SafetensorError, ValueError, KeyError)
 #: Number of mismatched entries to list; the rest are counted.
@@ -61,6 +63,35 @@ def adopt(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def stored(tensor: Tensor) -> Tensor:
     """Return a contiguous copy on the CPU, as it is stored in a file."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def check_publishable(model: nn.Module) -> None:
+    """Raise ModelError if a model has a tensor that cannot be stored in a model file."""
+    for name, tensor in published(model).items():
+        try:
+            loaded = safetensors.torch.load(safetensors.torch.save({name: stored(tensor)}))
+            adopt(model, loaded)
+            storable = not not_finite(loaded)
+        except Exception as failure:  # torch raises a different error for each kind of tensor
+            raise _not_storable(name, tensor) from failure
+        if not storable:
+            raise _not_storable(name, tensor)
+
+
+def _not_storable(name: str, tensor: Tensor) -> ModelError:
+    kind = f"{tensor.layout}, {tensor.dtype}, {tensor.device}".replace("torch.", "")
+    return ModelError(
+        f"{name} of the network ({kind}) cannot be saved in {MODEL_FILE} and loaded again. Use a "
+        "dense tensor of finite real numbers that shares no memory; or, if it need not be saved, "
+        "register_buffer(..., persistent=False)."
+    )
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return a fault for each tensor that is not finite; no run publishes one."""
+    return [
+        f"{name} contains NaN or infinity" for name, t in tensors.items() if not t.isfinite().all()
+    ]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Secret keys of a run, and random bits as a function of a key and the step."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -13,6 +13,8 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 KEY_BYTES, AES_BLOCK = 32, 16
+#: What the cipher encrypts: the key stream is its encryption of zeros.
+_ZEROS = bytes(1 << 20)
 #: Key stream blocks per step, and per part of it, as powers of two. None is in two of them.
 STEP_BITS, PART_BITS = 64, 20
 
@@ -86,12 +88,25 @@ class Stretch(ISeedSequence):
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
         """Return the next words, in whole blocks: the interface of numpy's seed sequences."""
-        size = -(-n_words * np.dtype(dtype).itemsize // AES_BLOCK) * AES_BLOCK
-        out = np.empty(size + AES_BLOCK, np.uint8)  # the cipher needs a larger buffer than it fills
-        self._cipher.update_into(bytes(size), out.data)
-        words: NDArray[Any] = out.view(dtype)[:n_words]
+        words: NDArray[Any] = rows_of([self], n_words, dtype)[0]
         return words
+
+    def fill(self, out: NDArray[np.uint8], size: int) -> None:
+        """Write the next ``size`` bytes, whole blocks, to an array with room for one more block."""
+        for begin in range(0, size, len(_ZEROS)):
+            zeros = memoryview(_ZEROS)[: size - begin]
+            self._cipher.update_into(zeros, out[begin:].data)
 
     def generator(self) -> np.random.Generator:
         """Return numpy's SFC64, seeded by the next words."""
         return np.random.Generator(np.random.SFC64(self))  # type: ignore[arg-type]
+
+
+def rows_of(stretches: Sequence[Stretch], count: int, dtype: Any) -> NDArray[Any]:
+    """Return the next words of each key stream, in whole blocks; shape (stretches, count)."""
+    size = -(-count * np.dtype(dtype).itemsize // AES_BLOCK) * AES_BLOCK
+    rows = np.empty((len(stretches), size + AES_BLOCK), np.uint8)
+    for row, stretch in zip(rows, stretches, strict=True):
+        stretch.fill(row, size)
+    words: NDArray[Any] = rows[:, :size].view(dtype)[:, :count]
+    return words

@@ -20,7 +20,7 @@ from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.risk import FALSE_POSITIVE_RATES, trade_off_curve
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.report_file import parse
+from dpmac_cli.release.report_file import parse_file
 from dpmac_cli.runs import folder
 
 #: Confidence of the lower bound.
@@ -215,8 +215,8 @@ def read_audit(run: Path) -> Audit:
             f"{run} has no {folder.AUDIT}: it is not an audit run, or has not ended. Start one "
             f"with dpmac train --canaries 1000, or resume it: {folder.resume_command(run)}"
         )
-    file, text = folder.read(run, folder.AUDIT, WANTED)
-    found = parse(Audit, text, file, "is not an audit written by dpmac", WANTED)
+    file, text = folder.read_run_file(run, folder.AUDIT, WANTED)
+    found = parse_file(Audit, text, file, "is not an audit written by dpmac", WANTED)
     if folder.vouched(file.parent, folder.AUDIT) is False:
         raise InputError(
             f"{file} is damaged: it does not match its checksum in {folder.SUMS}. Audit again."

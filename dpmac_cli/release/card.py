@@ -3,6 +3,7 @@
 The registry is OpenDP's (github.com/opendp/deployments-registry-data, schema of commit 617ad17).
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ FORMATS = ("md", "html", "registry-yaml")
 OPEN = "to be filled in"
 
 
+@functools.cache  # compiling them takes as long as a short run
 def templates() -> "Environment":
     """Return the templates of cards. They do not escape: pages must get escaped values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  (help is fast)
@@ -82,7 +84,7 @@ def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:
             raise InputError(f"The answer to '{row}' has characters that cannot be displayed.")
     if kind == "registry-yaml":
         return _registry_entry(run, answers)
-    _, text = folder.read(run, folder.CARD, "Name a run folder of dpmac train.")
+    _, text = folder.read_run_file(run, folder.CARD, "Name a run folder of dpmac train.")
     card = text.decode()
     for row, answer in answers.items():
         if (place := f"| {row} | {OPEN} |") not in card:
@@ -108,7 +110,7 @@ def run_page(run: Path) -> str:
     Raises InputError if it has no card, report or metrics.
     """
     card, report = render_card(run, "md", {}), read_report(run)
-    _, lines = folder.read(run, folder.METRICS, "Name a run folder of dpmac train.")
+    _, lines = folder.read_run_file(run, folder.METRICS, "Name a run folder of dpmac train.")
     points = [json.loads(line) for line in lines.splitlines()]
     metric = headline_in(points[0] if points else {})
     pictures = {f"Test {metric.title} and epsilon": course(points, metric.logged)}
@@ -125,7 +127,7 @@ def _registry_entry(run: Path, answers: Mapping[str, str]) -> str:
 
     if read_report(run).epsilon is None:
         raise InputError(f"{run} has no finite epsilon, so it does not fit the privacy registry.")
-    file, text = folder.read(run, folder.REPORT, "Name a run folder of dpmac train.")
+    file, text = folder.read_run_file(run, folder.REPORT, "Name a run folder of dpmac train.")
     report = TypeAdapter(dict).validate_json(text)
     date = datetime.fromtimestamp(file.stat().st_mtime, UTC).date().isoformat()
     template = templates().get_template("registry.yaml.jinja")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.report_file import Name, read_report
+from dpmac_cli.release.report_file import PrintableText, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 
@@ -64,8 +64,8 @@ class _Settings(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    dataset: Name
-    optimizer: Name
+    dataset: PrintableText
+    optimizer: PrintableText
     delta: float | None = None
     no_dp: bool = Field(False, alias="no-dp")
     canaries: int = 0

@@ -14,14 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
+from dpmac_cli.data.class_folders import is_hidden
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.decoding import decode, looked_at, size_of, usable_cores
-from dpmac_cli.data.image_folder import GREY, SUFFIXES, is_hidden
+from dpmac_cli.data.image_folder import GREY, SUFFIXES
 from dpmac_cli.data.schema import TABLES
-from dpmac_cli.data.splits import refuse
+from dpmac_cli.data.stacking import one_by_one
 from dpmac_cli.data.table_schema import TableSchema
+from dpmac_cli.data.text_folder import SUFFIX, read_new_files
+from dpmac_cli.data.texts import read_new
+from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.publish import load_model, read_facts
+from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
@@ -95,7 +100,7 @@ _Records = tuple[Sequence[str] | range, Callable[[slice], NDArray[Any]], Sequenc
 
 def predict(
     run: Path | str,
-    data: Path | str | NDArray[Any],
+    data: Path | str | NDArray[Any] | Sequence[str],
     device: str = "auto",
     factory: str | None = None,
 ) -> Predictions:
@@ -103,8 +108,8 @@ def predict(
 
     Args:
         run: a run folder or a model file.
-        data: a folder of images, an .npz with an array x, or a table, like the model's training
-            data; or the array x itself.
+        data: a folder of images or texts, an .npz with an array x, or a table, like the model's
+            training data; or the array x itself, or a list of texts.
         device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
 
@@ -115,7 +120,8 @@ def predict(
     where, faults, found = choose_device(device), list[str](), list[Tensor]()
     file, facts = read_facts(Path(run))
     released = load_model(file, device=where, factory=factory)
-    names, at, ids = _records(data, file, facts, released.facts["dataset"].get("schema"), faults)
+    schema, reader = released.facts["dataset"].get("schema"), text_reader(file, facts)
+    names, at, ids = _records(data, file, facts, schema, reader, faults)
     if not len(names):
         raise InputError(f"{data} contains no records.")
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
@@ -130,18 +136,19 @@ def predict(
 
 
 def _records(
-    data: Path | str | NDArray[Any],
+    data: Path | str | NDArray[Any] | Sequence[str],
     file: Path,
     facts: Facts,
     schema: Mapping[str, Any] | None,
+    reader: TextReader | None,
     faults: list[str],
 ) -> _Records:
     """Return new records; faults of images are added to ``faults`` on decoding."""
     settings: Mapping[str, Any] = {}
     with suppress(*folder.BROKEN):
         settings = folder.settings(file.parent)
-    if isinstance(data, np.ndarray):
-        path, kind = Path("the array"), ".npz"
+    if not isinstance(data, Path | str):
+        data, path, kind = one_by_one(data), Path("the array"), ".npz"
     else:
         path = Path(data)
         kind = "folder" if path.is_dir() else path.suffix
@@ -150,24 +157,30 @@ def _records(
     kinds, wanted = {"folder", ".npz"}, "images: use a folder of images or an .npz"
     if schema is not None:
         kinds, wanted = {*TABLES}, f"a table: use one ({', '.join(TABLES)})"
+    elif reader is not None:
+        wanted = f"texts: use a folder of texts ({SUFFIX}), or an .npz of texts"
     elif facts.levels == 1:
         kinds, wanted = {".npz"}, "rows of numbers: use an .npz"
     if kind not in kinds:
         raise InputError(f"{path} does not fit {file}, which was trained on {wanted}.")
-    if kind == "folder":
+    if kind == "folder" and reader is None:
         return _images(path, facts, settings, faults)
+    names: Sequence[str] | range | None = None
     ids = None
     if schema is not None:
         from dpmac_cli.data.table_file import read_inputs  # noqa: PLC0415  (loads an extra)
 
-        x, ids = read_inputs(path, TableSchema.model_validate(schema).columns)
+        x, ids = read_inputs(path, TableSchema.model_validate(schema).columns, reader)
+    elif kind == "folder" and reader is not None:
+        x, names = read_new_files(path, reader)
     else:
         x = data if isinstance(data, np.ndarray) else read_npz(path, ("x",))["x"]
+        x = x if reader is None else read_new(x, reader, str(path))
     try:
         at = _arrays(x, facts, settings)
     except ValueError as fault:
         raise InputError(f"{path}: {fault}, not {x.dtype} of shape {x.shape}.") from fault
-    return range(len(x)), at, ids
+    return range(len(x)) if names is None else names, at, ids
 
 
 def _images(root: Path, facts: Facts, settings: Mapping[str, Any], faults: list[str]) -> _Records:

@@ -18,19 +18,21 @@ from dpmac_cli.config.keywords import Keywords, TrainingKeywords
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release.report import metrics_line
+from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.session import Finished, Session
-from dpmac_cli.runs.setup import make_task, make_trainer, unit_of
+from dpmac_cli.runs.prepare import make_task
+from dpmac_cli.runs.session import Session
+from dpmac_cli.runs.setup import make_trainer, unit_of
 from dpmac_cli.storage.progress import outcome
-from dpmac_cli.torch_errors import explained
+from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, check_composable
 from dpmac_cli.training.loop import Evaluated
@@ -66,12 +68,21 @@ class PrivateTraining:
             be added.
     """
 
-    __slots__ = ("_earlier", "_notes", "_plan", "_seconds", "_steps", "_task", "_trainer")
+    __slots__ = (
+        "_earlier",
+        "_notes",
+        "_plan",
+        "_seconds",
+        "_steps",
+        "_target",
+        "_task",
+        "_trainer",
+    )
 
     def __init__(
         self,
         model: nn.Module,
-        data: str | Path | AtHand,
+        data: str | Path | InMemoryData,
         settings: Settings | None = None,
         *,
         loss: str | Loss | None = None,
@@ -85,33 +96,34 @@ class PrivateTraining:
         chosen: Keywords = {"dataset": data, "model": name}
         if loss is not None:
             chosen["loss"] = named
-        given = {} if settings is None else settings.given
+        given = {} if settings is None else settings.explicit
         resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
-        device = choose_device(resolved.plan.device)
-        plan = replace(resolved.plan, device=str(device))
-        if plan.scores is not None:
+        device = choose_device(resolved.plan.run.device)
+        plan = resolved.plan.on(str(device))
+        if plan.privacy.scores is not None:
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
         if own is not None:  # the report names it
             called = f"{own.__module__}:{getattr(own, '__qualname__', type(own).__qualname__)}"
             recorded = {**plan.recorded, "loss": called}
             recipe = replace(plan.recipe, loss=LossKind(called))
             plan = replace(plan, recipe=recipe, recorded=recorded)
-        if plan.private:
-            check_composable(self._earlier, unit_of(plan))
-        if self._earlier and plan.canaries:
+        if plan.privacy.private:
+            check_composable(self._earlier, unit_of(plan.privacy, plan.data))
+        if self._earlier and plan.privacy.audit.canaries:
             raise InputError(
                 "canaries: the network was trained before, and an audit tests one guarantee. Use "
                 "a new network."
             )
         self._plan = plan
-        budget = (plan.delta, plan.max_epsilon, self._earlier_events)
-        steps = affordable_steps(plan.event, *budget)
-        keys = make_keys(plan.seed, part=len(self._earlier))
+        budget = (plan.privacy.delta, plan.privacy.max_epsilon, self._earlier_events)
+        steps = affordable_steps(plan.privacy.event, *budget)
+        keys = make_keys(plan.run.seed, part=len(self._earlier))
         self._task = outcome(make_task(plan, device, keys, model=model))
         self._trainer = make_trainer(
             plan, steps=steps, device=device, keys=keys, task=self._task, loss=own, rule=rule
         )
         self._steps, self._seconds = steps, 0.0
+        self._target = resolved.settings.epsilon or math.inf
         on_run = (*self._task.notes, *self._trainer.notes)
         self._notes = (*resolved.notes, *self._notes_on_earlier(), *on_run)
 
@@ -153,7 +165,7 @@ class PrivateTraining:
         if not self._earlier:
             return ()
         events = self._earlier_events
-        cost, target = total_epsilon(events, self._plan.delta), self._plan.target_epsilon
+        cost, target = total_epsilon(events, self._plan.privacy.delta), self._target
         steps = sum(event.steps for event in events)
         spent = f" of the {format_epsilon(target)} asked for" if cost < target < math.inf else ""
         return (
@@ -189,9 +201,9 @@ class PrivateTraining:
                 "more epochs, or call make_private again, which also counts these steps."
             )
         began = time.perf_counter()
-        with explained(), torch.inference_mode(False):
+        with torch_failures_explained(), torch.inference_mode(False):
             trainer.step()
-            if trainer.state.step % self.plan.steps_per_epoch == 0:
+            if trainer.state.step % self.plan.privacy.steps_per_epoch == 0:
                 trainer.check_finite()
                 trainer.check_network()
         self._seconds += time.perf_counter() - began
@@ -200,8 +212,8 @@ class PrivateTraining:
     @property
     def epsilon(self) -> float:
         """Privacy cost of all steps that have begun, and of earlier training, at plan.delta."""
-        events = (*self._earlier_events, self.plan.event_of(self._begun))
-        return total_epsilon(events, self.plan.delta)
+        events = (*self._earlier_events, self.plan.privacy.event_of(self._begun))
+        return total_epsilon(events, self.plan.privacy.delta)
 
     @property
     def lr(self) -> float:
@@ -214,9 +226,10 @@ class PrivateTraining:
     @lr.setter
     def lr(self, rate: float) -> None:
         Settings(lr=rate)  # raises InputError
-        hyper = replace(self.plan.hyper, lr=float(rate))
+        hyper = replace(self.plan.optimizer.hyper, lr=float(rate))
         recorded = {**self.plan.recorded, "lr": hyper.lr}
-        self._plan = replace(self.plan, hyper=hyper, recorded=recorded)
+        optimizer = replace(self.plan.optimizer, hyper=hyper)
+        self._plan = replace(self.plan, optimizer=optimizer, recorded=recorded)
         self._trainer.algorithm = replace(self._trainer.algorithm, hyper=hyper)
 
     def standardise(self, x: Tensor) -> Tensor:
@@ -243,36 +256,36 @@ class PrivateTraining:
         trainer.check_finite()
         trainer.check_network()
         spent, step = self._spent(), trainer.state.step
-        epoch, result = step / plan.steps_per_epoch, self.evaluate()
+        epoch, result = step / plan.privacy.steps_per_epoch, self.evaluate()
         trainer.check_network()  # it also runs while it is scored
         scored = Evaluated(
             step, epoch, self._seconds, result, last=True, public=trainer.public_values()
         )
         session = Session(
-            plan=replace(plan, out=where),
+            plan=plan,
             task=self._task,
             trainer=trainer,
             where=folder.make_folder(where),
             ledger=Ledger(where, spent),
-            history=[metrics_line(scored, self.epsilon, plan)],
+            history=[metrics_line(scored, self.epsilon, plan.privacy, plan.run.metric)],
             scored=result,
             seconds=self._seconds,
         )
         with folder.locked(where):
             folder.clear(where)
             session.begin_files()
-            return session.publish(self._seconds)
+            return publish(session, self._seconds)
 
     def _spent(self) -> Spent:
         """Return what was done to the records, as of a fork of earlier training."""
         plan, earlier = self._plan, self._earlier
         return Spent(
             earlier=self._earlier_events,
-            event=plan.event_of(self._steps),
+            event=plan.privacy.event_of(self._steps),
             base=0,
             begun=self._begun,
-            seeded=plan.seed is not None or any(training.seeded for training in earlier),
-            secure=plan.secure and all(training.secure for training in earlier),
+            seeded=plan.run.seed is not None or any(training.seeded for training in earlier),
+            secure=plan.run.secure and all(training.secure for training in earlier),
         )
 
 

@@ -1,225 +1,81 @@
-"""Published models: weights by their names in the module, and public facts.
+"""Publish a run: its model, report, card and audit, and their checksums."""
 
-A model is one safetensors file. Its header contains the facts as JSON, with a checksum of weights
-and facts.
-"""
-
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import safetensors
-import safetensors.torch
-import torch
-from torch import Tensor, nn
-
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.statements import short
-from dpmac_cli.data.registry import DATASETS, Signature
-from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models import registry, weights
-from dpmac_cli.models.build import build_model, build_network, seen_by_network
-from dpmac_cli.release.report_file import Facts, parse
+from dpmac_cli.release import audit
+from dpmac_cli.release.model_file import save_model
+from dpmac_cli.release.report import build_report, model_card, public_facts
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.environment import device_name
+from dpmac_cli.runs.session import Session
 from dpmac_cli.storage import files
-from dpmac_cli.storage.digest import digest
-from dpmac_cli.training.lineage import Training, attach
 
-#: Key of the checksum in the facts. safetensors does not preserve the order of header keys.
-CHECKSUM = "checksum"
-FOREIGN = "was not written by dpmac train, or was modified"
-WANTED = f"Use a run folder of dpmac train, or a {folder.MODEL}."
+State = Literal["finished", "interrupted", "budget-spent"]
 
 
 @dataclass(frozen=True)
-class Released:
-    """A published model in evaluation mode, the facts published with it, and its file."""
+class Finished:
+    """The run has ended and its files are written; ``report`` is the content of report.json."""
 
-    model: nn.Module
-    facts: Mapping[str, Any]
-    path: Path
-
-
-def check_publishable(model: nn.Module) -> None:
-    """Raise ModelError if a model has a tensor that cannot be stored in a model file."""
-    for name, tensor in weights.published(model).items():
-        try:
-            loaded = safetensors.torch.load(safetensors.torch.save({name: weights.stored(tensor)}))
-            _check_weights(Path(folder.MODEL), loaded)
-            weights.adopt(model, loaded)
-        except Exception as failure:  # torch raises a different error for each kind of tensor
-            kind = f"{tensor.layout}, {tensor.dtype}, {tensor.device}".replace("torch.", "")
-            raise ModelError(
-                f"{name} of the network ({kind}) cannot be saved in {folder.MODEL} and loaded "
-                "again. Use a dense tensor of finite real numbers that shares no memory; or, if "
-                "it need not be saved, register_buffer(..., persistent=False)."
-            ) from failure
+    report: dict[str, Any]
+    folder: Path
+    state: State
 
 
-def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Write weights and public facts atomically, in a plain safetensors file."""
-    tensors = {name: weights.stored(tensor) for name, tensor in weights.published(model).items()}
-    sealed = {**facts, CHECKSUM: digest(tensors, facts)}
-    header = {weights.MODEL_HEADER: json.dumps(sealed, allow_nan=False)}
-    files.write_atomically(path, safetensors.torch.save(tensors, header))
+def publish(session: Session, total_seconds: float) -> Finished:
+    """Write the published files of a run, and their checksums last.
 
-
-def load_model(
-    path: Path | str,
-    dataset: str | None = None,
-    device: torch.device = torch.device("cpu"),  # noqa: B008  (never changes)
-    *,
-    signature: Signature | None = None,
-    factory: str | None = None,
-) -> Released:
-    """Load a published model for a dataset.
-
-    Args:
-        path: a run folder or a model file.
-        dataset: name of the dataset to score on; None for the one it was trained on.
-        device: device of the loaded model.
-        signature: of ``dataset``; None if that is registered, or the one it was trained on.
-        factory: ``FILE.py:FACTORY`` of a user-supplied model. The name in the file is not imported.
-
-    Raises:
-        InputError: the file does not exist, is not a dpmac model, or is damaged; or there is no
-            such factory.
-        ModelError: the model does not fit the dataset.
+    An earlier report goes first: a kill in between must not leave it beside a later model.
     """
-    file, tensors, kept, facts = _read(Path(path))
-    name = dataset or facts.dataset
-    if signature is None:
-        signature = facts.signature if dataset is None else DATASETS[dataset].signature
-    reference, features = _network(file, facts, factory), _features(file, facts)
-    misfit = f"{file} ({facts.model}, trained on {facts.dataset}) does not fit {name}"
-    wanted = {"an image": f"{signature.shape}"}
-    held = {"an image": f"{facts.shape}", **_forms(tensors)}
-    if isinstance(reference, registry.BuiltIn):
-        with torch.device("meta"):  # only shapes: the file's model may exceed memory
-            network = build_network(reference.name, seen_by_network(signature, features))
-        prefix = "" if features is None else "head."
-        of_network = {name: held[name] for name in held if name.startswith((prefix, "an image"))}
-        forms = _forms(weights.published(network))
-        shapes = {f"{prefix}{name}": form for name, form in forms.items()}
-        _check_fit(misfit, of_network, wanted | shapes)
-    part = "head" if facts.trained_part == "head" else "all"  # LoRA updates were merged
-    model = build_model(
-        reference,
-        signature,
-        seed=0,
-        fix_norm=facts.fix_norm,
-        features=features,
-        trained=None if facts.trained_part is None else registry.Trained(part),
-        isolated=True,  # scoring does not need independence across samples
+    plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
+    state: State = "finished" if session.steps == plan.privacy.steps else "budget-spent"
+    if trainer.state.step < session.steps:
+        state = "interrupted"
+    scored = session.scored
+    if scored is None and plan.privacy.scores is None:  # the run was resumed at its end
+        scored = trainer.evaluate()
+    theta = trainer.state.theta
+    facts = public_facts(plan, session.spent(), task, theta.numel())
+    for name in (folder.REPORT, folder.CARD, folder.AUDIT):
+        (where / name).unlink(missing_ok=True)
+    with trainer.published():
+        save_model(where / folder.MODEL, task.model, facts)
+    report = build_report(
+        plan,
+        facts,
+        state=state,
+        steps=trainer.state.step,
+        history=session.history,
+        metrics={} if scored is None else scored.values(),
+        post_noise=trainer.public_values(),
+        seconds=session.seconds,
+        total_seconds=total_seconds,
+        # Not the chunk: it says when memory ran out, which depends on the size of a batch.
+        machine={
+            "device": device_name(theta.device),
+            "physical_batch": trainer.plan.physical_batch,
+        },
     )
-    _check_fit(misfit, held, wanted | _forms(weights.published(model)))
-    weights.adopt(model, tensors)
-    for training in _trainings(facts):
-        attach(model, training)
-    return Released(model.to(device).eval(), kept, file)
+    files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
+    files.write_atomically(where / folder.REPORT, files.to_json(report).encode())
+    if state != "interrupted":  # it includes coins: only for runs that cannot be resumed
+        _write_audit(session, report)
+    session.write_metrics()
+    folder.seal(where)
+    return Finished(report, where, state)
 
 
-def _trainings(facts: Facts) -> Iterator[Training]:
-    """Yield the private trainings that a model file tells of; training it further adds to them."""
-    for number, event in enumerate(facts.events):
-        done = TrainingEvent(**dict(event))
-        yield Training(
-            event=done,
-            unit=(short(facts.unit), facts.told_by or ""),
-            private=facts.private,
-            seeded=facts.seeded,
-            secure=facts.secure,
-            begun=done.steps,
-            number=f"{facts.checksum} {number}",
-        )
-
-
-def read_facts(path: Path) -> tuple[Path, Facts]:
-    """Return the model file at a path or in a folder, and its facts. Raises InputError."""
-    file, _, _, facts = _read(path)
-    return file, facts
-
-
-def _network(
-    file: Path, facts: Facts, factory: str | None
-) -> registry.BuiltIn | registry.UserModel:
-    """Return the network to build. Raises ModelError."""
-    named = registry.parse_model(facts.model)
-    if isinstance(named, registry.BuiltIn):
-        if named.name in registry.MODELS:
-            return named
-        raise ModelError(f"{file}: this version does not support the model '{facts.model}'.")
-    if factory is None:
-        raise ModelError(
-            f"{file} has a user-supplied network, {facts.model}, which is not imported "
-            "automatically. If you trust it, add --model FILE.py:FACTORY"
-        )
-    return registry.parse_model(factory)
-
-
-def _features(file: Path, facts: Facts) -> registry.Features | None:
-    """Return the fixed features that the network takes. Raises ModelError."""
-    named, size = facts.backbone or facts.features, facts.backbone_size
-    if named is None:
-        return None
-    if named in registry.BACKBONES and size is not None:
-        return registry.Backbone(named, size, facts.backbone_flips)
-    if named in registry.FEATURES:
-        return registry.Scattered(named)
-    raise ModelError(f"{file} needs features '{named}', which this version does not support.")
-
-
-def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], Facts]:
-    """Return a model file, its weights, and its facts, also validated. Raises InputError."""
-    file, content = folder.read(path, folder.MODEL, WANTED)
-    try:
-        tensors, header = weights.unpacked(content)
-    except weights.NOT_SAFE as failure:
-        raise InputError(
-            f"{file} is not a valid safetensors file: it is damaged or of another type. {WANTED}"
-        ) from failure
-    if weights.CHECKPOINT_HEADER in header:
-        raise InputError(
-            f"{file} is a private checkpoint, from which the noise of its run can be computed. "
-            f"Do not share it. Use {folder.MODEL}, one folder up."
-        )
-    text = header.get(weights.MODEL_HEADER, "{}")
-    facts, kept = parse(Facts, text, file, FOREIGN, WANTED), json.loads(text)
-    if kept.pop(CHECKSUM) != digest(tensors, kept):
-        raise InputError(
-            f"{file} is damaged: its contents do not match its checksum. Copy it again from its "
-            "source, or train again."
-        )
-    _check_weights(file, tensors)
-    return file, tensors, kept, facts
-
-
-def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise InputError for weights that no run publishes."""
-    faults = [
-        f"{name} contains NaN or infinity" for name, t in tensors.items() if not t.isfinite().all()
-    ]
-    if faults:
-        raise InputError(f"{file} {FOREIGN} ({'; '.join(faults)}). {WANTED}")
-
-
-def _check_fit(misfit: str, held: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Raise ModelError with all shapes and dtypes of a file that differ from ``wanted``."""
-    faults = [
-        f"{key}: {held.get(key, 'missing')} in the file, expected {wanted.get(key, 'nothing')}"
-        for key in sorted(wanted.keys() | held.keys())
-        if wanted.get(key) != held.get(key)
-    ]
-    if faults:
-        raise ModelError(f"{misfit}: {'; '.join(faults)}.")
-
-
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the shape of each tensor, and its dtype if that is not float32."""
-    return {
-        name: f"{tuple(tensor.shape)}"
-        + ("" if tensor.dtype == torch.float32 else f" of {tensor.dtype}".replace("torch.", ""))
-        for name, tensor in tensors.items()
-    }
+def _write_audit(session: Session, report: Mapping[str, Any]) -> None:
+    """Write the guesses of an audit run; nothing for other runs."""
+    if not session.trainer.hooks:
+        return
+    [canaries] = session.trainer.hooks
+    cost, settings = report["privacy"], report["audit"]
+    claim = (cost["epsilon"], cost["delta"], settings["guesses"])
+    seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
+    events = tuple(e for e in session.spent().events if e.records == "training")
+    text = files.to_json(audit.Audit(*claim, *seen, events).as_json())
+    files.write_atomically(session.where / folder.AUDIT, text.encode())

@@ -26,11 +26,12 @@ from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
 from dpmac_cli.accounting.statements import RECORD
-from dpmac_cli.config import question
+from dpmac_cli.config import account_flags
 from dpmac_cli.config.settings import DELTA
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.data.table_schema import faults_of_range
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.models.encoders import BertForm
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.tasks.known import task_of
 from dpmac_cli.tasks.task import Task
@@ -52,9 +53,9 @@ def _at(*keys: str, **limits: Any) -> Any:
     return Field(validation_alias=AliasPath(*keys), **limits)
 
 
-Name = Annotated[str, AfterValidator(_printable)]
-Count = Annotated[int, Field(ge=1)]
-Noise = Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
+PrintableText = Annotated[str, AfterValidator(_printable)]
+CountInFile = Annotated[int, Field(ge=1)]
+NoiseInFile = Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
 PUBLIC_PART = ("model", "public_part")
 STRICT = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
@@ -68,10 +69,10 @@ class Event(BaseModel):
     model_config = STRICT | ConfigDict(extra="forbid")
 
     sampling_rate: float = Field(ge=1e-9, le=1)
-    noise_multiplier: Noise
+    noise_multiplier: NoiseInFile
     steps: int = Field(ge=0, le=MOST_STEPS)
     sampler: Literal[(*SAMPLERS, *ALIASES)]  # type: ignore[valid-type]
-    steps_per_epoch: Count
+    steps_per_epoch: CountInFile
     records: Literal["training", "test"] = "training"
 
 
@@ -84,16 +85,16 @@ class Report(BaseModel):
 
     model_config = STRICT
 
-    state: Name | None = None
-    optimizer: Name | None = None
-    dataset: Name = _at("dataset", "name")
-    train_size: Count = _at("dataset", "train_size")
+    state: PrintableText | None = None
+    optimizer: PrintableText | None = None
+    dataset: PrintableText = _at("dataset", "name")
+    train_size: CountInFile = _at("dataset", "train_size")
     accuracy: float | None = _at("test", "accuracy", default=None)
     mae: float | None = _at("test", "mae", default=None)
     seeded: bool | None = _at("privacy", "seed_policy", "given", default=None)
     audit: dict[str, Any] | None = None
     private: bool = _at("privacy", "private")
-    unit: Name = _at("privacy", "unit", "name", default=RECORD)
+    unit: PrintableText = _at("privacy", "unit", "name", default=RECORD)
     epsilon: float | None = _at("privacy", "epsilon", ge=0)
     delta: Annotated[float, Field(gt=0, lt=1)] | None = _at("privacy", "delta")
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
@@ -117,7 +118,7 @@ class Target(BaseModel):
 
     model_config = STRICT
 
-    name: Name
+    name: PrintableText
     kind: Literal["regression", "counts"]
     low: float
     high: float
@@ -140,29 +141,33 @@ class Facts(BaseModel):
     model_config = STRICT
 
     checksum: str
-    dataset: Name = _at("dataset", "name")
+    dataset: PrintableText = _at("dataset", "name")
     own: bool = _at("dataset", "own")
     multilabel: bool = _at("dataset", "multilabel")
-    model: Name = _at("model", "name")
+    model: PrintableText = _at("model", "name")
     fix_norm: bool = _at("model", "fix_norm")
-    trained_part: Name | None = _at(*PUBLIC_PART, "train", default=None)
-    features: Name | None = _at(*PUBLIC_PART, "features", default=None)
-    backbone: Name | None = _at(*PUBLIC_PART, "backbone", default=None)
+    trained_part: PrintableText | None = _at(*PUBLIC_PART, "train", default=None)
+    features: PrintableText | None = _at(*PUBLIC_PART, "features", default=None)
+    backbone: PrintableText | None = _at(*PUBLIC_PART, "backbone", default=None)
     backbone_size: int | None = _at(*PUBLIC_PART, "backbone_size", default=None, ge=1, le=1024)
+    encoder: BertForm | None = _at(*PUBLIC_PART, "encoder", default=None)
     backbone_flips: bool = _at(*PUBLIC_PART, "backbone_flips", default=False)
     covered_scores: dict[str, Any] | None = _at("privacy", "covered_scores", default=None)
     private: bool = _at("privacy", "private")
-    unit: Name = _at("privacy", "unit", "name", default=RECORD)
-    told_by: Name | None = _at("privacy", "unit", "told_by", default=None)
+    unit: PrintableText = _at("privacy", "unit", "name", default=RECORD)
+    told_by: PrintableText | None = _at("privacy", "unit", "told_by", default=None)
     seeded: bool = _at("privacy", "seed_policy", "given", default=False)
     secure: bool = _at("privacy", "randomness", "secure", default=False)
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
-    classes: tuple[Name, ...]
+    classes: tuple[PrintableText, ...]
     target: Target | None = None
-    shape: tuple[Count, Count, Count] = _at("input", "shape")
-    levels: Count = _at("input", "levels")
+    shape: tuple[CountInFile, CountInFile, CountInFile] = _at("input", "shape")
+    levels: CountInFile = _at("input", "levels")
     mean: tuple[float, ...] = _at("input", "mean")
     std: tuple[Annotated[float, Field(gt=0)], ...] = _at("input", "std")
+    texts: tuple[tuple[Annotated[int, Field(ge=0)], CountInFile], ...] = _at(
+        "input", "texts", default=()
+    )
 
     @property
     def task(self) -> Task:
@@ -179,6 +184,11 @@ class Facts(BaseModel):
     def _check_channels(self) -> "Facts":
         if not len(self.mean) == len(self.std) == self.shape[0]:
             raise ValueError("input.mean and input.std must have one number per channel")
+        ends = [0, *(first + count for first, count in self.texts)]
+        if any(first < end for end, (first, _) in zip(ends, self.texts, strict=False)):
+            raise ValueError("input.texts must be in order")
+        if ends[-1] > self.shape[0] or bool(self.texts) != (self.encoder is not None):
+            raise ValueError("input.texts must be of the inputs, and of an encoder")
         return self
 
 
@@ -188,7 +198,7 @@ class _Versioned(BaseModel):
     schema_version: int
 
 
-def parse(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: str) -> T:
+def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: str) -> T:
     """Parse the JSON text of a file as ``kind``, a model above or a dataclass.
 
     Messages contain the file, the complaint, the first fault in brackets, and the remedy.
@@ -219,8 +229,8 @@ def read_report(path: Path) -> Report:
         InputError: it is missing, cannot be read, or is not a report of this version.
     """
     remedy = f"Use a run folder of dpmac train, or the {folder.REPORT} in it."
-    file, text = folder.read(path, folder.REPORT, remedy)
-    return parse(Report, text, file, "is not a valid report of dpmac", remedy)
+    file, text = folder.read_run_file(path, folder.REPORT, remedy)
+    return parse_file(Report, text, file, "is not a valid report of dpmac", remedy)
 
 
 def recount(
@@ -232,7 +242,8 @@ def recount(
 
     Args:
         path: a run folder, or a report.
-        given: see :func:`dpmac_cli.config.question.ask`; only :data:`BESIDE_A_RUN` are allowed.
+        given: see :func:`dpmac_cli.config.account_flags.ask`; only :data:`BESIDE_A_RUN` are
+            allowed.
         found: faults that were found before.
 
     Raises:
@@ -241,15 +252,15 @@ def recount(
     why = f"contradicts {path}, which has all facts of the run. Leave it out."
     errors = [*found, *(f"--{name} {why}" for name in given if name not in BESIDE_A_RUN)]
     beside = {name: text for name, text in given.items() if name in BESIDE_A_RUN}
-    named = question.by_name(beside, errors)
-    asked = question.parse(named, errors)
+    named = account_flags.by_name(beside, errors)
+    asked = account_flags.parse_account_flags(named, errors)
     raise_errors(errors)
     report = read_report(path)
     events, own_delta = report.training_events(), report.delta or DELTA
     delta = asked.delta if "delta" in named else own_delta
     rows = [
         replace(price(events, delta, name, report.unit), dataset_size=report.train_size)
-        for name in question.USED[asked.accountant]
+        for name in account_flags.USED[asked.accountant]
     ]
     stored = math.inf if report.epsilon is None else report.epsilon
     return rows, stored, total_epsilon(events, own_delta)
@@ -261,7 +272,7 @@ def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]
     ``attempts`` adds the attempts that it replaced in a study. Raises InputError if neither report
     nor ledger can be read.
     """
-    found = ledger.read(run)
+    found = ledger.read_spent(run)
     there = (run / folder.SUMS).exists()
     if found is not None and there and not folder.vouched(run, folder.REPORT):
         # The report is damaged, or from before the run was resumed.

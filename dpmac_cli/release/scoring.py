@@ -3,18 +3,18 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import data_settings, resolve
+from dpmac_cli.config.data import resolve_data
+from dpmac_cli.config.keywords import Keywords
+from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import AtHand, Source
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.release.publish import load_model, read_facts
+from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
-from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.evaluation import Evaluation, evaluate
 
 
@@ -34,7 +34,7 @@ class Scored:
 
 def score(
     path: Path | str,
-    dataset: str | AtHand | None = None,
+    dataset: str | InMemoryData | None = None,
     data_dir: Path | str | None = None,
     device: str = "auto",
     factory: str | None = None,
@@ -55,16 +55,13 @@ def score(
     """
     where = choose_device(device)
     file, facts = read_facts(Path(path))
-    plan = _chosen(file, facts, dataset)
-    own = plan.facts if isinstance(plan.data, Source) else None
-    released = load_model(
-        file, plan.found.name, where, signature=plan.facts.signature, factory=factory
-    )
-    folder = data_folder(Path(data_dir) if data_dir else None)
-    data = load_data(plan.data, folder, where, facts=plan.facts)
-    if own is not None and own.task != facts.task:
+    plan = _chosen(file, facts, {"dataset": dataset, "data_dir": data_dir})
+    known = plan.facts
+    released = load_model(file, plan.found.name, where, signature=known.signature, factory=factory)
+    data = load_data(plan.source, plan.folder, where, facts=known)
+    if plan.own and known.task != facts.task:
         raise ModelError(
-            f"{plan.dataset} has {own.task.summary}, but {file} was trained on "
+            f"{plan.dataset} has {known.task.summary}, but {file} was trained on "
             f"{facts.task.summary}."
         )
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
@@ -73,12 +70,12 @@ def score(
     return Scored(result, plan.found.name, file, covered, plan.found.held_out)
 
 
-def _chosen(file: Path, facts: Facts, dataset: str | AtHand | None) -> TrainPlan:
-    """Return a plan with the data to score on. Raises InputError and ModelError."""
-    beside = file.parent / CONFIG
+def _chosen(file: Path, facts: Facts, given: Keywords) -> DataPlan:
+    """Return the data to score on. Raises InputError and ModelError."""
+    dataset, beside = given["dataset"], file.parent / CONFIG
     if facts.own and beside.is_file():
         # A run's config.yaml records how your own data was read and split.
-        return data_settings(beside, dataset)
+        return resolve_data(given, beside, text_reader(file, facts))
     if dataset is None and facts.own:
         raise InputError(
             f"{file} was trained on your own data, {facts.dataset}. Set --dataset to its path."
@@ -87,7 +84,8 @@ def _chosen(file: Path, facts: Facts, dataset: str | AtHand | None) -> TrainPlan
         raise ModelError(
             f"{file} was trained on {facts.dataset}, which this version does not support."
         )
-    plan = resolve({"dataset": facts.dataset if dataset is None else dataset}).plan
+    given = {**given, "dataset": facts.dataset if dataset is None else dataset}
+    plan = resolve_data(given, texts=text_reader(file, facts))
     if plan.found.held_out:
         raise InputError(
             f"{dataset} has no test set, and the split is only recorded in the {CONFIG} of the "

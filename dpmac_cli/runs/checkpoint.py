@@ -17,8 +17,8 @@ import safetensors.torch
 from torch import Tensor
 
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.given import by_setting
 from dpmac_cli.config.keywords import SettingName
+from dpmac_cli.config.sources import by_setting
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.registry import UserModel, parse_model
@@ -178,7 +178,7 @@ class Inherited:
 
 def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
     """Return the state inherited from a run, charged for the largest number of steps on record."""
-    kept, found, step = saved.spent, ledger.read(run), saved.step
+    kept, found, step = saved.spent, ledger.read_spent(run), saved.step
     notes = [*notes, *(f"{name} is damaged; resuming from step {step}." for name in saved.damaged)]
     same = found is not None and replace(found, begun=kept.begun) == kept
     if found is not None and (same or len(found.earlier) > len(kept.earlier)):
@@ -195,7 +195,7 @@ def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
     return Inherited(saved=saved, spent=spent, notes=tuple(notes))
 
 
-def check_given(
+def check_changes(
     run: Path,
     recorded: Mapping[str, Any],
     given: Mapping[SettingName, Any],

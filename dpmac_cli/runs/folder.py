@@ -14,11 +14,14 @@ from typing import Any
 
 import yaml
 
+from dpmac_cli.config.plan import ChosenFolder, NewFolder
 from dpmac_cli.config.yaml_file import HEADER
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.storage.files import PART, PRIVATE_FOLDER, PRIVATE_MODE, write_atomically
 
+#: Folder of runs without --out.
+RUNS = Path("runs")
 CONFIG = "config.yaml"
 REPORT = "report.json"
 METRICS = "metrics.jsonl"
@@ -101,7 +104,7 @@ def reported_steps(run: Path) -> int:
         return 0
 
 
-def read(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
+def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
     """Return the path and content of a run's file, given the run's folder or the file itself.
 
     Raises InputError with the reason. The message ends with ``wanted``, the remedy.
@@ -123,6 +126,19 @@ def read(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
         raise InputError(f"{file} is a folder, not a file. {wanted}") from failure
     except OSError as failure:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
+
+
+def check_place(place: NewFolder | ChosenFolder) -> None:
+    """Reject a chosen folder like :func:`check_chosen_folder`; a new one is always free."""
+    if isinstance(place, ChosenFolder):
+        check_chosen_folder(place.path, place.force)
+
+
+def make_place(place: NewFolder | ChosenFolder) -> Path:
+    """Create the folder of a run. Raises InputError."""
+    if isinstance(place, ChosenFolder):
+        return make_folder(place.path)
+    return new_folder(RUNS, place.stem)
 
 
 def new_folder(root: Path, stem: str) -> Path:

@@ -64,7 +64,7 @@ class Spent:
         return Spent(**{**values, "event": event, "scores": scores, **lists})
 
 
-def read(run: Path) -> Spent | None:
+def read_spent(run: Path) -> Spent | None:
     """Return the contents of a run's ledger; None if it is missing or damaged."""
     try:
         kept = json.loads((run / folder.CHECKPOINTS / FILE).read_bytes())
@@ -79,7 +79,7 @@ def attempts(run: Path, planned: TrainingEvent, whole: bool = False) -> tuple[Tr
     An attempt whose ledger is missing or damaged is charged as ``planned``. The last attempt is
     charged for all its planned steps if ``whole``.
     """
-    found = read(run)
+    found = read_spent(run)
     if found is not None:
         last = (*found.earlier, found.event) if whole else found.events
         return (*found.abandoned, *last)

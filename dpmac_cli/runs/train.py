@@ -1,23 +1,25 @@
-"""Train, resume and fork runs: from a plan or a run folder to the files of a run."""
+"""Sessions of new, resumed and forked runs, up to the last step of each."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.given import by_setting, parse
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import change
-from dpmac_cli.config.settings import SETTINGS, Settings
+from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.config.sources import by_setting, parse_settings
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.runs import checkpoint, folder, ledger
-from dpmac_cli.runs.checkpoint import Inherited, check_given, check_same, inherited
+from dpmac_cli.runs.checkpoint import Inherited, check_changes, check_same, inherited
 from dpmac_cli.runs.environment import (
     check_ranks,
     choose_device,
@@ -26,55 +28,34 @@ from dpmac_cli.runs.environment import (
     repeatable,
 )
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.session import Finished, RunEvent, Session
-from dpmac_cli.runs.setup import make_task, make_trainer
+from dpmac_cli.runs.prepare import Task, make_task
+from dpmac_cli.runs.session import Session, SessionEvent
+from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import Computing, until
-from dpmac_cli.torch_errors import explained
+from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks
 
-#: Folder of runs without --out.
-RUNS = Path("runs")
 
-
-def train(
+def new_run(
     plan: TrainPlan,
-    stop: Callable[[], bool] = lambda: False,
-    data: Data | None = None,
-    ranks: Ranks | None = None,
-    abandoned: tuple[TrainingEvent, ...] = (),
-) -> Iterator[RunEvent]:
-    """Train, write the run folder, and report progress.
-
-    With ``force``, an existing run is removed once this one is ready for its first step.
-
-    Args:
-        plan: result of :func:`dpmac_cli.config.resolve.resolve`.
-        stop: called after every step; True ends the run early with everything written.
-        data: data on the device; None to load it.
-        ranks: the processes of the run; the others :func:`~dpmac_cli.runs.assist.assist` this one.
-        abandoned: events of attempts that this run replaces in a study. Its report lists them. The
-            epsilon of the study covers them, but not the run's epsilon.
-
-    Raises:
-        InputError: data, device or folder cannot be used; nothing was written.
-        BudgetError: the budget allows no step.
-        ModelError: the model mixes samples.
-        RunError: training diverged, memory ran out, or the device failed.
-    """
-    with explained():
-        if plan.out is not None:
-            folder.check_chosen_folder(plan.out, plan.force)
-        spent = Spent((), plan.event, 0, 0, False, True, abandoned)
+    stop: Callable[[], bool],
+    data: Data | None,
+    ranks: Ranks | None,
+    abandoned: tuple[TrainingEvent, ...],
+) -> Generator[SessionEvent, None, None]:
+    """Train a new run up to its last step; see :func:`dpmac_cli.release.run.train`."""
+    with torch_failures_explained():
+        folder.check_place(plan.run.folder)
+        spent = Spent((), plan.privacy.event, 0, 0, False, True, abandoned)
         session = yield from _session(plan, Inherited(None, spent), stop, data, ranks)
         yield from _first(session, stop)
 
 
-def _first(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
+def _first(session: Session, stop: Callable[[], bool]) -> Generator[SessionEvent, None, None]:
     """Run a session in a new folder."""
     plan, where = session.plan, session.where
     with folder.locked(where):
-        if plan.out is not None:  # another run may have ended in it meanwhile
-            folder.check_chosen_folder(where, plan.force)
+        folder.check_place(plan.run.folder)  # another run may have ended in it meanwhile
         # A kill here leaves the ledger of the old run or of this one, but never a checkpoint of
         # the old run with the ledger of this one.
         checkpoint.discard(where)
@@ -87,39 +68,18 @@ def _first(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         yield from session.drive(stop)
 
 
-def finish(events: Iterable[RunEvent]) -> Finished:
-    """Run to the end: ``finish(train(plan))``. Exceptions are propagated."""
-    *_, last = events
-    assert isinstance(last, Finished)  # noqa: S101
-    return last
-
-
-def resume(
+def resumed_run(
     where: Path | str,
-    flags: Settings | Mapping[str, Any] | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    data: Data | None = None,
-    ranks: Ranks | None = None,
-) -> Iterator[RunEvent]:
-    """Resume a run from its newest undamaged checkpoint, with its settings.
-
-    On the same CPU and software, the result is bitwise identical to that of an uninterrupted run.
-    If steps cannot be repeated exactly (a GPU, another machine or torch), noise and batches are
-    drawn with new keys, so no noise is added to two different gradients, and epsilon also covers
-    the steps that were lost.
-
-    ``flags`` are settings that do not change the result, such as ``device``, and ``model`` if it is
-    user-supplied: code is not imported because a file refers to it. For other arguments and errors
-    see :func:`train`.
-
-    Raises:
-        InputError: there is no such run, it is finished, a setting would change, all checkpoints
-            are damaged, or config.yaml was modified.
-    """
+    flags: Mapping[Any, Any],
+    stop: Callable[[], bool],
+    data: Data | None,
+    ranks: Ranks | None,
+) -> Generator[SessionEvent, None, None]:
+    """Resume a run up to its last step; see :func:`dpmac_cli.release.run.resume`."""
     where = Path(where)
     folder.check_run_folder(where)
-    with folder.locked(where), explained():
-        plan, before = _resumed(where, parse(flags or {}), ranks)
+    with folder.locked(where), torch_failures_explained():
+        plan, before = _resumed(where, parse_settings(flags), ranks)
         session = yield from _session(plan, before, stop, data, ranks)
         # Write the ledger first: after a kill here, the run has no checkpoint with the new keys,
         # and its next resume charges for them.
@@ -130,29 +90,19 @@ def resume(
         yield from session.drive(stop)
 
 
-def fork(
+def forked_run(
     parent: Path | str,
-    flags: Settings | Mapping[str, Any],
-    stop: Callable[[], bool] = lambda: False,
-    data: Data | None = None,
-    ranks: Ranks | None = None,
-) -> Iterator[RunEvent]:
-    """Continue from a run's newest checkpoint with other settings, in a new folder.
-
-    The parent is unchanged. Noise and batches are drawn with new keys, and epsilon covers
-    everything that was done to the records up to the checkpoint and since.
-
-    ``flags`` are settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`, with ``out``.
-    For other arguments and errors see :func:`train`.
-
-    Raises:
-        InputError: there is no such run, or the change cannot be made to it.
-    """
+    flags: Mapping[Any, Any],
+    stop: Callable[[], bool],
+    data: Data | None,
+    ranks: Ranks | None,
+) -> Generator[SessionEvent, None, None]:
+    """Fork a run up to its last step; see :func:`dpmac_cli.release.run.fork`."""
     parent = Path(parent)
     folder.check_run_folder(parent, "--fork")
-    with explained():
+    with torch_failures_explained():
         with folder.locked(parent):
-            plan, before = _forked(parent, parse(flags))
+            plan, before = _forked(parent, parse_settings(flags))
             session = yield from _session(plan, before, stop, data, ranks)
         yield from _first(session, stop)
 
@@ -164,51 +114,65 @@ def _session(
     data: Data | None,
     ranks: Ranks | None,
 ) -> Generator[Computing, None, Session]:
-    device = choose_device(plan.device, ranks)
-    plan = replace(plan, device=str(device))
-    if ranks is not None and plan.canaries:
-        raise InputError("--canaries needs a run with one process. Leave it out.")
+    device = choose_device(plan.run.device, ranks)
+    plan = plan.on(str(device))
     if ranks is not None:
-        check_ranks(device, ranks)
-    spent, saved = before.spent, before.saved
-    rest = plan.event_of(plan.steps - spent.base)
-    budget = (plan.delta, plan.max_epsilon, spent.earlier, plan.scores, spent.base)
+        _check_parallel(plan, device, ranks)
+    privacy, spent, saved = plan.privacy, before.spent, before.saved
+    rest = privacy.event_of(privacy.steps - spent.base)
+    budget = (privacy.delta, privacy.max_epsilon, spent.earlier, privacy.scores, spent.base)
     steps = spent.base + affordable_steps(rest, *budget)
     exact = saved is not None and not before.fresh_noise
-    keys = make_keys(plan.seed, base=spent.base)
+    keys = make_keys(plan.run.seed, base=spent.base)
     if saved is not None and exact:
         keys = Keys.of_json(saved.record["state"]["keys"])
     task = yield from until(stop, make_task(plan, device, keys, data))
-    if plan.scores is not None and task.independence == "isolated":
-        raise ModelError(
-            "--cover-scores scores test records in batches, and it could not be proven that the "
-            "network treats the records of a batch independently. Leave it out."
-        )
+    if privacy.scores is not None:
+        _check_scored(task)
     if saved is not None:
         check_same(task.fingerprints, saved.record["fingerprints"], exactly=exact)
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
-    out, stem = plan.out, f"{plan.found.name}-{plan.optimizer}{'' if plan.private else '-no-dp'}"
-    where = folder.new_folder(RUNS, stem) if out is None else folder.make_folder(out)
-    spent = replace(
-        spent,
-        event=plan.event_of(steps - spent.base),
-        seeded=spent.seeded or plan.seed is not None,
-        secure=spent.secure and plan.secure,
-        scores=plan.scores,
-    )
+    where = folder.make_place(plan.run.folder)
     return Session(
         plan=plan,
         task=task,
         trainer=trainer,
         where=where,
-        ledger=Ledger(where, spent),
+        ledger=Ledger(where, _spent(plan, spent, steps)),
         ranks=ranks,
         history=[] if saved is None else list(saved.record["history"]),
         seconds=0.0 if saved is None else saved.record["seconds"],
         notes=(*before.notes, *task.notes, *trainer.notes),
         fresh_noise=before.fresh_noise,
+    )
+
+
+def _check_parallel(plan: TrainPlan, device: torch.device, ranks: Ranks) -> None:
+    """Reject a run that several processes cannot share. Raises InputError."""
+    if plan.privacy.audit.canaries:
+        raise InputError("--canaries needs a run with one process. Leave it out.")
+    check_ranks(device, ranks)
+
+
+def _check_scored(task: Task) -> None:
+    """Reject a network that may mix test records, each of which is protected."""
+    if task.independence == "isolated":
+        raise ModelError(
+            "--cover-scores scores test records in batches, and it could not be proven that the "
+            "network treats the records of a batch independently. Leave it out."
+        )
+
+
+def _spent(plan: TrainPlan, before: Spent, steps: int) -> Spent:
+    """Return what a session that ends at step ``steps`` may spend, and what was spent before."""
+    return replace(
+        before,
+        event=plan.privacy.event_of(steps - before.base),
+        seeded=before.seeded or plan.run.seed is not None,
+        secure=before.secure and plan.run.secure,
+        scores=plan.privacy.scores,
     )
 
 
@@ -221,16 +185,17 @@ def _resumed(
 ) -> tuple[TrainPlan, Inherited]:
     saved = checkpoint.newest(where)
     recorded, step = saved.record["config"], saved.step
-    check_given(where, recorded, given, "--resume", ("dataset", "model"))
+    check_changes(where, recorded, given, "--resume", ("dataset", "model"))
     resolved = change(recorded, given)
-    plan = resolved.plan
+    plan, privacy = resolved.plan, resolved.plan.privacy
     _check_unchanged(where, plan, recorded, given)
-    device = choose_device(plan.device, ranks)
+    device = choose_device(plan.run.device, ranks)
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
-    if step >= plan.steps and told and folder.reported_steps(where) >= step:
+    if step >= privacy.steps and told and folder.reported_steps(where) >= step:
         raise InputError(
-            f"{where} is finished: it took {step} of {plan.steps} steps. To train longer: "
-            f"{folder.fork_command(where, ['--epochs N'])} (N above {step // plan.steps_per_epoch})"
+            f"{where} is finished: it took {step} of {privacy.steps} steps. To train longer: "
+            f"{folder.fork_command(where, ['--epochs N'])} "
+            f"(N above {step // privacy.steps_per_epoch})"
         )
     before = inherited(where, saved, resolved.notes)
     changed = sorted(differences(saved.record["environment"], environment(device, ranks)))
@@ -239,14 +204,14 @@ def _resumed(
         reasons.append("steps on a GPU cannot be repeated bit for bit")
     if len(before.spent.earlier) > len(saved.spent.earlier):
         reasons.append("the checkpoint of the last session is lost")
-    if reasons and plan.canaries:
+    if reasons and privacy.audit.canaries:
         raise InputError(
             f"{where} is an audit run, which can only be resumed exactly ({'; '.join(reasons)}): "
             "an audit tests one guarantee with one set of coins. Start a new run."
         )
     if reasons:
         before = before.with_new_keys("; ".join(reasons))
-    return replace(plan, out=where), before
+    return plan.placed(ChosenFolder(where)), before
 
 
 def _check_unchanged(
@@ -265,7 +230,7 @@ def _check_unchanged(
     if not changes:
         return
     way = "Start a new run to change it."
-    if not plan.canaries and not any(name in FIXED for name in changes):
+    if not plan.privacy.audit.canaries and not any(name in FIXED for name in changes):
         others = [text for name, text in changes.items() if name not in placed]
         command = folder.fork_command(where, others)
         way = f"To continue from it with other settings: {command}"
@@ -278,22 +243,22 @@ def _check_unchanged(
 def _forked(parent: Path, given: Mapping[SettingName, Any]) -> tuple[TrainPlan, Inherited]:
     saved = checkpoint.newest(parent)
     recorded, step = saved.record["config"], saved.step
-    check_given(parent, recorded, given, "--fork", FIXED)
+    check_changes(parent, recorded, given, "--fork", FIXED)
     resolved = change(recorded, given)
     plan = resolved.plan
-    if plan.out is not None:
-        if plan.out.resolve() == parent.resolve():
-            raise InputError(f"--out {plan.out} is the run to fork. Use a new folder.")
-        folder.check_chosen_folder(plan.out, plan.force)
-    if plan.canaries:
+    out = plan.run.folder
+    if isinstance(out, ChosenFolder) and out.path.resolve() == parent.resolve():
+        raise InputError(f"--out {out.path} is the run to fork. Use a new folder.")
+    folder.check_place(out)
+    if plan.privacy.audit.canaries:
         raise InputError(
             f"{parent} is an audit run, which cannot be forked: an audit tests one guarantee. "
             "Start a new run."
         )
-    if plan.steps <= step:
+    if plan.privacy.steps <= step:
         raise InputError(
-            f"{parent} has already taken {step} steps, but {plan.steps} are requested. Set "
-            f"--epochs (above {step // plan.steps_per_epoch}) or --steps (above {step})."
+            f"{parent} has already taken {step} steps, but {plan.privacy.steps} are requested. Set "
+            f"--epochs (above {step // plan.privacy.steps_per_epoch}) or --steps (above {step})."
         )
     before = inherited(parent, saved, resolved.notes).with_new_keys(f"a fork of {parent}")
     return plan, before

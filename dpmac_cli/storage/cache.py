@@ -17,7 +17,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.storage.files import PRIVATE_FOLDER, PRIVATE_MODE
 from dpmac_cli.storage.paths import cache_size
 from dpmac_cli.storage.progress import Computing
-from dpmac_cli.storage.rows import RowFile, begin
+from dpmac_cli.storage.rows import RowFile, open_incomplete
 
 #: Suffixes of a complete file, and of one that is being computed.
 WHOLE, BEGUN = ".rows", ".begun"
@@ -67,7 +67,7 @@ def kept_file(
                 with lock.acquire(timeout=PATIENCE):
                     if not _fits(whole(path), rows, shape, dtype):
                         make_room(folder, cache_size() - rows * prod(shape) * dtype.itemsize, begun)
-                        partial = begin(begun, rows, shape, dtype)
+                        partial = open_incomplete(begun, rows, shape, dtype)
                         partial.finish(path, (yield from fill(partial)))
             except Timeout:
                 yield Computing(0, rows, folder, elsewhere=True, what=what)

@@ -65,7 +65,7 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
-def shown(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """Return a number as a JSON value: None if it is not finite."""
     return value if math.isfinite(value) else None
 

@@ -110,7 +110,7 @@ class RowFile:
             os.replace(self.path, path)
 
 
-def begin(path: Path, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> RowFile:
+def open_incomplete(path: Path, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> RowFile:
     """Open an incomplete file, or reserve space for a new one that only its owner can read.
 
     Raises:

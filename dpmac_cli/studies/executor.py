@@ -1,7 +1,8 @@
 """Run a study: jobs, monitored through the folders of their runs, and repeated attempts.
 
 Implementations: :mod:`~dpmac_cli.studies.local`, :mod:`~dpmac_cli.studies.ray_cluster` and
-:mod:`~dpmac_cli.studies.slurm`, chosen by :mod:`~dpmac_cli.studies.choice`. Loads no torch.
+:mod:`~dpmac_cli.studies.slurm`, chosen by :mod:`~dpmac_cli.studies.choose_executor`. Loads no
+torch.
 """
 
 import os
@@ -12,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
+from dpmac_cli.studies.grid import Run
 from dpmac_cli.tasks.known import METRICS
 
 #: Number of attempts at a run whose process dies.
@@ -48,7 +49,7 @@ class Ended:
     again: bool = False
 
 
-RunEvent = Moved | Ended
+StudyEvent = Moved | Ended
 #: Reason why a run failed, if it did, and its last step; None if the job ended without a result.
 Result = tuple[str | None, int | None]
 
@@ -57,18 +58,18 @@ class Executor(ABC):
     """Interface that runs jobs in other processes or on other machines, for :func:`carry_out`.
 
     Args:
-        plans: plans of all runs, each with its ``out``.
+        runs: all runs of the study.
         slots: maximum number of runs at a time.
     """
 
     #: Seconds between checks of the jobs and the folders of their runs.
     pause = 0.5
 
-    def __init__(self, plans: Sequence[TrainPlan], slots: int) -> None:
-        self.plans, self.slots = plans, slots
+    def __init__(self, runs: Sequence[Run], slots: int) -> None:
+        self.runs, self.slots = runs, slots
 
     @abstractmethod
-    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
+    def _submit(self, runs: Sequence[Run]) -> Sequence[Any]:
         """Start a job of :func:`~dpmac_cli.studies.local.train_job` for each of these runs."""
 
     @abstractmethod
@@ -85,7 +86,7 @@ class Executor(ABC):
 
 def carry_out(
     executor: Executor, numbers: Sequence[int], stop: Callable[[], bool]
-) -> Iterator[RunEvent]:
+) -> Iterator[StudyEvent]:
     """Carry out some runs of a study and yield their progress and results.
 
     A run whose process dies is started again, at most :data:`ATTEMPTS` times in total; others are
@@ -93,7 +94,7 @@ def carry_out(
 
     Args:
         executor: trains the runs. Jobs that remain at the end are cancelled.
-        numbers: indices of the runs to carry out in the executor's plans.
+        numbers: indices of the runs to carry out in the executor's runs.
         stop: called between checks of the jobs; if True, every run finishes its step and saves.
     """
     waiting, attempts, asked = deque(numbers), Counter[int](), False
@@ -113,18 +114,18 @@ def carry_out(
             free = min(executor.slots - len(jobs), len(waiting))
             if starting := [waiting.popleft() for _ in range(free)]:
                 attempts.update(starting)
-                started = executor._submit([executor.plans[number] for number in starting])
+                started = executor._submit([executor.runs[number] for number in starting])
                 jobs |= zip(starting, started, strict=True)
             for number, job in list(jobs.items()):
-                plan, result = executor.plans[number], executor._result(job)
-                moved = _progress(number, plan, result)
+                run, result = executor.runs[number], executor._result(job)
+                moved = _progress(number, run, result)
                 if moved.step != steps[number]:
                     steps[number] = moved.step
                     yield moved
                 if result is None:
                     continue
                 del jobs[number]
-                ended = _judge(number, plan, result, moved.step, attempts[number], stopped=asked)
+                ended = _judge(number, run, result, moved.step, attempts[number], stopped=asked)
                 if ended.again:
                     waiting.appendleft(number)
                 yield ended
@@ -135,30 +136,30 @@ def carry_out(
             executor._wait(job)
 
 
-def _progress(number: int, plan: TrainPlan, result: Result | None) -> Moved:
+def _progress(number: int, run: Run, result: Result | None) -> Moved:
     """Return the progress of a run by its folder, or by its result if that is further."""
-    lines = files.read_lines(plan.folder / folder.METRICS)
+    lines = files.read_lines(run.folder / folder.METRICS)
     last = lines[-1] if lines else {"step": 0}
     step = max(int(last["step"]), (result and result[1]) or 0)
-    return Moved(number, step, last.get(METRICS[plan.metric].logged))
+    return Moved(number, step, last.get(METRICS[run.plan.run.metric].logged))
 
 
 def _judge(
-    number: int, plan: TrainPlan, result: Result, step: int, attempt: int, *, stopped: bool
+    number: int, run: Run, result: Result, step: int, attempt: int, *, stopped: bool
 ) -> Ended:
     """Decide whether a run is over, from its job's result, step and number of attempts."""
     why, reached = result
-    if reached is None and (stopped or _finished(plan)):  # killed after its run had finished
+    if reached is None and (stopped or _finished(run)):  # killed after its run had finished
         return Ended(number)
     if reached is not None:
         if stopped or why is not None:
             return Ended(number, why)
-        if step >= plan.steps:
+        if step >= run.plan.privacy.steps:
             unseen = (
-                f"it ended on another machine, but its folder {plan.folder} is not visible here. "
+                f"it ended on another machine, but its folder {run.folder} is not visible here. "
                 "Set --out to a folder on shared storage."
             )
-            return Ended(number, None if _appears(plan) else unseen)
+            return Ended(number, None if _appears(run) else unseen)
         why = "its cluster asked it to stop"
     if attempt < ATTEMPTS:
         return Ended(number, f"its process died ({why})", again=True)
@@ -166,17 +167,17 @@ def _judge(
     return Ended(number, died)
 
 
-def _finished(plan: TrainPlan) -> bool:
-    return folder.reported_steps(plan.folder) >= plan.steps
+def _finished(run: Run) -> bool:
+    return folder.reported_steps(run.folder) >= run.plan.privacy.steps
 
 
-def _appears(plan: TrainPlan) -> bool:
+def _appears(run: Run) -> bool:
     """Wait until the report of a finished run is visible here; False after :data:`GRACE`."""
     deadline = time.monotonic() + GRACE
-    while not _finished(plan):
+    while not _finished(run):
         if time.monotonic() > deadline:
             return False
         time.sleep(PATIENCE)
-        if plan.folder.is_dir():
-            os.listdir(plan.folder)  # makes a network file system refresh
+        if run.folder.is_dir():
+            os.listdir(run.folder)  # makes a network file system refresh
     return True

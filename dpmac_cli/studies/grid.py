@@ -13,11 +13,11 @@ from pydantic import Field
 
 from dpmac_cli.config.fields import Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, near, unknown
-from dpmac_cli.config.given import EXCLUSIVE, faults_of_model, is_setting, parse
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, SETTINGS
+from dpmac_cli.config.sources import EXCLUSIVE, faults_of_model, is_setting, parse_settings
 from dpmac_cli.config.yaml_file import read_lists
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError, raise_errors
@@ -77,20 +77,21 @@ class Run:
     """One training run of a study.
 
     Attributes:
-        plan: all its settings, including ``out``.
+        plan: all its settings.
+        folder: folder of the run.
         labels: settings that distinguish its row, by the names of their flags.
         column: its value of the study's column setting.
     """
 
     plan: TrainPlan
+    folder: Path
     seed: int
     labels: Labels
     column: float
 
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the run."""
-        return self.plan.folder
+    def on(self, device: str) -> "Run":
+        """Return the same run on another device."""
+        return replace(self, plan=self.plan.on(device))
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _faults_of_values(given: Mapping[SettingName, list[str]]) -> Iterator[str]:
     for name, values in given.items():
         for value in values:
             try:
-                parse({name: _meant(name, value)})
+                parse_settings({name: _meant(name, value)})
             except InputError as failure:
                 yield from failure.errors
 
@@ -240,23 +241,25 @@ def _build(given: Mapping[SettingName, list[str]], seeds: tuple[int, ...], root:
             continue
         shown = tuple((flag_name(name), label) for name, label in labels.items())
         plan = resolved.plan
-        value = plan.target_epsilon if column == "epsilon" else plan.sigma
+        value = resolved.settings.epsilon or math.inf if column == "epsilon" else plan.privacy.sigma
         cells.setdefault((shown, value), plan)
         notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
     raise_errors(errors)
     runs = []
     for (row, value), plan in cells.items():
         for seed in seeds:
-            placed = replace(plan, seed=seed, out=root / address(plan, seed), force=True)
-            runs.append(Run(placed, seed, row, value))
+            seeded = replace(plan, run=replace(plan.run, seed=seed))
+            folder = root / address(plan, seed)
+            placed = seeded.placed(ChosenFolder(folder, force=True))
+            runs.append(Run(placed, folder, seed, row, value))
     return Grid(tuple(runs), tuple(map(flag_name, axes)), column, seeds, tuple(notes))
 
 
 def address(plan: TrainPlan, seed: int) -> str:
     """Return the name of a run's folder, which depends on settings and seed. Raises OSError."""
     settings = {name: value for name, value in plan.recorded.items() if name not in ASIDE}
-    if plan.pretrained is not None:
-        settings["pretrained"] = hashlib.sha256(plan.pretrained.read_bytes()).hexdigest()
+    if plan.network.pretrained is not None:
+        settings["pretrained"] = hashlib.sha256(plan.network.pretrained.read_bytes()).hexdigest()
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{plan.found.name}-{plan.optimizer}-{digest}"
+    return f"{plan.data.found.name}-{plan.optimizer.name}-{digest}"

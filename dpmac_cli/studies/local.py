@@ -7,27 +7,28 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.multiprocessing as processes
 
-from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.decoding import usable_cores
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import DpmacError, explain_os_error
-from dpmac_cli.runs import train as run
+from dpmac_cli.release.run import RunEvent, resume, train
 from dpmac_cli.runs.checkpoint import fingerprints
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.memory import keep_freed_memory
-from dpmac_cli.runs.session import RunEvent, Started, Update
-from dpmac_cli.runs.setup import record_sums
+from dpmac_cli.runs.prepare import record_sums
+from dpmac_cli.runs.session import Started, Update
+from dpmac_cli.runs.train import resumes_exactly
 from dpmac_cli.studies.executor import Executor, Result
+from dpmac_cli.studies.grid import Run
 from dpmac_cli.torch_errors import what_failed
 
 #: Signals that ask a job to stop: from ray.cancel and scancel, at its time limit, and preemption.
@@ -41,7 +42,7 @@ CONTEXT = processes.get_context("forkserver")
 SharedData = Mapping[str | Source, Data]
 
 
-def train_job(plan: TrainPlan, threads: int, data: Data | None = None) -> Result:
+def train_job(run: Run, threads: int, data: Data | None = None) -> Result:
     """Train one run like :func:`train_run`, until a signal arrives or its parent has ended."""
     parent = multiprocessing.parent_process()
     asked = threading.Event()
@@ -53,21 +54,19 @@ def train_job(plan: TrainPlan, threads: int, data: Data | None = None) -> Result
     def stop() -> bool:
         return asked.is_set() or (parent is not None and not parent.is_alive())
 
-    return train_run(plan, data, stop)
+    return train_run(run, data, stop)
 
 
-def train_run(
-    plan: TrainPlan, data: Data | None, stop: Callable[[], bool]
-) -> tuple[str | None, int]:
+def train_run(run: Run, data: Data | None, stop: Callable[[], bool]) -> tuple[str | None, int]:
     """Train a run, or resume it if that is exact.
 
     Args:
-        plan: a plan with ``out``. data: data on the run's device; None to load it.
+        data: data on the run's device; None to load it.
         stop: called after every step; True saves and ends the run.
     """
     failure, step = None, 0
     try:
-        for event in _events(plan, data, stop):
+        for event in _events(run, data, stop):
             if isinstance(event, Started):
                 step = event.done
             elif isinstance(event, Update):
@@ -83,38 +82,42 @@ def train_run(
     return failure, step
 
 
-def _events(plan: TrainPlan, data: Data | None, stop: Callable[[], bool]) -> Iterator[RunEvent]:
+def _events(run: Run, data: Data | None, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     """Train a run, resuming it if that is exact."""
-    if run.resumes_exactly(plan.folder, plan.device):
-        flags = {"device": plan.device, "model": plan.settings.model}
-        return run.resume(plan.folder, flags, stop, data)
+    plan, where = run.plan, run.folder
+    if resumes_exactly(where, plan.run.device):
+        flags = {"device": plan.run.device, "model": plan.recorded["model"]}
+        return resume(where, flags, stop, data)
     # This run cannot be resumed here: its earlier steps still count towards the privacy cost.
-    before = attempts(plan.folder, plan.event) if plan.private else ()
-    return run.train(plan, stop, data, abandoned=before)
+    before = attempts(where, plan.privacy.event) if plan.privacy.private else ()
+    return train(plan, stop, data, abandoned=before)
 
 
-def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
+def share_data(runs: Sequence[Run]) -> dict[str | Source, Data]:
     """Load every dataset once. torch shares the memory of tensors sent to other processes."""
     cpu = torch.device("cpu")
-    by_data = {plan.data: plan for plan in plans}.values()
-    return {p.data: load_data(p.data, p.data_dir, cpu, facts=p.facts) for p in by_data}
+    plans = {run.plan.data.source: run.plan.data for run in runs}
+    return {
+        source: load_data(source, plan.folder, cpu, facts=plan.facts)
+        for source, plan in plans.items()
+    }
 
 
-def other_records(plans: Iterable[TrainPlan], data: SharedData) -> Iterator[str]:
+def other_records(runs: Iterable[Run], data: SharedData) -> Iterator[str]:
     """Yield a fault for each run that was trained on other records or units than the others.
 
     The files of a dataset may change between two commands, and epsilons of other units do not add
     up. Runs are compared with ``data`` or, if nothing was loaded, with each other.
     """
     known = {source: record_sums(held) for source, held in data.items()}
-    for plan in plans:
-        found = fingerprints(plan.folder)
-        if not isinstance(plan.data, Source) or not found:
+    for run in runs:
+        source, found = run.plan.data.source, fingerprints(run.folder)
+        if not isinstance(source, Source) or not found:
             continue
-        expected = known.setdefault(plan.data, found)
+        expected = known.setdefault(source, found)
         if any(found.get(name) != expected.get(name) for name in RECORDS):
             yield (
-                f"{plan.folder} was trained on other records or units than the rest of this study, "
+                f"{run.folder} was trained on other records or units than the rest of this study, "
                 "so no epsilon covers all of its runs. Restore the original data, or use "
                 "another --out."
             )
@@ -137,27 +140,28 @@ class Pool(Executor):
 
     pause = 0.05
 
-    def __init__(self, plans: Sequence[TrainPlan], jobs: int | None, data: SharedData) -> None:
-        on_gpu = choose_device(plans[0].device).type == "cuda"
+    def __init__(self, runs: Sequence[Run], jobs: int | None, data: SharedData) -> None:
+        on_gpu = choose_device(runs[0].plan.run.device).type == "cuda"
         jobs = jobs or (torch.cuda.device_count() if on_gpu else usable_cores())
-        super().__init__(plans, min(jobs, len(plans)))
+        super().__init__(runs, min(jobs, len(runs)))
         self.data = data
         self._places = list(range(self.slots))
         # Must be the same in every call of a command, or runs could not be resumed exactly.
         self._threads = max(1, torch.get_num_threads() // self.slots)
         CONTEXT.set_forkserver_preload(["__main__", __name__])
 
-    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[_Worker]:
+    def _submit(self, runs: Sequence[Run]) -> Sequence[_Worker]:
         workers = []
-        for plan in plans:
+        for run in runs:
             place = self._places.pop(0)
             mine, theirs = CONTEXT.Pipe()
-            device = choose_device(plan.device)
-            if device.type == "cuda" and ":" not in plan.device:  # distribute processes over GPUs
+            named = run.plan.run.device
+            device = choose_device(named)
+            if device.type == "cuda" and ":" not in named:  # distribute processes over GPUs
                 device = torch.device("cuda", place % torch.cuda.device_count())
-            placed = replace(plan, device=str(device))
+            placed, data = run.on(str(device)), self.data[run.plan.data.source]
             # The server that processes are forked from keeps its initial environment variables.
-            arguments = (dict(os.environ), theirs, placed, self.data[plan.data], self._threads)
+            arguments = (dict(os.environ), theirs, placed, data, self._threads)
             process = CONTEXT.Process(target=_work, args=arguments)
             process.start()
             theirs.close()
@@ -183,11 +187,11 @@ class Pool(Executor):
 
 
 def _work(
-    variables: Mapping[str, str], pipe: Connection, plan: TrainPlan, data: Data, threads: int
+    variables: Mapping[str, str], pipe: Connection, run: Run, data: Data, threads: int
 ) -> None:
     """Train one run and send its result: the main function of a process."""
     os.environ.clear()
     os.environ.update(variables)
     # A network may print to stdout, which a program may parse.
     with contextlib.redirect_stdout(sys.stderr):
-        pipe.send(train_job(plan, threads, data.to(torch.device(plan.device))))
+        pipe.send(train_job(run, threads, data.to(torch.device(run.plan.run.device))))

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import InputError, explain_os_error
 from dpmac_cli.studies.executor import Executor, Result
+from dpmac_cli.studies.grid import Run
 from dpmac_cli.studies.local import train_job
 
 #: Disables Ray's usage statistics. Read when ray is imported.
@@ -70,18 +70,18 @@ class Tasks(Executor):
     ``jobs`` tasks run at a time; None for one per core or GPU of the cluster.
     """
 
-    def __init__(self, plans: Sequence[TrainPlan], jobs: int | None) -> None:
+    def __init__(self, runs: Sequence[Run], jobs: int | None) -> None:
         self._there = ray.cluster_resources()
-        kinds = [resource(plan.device, self._there) for plan in plans]
-        super().__init__(plans, jobs or int(self._there[kinds[0]]))
+        kinds = [resource(run.plan.run.device, self._there) for run in runs]
+        super().__init__(runs, jobs or int(self._there[kinds[0]]))
 
-    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
+    def _submit(self, runs: Sequence[Run]) -> Sequence[Any]:
         places = {name: os.environ[name] for name in PLACES if name in os.environ}
         tasks = []
-        for plan in plans:
-            gpus = int(resource(plan.device, self._there) == "GPU")
+        for run in runs:
+            gpus = int(resource(run.plan.run.device, self._there) == "GPU")
             train = ray.remote(_train).options(max_retries=0, num_cpus=1, num_gpus=gpus)
-            tasks.append(train.remote(plan, os.getcwd(), places))
+            tasks.append(train.remote(run, os.getcwd(), places))
         return tasks
 
     def _result(self, job: Any) -> Result | None:
@@ -109,11 +109,11 @@ def resource(device: str, there: Mapping[str, float]) -> str:
     return kind
 
 
-def _train(plan: TrainPlan, folder: str, places: Mapping[str, str]) -> Result:
+def _train(run: Run, folder: str, places: Mapping[str, str]) -> Result:
     """Train one run in the command's folder: the main function of a task."""
     try:
         os.chdir(folder)
     except OSError as failure:
         return f"on another machine: {explain_os_error(failure)}", 0
     os.environ.update(places)
-    return train_job(plan, 1)
+    return train_job(run, 1)

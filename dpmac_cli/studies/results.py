@@ -78,36 +78,36 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     """Read the results of a grid's runs; ``failures`` maps numbers of runs to reasons."""
     groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
     cells = [_cell(list(runs), failures) for _, runs in groups]
-    metric = METRICS[grid.plan.metric]
+    metric = METRICS[grid.plan.run.metric]
     standings = {
         column: iter(standing_of([cell for cell in cells if cell.column == column], metric))
         for column in {cell.column for cell in cells}
     }
     judged = tuple(replace(cell, standing=next(standings[cell.column])) for cell in cells)
     events = tuple(_events(grid.runs))
-    return Comparison(grid, judged, total_epsilon(events, grid.plan.delta))
+    return Comparison(grid, judged, total_epsilon(events, grid.plan.privacy.delta))
 
 
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
     values, seconds, failed = {}, [], {}
     first = runs[0][1]
-    plan = first.plan
-    epsilon = total_epsilon((plan.event,), plan.delta) if plan.private else math.inf
+    privacy, event = first.plan.privacy, first.plan.privacy.event
+    epsilon = total_epsilon((event,), privacy.delta) if privacy.private else math.inf
+    key = METRICS[first.plan.run.metric].key
     for number, run in runs:
         report = finished_report(run)
         if report is None:
             failed[run.seed] = failures.get(number, "not finished")
             continue
-        if plan.private and (did := events_of(run.folder)) != (plan.event,):
-            epsilon = max(epsilon, total_epsilon(did, plan.delta))
-        key = METRICS[plan.metric].key
+        if privacy.private and (did := events_of(run.folder)) != (event,):
+            epsilon = max(epsilon, total_epsilon(did, privacy.delta))
         seconds.append(float(report["timings"]["training_seconds"]))
         value = report["test"].get(key)
         values[run.seed] = math.nan if value is None else float(value)
     return Cell(
         labels=first.labels,
         column=first.column,
-        sigma=plan.sigma,
+        sigma=privacy.sigma,
         epsilon=epsilon,
         values=values,
         seconds=fmean(seconds) if seconds else math.nan,
@@ -118,7 +118,7 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
 def finished_report(run: Run) -> dict[str, Any] | None:
     """Return a run's report if it and the metrics are intact and the run took all its steps."""
     taken = folder.reported_steps(run.folder)
-    if taken < run.plan.steps or not folder.vouched(run.folder, folder.METRICS):
+    if taken < run.plan.privacy.steps or not folder.vouched(run.folder, folder.METRICS):
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
     return report if report.get("state") == "finished" else None
@@ -131,17 +131,17 @@ def was_changed(run: Run) -> bool:
     except folder.BROKEN:
         return False  # missing or damaged, which is handled elsewhere
     both = (kept.keys() & asked.keys()) - {*ASIDE, "dataset"}  # an earlier version has fewer
-    longer = folder.reported_steps(run.folder) > run.plan.steps
+    longer = folder.reported_steps(run.folder) > run.plan.privacy.steps
     return longer or any(kept[name] != asked[name] for name in both)
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
     """Yield events of all attempts at private runs, not merged, as each begins its own epochs."""
     for run in runs:
-        if run.plan.private and finished_report(run) is not None:
+        if run.plan.privacy.private and finished_report(run) is not None:
             yield from events_of(run.folder, attempts=True)
-        elif run.plan.private:
-            yield from attempts(run.folder, run.plan.event, whole=True)
+        elif run.plan.privacy.private:
+            yield from attempts(run.folder, run.plan.privacy.event, whole=True)
 
 
 def standing_of(cells: Sequence[Cell], metric: Metric) -> list[str]:

@@ -14,9 +14,9 @@ import submitit
 from submitit.core.utils import UncompletedJobError
 from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
-from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import InputError
 from dpmac_cli.studies.executor import Executor, Result
+from dpmac_cli.studies.grid import Run
 from dpmac_cli.studies.local import train_job
 
 #: sbatch options that select the GPUs of a job.
@@ -46,16 +46,16 @@ class Array(Executor):
 
     def __init__(
         self,
-        plans: Sequence[TrainPlan],
+        runs: Sequence[Run],
         jobs: int | None,
         where: Path,
         sbatch: Mapping[str, str],
         cluster: str = "slurm",
     ) -> None:
-        super().__init__(plans, slots=len(plans))
+        super().__init__(runs, slots=len(runs))
         self._limit = {} if jobs is None else {"slurm_array_parallelism": jobs}
         self._where, self._options, self._cluster = where, dict(sbatch), cluster
-        if plans[0].device == "cuda" and not sbatch.keys() & set(GPUS):
+        if runs[0].plan.run.device == "cuda" and not sbatch.keys() & set(GPUS):
             self._options["gpus-per-node"] = "1"
 
     def submitter(self) -> Any:
@@ -67,8 +67,8 @@ class Array(Executor):
         )
         return executor
 
-    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
-        return list(self.submitter().map_array(_train, plans))
+    def _submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+        return list(self.submitter().map_array(_train, runs))
 
     def _result(self, job: Any) -> Result | None:
         try:
@@ -81,6 +81,6 @@ class Array(Executor):
         job.cancel(check=False)  # SLURM gives it half a minute to save
 
 
-def _train(plan: TrainPlan) -> Result:
+def _train(run: Run) -> Result:
     """Train one run: the main function of a job."""
-    return train_job(plan, int(os.environ.get("SLURM_CPUS_PER_TASK", "1")))
+    return train_job(run, int(os.environ.get("SLURM_CPUS_PER_TASK", "1")))

@@ -14,7 +14,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.plots import means
 from dpmac_cli.release.card import web_page
 from dpmac_cli.runs import folder
-from dpmac_cli.storage.files import shown, to_csv
+from dpmac_cli.storage.files import finite_or_none, to_csv
 from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison
 from dpmac_cli.tasks.known import METRICS
@@ -37,18 +37,18 @@ OTHERS = (
 )
 
 
-def as_values(comparison: Comparison) -> dict[str, Any]:
+def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the content of compare.json: ``rows`` for programs, and remarks."""
     grid = comparison.grid
     return {
         "schema_version": SCHEMA_VERSION,
-        "dataset": grid.plan.dataset,
-        "delta": grid.plan.delta,
-        "metric": grid.plan.metric,
+        "dataset": grid.plan.data.dataset,
+        "delta": grid.plan.privacy.delta,
+        "metric": grid.plan.run.metric,
         "axes": list(grid.axes),
         "column": grid.column,
         "rows": [_row(cell) for cell in comparison.cells],
-        "epsilon_of_the_study": shown(comparison.epsilon),
+        "epsilon_of_the_study": finite_or_none(comparison.epsilon),
         "remarks": remarks(comparison),
     }
 
@@ -57,14 +57,14 @@ def _row(cell: Cell) -> dict[str, Any]:
     return {
         **dict(cell.labels),
         "sigma": cell.sigma,
-        "epsilon": shown(cell.epsilon),
-        "mean": shown(cell.mean),
+        "epsilon": finite_or_none(cell.epsilon),
+        "mean": finite_or_none(cell.mean),
         "std": cell.std,
         "seeds": len(cell.values),
-        "values": {str(seed): shown(value) for seed, value in cell.values.items()},
+        "values": {str(seed): finite_or_none(value) for seed, value in cell.values.items()},
         "failures": {str(seed): why for seed, why in cell.failures.items()},
         "standing": cell.standing,
-        "training_seconds": shown(cell.seconds),
+        "training_seconds": finite_or_none(cell.seconds),
     }
 
 
@@ -80,7 +80,7 @@ def as_markdown(comparison: Comparison) -> str:
     for cell in comparison.cells:
         epsilons[cell.column] = max(cell.epsilon, epsilons.get(cell.column, 0))
     worth = ["no privacy" if math.isinf(e) else format_epsilon(e) for e in epsilons.values()]
-    rows, metric = [["epsilon", *worth, ""]], METRICS[comparison.grid.plan.metric]
+    rows, metric = [["epsilon", *worth, ""]], METRICS[comparison.grid.plan.run.metric]
     by_place = {(cell.labels, cell.column): cell for cell in comparison.cells}
     for labels in dict.fromkeys(cell.labels for cell in comparison.cells):
         cells = [by_place.get((labels, column)) for column in epsilons]
@@ -104,8 +104,8 @@ def study_page(out: Path) -> str:
     Raises InputError if its files cannot be read.
     """
     remedy = "Use the output folder of dpmac compare."
-    _, table = folder.read(out, "compare.md", remedy)
-    file, values = folder.read(out, "compare.json", remedy)
+    _, table = folder.read_run_file(out, "compare.md", remedy)
+    file, values = folder.read_run_file(out, "compare.json", remedy)
     study = json.loads(values)
     if study["schema_version"] != SCHEMA_VERSION:
         raise InputError(f"{file} was written by another version of dpmac: compare again.")
@@ -149,8 +149,8 @@ def remarks(comparison: Comparison) -> list[str]:
             "Each epsilon above is the privacy cost of one run chosen in advance. "
             f"The {runs} runs{counted} use the same records: publishing anything learnt from "
             f"all of them, such as which is best, costs epsilon {format_epsilon(epsilon)} at "
-            f"delta {comparison.grid.plan.delta:g} in total. This includes attempts at these runs "
-            "that were restarted from scratch."
+            f"delta {comparison.grid.plan.privacy.delta:g} in total. This includes attempts at "
+            "these runs that were restarted from scratch."
         )
     if len(cells) > 1:
         said.append(

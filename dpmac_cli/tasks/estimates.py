@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit, xlogy
 
 from dpmac_cli.plots import new_figure, write_figure
-from dpmac_cli.storage.files import shown
+from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.tasks.intervals import TAIL
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.task import Interval, Results, Table
@@ -90,8 +90,8 @@ class Estimates(Results):
         metrics = self.metrics()
         headline = self.task.headline
         ends = self.intervals({headline.name: metrics[headline.name]})[headline.name]
-        found = {metric.key: shown(metrics[metric.name]) for metric in self.task.metrics}
-        return found | {f"{headline.key}_interval": [*map(shown, ends)]}
+        found = {metric.key: finite_or_none(metrics[metric.name]) for metric in self.task.metrics}
+        return found | {f"{headline.key}_interval": [*map(finite_or_none, ends)]}
 
     def details(self) -> dict[str, Any]:
         """Return the range of the targets."""

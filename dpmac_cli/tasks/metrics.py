@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.storage.files import shown
-from dpmac_cli.tasks.intervals import Interval, Sizes, interval, of_shares
+from dpmac_cli.storage.files import finite_or_none
+from dpmac_cli.tasks.intervals import Floats, Interval, Sizes, interval, of_shares
 
-Floats = NDArray[np.floating[Any]]
 #: Number of equal-width bins of the calibration error.
 BINS = 15
 #: Minimum and maximum default number of bootstrap resamples, and their largest total size.
@@ -92,7 +91,7 @@ def sensitivity_and_specificity(answers: Answers) -> list[list[float]]:
 
 def as_values(answers: Answers, metrics: Mapping[str, float]) -> dict[str, Any]:
     """Return :func:`all_metrics` and per-class rates as JSON values; null if undefined."""
-    named = {name.replace("-", "_"): shown(value) for name, value in metrics.items()}
+    named = {name.replace("-", "_"): finite_or_none(value) for name, value in metrics.items()}
     return {**named, **rates_as_values(answers)}
 
 
@@ -100,8 +99,8 @@ def rates_as_values(answers: Answers) -> dict[str, list[float | None]]:
     """Return sensitivity and specificity per column as JSON values; null if undefined."""
     sensitivity, specificity = sensitivity_and_specificity(answers)
     return {
-        "sensitivity": [*map(shown, sensitivity)],
-        "specificity": [*map(shown, specificity)],
+        "sensitivity": [*map(finite_or_none, sensitivity)],
+        "specificity": [*map(finite_or_none, specificity)],
     }
 
 

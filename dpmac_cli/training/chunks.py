@@ -1,6 +1,9 @@
 """Clipped sum of a batch, in chunks that fit into memory."""
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from math import ceil, sqrt
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,15 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
+from dpmac_cli.dp.clipping.batch_invariance import (
+    PERIOD,
+    Manner,
+    Whole,
+    fill_rows,
+    find_manner,
+    without_zeros,
+)
+from dpmac_cli.dp.clipping.batches import NOTHING, Structure, map_rows, samples_in, tensors_in
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import (
@@ -20,14 +32,14 @@ from dpmac_cli.dp.clipping.layers import (
     without_gradients,
 )
 from dpmac_cli.dp.clipping.norms import Metric
-from dpmac_cli.dp.clipping.rows import PERIOD, Manner, Whole, fill_rows, find_manner, without_zeros
-from dpmac_cli.dp.losses import build_loss
+from dpmac_cli.dp.clipping.recorder import by_row
+from dpmac_cli.dp.losses import Loss, build_loss
 from dpmac_cli.errors import ModelError, RunError
 from dpmac_cli.models.unchanged import DURING, Unchanged
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
-from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.schedules import StepPlan
 
 #: Note for a network whose records depend on others under vmap.
 IN_A_LOOP = (
@@ -36,11 +48,33 @@ IN_A_LOOP = (
 )
 
 
-class ChunkedSum:
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """Settings for running a network on the samples of a step.
+
+    Attributes:
+        loss: loss per sample.
+        views: number of inputs per sample, whose mean loss counts.
+        physical_batch: samples to process at a time. batch: expected number B in a step.
+        isolated: whether each sample is run alone. private: whether rows must not round others.
+        own: user-supplied loss, which must not change.
+    """
+
+    loss: Loss
+    views: int = 1
+    physical_batch: int
+    batch: float
+    isolated: bool = False
+    private: bool = True
+    own: Any = None
+
+
+class ChunkedSum(ABC):
     """Sum of the clipped, centred gradients of a batch, computed chunk by chunk.
 
-    Takes the model, the data on its device, the plan, B, and the random draws for the records of
-    units and for augmented views. Raises ModelError if layers cannot be clipped.
+    Takes the model, the structure of a sample's inputs and labels, with all views, and the random
+    draws for the records of units and for augmented views. Raises ModelError if layers cannot be
+    clipped.
 
     Attributes:
         theta: the model's parameters, moved into one vector, shape (d,).
@@ -52,59 +86,65 @@ class ChunkedSum:
     """
 
     def __init__(
-        self, model: nn.Module, data: Data, plan: Plan, batch: float, layers: LayerDraws | None
+        self,
+        model: nn.Module,
+        inputs: Structure,
+        labels: Structure,
+        how: Running,
+        layers: LayerDraws | None,
     ) -> None:
-        self._data, self._recipe, self._layers = data, plan.recipe, layers
-        self._private = plan.private
-        inputs, isolated, kind = plan.recipe.inputs, None, plan.recipe.loss
-        loss = plan.loss or build_loss(kind.name, kind.smoothing, kind.weights, data.gain.device)
-        self.chunk = first_chunk(plan.physical_batch, batch)
-        shape = tuple(data.train.images.shape[1:])
-        if plan.isolated:
+        self._inputs, self._labels, self._layers = inputs, labels, layers
+        self._private, isolated, batch = how.private, None, how.batch
+        self.chunk = first_chunk(how.physical_batch, batch)
+        if how.isolated:
             found = split_by_module(model)
-            given = shape if inputs == 1 else (inputs, *shape)
-            label = data.train.labels.new_zeros(data.train.labels.shape[1:])
-            isolated = Isolated(model, found, given, inputs, loss, label)
+            isolated = Isolated(model, found, inputs, how.views, how.loss, labels)
             self.chunk = min(self.chunk, isolated.most)
         else:
-            found = find_layers(model, data.gain.new_zeros(2, *shape))
+            found = find_layers(model, by_row(inputs.made_up(2), how.views))
         self._isolated = isolated
         self._parameters = [p for layer in found for p in layer.parameters.values()]
         self.trained = set(map(id, self._parameters))
         self.theta = flatten_parameters(found)
-        if plan.isolated and self.theta.dtype != data.gain.dtype:
-            raise ModelError(
-                f"The parameters are {self.theta.dtype}, but a network that runs on each sample "
-                f"alone needs the dtype of its input, {data.gain.dtype}. Add this line to the "
-                "network's factory, or before make_private: network.float()"
-            )
+        if how.isolated:
+            self._check_dtype()
         for p in self._parameters:
             p.requires_grad_(True)
         run = None if isolated is None else Whole(isolated)
         self._network = model if run is None else run
         most = Manner(full=True).least(self.chunk)
-        self.clipped_sum = ClippedSum(model, found, most, inputs, batch, run, loss)
+        self.clipped_sum = ClippedSum(model, found, most, how.views, batch, run, how.loss)
         self._sum = torch.empty_like(self.theta)
         model.train()  # as validated
-        self.unchanged = Unchanged(model, self.trained, plan.loss)
+        self.unchanged = Unchanged(model, self.trained, how.own)
         self.manner, self.notes = self._manner(isolated)
         self.unchanged.check(DURING)
+
+    @abstractmethod
+    def _read(self, drawn: Batch, part: slice, ahead: slice, step: int) -> tuple[Any, Any]:
+        """Return inputs and labels of a part of the drawn samples; begin to read those ahead."""
+
+    def _check_dtype(self) -> None:
+        """Raise ModelError if a network that sees each sample alone would cast its inputs."""
+        for given in tensors_in(self._inputs.template):
+            if given.is_floating_point() and given.dtype != self.theta.dtype:
+                raise ModelError(
+                    f"The parameters are {self.theta.dtype}, but a network that runs on each "
+                    f"sample alone needs the dtype of its input, {given.dtype}. Add this line to "
+                    "the network's factory, or before make_private: network.float()"
+                )
 
     def _manner(self, isolated: Isolated | None) -> tuple[Manner, tuple[str, ...]]:
         """Return a way to run the network in which no record depends on others, and notes.
 
         Raises ModelError if there is none.
         """
-        data, inputs = self._data, self._recipe.inputs
-        several = (inputs,) if inputs > 1 else ()
-        generator = torch.Generator().manual_seed(0)
-        base = torch.randn(PERIOD, *several, *data.train.images.shape[1:], generator=generator)
-        base = base.to(data.gain)
-        label = data.train.labels.new_zeros((*several, *data.train.labels.shape[1:]))
+        base, label = self._inputs.made_up(PERIOD), self._labels.made_up(1)
 
-        def run(x: Tensor) -> Any:
+        def run(x: Any) -> Any:
+            y = map_rows(lambda t: t.expand(samples_in(x), *t.shape[1:]), label)
             with code_of_network(x):
-                return self.clipped_sum.forward(x, label.expand(len(x), *label.shape))
+                return self.clipped_sum.forward(x, y)
 
         one_by_one = isolated is not None and not isolated.vmapped
         if one_by_one or self.chunk == 1 or not self._private:
@@ -148,9 +188,11 @@ class ChunkedSum:
         part, total, begin = self._sum, None, 0
         while begin < len(drawn):
             end = begin + _evenly(len(drawn) - begin, chunk)
-            ahead = drawn[end : end + _evenly(len(drawn) - end, chunk)]
+            ahead = slice(end, end + _evenly(len(drawn) - end, chunk))
             try:
-                self._sum_chunk(drawn[begin:end], ahead, step, metric, self.manner.least(chunk))
+                inputs, labels = self._read(drawn, slice(begin, end), ahead, step)
+                least = self.manner.least(chunk)
+                self._sum_chunk(drawn[begin:end], inputs, labels, step, metric, least)
             except (RuntimeError, MemoryError) as failure:
                 if not out_of_memory(failure):
                     raise
@@ -171,25 +213,84 @@ class ChunkedSum:
             begin = end
         return part.zero_() if total is None else total, chunk
 
-    def _sum_chunk(self, drawn: Batch, ahead: Batch, step: int, metric: Metric, least: int) -> None:
-        """Write the sum of a chunk, filled to ``least`` rows; read the next chunk's records."""
-        recipe, rows = self._recipe, self._rows(drawn, step)
-        images, labels = self._data.train.at(rows)
-        if len(ahead):
-            self._data.train.read_ahead(self._rows(ahead, step))
-        if recipe.augmented:
-            words = self._words(drawn, step, recipe.inputs).reshape(len(rows), -1)
-            images = views_of(images, words, recipe.augment)
-            labels = labels.repeat_interleave(recipe.views, 0)
-        inputs = self._data.standardised(images)
-        if recipe.inputs > 1:
-            inputs, labels = (t.view(len(drawn), -1, *t.shape[1:]) for t in (inputs, labels))
+    def _sum_chunk(
+        self, drawn: Batch, inputs: Any, labels: Any, step: int, metric: Metric, least: int
+    ) -> None:
+        """Write the sum of a chunk, filled to ``least`` rows."""
         inputs, labels = fill_rows(inputs, least), fill_rows(labels, least)
         if self._isolated is not None and self._layers is not None:
-            filling = drawn[:1].repeat(len(inputs) - len(drawn))
+            filling = drawn[:1].repeat(samples_in(inputs) - len(drawn))
             self._isolated.seeds = self._layers.seeds(step, np.append(drawn, filling))
         with self.manner.of(self._network), without_gradients(self._parameters):
             self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
+
+
+class BatchSum(ChunkedSum):
+    """Sum over the records of batches that a program supplies.
+
+    Takes a network that returns its own losses, the structure of a sample, how it is run, and the
+    random draws of its layers.
+
+    Attributes:
+        batch: batch of the step, one row for each drawn record, in their order.
+    """
+
+    batch: Any = NOTHING
+
+    def __init__(
+        self, objective: nn.Module, inputs: Structure, how: Running, layers: LayerDraws | None
+    ) -> None:
+        super().__init__(objective, inputs, Structure(NOTHING), how, layers)
+
+    def _read(self, drawn: Batch, part: slice, ahead: slice, step: int) -> tuple[Any, Any]:
+        return map_rows(itemgetter(part), self.batch), NOTHING
+
+
+class DataSum(ChunkedSum):
+    """Sum over the training records of a dataset, or the records of its units.
+
+    Takes the model, the data on its device, the plan, B, and the random draws for the records of
+    units and for augmented views.
+    """
+
+    def __init__(
+        self, model: nn.Module, data: Data, plan: StepPlan, batch: float, layers: LayerDraws | None
+    ) -> None:
+        self._data, self._recipe = data, plan.recipe
+        inputs, kind = plan.recipe.inputs, plan.recipe.loss
+        loss = plan.loss or build_loss(kind.name, kind.smoothing, kind.weights, data.gain.device)
+        several = (inputs,) if inputs > 1 else ()
+        images, labels = data.train.images.shape[1:], data.train.labels
+        super().__init__(
+            model,
+            Structure(data.gain.new_zeros((1, *several, *images))),
+            Structure(labels.new_zeros((1, *several, *labels.shape[1:])), keep=True),
+            Running(
+                loss=loss,
+                views=inputs,
+                physical_batch=plan.physical_batch,
+                batch=batch,
+                isolated=plan.isolated,
+                private=plan.private,
+                own=plan.loss,
+            ),
+            layers,
+        )
+
+    def _read(self, drawn: Batch, part: slice, ahead: slice, step: int) -> tuple[Tensor, Tensor]:
+        """Return the records of units, and their augmented views, standardised, with labels."""
+        recipe, rows, later = self._recipe, self._rows(drawn[part], step), drawn[ahead]
+        images, labels = self._data.train.at(rows)
+        if len(later):
+            self._data.train.read_ahead(self._rows(later, step))
+        if recipe.augmented:
+            words = self._words(drawn[part], step, recipe.inputs).reshape(len(rows), -1)
+            images = views_of(images, words, recipe.augment)
+            labels = labels.repeat_interleave(recipe.views, 0)
+        inputs, samples = self._data.standardised(images), len(drawn[part])
+        if recipe.inputs > 1:
+            inputs, labels = (t.view(samples, -1, *t.shape[1:]) for t in (inputs, labels))
+        return inputs, labels
 
     def _rows(self, drawn: Batch, step: int) -> Batch:
         """Return the records of the drawn units, shape (units * K,)."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.units import Units
-from dpmac_cli.dp.clipping.rows import LEAST_ROWS, fill_rows
+from dpmac_cli.dp.clipping.batch_invariance import LEAST_ROWS, fill_rows
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.tasks.task import Results, Task
 from dpmac_cli.torch_errors import code_of_network

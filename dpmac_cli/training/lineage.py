@@ -6,15 +6,15 @@ and as a part of another network. A state dict does not hold it.
 """
 
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.dp.clipping.parts import LINEAGE
+from dpmac_cli.dp.clipping.deep_copy import LINEAGE
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.unchanged import watched
 
@@ -52,6 +52,16 @@ class Training:
     def done(self) -> TrainingEvent:
         """Return the event of the steps that have begun."""
         return replace(self.event, steps=self.begun)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the training as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, saved: Mapping[str, Any]) -> "Training":
+        """Return the training from the result of :meth:`as_json`."""
+        event, unit = TrainingEvent(**saved["event"]), tuple(saved["unit"])
+        return cls(**{**saved, "event": event, "unit": unit})
 
 
 def attach(network: nn.Module, training: Training) -> None:

@@ -69,8 +69,8 @@ class Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Plan of a run, fixed before it begins."""
+class StepPlan:
+    """Plan of the steps of a run, fixed before the first one."""
 
     steps: int  # T
     steps_per_epoch: int  # ceil(n/B)

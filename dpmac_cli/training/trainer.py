@@ -1,49 +1,33 @@
-"""Training step: Algorithm 1 on one state. Prints nothing."""
+"""Trainer of a dataset: its steps, and the scores of its test records. Prints nothing."""
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.algorithm import Algorithm
-from dpmac_cli.dp.clipping.clipped_sum import clip_limit
-from dpmac_cli.dp.clipping.layers import blocks
-from dpmac_cli.dp.clipping.norms import Metric
-from dpmac_cli.dp.clipping.parts import duplicate
-from dpmac_cli.dp.geometry import part_of, pinned_shares
-from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
+from dpmac_cli.dp.clipping.deep_copy import duplicate
+from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.precision import full_float32
-from dpmac_cli.errors import DivergedError, ModelError
-from dpmac_cli.models.unchanged import DURING
-from dpmac_cli.randomness.noise import SeededNormals
-from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.training.canaries import Canaries
-from dpmac_cli.training.chunks import ChunkedSum
+from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.covered import CoveredScore, release
+from dpmac_cli.training.descent import Descent
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
-from dpmac_cli.training.lineage import Training
-from dpmac_cli.training.schedules import Plan
-from dpmac_cli.training.state import Randomness, TrainState
-
-#: Fraction of the clipping margin below 1 that the mechanism's rounding may use; the rest is for
-#: the rounding of sums.
-ROUNDING_SHARE = 0.01
+from dpmac_cli.training.schedules import StepPlan
+from dpmac_cli.training.state import Randomness
 
 
-class Trainer:
-    """Train a model with one optimizer.
+class Trainer(Descent):
+    """Train a model on a dataset with one optimizer.
 
     Args:
         model: maps images to logits; its parameters are moved into one vector.
         data: data on the same device. hooks: canaries of an audit.
         ranks: the processes of the run, each of which sums its share of every batch.
-
-    Attributes:
-        notes: messages about how the network is run.
 
     Raises:
         ModelError: layers cannot be clipped, or there are too many parameters for the mechanism.
@@ -57,119 +41,22 @@ class Trainer:
         data: Data,
         algorithm: Algorithm,
         mechanism: GaussianMechanism,
-        plan: Plan,
+        plan: StepPlan,
         randomness: Randomness,
         hooks: Sequence[Canaries] = (),
         ranks: Ranks | None = None,
     ) -> None:
-        if not plan.private and mechanism.noise_multiplier > 0:
-            raise ValueError("noise needs clipping, which is turned off without privacy")
-        self.training: Training | None = None  # counts the steps that use records
-        self._dtype = torch.get_default_dtype()
-        self.model, self.data, self.algorithm = model, data, algorithm
-        self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
-        self.randomness, self._ranks = randomness, ranks or Ranks()
-        self._sums = ChunkedSum(model, data, plan, mechanism.expected_batch, randomness.layers)
-        theta, self.notes = self._sums.theta, self._sums.notes
-        self._unchanged = self._sums.unchanged
-        _check_rounding(mechanism, theta.numel())
-        region, spread, moments = algorithm.start(theta)
-        self.state = TrainState(
-            theta=theta,
-            moments=moments,
-            region=region,
-            spread=spread,
-            chunk=self._sums.chunk,
-            keys=randomness.keys,
-            average=theta.clone() if plan.recipe.ema else None,
-            extra={name: t for hook in hooks for name, t in hook.tensors().items()},
+        self.data = data
+        super().__init__(
+            model=model,
+            sums=DataSum(model, data, plan, mechanism.expected_batch, randomness.layers),
+            algorithm=algorithm,
+            mechanism=mechanism,
+            plan=plan,
+            randomness=randomness,
+            hooks=hooks,
+            ranks=ranks,
         )
-        self._metric = Metric(region)
-        self._blocks = blocks(theta.numel(), theta.device)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take one step of Algorithm 1. With an empty batch the step consists of noise only.
-
-        Raises ModelError if the network is no longer the one that was validated.
-        """
-        self.model.train()  # as validated; the caller may have left it in evaluation mode
-        self._unchanged.check()
-        if self.training is not None:
-            self.training.begin()
-        with full_float32(self._dtype):
-            batch = self._draw()
-            clipped = self._clip_and_sum(batch)
-            noise = self._begin()
-            private = (self._release(clipped, block, noise) for block in self._blocks)
-            self._end(list(map(self._update, private, self._blocks)))
-
-    def _draw(self) -> Batch:
-        """Draw this rank's share of the batch: line 3."""
-        sampler = self.randomness.sampler
-        drawn = None if sampler is None else sampler.draw(self.state.step + 1)
-        batch = self._ranks.share(drawn)
-        for hook in self.hooks:
-            batch = hook.records(batch)
-        return batch
-
-    def _clip_and_sum(self, batch: Batch) -> Tensor:
-        """Sum the clipped, centred gradients over all ranks, shape (d,): lines 4 to 8."""
-        state, layers, step = self.state, self.randomness.layers, self.state.step + 1
-        self._metric.refresh()
-        with nullcontext() if layers is None else layers.of(step):
-            part, chunk = self._sums.of(batch, step, self._metric, state.chunk)
-        self._unchanged.check(DURING)
-        # Equal on all ranks, so differences in rounding between runs depend on public numbers.
-        state.chunk = self._ranks.least(chunk)
-        clipped = self._ranks.reduce(part)
-        for hook in self.hooks:
-            clipped = hook.add(step, clipped, self._sums.clipped_sum, self._metric)
-        return clipped
-
-    def _begin(self) -> SeededNormals | None:
-        """Advance all scalar state to step t; return the noise of that step."""
-        state, source = self.state, self.randomness.noise
-        state.step += 1
-        state.moments.step = state.step
-        self.algorithm.geometry.begin(state.step, state.spread)
-        return None if source is None else source.at(state.step)
-
-    def _release(self, clipped: Tensor, block: slice, noise: SeededNormals | None) -> PrivateMean:
-        """Return the private mean of some coordinates, from the rank with noise: lines 9 to 11."""
-        region = part_of(self.state.region, block)
-        if noise is not None:
-            private = self.mechanism.release(clipped[block], region, noise)
-        else:
-            private = self.mechanism.placeholder(region, clipped[block])
-        self._ranks.broadcast(private.value)
-        for hook in self.hooks:
-            hook.hear(private, region, block)
-        return private
-
-    def _update(self, private: PrivateMean, block: slice) -> Tensor:
-        """Update some coordinates, lines 12 to 20; return their part of the sum in line 20."""
-        state, algorithm = self.state, self.algorithm
-        region, moments = part_of(state.region, block), part_of(state.moments, block)
-        spread = None if state.spread is None else part_of(state.spread, block)
-        theta, recipe = state.theta[block], self.plan.recipe
-        eta = algorithm.hyper.lr * recipe.rate(state.step, self.plan.steps)
-        if recipe.weight_decay:
-            theta.mul_(1 - eta * recipe.weight_decay)
-        algorithm.rule(theta, eta, private, moments)  # lines 12 to 15
-        return algorithm.geometry.estimate(private, moments, region, spread)  # lines 16 to 20
-
-    def _end(self, sums: list[Tensor]) -> None:
-        """Set the factor of line 20, and average theta."""
-        state = self.state
-        if state.average is not None:
-            state.average.lerp_(state.theta, 1 - self.plan.recipe.decay(state.step))
-        if state.spread is not None:
-            state.region.factor.copy_(torch.stack(sums).sum())
-        for hook in self.hooks:
-            hook.end()
-        if state.step % self.plan.steps_per_epoch == 0:
-            self._ranks.agree([state.theta, state.region.centre, state.region.inverse])
 
     @contextmanager
     def published(self) -> Iterator[nn.Module]:
@@ -205,45 +92,3 @@ class Trainer:
         assert self.randomness.scores is not None  # noqa: S101  (only the first rank scores)
         result = self.evaluate()
         return release(result, self.data.test.units, scores, self.randomness.scores.at(step))
-
-    def check_finite(self) -> None:
-        """Raise DivergedError if a parameter is not finite. Synchronises with the device."""
-        if not bool(torch.isfinite(self.state.theta).all()):
-            raise DivergedError(self.state.step)
-
-    def check_network(self) -> None:
-        """Raise ModelError if the network is no longer the one that was validated.
-
-        That includes buffers and frozen parameters, which are published without noise.
-        """
-        with self._unchanged.training():
-            self._unchanged.check()
-        self._unchanged.check_values()
-
-    def public_values(self) -> dict[str, float]:
-        """Return post-noise quantities for logs. Synchronises with the device.
-
-        ``noise_norm`` is the expected norm of the noise in the next private mean,
-        ||b|| sigma / B: a function of public values, unlike the norm of the actual noise.
-        """
-        state, mechanism, hyper = self.state, self.mechanism, self.algorithm.hyper
-        region, d = state.region, state.theta.numel()
-        scale = region.scale.double().square().sum().item() * (d if region.is_ball else 1)
-        ratio = mechanism.noise_multiplier / mechanism.expected_batch
-        values = {"noise_norm": scale**0.5 * ratio if ratio else 0.0}
-        if state.spread is not None and state.step > 0:
-            low, high = pinned_shares(region, hyper.h1, hyper.h2)
-            ratio = (region.centre / region.scale).double().norm().item()
-            values |= {"share_h1": low, "share_h2": high, "centre_over_scale_norm": ratio}
-        return values
-
-
-def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
-    """Raise ModelError if the mechanism's rounding could exceed the margin of the clipping."""
-    added, margin = mechanism.rounding(size), 1 - clip_limit(mechanism.expected_batch)
-    if added > ROUNDING_SHARE * margin:
-        raise ModelError(
-            f"The model has {size:,} parameters: rounding their sums to the grid of --secure could "
-            f"add {added:.1g} to the sensitivity, but clipping leaves a margin of only "
-            f"{margin:.1g} for all rounding. Use a smaller model, or leave out --secure."
-        )

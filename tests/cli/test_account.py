@@ -18,8 +18,8 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.runs import train as run
-from dpmac_cli.runs.train import finish
+from dpmac_cli.release import run
+from dpmac_cli.release.run import finish
 from tests.digits_runs import (
     RATE,
     after,
@@ -28,6 +28,7 @@ from tests.digits_runs import (
     train_digits,
     train_events,
 )
+from tests.tiers import rest_long
 from tests.typed import dpmac, hooked, loading, shell
 
 DELTA = 1e-5
@@ -82,7 +83,6 @@ def test_the_line_of_the_issue() -> None:
 PAPER = {0.5: 7.4793, 0.6: 3.9886, 0.7: 2.3158, 0.8: 1.4470, 0.9: 1.0122, 1.0: 0.7850}
 
 
-@pytest.mark.long
 @pytest.mark.privacy
 def test_the_row_of_the_paper_in_one_table() -> None:
     line = f"--sigma {','.join(map(str, PAPER))}"
@@ -244,7 +244,6 @@ INVERSES = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("method", ["poisson", "random-allocation --accountant rdp"])
 @pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: inverse.solve)
@@ -329,7 +328,7 @@ def test_targets_out_of_reach_do_not_hide_those_within() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("delta", ["1e-15", "1e-30"])
+@pytest.mark.parametrize("delta", rest_long(["1e-15", "1e-30"]))
 @pytest.mark.parametrize("solve", ["sigma", "steps", "batch-size"])
 def test_where_privacy_losses_end_rdp_goes_on_and_is_named(solve: str, delta: str) -> None:
     sigma = "" if solve == "sigma" else "--sigma 4"

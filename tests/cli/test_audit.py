@@ -1,6 +1,8 @@
 """dpmac train --canaries and dpmac eval --audit, as typed and as seen."""
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from typer.testing import Result
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.publish import load_model
+from dpmac_cli.release import audit
+from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.report import TEXTS
 from dpmac_cli.runs import folder
 from tests.digits_runs import digits_config
@@ -72,6 +75,7 @@ def test_an_ordinary_run_is_no_audit(tmp_path: Path) -> None:
     assert "it is not an audit run, or has not ended" in found.stderr
 
 
+@pytest.mark.long
 def test_what_the_attack_found_beside_the_claim(trained: tuple[Path, Result]) -> None:
     out, _ = trained
     told = dpmac("eval", out, "--audit")
@@ -97,27 +101,32 @@ def test_what_the_attack_found_beside_the_claim(trained: tuple[Path, Result]) ->
     assert lines[6].startswith("The attack does not contradict the claim. That does not prove it")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _bounds_computed_once() -> Iterator[None]:
+    """A bound takes seconds, and several commands print the same one."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(audit, "curve_bound", cache(audit.curve_bound))
+        yield
+
+
 @pytest.mark.privacy
-@pytest.mark.parametrize("json_too", [False, True])
 def test_a_claim_that_the_attack_contradicts_is_exit_code_4(
-    trained: tuple[Path, Result], json_too: bool, tmp_path: Path
+    trained: tuple[Path, Result], tmp_path: Path
 ) -> None:
     kept: dict[str, Any] = json.loads((trained[0] / folder.AUDIT).read_text())
     scores = [1.0 if coin else -1.0 for coin in kept["coins"]]
     (tmp_path / folder.CONFIG).write_text("")
     text = json.dumps({**kept, "guesses": 40, "scores": scores})
     (tmp_path / folder.AUDIT).write_text(text)
-    found = dpmac("eval", tmp_path, "--audit", *(["--json"] if json_too else []))
-    assert found.exit_code == 4
-    if json_too:
-        body = json.loads(found.stdout)
-        assert (body["right"], body["holds"]) == (40, False)
-        assert body["lower_bound"] > 2
-    else:
-        assert "40 of 40 guesses right" in found.stdout
-        assert "The attack contradicts the claim" in found.stdout
-        assert "training has a bug" in found.stdout
-    assert found.stderr == ""
+    told, found = (dpmac("eval", tmp_path, "--audit", *flags) for flags in ((), ("--json",)))
+    assert (told.exit_code, found.exit_code) == (4, 4)
+    assert "40 of 40 guesses right" in told.stdout
+    assert "The attack contradicts the claim" in told.stdout
+    assert "training has a bug" in told.stdout
+    body = json.loads(found.stdout)
+    assert (body["right"], body["holds"]) == (40, False)
+    assert body["lower_bound"] > 2
+    assert told.stderr == found.stderr == ""
 
 
 def test_a_model_of_an_audit_can_still_be_scored(trained: tuple[Path, Result]) -> None:
@@ -180,14 +189,14 @@ def test_an_audit_scores_no_data_set(trained: tuple[Path, Result], flag: str) ->
 )
 def test_a_tenth_is_guessed_and_a_few_at_least(canaries: int, guesses: int) -> None:
     config = digits_config(canaries=canaries)
-    assert config.guesses == guesses
-    assert digits_config(canaries=canaries, guesses=1).guesses == 1
+    assert config.privacy.audit.guesses == guesses
+    assert digits_config(canaries=canaries, guesses=1).privacy.audit.guesses == 1
 
 
 @pytest.mark.privacy
 def test_a_config_file_repeats_an_audit(trained: tuple[Path, Result]) -> None:
     config = resolve({}, trained[0] / folder.CONFIG).plan
-    assert (config.canaries, config.guesses) == (100, 20)
-    assert config.event.sampling_rate == 128 / (DATASETS["digits"].train_size + 50)
+    assert (config.privacy.audit.canaries, config.privacy.audit.guesses) == (100, 20)
+    assert config.privacy.event.sampling_rate == 128 / (DATASETS["digits"].train_size + 50)
     with pytest.raises(InputError, match="without a privacy guarantee there is nothing to audit"):
         resolve({"no_dp": True}, trained[0] / folder.CONFIG)

@@ -16,7 +16,7 @@ from dpmac_cli.cli.app import app
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.registry import BuiltIn
-from dpmac_cli.release.publish import save_model
+from dpmac_cli.release.model_file import save_model
 from tests.digits_runs import contents
 
 

@@ -97,6 +97,7 @@ def answered(text: str) -> dict[str, str]:
     return dict(rows)
 
 
+@pytest.mark.long
 def test_every_question_is_answered_or_marked_open(run: Path) -> None:
     text = dpmac("card", run).stdout
     assert text == (run / "model-card.md").read_text()

@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 
 from dpmac_cli.cli import compare
 from dpmac_cli.cli.console import Expendable, check_kept
-from dpmac_cli.cli.display import Display
+from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.studies.executor import Ended, Moved
@@ -20,14 +20,14 @@ from dpmac_cli.studies.grid import plan
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.loop import Progress
 from tests.digits_runs import digits_config
-from tests.helpers import classes
+from tests.helpers import class_task
 
 STEPS = 58_800
 
 
-def bar(width: int) -> tuple[Display, Console]:
+def bar(width: int) -> tuple[RunDisplay, Console]:
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
-    display = Display(console)
+    display = RunDisplay(console)
     config = digits_config(steps=STEPS)
     display.show(
         Started(
@@ -92,7 +92,7 @@ def test_a_model_that_has_learned_nothing_is_remarked_on(
         .T
     )
     logits = one_hot(guesses, 2).float()
-    found = Evaluation(1.0, logits, labels, classes(2)).results.remark
+    found = Evaluation(1.0, logits, labels, class_task(2)).results.remark
     assert ("frequent class alone has 6" in found) == remarks
 
 
@@ -123,7 +123,7 @@ def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
     grid = plan({"dataset": "digits", "sigma": "1"}, None, Path("runs"))
     console = Console(width=60, file=io.StringIO(), force_terminal=terminal, color_system=None)
     why = " ".join(f"word{i}" for i in range(60))
-    display = compare.Display(console, grid, range(len(grid.runs)))
+    display = compare.StudyDisplay(console, grid, range(len(grid.runs)))
     with display.bar:
         display.show(Ended(0, why))
     assert isinstance(console.file, io.StringIO)
@@ -135,7 +135,7 @@ def test_the_bar_of_a_study_keeps_to_one_line(width: int) -> None:
     flags = {"dataset": "digits", "optimizers": "all", "kappa": "paper,tracked", "sigma": "1,2"}
     grid = plan(flags, None, Path("runs"))
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
-    display = compare.Display(console, grid, range(len(grid.runs)))
+    display = compare.StudyDisplay(console, grid, range(len(grid.runs)))
     with display.bar:
         for number in (0, 5, 30):
             display.show(Moved(number, 58_799, 0.98765))

@@ -64,6 +64,7 @@ def test_json_agrees_with_the_report(run: Path, name: str) -> None:
     assert shown in evaluate(run / name).stdout
 
 
+@pytest.mark.long
 def test_intervals_are_by_unit_where_records_belong_to_units() -> None:
     draws = np.random.default_rng(0)
     owners = np.repeat(np.arange(120), 5)
@@ -129,6 +130,7 @@ def test_metrics_are_those_of_the_report_and_have_intervals(run: Path) -> None:
     assert evaluation(run)["intervals"] == body["intervals"]
 
 
+@pytest.mark.long
 def test_curves_are_drawn(run: Path, tmp_path: Path) -> None:
     for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
         file = tmp_path / f"curves{suffix}"
@@ -175,6 +177,7 @@ def train_own(text: str, out: str, *flags: str) -> Result:
     return result
 
 
+@pytest.mark.long
 def test_an_output_that_is_no_number_is_said(tmp_path: Path) -> None:
     """In training, at its end, and in scoring: the parameters are finite all the while."""
     train = train_own(
@@ -232,6 +235,7 @@ def test_debug_shows_where_it_failed(run: Path) -> None:
     assert "Traceback" in evaluate(run, "--dataset", "mnist", "--debug").stderr
 
 
+@pytest.mark.long
 def test_a_file_without_test_set_is_scored_in_part_and_says_so(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     file, out = tmp_path / "rows.npz", tmp_path / "own"

@@ -21,10 +21,10 @@ from typer.testing import Result
 from dpmac_cli import torch_errors as faults
 from dpmac_cli.data import loaders as data
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.release import publish, run
 from dpmac_cli.release.scoring import score
-from dpmac_cli.runs import checkpoint, folder, session
+from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
-from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Reduced
 from dpmac_cli.storage import files
 from dpmac_cli.training import loop
@@ -121,13 +121,13 @@ def test_a_full_disk_at_the_end_loses_nothing(
     last: str, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with file_size_limit() as limit, monkeypatch.context() as patch:
-        do = getattr(session, last)
+        do = getattr(publish, last)
 
         def full(*args: Any, **named: Any) -> Any:
             limit(1000)
             return do(*args, **named)
 
-        patch.setattr(session, last, full)
+        patch.setattr(publish, last, full)
         result = dpmac(*RUN)
     failed(result, 2, "Free some space.", "(step 9): dpmac train --resume run")
     assert dpmac("train", "--resume", "run").exit_code == 0
@@ -221,7 +221,7 @@ def test_a_lost_device_names_the_last_checkpoint(
 def test_what_is_a_bug_is_not_laid_on_the_device() -> None:
     assert not faults.device_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not faults.out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    with pytest.raises(RuntimeError, match="mat1"), faults.explained():
+    with pytest.raises(RuntimeError, match="mat1"), faults.torch_failures_explained():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
@@ -258,7 +258,7 @@ def test_smaller_chunks_are_shown_recorded_and_kept_when_resumed(
     assert shown.output.count("memory ran out in step 6: continuing with 32 samples at a time") == 1
     report = json.loads(Path("short/report.json").read_text())
     assert report["machine"]["physical_batch"] == 1024
-    assert digits_config(Path("short/config.yaml")).physical_batch == 1024
+    assert digits_config(Path("short/config.yaml")).run.physical_batch == 1024
 
     # Killed right after that was told, and resumed where memory is plenty.
     with monkeypatch.context() as patch:
@@ -292,7 +292,7 @@ def test_memory_that_runs_out_elsewhere_is_exit_code_4(monkeypatch: pytest.Monke
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
 
-    monkeypatch.setattr(run, "make_trainer", fail)
+    monkeypatch.setattr("dpmac_cli.runs.train.make_trainer", fail)
     failed(dpmac(*RUN), 4, "Memory ran out (DefaultCPUAllocator", "smaller --model")
     assert not Path("run").exists()
 
@@ -416,11 +416,11 @@ def test_a_run_that_ended_meanwhile_is_not_replaced(monkeypatch: pytest.MonkeyPa
     make = assembly.make_trainer
 
     def meanwhile(*args: Any, **kwargs: Any) -> Trainer:
-        monkeypatch.setattr(run, "make_trainer", make)
+        monkeypatch.setattr("dpmac_cli.runs.train.make_trainer", make)
         train_digits(steps=3, seed=1, out="run")
         return make(*args, **kwargs)
 
-    monkeypatch.setattr(run, "make_trainer", meanwhile)
+    monkeypatch.setattr("dpmac_cli.runs.train.make_trainer", meanwhile)
     failed(dpmac(*RUN), 2, "--out run already contains a run")
     assert json.loads(Path("run/report.json").read_text())["hyperparameters"]["steps"] == 3
 

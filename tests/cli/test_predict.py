@@ -230,6 +230,7 @@ def test_data_of_another_kind_is_refused(digits: Path, tabular: Path) -> None:
     assert "nowhere does not exist." in refused(digits, "nowhere")
 
 
+@pytest.mark.long
 def test_no_library_of_metrics_is_loaded_without_need() -> None:
     for args in (("--help",), ("account", "--sigma", "1", "--steps", "1")):
         assert hooked(loading("sklearn", "torch", "pyarrow"), *args).returncode == 0
@@ -248,6 +249,7 @@ def test_what_is_there_is_not_replaced_unasked(digits: Path) -> None:
     assert Path("kept.csv").read_text().startswith("row,predicted,")
 
 
+@pytest.mark.long
 def test_an_output_that_is_no_number_has_no_class() -> None:
     Path("net.py").write_text(
         "import torch\nfrom torch import nn\n\n\n"

@@ -36,6 +36,7 @@ def page_of(path: Path, folder: Path) -> str:
     return text
 
 
+@pytest.mark.long
 def test_the_page_of_a_run_has_card_course_attacks_and_settings(tmp_path: Path) -> None:
     run = train_digits(out=tmp_path / "run", epochs=2).folder
     text = page_of(run, tmp_path)

@@ -16,11 +16,11 @@ from rich.console import Console
 from dpmac_cli.cli.runs import _print, age
 from dpmac_cli.config.yaml_file import HEADER
 from dpmac_cli.errors import DivergedError, InputError
+from dpmac_cli.release import run
 from dpmac_cli.release.listing import ListedRun, varied_settings
+from dpmac_cli.release.run import finish
 from dpmac_cli.runs import folder
-from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Update
-from dpmac_cli.runs.train import finish
 from dpmac_cli.storage import files
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import SEED, after, contents, digits_config, train_digits

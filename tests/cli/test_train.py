@@ -16,9 +16,9 @@ from dpmac_cli import __version__
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.release.run import train
 from dpmac_cli.release.scoring import score
 from dpmac_cli.runs.session import Update
-from dpmac_cli.runs.train import train
 from tests.digits_runs import SEED, after, contents, digits_config, train_digits
 from tests.typed import dpmac, process, shell
 

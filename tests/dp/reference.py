@@ -9,9 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit, clip_weights
-from dpmac_cli.dp.clipping.forms import ByLayer, PerSampleGradients
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
+from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, PerSampleGradients
 from dpmac_cli.dp.mechanism import Ellipsoid
 
 

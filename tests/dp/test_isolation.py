@@ -18,18 +18,28 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit
-from dpmac_cli.dp.clipping.forms import Instantiated
+from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.clipping.layers import Layer, flatten_parameters, split_by_module
-from dpmac_cli.dp.clipping.modules import StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
+from dpmac_cli.dp.clipping.per_sample_gradients import Instantiated
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.errors import ModelError
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import every_optimizer
 from tests.helpers import CLASSES as TINY_CLASSES
-from tests.helpers import PLAN, SIDE, Batches, KeptNoise, Spy, make_trainer, walk
+from tests.helpers import (
+    PLAN,
+    SIDE,
+    Batches,
+    KeptNoise,
+    Spy,
+    classes,
+    make_trainer,
+    numbers,
+    walk,
+)
 
 from .reference import clip
 from .test_per_sample import region_clipping_half
@@ -228,7 +238,8 @@ class Alone:
         self.layers: list[Layer] = split_by_module(model)
         self.model, self.views = model, views
         self.shape = shape if views == 1 else (views, *shape)
-        self.isolated = Isolated(model, self.layers, self.shape, views)
+        labels = classes(*[views] * (views > 1))
+        self.isolated = Isolated(model, self.layers, numbers(*self.shape), views, labels=labels)
         if loop:
             self.isolated.vmapped = False
         self.untouched = copy.deepcopy(model)
@@ -569,7 +580,7 @@ def test_the_choice_of_vmap_draws_from_no_global_generator() -> None:
     expected = torch.rand(3)
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, CLASSES))
     torch.manual_seed(5)
-    Isolated(net, split_by_module(net), (4,))
+    Isolated(net, split_by_module(net), numbers(4))
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -675,7 +686,7 @@ def test_zeros_at_the_start_hide_no_use_of_a_weight() -> None:
 def test_a_network_that_fails_on_made_up_samples_is_refused() -> None:
     net = nn.Linear(4, CLASSES)
     with pytest.raises(ModelError, match=r"The network failed on samples of shape \(5,\)"):
-        Isolated(net, split_by_module(net), (5,))
+        Isolated(net, split_by_module(net), numbers(5))
 
 
 @pytest.mark.privacy
@@ -743,7 +754,7 @@ def test_draws_of_others_are_distributed_alike_with_a_record_more() -> None:
     """By vmap all samples draw from one stream, in order: what is left of it is as random."""
     torch.set_num_threads(1)
     net = Counted()
-    isolated = Isolated(net, split_by_module(net), (2,))
+    isolated = Isolated(net, split_by_module(net), numbers(2))
     assert isolated.vmapped
     x, y = torch.tensor([[4.0, 1.0], [1.0, 1.0], [2.0, 1.0]]), torch.zeros(3).long()
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, log_softmax, nll_loss, softmax
 
+from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters, split_by_module
@@ -14,6 +15,7 @@ from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.losses import Loss, alone, build_loss
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
+from tests.helpers import numbers
 
 SAMPLES, CLASSES = 7, 3
 CPU = torch.device("cpu")
@@ -69,7 +71,8 @@ def gradients(loss: Loss, *, several: bool, isolated: bool) -> Tensor:
     runs = None
     if isolated:
         layers = split_by_module(model)
-        runs = Isolated(model, layers, (5,), loss=loss, label=y[0].new_zeros(y.shape[1:]))
+        labels = Structure(torch.zeros_like(y[:1]), keep=True)
+        runs = Isolated(model, layers, numbers(5), loss=loss, labels=labels)
     else:
         layers = find_layers(model, x)
     theta = flatten_parameters(layers)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.clipping import outer_products as products
+from dpmac_cli.dp.clipping.matmul import FEW_TERMS, matmul
 from dpmac_cli.dp.clipping.norms import roundoff
-from dpmac_cli.dp.clipping.outer_products import FEW_TERMS, OuterProducts, matmul
+from dpmac_cli.dp.clipping.outer_products import OuterProducts
 
 SIZES = [(1, 1, 1), (3, 0, 2), (0, 3, 2), (5, 7, 3), (33, 65, 19), (64, 300, 70), (130, 17, 513)]
 
@@ -52,7 +52,7 @@ def test_products_are_full_float32_whatever_the_environment_says() -> None:
     """bfloat16 inside would round by 2^-9 where norms are bounded by 2^-24 a term."""
     code = """
         import torch
-        from dpmac_cli.dp.clipping.outer_products import matmul
+        from dpmac_cli.dp.clipping.matmul import matmul
         from dpmac_cli.dp.precision import full_float32
         a, b = torch.randn(200, 300), torch.randn(300, 100)
         with full_float32():
@@ -71,7 +71,7 @@ def test_each_sample_has_its_own_sum(
     terms: int, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if library == "MKL":
-        monkeypatch.setattr(products, "ONEDNN", False)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.matmul.ONEDNN", False)
     delta, a = torch.randn(4, terms, 5), torch.randn(4, terms, 6)
     sums = OuterProducts(delta, a, bias=False)
     exact = torch.einsum("nto,ntk->nok", delta.double(), a.double())

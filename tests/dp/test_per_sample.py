@@ -21,13 +21,18 @@ from dpmac_cli.dp.clipping.clipped_sum import (
     clip_limit,
     clip_weights,
 )
-from dpmac_cli.dp.clipping.forms import Instantiated, PerSampleGradients, held, in_pieces
+from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
+from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.modules import StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.products import PositionProducts, Sizes
+from dpmac_cli.dp.clipping.per_sample_gradients import (
+    Instantiated,
+    PerSampleGradients,
+    held,
+    in_pieces,
+)
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError
@@ -479,9 +484,9 @@ def assert_viewed_matches_oracle(name: str, kind: str, views: int) -> None:
 def test_pairs_of_positions_match_the_oracle(
     name: str, kind: str, views: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 0)
-    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.HELD", 0)
-    monkeypatch.setattr(Sizes, "pairs", 0)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 0)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.HELD", 0)
+    monkeypatch.setattr(UseSizes, "pairs", 0)
     net = {**NETS, **AGAIN}[name]
     subject = prepare(net.build(), views=views, example=net.batch()[0][:2])
     [form, *_] = subject.forms(*views_of(net, views))
@@ -765,7 +770,7 @@ def test_pieces_add_up_to_the_whole(
     net = {**NETS, **AGAIN}[name]
     subject, (x, y) = prepare(net.build().double(), views=views), views_of(net, views)
     x = x.double()
-    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", rows * 30)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", rows * 30)
     forms = enumerate(subject.forms(x, y))
     [number, *_] = (n for n, f in forms if isinstance(f, Instantiated) and len([*f.pieces()]) > 1)
     for kind in KINDS:
@@ -798,7 +803,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_linear_layers_never_form_per_sample_gradients(
     ratio: float, views: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 1000)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 1000)
     samples = 64
     subject = prepare(nn.Sequential(nn.Linear(100, 80), nn.ReLU(), nn.Linear(80, 10)), views=views)
     shape = (samples, 100) if views == 1 else (samples, views, 100)
@@ -813,7 +818,7 @@ def test_linear_layers_never_form_per_sample_gradients(
 
 
 def test_few_samples_are_written_out_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 2 * 10_200)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 2 * 10_200)
     subject = prepare(nn.Sequential(Gated(100), nn.Linear(100, 10)))
     x, y = torch.randn(16, 100), torch.randint(10, (16,))
     with Largest() as largest:

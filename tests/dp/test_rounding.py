@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.clipping.clipped_sum import SLACK_SHARE, clip_limit, clip_weights
-from dpmac_cli.dp.clipping.forms import total_squared_norms
+from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms, sum_rounded_up
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.products import PositionProducts, Sizes, sizes
+from dpmac_cli.dp.clipping.per_sample_gradients import total_squared_norms
 from dpmac_cli.dp.geometry import part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, ball, ellipsoid
 from dpmac_cli.randomness.noise import SeededNormals
@@ -240,12 +240,12 @@ def test_terms_that_cancel_cannot_lift_a_sample_above_one(
 ) -> None:
     torch.manual_seed(0)
     if form != "whole":
-        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 1)
-        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.HELD", 0)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 1)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.HELD", 0)
         if form == "pieces":
-            monkeypatch.setattr(Sizes, "instantiating", lambda *_: 0)
+            monkeypatch.setattr(UseSizes, "instantiating", lambda *_: 0)
         else:
-            monkeypatch.setattr(Sizes, "pairs", 0)
+            monkeypatch.setattr(UseSizes, "pairs", 0)
     linear = nn.Linear(8, 10, bias=False)
     model = linear if over == "views" else Bag(together=over == "positions")
     subject = prepare(model, views=100 if over == "views" else 1)
@@ -288,7 +288,7 @@ def test_the_slack_of_pairs_of_terms_is_a_bound(
     region = ball(1.0, torch.zeros(3000))
     if kind == "ellipsoid":
         region = ellipsoid(torch.randn(3000), torch.exp(torch.randn(3000)))
-    monkeypatch.setattr(Sizes, "pairs", 0)
+    monkeypatch.setattr(UseSizes, "pairs", 0)
     found = by_position(layer, a, delta).squared_norms(Metric(region).of(layer))
     exact = whiten((delta.double().mT @ a.double()).flatten(1), region).square().sum(1)
     assert ((found.value - exact).abs() <= found.slack + 1e-12 * exact).all()
@@ -405,7 +405,7 @@ def test_the_margin_covers_the_rounding_of_what_is_written_out(
             return out.squeeze(1)
 
     if pieces:
-        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 1)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 1)
     assert worst_contribution("ball", 1024, 6, Places) <= 1
 
 

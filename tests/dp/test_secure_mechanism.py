@@ -22,7 +22,7 @@ from dpmac_cli.dp.mechanism import (
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness import noise as noises
 from dpmac_cli.randomness.noise import Noise, SeededNormals
-from dpmac_cli.training.trainer import ROUNDING_SHARE
+from dpmac_cli.training.descent import ROUNDING_SHARE
 from tests.conftest import every_optimizer
 from tests.helpers import (
     CLIP_LIMIT,
@@ -79,7 +79,7 @@ class Given(SeededNormals):
     def __init__(self, normals: Tensor) -> None:
         self._normals = normals
 
-    def standard_normal(self, like: Tensor) -> Tensor:
+    def standard_normal(self, like: Tensor, at_once: int | None = None) -> Tensor:
         assert like.dtype == torch.float64
         return self._normals.clone()
 

@@ -12,7 +12,7 @@ from dpmac_cli import ArrayData, make_private
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import DpmacError
 from dpmac_cli.models.validation import Independence, check_model, independence
-from dpmac_cli.runs import setup
+from dpmac_cli.runs import prepare
 from tests.helpers import Batches
 from tests.silent.judge import CLIP_NORM, LR, RECORDS, STEPS, Situation, Weights, records
 
@@ -43,7 +43,7 @@ class Ours:
                 check_model(*parts, **options)
                 _checked.add(situation)
 
-        with patch.multiple(setup, independence=proven_once, check_model=checked_once):
+        with patch.multiple(prepare, independence=proven_once, check_model=checked_once):
             self.private = make_private(
                 situation.wrap(self.net),
                 data,

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.attention import calling_projections
-from dpmac_cli.dp.clipping.forms import ByLayer, choose_form, total_squared_norms
+from dpmac_cli.dp.clipping.batches import Batch, samples_in, shapes_of, tensors_in
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.clipping.matmul import products_by_onednn
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
-from dpmac_cli.dp.clipping.outer_products import products_by_onednn
-from dpmac_cli.dp.clipping.recorder import record_uses
+from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, choose_form, total_squared_norms
+from dpmac_cli.dp.clipping.recorder import by_row, record_uses
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.torch_errors import code_of_network
 
@@ -37,7 +38,7 @@ REACH = 8.0
 LEAST_WEIGHT = 1e-30
 
 #: Computes per-sample losses, shape (samples,), and every layer's uses, or its gradients.
-PerSample = Callable[[Tensor, Tensor], tuple[Tensor, Sequence[Sequence[Use] | Tensor]]]
+PerSample = Callable[[Batch, Batch], tuple[Tensor, Sequence[Sequence[Use] | Tensor]]]
 
 
 class ClippedSum:
@@ -76,15 +77,16 @@ class ClippedSum:
         self._limit = clip_limit(max(capacity, batch or 0))
 
     def of(
-        self, x: Tensor, y: Tensor, metric: Metric, out: Tensor, samples: int | None = None
+        self, x: Batch, y: Batch, metric: Metric, out: Tensor, samples: int | None = None
     ) -> None:
         """Write the sum of c_i (g_i - m) into ``out``, with each ||c_i (g_i - m)/b|| <= 1.
 
         A sample whose gradient or norm is not finite adds exactly zero.
 
         Args:
-            x: at least one input, shape (samples, ...), or (samples, views, ...) if several views.
-            y: one label per input, shape (samples, ...) or (samples, views, ...).
+            x: at least one input: tensors of shape (samples, ...), or (samples, views, ...) if
+                several views.
+            y: one label per input: tensors of shape (samples, ...) or (samples, views, ...).
             metric: metric of the ellipsoid to clip to.
             out: result, shape (d,).
             samples: number of rows that count, if the others only fill the batch.
@@ -93,14 +95,15 @@ class ClippedSum:
             ModelError: see :func:`.record_uses`.
             ValueError: there are more samples than the capacity, or not ``views`` views.
         """
-        if len(x) > self._capacity:
-            raise ValueError(f"{len(x)} samples, but the capacity is {self._capacity}")
-        if self.views > 1 and x.shape[1:2] != (self.views,):
-            raise ValueError(f"inputs of shape {tuple(x.shape)} do not have {self.views} views")
+        rows = samples_in(x)
+        if rows > self._capacity:
+            raise ValueError(f"{rows} samples, but the capacity is {self._capacity}")
+        if self.views > 1 and any(t.shape[1:2] != (self.views,) for t in tensors_in(x)):
+            raise ValueError(f"inputs of shape {shapes_of(x)} do not have {self.views} views")
         with code_of_network(x):  # norms and sums may run the network's code again
-            self._sum(x, y, len(x) if samples is None else samples, metric, out)
+            self._sum(x, y, rows if samples is None else samples, metric, out)
 
-    def _sum(self, x: Tensor, y: Tensor, samples: int, metric: Metric, out: Tensor) -> None:
+    def _sum(self, x: Batch, y: Batch, samples: int, metric: Metric, out: Tensor) -> None:
         gradients = self.gradients(x, y, ball=metric.region.is_ball)
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
@@ -123,13 +126,13 @@ class ClippedSum:
         if result is not out:
             out.copy_(result)
 
-    def gradients(self, x: Tensor, y: Tensor, *, ball: bool) -> ByLayer:
+    def gradients(self, x: Batch, y: Batch, *, ball: bool) -> ByLayer:
         """Return every layer's per-sample gradients, in the form for a ball or an ellipsoid."""
         _, by_layer = self._per_sample(x, y)
         pairs = zip(self.layers, by_layer, strict=True)
         return [(layer, choose_form(layer, uses, self.views, ball=ball)) for layer, uses in pairs]
 
-    def forward(self, x: Tensor, y: Tensor) -> Any:
+    def forward(self, x: Batch, y: Batch) -> Any:
         """Return everything that decides on which side of a kink samples are, as in :meth:`of`.
 
         These are outputs and losses; with ``per_sample``, losses, the inputs of layers, and
@@ -139,14 +142,14 @@ class ClippedSum:
             losses, found = self._per_sample(x, y)
             given = [g if isinstance(g, Tensor) else [use.inputs for use in g] for g in found]
             return losses, given
-        rows, labels = (x, y) if self.views == 1 else (x.flatten(0, 1), y.flatten(0, 1))
+        rows, labels = by_row(x, self.views), by_row(y, self.views)
         calls = ((layer.name, layer.module, layer.attention) for layer in self.layers)
         by_onednn = products_by_onednn(layer.module for layer in self.layers)
         with torch.enable_grad(), calling_projections(calls), by_onednn:
             outputs = self._model(rows)
             return outputs, self._loss(outputs, labels)
 
-    def _recorded(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use]]]:
+    def _recorded(self, x: Batch, y: Batch) -> tuple[Tensor, list[list[Use]]]:
         return self._record(x, y)
 
     def weights(self, squares: Tensor) -> Tensor:

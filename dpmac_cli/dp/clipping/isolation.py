@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dpmac_cli.dp.clipping.layer_rules import RULES, Use, instantiate
+from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, samples_in
+from dpmac_cli.dp.clipping.deep_copy import duplicate
+from dpmac_cli.dp.clipping.layer_rules import LAYER_RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
-from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.layers import forked, seed_all
@@ -26,6 +27,8 @@ from dpmac_cli.torch_errors import code_of_network, out_of_memory
 #: Number of instantiated gradient entries per chunk: 16 MiB of float32. On a CPU, 2^20 and 2^24
 #: take up to 1.4 times as long.
 WRITTEN_OUT = 1 << 22
+#: Structure of labels that are classes.
+CLASS = Structure(torch.zeros(1, dtype=torch.long), keep=True)
 
 
 class Isolated:
@@ -38,10 +41,10 @@ class Isolated:
         model: maps (1, ...), or the views of one sample (views, ...), to logits (rows, classes).
             Its parameters must not be flattened yet.
         layers: :func:`~dpmac_cli.dp.clipping.layers.split_by_module` of the model.
-        shape: shape of a sample: (...), or (views, ...) if there are several augmented views.
+        inputs: structure of a sample: (...), or (views, ...) if there are several views.
         views: number of inputs per sample, public. The network may mix them with each other.
         loss: one loss per row, independent across rows.
-        label: example of an input's label, not private.
+        labels: structure of the labels of a sample.
 
     Raises ModelError if the network fails on a random sample.
     """
@@ -50,10 +53,10 @@ class Isolated:
         self,
         model: nn.Module,
         layers: list[Layer],
-        shape: tuple[int, ...],
+        inputs: Structure,
         views: int = 1,
         loss: Loss = plain,
-        label: Tensor = torch.tensor(0),  # noqa: B008  (never changes)
+        labels: Structure = CLASS,
     ) -> None:
         self._loss_of = loss
         self._model, self._layers, self._views = model, layers, views
@@ -69,9 +72,7 @@ class Isolated:
         self.seeds: list[int] = []
         with forked(), torch.no_grad():
             seed_all(0)
-            x = torch.randn(2, *shape, dtype=torch.float64).to(next(model.parameters()).device)
-            several = [views] * (views > 1)
-            y = label.to(x.device).expand(2, *several, *label.shape)
+            x, y = inputs.made_up(2, double=True), labels.made_up(2, double=True)
             with code_of_network(x):
                 probe = duplicate(model).double()
                 for p in probe.parameters():  # zeros would hide uses of other weights
@@ -92,7 +93,7 @@ class Isolated:
         self.vmapped, self.recorded = False, set()
         return self.most
 
-    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use] | Tensor]]:
+    def __call__(self, x: Batch, y: Batch) -> tuple[Tensor, list[list[Use] | Tensor]]:
         """Return the losses of a chunk, and the uses of each recorded layer or its gradients."""
         seeds, self.seeds = self.seeds, []
         if not self.vmapped:
@@ -102,12 +103,18 @@ class Isolated:
         losses, uses, written = self._vmapped(self._model, x, y, loose)
         return losses, [uses[name] if name in uses else written[name] for name in self._names]
 
-    def _loss(self, network: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    def _like(self, model: nn.Module) -> Tensor:
+        """Return a trained parameter, whose dtype and device are those of the gradients."""
+        first, *_ = chain(*self._names.values())
+        return model.get_parameter(first)
+
+    def _loss(self, network: Callable[[Batch], Any], x: Batch, y: Batch) -> Tensor:
         """Return the loss of one sample, the mean over its views."""
-        rows, labels = (x, y) if self._views > 1 else (x.unsqueeze(0), y.unsqueeze(0))
+        alone = partial(torch.unsqueeze, dim=0)
+        rows, labels = (t if self._views > 1 else map_rows(alone, t) for t in (x, y))
         return self._loss_of(network(rows), labels).mean()
 
-    def _check_repeatable(self, probe: nn.Module, x: Tensor, y: Tensor) -> None:
+    def _check_repeatable(self, probe: nn.Module, x: Batch, y: Batch) -> None:
         """Reject random draws that seeds do not determine, such as those of another generator.
 
         They could depend on the samples before, and a resumed step could not repeat them.
@@ -123,19 +130,21 @@ class Isolated:
             )
 
     def _looped(
-        self, model: nn.Module, x: Tensor, y: Tensor, seeds: Sequence[int] = ()
+        self, model: nn.Module, x: Batch, y: Batch, seeds: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
         """Return losses and gradients, (samples, d), with a new copy and seed for each sample."""
         losses = []
-        rows = x.new_empty(len(x), self._layers[-1].stop)
-        seeds = seeds or torch.randint(2**62, (len(x),)).tolist()
+        samples = samples_in(x)
+        rows = self._like(model).new_empty(samples, self._layers[-1].stop)
+        seeds = seeds or torch.randint(2**62, (samples,)).tolist()
         with forked(), torch.enable_grad():
-            for x_i, y_i, row, seed in zip(x, y, rows, seeds, strict=True):
+            for i, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
+                x_i, y_i = (map_rows(partial(_row, i), batch) for batch in (x, y))
                 seed_all(seed)
                 alone = duplicate(model).requires_grad_(False)
                 named = dict(alone.named_parameters())
                 trained = [named[n].requires_grad_() for n in chain(*self._names.values())]
-                loss = self._loss(alone, x_i.clone(), y_i)
+                loss = self._loss(alone, x_i, y_i)
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
@@ -144,14 +153,15 @@ class Isolated:
         return torch.stack(losses), rows
 
     def _vmapped(
-        self, model: nn.Module, x: Tensor, y: Tensor, loose: Collection[str]
+        self, model: nn.Module, x: Batch, y: Batch, loose: Collection[str]
     ) -> tuple[Tensor, dict[str, list[Use]], dict[str, Tensor]]:
         """Return losses, the recorded layers' uses, and the others' gradients, (samples, d_layer).
 
         The gradient w.r.t. a layer's output is the one w.r.t. a tap, a zero that is added to it.
         """
         alone = duplicate(model).requires_grad_(False)
-        taps = [x.new_zeros(out) for name, _, out in self._calls if name in self.recorded]
+        like = self._like(model)
+        taps = [like.new_zeros(out) for name, _, out in self._calls if name in self.recorded]
         calls: list[tuple[str, torch.Size, torch.Size]] = []
         inputs: list[Tensor] = []
         left: list[Tensor] = []
@@ -164,7 +174,7 @@ class Isolated:
             return out + left.pop(0) if left else out
 
         def loss_of(
-            taps: Sequence[Tensor], trained: dict[str, Tensor], x: Tensor, y: Tensor
+            taps: Sequence[Tensor], trained: dict[str, Tensor], x: Batch, y: Batch
         ) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
             calls.clear()
             inputs.clear()
@@ -190,7 +200,7 @@ class Isolated:
         written = {n: torch.cat([g[k].flatten(1) for k in self._names[n]], 1) for n in loose}
         return losses, uses, written
 
-    def _try_vmap(self, probe: nn.Module, x: Tensor, y: Tensor) -> bool:
+    def _try_vmap(self, probe: nn.Module, x: Batch, y: Batch) -> bool:
         """Find the layers to record, and return whether vmap agrees with the loop.
 
         A layer is recorded if it has a rule and no hooks, its rows are a sample's views, and none
@@ -199,7 +209,7 @@ class Isolated:
         layers = [
             layer
             for layer in split_by_module(probe)
-            if type(layer.module) in RULES
+            if type(layer.module) in LAYER_RULES
             and not (layer.module._forward_hooks or layer.module._forward_pre_hooks)
         ]
         self.recorded = {layer.name for layer in layers}
@@ -220,6 +230,10 @@ class Isolated:
             if out_of_memory(failure):
                 raise
             return False
+
+
+def _row(index: int, rows: Tensor) -> Tensor:
+    return rows[index].clone()
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

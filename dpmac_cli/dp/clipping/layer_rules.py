@@ -11,10 +11,10 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import group_norm, layer_norm
 
+from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.modules import ConstantNorm, Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.patches import gradients_by_position, inputs_by_position, kernel_gradient
+from dpmac_cli.dp.clipping.unfold import gradients_by_position, inputs_by_position, kernel_gradient
 from dpmac_cli.errors import ModelError
 
 #: Inputs per output of a convolution, and positions of an image, up to which products of patches
@@ -103,7 +103,7 @@ def _write(
     if layer.direct:
         out.copy_(use.delta.reshape(len(out), views, -1).sum(1))
         return
-    rule = RULES.get(type(layer.module)) if is_plain(layer, use) else None
+    rule = LAYER_RULES.get(type(layer.module)) if is_plain(layer, use) else None
     gradients = rule(layer, use.inputs[0], use.delta, views) if rule else None
     if gradients is None:
         gradients = _by_vmap(layer, use, views)
@@ -207,7 +207,7 @@ def _embedding(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
 
 
 #: Functions that instantiate a layer's gradients, by its exact type; None falls back to vmap.
-RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients | None]] = {
+LAYER_RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients | None]] = {
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
     StandardisedConv2d: _conv2d,  # w.r.t. W-hat

@@ -11,7 +11,8 @@ from torch.nn.utils import vector_to_parameters
 from torch.nn.utils.parametrize import is_parametrized
 
 from dpmac_cli.dp.clipping.attention import projections, self_attentions
-from dpmac_cli.dp.clipping.direct import copied_parameters
+from dpmac_cli.dp.clipping.batches import Batch
+from dpmac_cli.dp.clipping.direct_parameters import copied_parameters
 from dpmac_cli.errors import ModelError
 
 #: Coordinates that a CPU processes at a time. With fewer, the overhead of operations exceeds the
@@ -46,7 +47,7 @@ def blocks(size: int, device: torch.device, about: int | None = None) -> list[sl
     return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
 
 
-def find_layers(model: nn.Module, example: Tensor | None = None) -> list[Layer]:
+def find_layers(model: nn.Module, example: Batch | None = None) -> list[Layer]:
     """Split a model's trainable parameters into layers, in the order of ``model.parameters()``.
 
     Parameters that a module's forward reads directly, and projections of self-attention, become

@@ -1,80 +1,13 @@
-"""Gradients as sums of outer products, and matrix products in float32."""
+"""Per-sample gradients of Linear layers as sums of outer products, never written out."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.linalg import vector_norm
 
+from dpmac_cli.dp.clipping.matmul import matmul, uses_onednn
 from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
-
-#: Largest number of terms for which MKL is faster because it needs no copy.
-FEW_TERMS = 64
-#: Whether torch was built with oneDNN.
-ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-
-
-def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a @ b, shape (rows, columns), for a (rows, terms) and b (terms, columns).
-
-    On a CPU, float32 products use oneDNN, which uses AVX-512 if available. torch.mm calls MKL,
-    which does so only on Intel processors: on an AMD EPYC it takes 2.2 times as long. oneDNN
-    cannot write to ``out``; for products of few terms, copying would take longer than MKL.
-    """
-    few = out is not None and a.shape[1] <= FEW_TERMS
-    if not _by_onednn(a) or few or a.numel() == 0 or b.numel() == 0:
-        return torch.mm(a, b, out=out)
-    product = _product(_dense(a), _dense(b).T)
-    return product if out is None else out.copy_(product)
-
-
-def _product(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a @ weight.T + bias by oneDNN."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, weight, bias, "none", [], "")
-    return product
-
-
-class _Linear(torch.autograd.Function):
-    """A Linear layer by :func:`matmul`, for inputs (rows, in). Its parameters get no gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        return _product(_dense(x), weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, None, None]:
-        needed, [weight] = ctx.needs_input_grad[0], ctx.saved_tensors
-        return matmul(delta, weight) if needed else None, None, None
-
-
-@contextmanager
-def products_by_onednn(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Make Linear layers multiply by :func:`matmul`, forward and backward, in float32 on a CPU.
-
-    Their parameters get no gradients: those of samples follow from inputs and output gradients.
-    """
-    linear: list[Any] = [m for m in modules if type(m) is nn.Linear and "forward" not in vars(m)]
-    for module in linear:
-        module.forward = partial(_forward, module)
-    try:
-        yield
-    finally:
-        for module in linear:
-            del module.forward
-
-
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    if not _by_onednn(x) or x.ndim < 2 or x.numel() == 0:
-        return nn.Linear.forward(module, x)
-    rows = _Linear.apply(x.flatten(0, -2), module.weight, module.bias)
-    # Not a view: the network may change its output in place.
-    whole: Tensor = torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])
-    return whole
 
 
 @dataclass(frozen=True)
@@ -131,7 +64,7 @@ class OuterProducts:
 
     def weights(self, out: Tensor | None = None) -> Tensor:
         """Write the gradients w.r.t. the weights, (samples, out, in), to ``out`` and return it."""
-        if not _by_onednn(self.delta):
+        if not uses_onednn(self.delta):
             products = torch.bmm(self.delta.mT, self.a)
             return products if out is None else out.copy_(products)
         if out is None and len(self.delta) == 1:
@@ -181,13 +114,3 @@ class OuterProducts:
         rows, columns = self.delta.shape[2], self.a.shape[2]
         weight = flat[: rows * columns].view(rows, columns)
         return weight, flat[rows * columns :] if self.bias else None
-
-
-def _by_onednn(like: Tensor) -> bool:
-    return ONEDNN and like.dtype == torch.float32 and like.device.type == "cpu"
-
-
-def _dense(matrix: Tensor) -> Tensor:
-    """Return a matrix without gaps between rows or columns, with which oneDNN is very slow."""
-    dense = matrix.is_contiguous() or matrix.T.is_contiguous()
-    return matrix if dense else matrix.contiguous()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpmac_cli.dp.clipping.attention import calling_projections
-from dpmac_cli.dp.clipping.direct import Copies, PullBack
+from dpmac_cli.dp.clipping.batches import Batch, map_rows, samples_in
+from dpmac_cli.dp.clipping.direct_parameters import Copies, PullBack
 from dpmac_cli.dp.clipping.layer_rules import Call, Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.losses import Loss, plain
@@ -31,8 +32,8 @@ class _Record:
 def record_uses(
     model: nn.Module,
     layers: list[Layer],
-    x: Tensor,
-    y: Tensor,
+    x: Batch,
+    y: Batch,
     views: int = 1,
     loss: Loss = plain,
     running: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -40,10 +41,10 @@ def record_uses(
     """Run a model on a chunk; return losses, shape (samples,), and the uses of each layer.
 
     Args:
-        model: maps a batch (samples, ...) to logits (samples, classes). It must not mix samples.
+        model: maps a batch to outputs, one row per sample. It must not mix samples.
         layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model.
-        x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
-        y: one label per input, shape (samples, ...), or (samples, views, ...) like ``x``.
+        x: inputs: tensors of shape (samples, ...), or (samples, views, ...) if there are several.
+        y: one label per input: tensors of shape (samples, ...) or (samples, views, ...).
         views: number of inputs per sample, such as augmented views; public. The loss of a sample is
             the mean over them.
         loss: one loss per sample, independent across samples. Calls of layers in it are not
@@ -52,7 +53,8 @@ def record_uses(
 
     Raises ModelError if a layer was not used, or not row by row, or its input was changed in place.
     """
-    rows, labels = (x, y) if views == 1 else (x.flatten(0, 1), y.flatten(0, 1))
+    rows, labels = by_row(x, views), by_row(y, views)
+    samples = samples_in(rows)
     hooked: list[list[_Record]] = [[] for _ in layers]
     hooks = [
         layer.module.register_forward_hook(_recording(layer.name, records), with_kwargs=True)
@@ -60,7 +62,7 @@ def record_uses(
         if not layer.direct
     ]
     direct = [next(iter(layer.parameters.values())) for layer in layers if layer.direct]
-    copies = Copies(iter(direct), len(rows))
+    copies = Copies(iter(direct), samples)
     calls = [(layer.name, layer.module, layer.attention) for layer in layers]
     try:
         with torch.enable_grad():
@@ -84,7 +86,12 @@ def record_uses(
             hook.remove()
     deltas = iter(found)
     by_layer = [[(record, next(deltas)) for record in records] for records in recorded]
-    return losses, [_checked_uses(*pair, len(rows)) for pair in zip(layers, by_layer, strict=True)]
+    return losses, [_checked_uses(*pair, samples) for pair in zip(layers, by_layer, strict=True)]
+
+
+def by_row(batch: Batch, views: int) -> Batch:
+    """Return a batch of shape (samples, views, ...) with one row per view."""
+    return batch if views == 1 else map_rows(lambda t: t.flatten(0, 1), batch)
 
 
 def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:

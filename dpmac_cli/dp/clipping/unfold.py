@@ -1,4 +1,4 @@
-"""Inputs of a layer by position: patches of a convolution, their norms and inner products."""
+"""Unfolded inputs of a layer: patches of a convolution, their norms and inner products."""
 
 from collections.abc import Sequence
 from typing import Any

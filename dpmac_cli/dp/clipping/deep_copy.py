@@ -1,4 +1,4 @@
-"""Parts of a network that its behaviour may depend on, and copies that share none of them.
+"""Copies of a network that share none of the parts that its behaviour may depend on.
 
 Besides attributes, these are the variables that functions keep: closures, default values and
 attributes of functions, and the objects of bound methods. ``copy.deepcopy`` shares most of them

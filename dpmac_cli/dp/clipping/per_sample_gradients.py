@@ -1,4 +1,4 @@
-"""Forms of a layer's per-sample gradients, and the choice of the cheapest one for each layer."""
+"""Per-sample gradients of a layer in the cheapest of several forms: stored, in pieces, or ghost."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli.dp.clipping.ghost_clipping import DEVICE_PIECE, PositionProducts, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, Metric, SquaredNorms, kept, roundoff
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.products import DEVICE_PIECE, PositionProducts, sizes
 
 #: Numbers to instantiate at a time on a CPU, to fit in its cache.
 PIECE = 1 << 20

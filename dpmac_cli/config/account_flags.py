@@ -34,7 +34,7 @@ SOLVABLE: Mapping[str, tuple[AccountName, ...]] = {
 }
 #: Accountants to use, by the value of ``--accountant``.
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
-TRAINING, TARGET, METHOD = "Training", "Question", "Method"
+TRAINING, TARGET, METHOD = "Training", "AccountQuery", "Method"
 NoiseOrNone = Annotated[float, Field(ge=0, le=SIGMA_MAX)]
 
 
@@ -98,7 +98,7 @@ FLAGS: Mapping[AccountName, Option] = options(AccountFlags)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class AccountQuery:
     """Flags of ``dpmac account`` with their defaults; None for the setting to solve for."""
 
     dataset_size: int
@@ -119,7 +119,7 @@ class Question:
         return [(unit, count) for unit, counts in units.items() for count in counts or ()]
 
 
-def parse(given: Mapping[AccountName, str], errors: list[str]) -> AccountFlags:
+def parse_account_flags(given: Mapping[AccountName, str], errors: list[str]) -> AccountFlags:
     """Return the valid flags, and add the faults of the others to ``errors``."""
     return valid_part(AccountFlags, given, errors)[0]
 
@@ -131,14 +131,14 @@ def by_name(flags: Mapping[str, str], errors: list[str]) -> dict[AccountName, st
     return {names[name]: text for name, text in flags.items() if name in names}
 
 
-def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
+def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
     """Convert text by flag name ("batch-size") to a validated question.
 
     Raises InputError with every fault, including those ``found`` before.
     """
     errors = list(found)
     named = by_name(given, errors)
-    typed = parse(named, errors)
+    typed = parse_account_flags(named, errors)
     solve = named.get("solve")
     if solve is None and "epsilon" in named:
         solve = "steps" if "sigma" in named else "sigma"
@@ -163,7 +163,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
         errors += misfits("the dataset", size, batch, epochs or ())
     raise_errors(errors)
     assert size is not None  # noqa: S101
-    return Question(
+    return AccountQuery(
         dataset_size=size,
         batch_size=batch,
         epochs=epochs,
@@ -226,7 +226,7 @@ def _missing(given: Mapping[AccountName, str], solve: str | None) -> Iterator[st
             yield "--epochs or --steps"
 
 
-def answer(question: Question) -> Iterator[Row]:
+def answer(question: AccountQuery) -> Iterator[Row]:
     """Yield the rows that answer a question, one for each combination of its values.
 
     Raises:
@@ -248,7 +248,7 @@ def answer(question: Question) -> Iterator[Row]:
 
 
 def _solved(
-    question: Question, sigma: float, length: tuple[str, int], target: float, accountant: str
+    question: AccountQuery, sigma: float, length: tuple[str, int], target: float, accountant: str
 ) -> Row:
     """Solve for a setting, and compute the privacy cost of the result."""
     size, batch, delta = question.dataset_size, question.batch_size or 0, question.delta
@@ -271,7 +271,7 @@ def _solved(
     return replace(row, dataset_size=size, batch_size=batch, solved=question.solve)
 
 
-def notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
+def account_notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
     """Yield what is legal, but probably not what was meant; ``accountant`` was asked for."""
     events = [event for row in rows for event in row.events]
     for delta, size in dict.fromkeys((row.delta, row.dataset_size) for row in rows):

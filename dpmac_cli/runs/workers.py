@@ -15,9 +15,10 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, device_name, environment
 from dpmac_cli.runs.folder import resume_command
-from dpmac_cli.runs.setup import Task, make_task, make_trainer
+from dpmac_cli.runs.prepare import Task, make_task
+from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import outcome
-from dpmac_cli.torch_errors import explained
+from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.trainer import Trainer
 
@@ -28,7 +29,7 @@ SHARED = (
 )
 
 
-def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Path) -> None:
+def brief_workers(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Path) -> None:
     """Send the run's plan, progress and folder to the other ranks, without secrets."""
     numbers = trainer.state.numbers()
     ranks.brief(
@@ -43,7 +44,7 @@ def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Pa
     _agree(ranks, task, trainer)
 
 
-def assist(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
+def run_worker(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
     """Receive the run from rank 0, and work on it until rank 0 ends it.
 
     ``local`` has the settings of this machine, ``data_dir`` and ``device``. Raises DpmacError if
@@ -51,11 +52,11 @@ def assist(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
     """
     said = None
     try:
-        with explained():
+        with torch_failures_explained():
             ranks.post(environment(choose_device(local.get("device", "auto"), ranks)))
             said = ranks.brief()
             plan, keys = change(said["config"], local).plan, Keys.of_json(said["keys"])
-            device = choose_device(plan.device, ranks)
+            device = choose_device(plan.run.device, ranks)
             task = outcome(make_task(plan, device, keys))
             trainer = make_trainer(
                 plan, steps=said["steps"], device=device, keys=keys, task=task, ranks=ranks

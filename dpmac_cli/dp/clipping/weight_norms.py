@@ -1,4 +1,4 @@
-"""Norms of the gradient w.r.t. a layer's kernel in the layer's metric, a few rows at a time."""
+"""Norms of the gradient w.r.t. a layer's weight in the layer's metric, a few rows at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.functional import conv2d
 
+from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, row_squares, row_sums
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.rows import PERIOD, Manner, find_manner
+from dpmac_cli.dp.clipping.batch_invariance import PERIOD, Manner, find_manner
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models import feature_cache
 from dpmac_cli.models.features import FrozenFeatures

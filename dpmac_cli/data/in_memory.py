@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpmac_cli.data.canonical import Faults
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.stacking import Stack, labels_in, one_by_one
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.errors import InputError
 
 
-class ArrayData(AtHand):
+class ArrayData(InMemoryData):
     """Arrays of records and labels, accepted wherever the name of a dataset is.
 
     The rules for their contents, and for what is public, are those of an .npz. ``x`` is not copied:
@@ -78,7 +78,7 @@ class ArrayData(AtHand):
 
 def from_dataframe(
     frame: Any, schema: TableSchema | Mapping[str, Any] | Path | str, *, name: str = "table"
-) -> AtHand:
+) -> InMemoryData:
     """Return the records of a data frame.
 
     Args:
@@ -91,7 +91,7 @@ def from_dataframe(
     """
     if isinstance(schema, str | Path):
         schema = read_schema(Path(schema))
-    return AtHand(_place(name), frame=frame, schema=schema_of(schema, "schema"))
+    return InMemoryData(_place(name), frame=frame, schema=schema_of(schema, "schema"))
 
 
 def from_torch(

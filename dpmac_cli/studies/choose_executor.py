@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpmac_cli.config.checks import fault_of_package
-from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.studies.executor import Executor
+from dpmac_cli.studies.grid import Run
 
 if TYPE_CHECKING:
     from dpmac_cli.studies.local import SharedData
@@ -24,7 +24,7 @@ OURS = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExecutorChoice:
     """Executor and its options.
 
     Attributes:
@@ -79,7 +79,7 @@ class Choice:
 
 @contextmanager
 def opened(
-    choice: Choice, plans: Sequence[TrainPlan], data: "SharedData", jobs: Path
+    choice: ExecutorChoice, runs: Sequence[Run], data: "SharedData", jobs: Path
 ) -> Iterator[Executor]:
     """Create the executor of a valid choice. Does not write any files yet.
 
@@ -87,7 +87,7 @@ def opened(
     ``jobs`` is the folder for the output of SLURM jobs. Raises InputError if there is no cluster.
     """
     # Other machines choose among their own GPUs.
-    placed = [replace(plan, device=plan.device.partition(":")[0]) for plan in plans]
+    placed = [run.on(run.plan.run.device.partition(":")[0]) for run in runs]
     if choice.name == "ray":
         from dpmac_cli.studies import ray_cluster  # noqa: PLC0415  (loads ray)
 
@@ -101,4 +101,4 @@ def opened(
     else:
         from dpmac_cli.studies import local  # noqa: PLC0415  (loads torch)
 
-        yield local.Pool(plans, choice.jobs, data)
+        yield local.Pool(runs, choice.jobs, data)

@@ -18,19 +18,24 @@ from torch.nn.functional import unfold
 from torch.profiler import ProfilerActivity, profile
 
 from dpmac_cli.dp.clipping import clipped_sum as clipping
-from dpmac_cli.dp.clipping import forms, products
+from dpmac_cli.dp.clipping import ghost_clipping, per_sample_gradients
 from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedSum, clip_limit
-from dpmac_cli.dp.clipping.forms import ByLayer, Instantiated, PerSampleGradients, choose_form
+from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
+from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
+from dpmac_cli.dp.clipping.matmul import ONEDNN, products_by_onednn
 from dpmac_cli.dp.clipping.norms import ROW, Metric, SquaredNorms
-from dpmac_cli.dp.clipping.outer_products import ONEDNN, products_by_onednn
-from dpmac_cli.dp.clipping.products import PositionProducts, Sizes, sizes
+from dpmac_cli.dp.clipping.per_sample_gradients import (
+    ByLayer,
+    Instantiated,
+    PerSampleGradients,
+    choose_form,
+)
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.training.chunks import ChunkedSum, first_chunk
 from tests.helpers import in_chunks_of, make_trainer
-from tests.pairwise import pairwise
+from tests.pairwise import all_pairs
 
 from .reference import whiten
 
@@ -148,7 +153,7 @@ def going(way: str, kind: str, layer: Layer) -> Iterator[None]:
     taken: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         cost = 0 if way == "pieces" else 1 << 60
-        patch.setattr(Sizes, "instantiating", lambda *_: cost)
+        patch.setattr(UseSizes, "instantiating", lambda *_: cost)
         for other in ("_by_gram", "_by_pairs", "_by_pieces"):
             patch.setattr(PositionProducts, other, _noting(other, taken))
         yield
@@ -237,7 +242,7 @@ def squared(form: PerSampleGradients, region: Ellipsoid, layer: Layer) -> Square
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("name", "way_and_kind", "cut", "dtype"),
-    pairwise([*LAYERS], WAYS_AND_KINDS, [False, True], [*TOLERANCE]),
+    all_pairs([*LAYERS], WAYS_AND_KINDS, [False, True], [*TOLERANCE]),
 )
 def test_norms_and_sums_are_those_of_autograd(
     name: str,
@@ -252,8 +257,8 @@ def test_norms_and_sums_are_those_of_autograd(
     uses = random_uses(LAYERS[name], layer, 5)
     region = region_of(kind, layer)
     if cut:
-        monkeypatch.setattr(products, "IN_CACHE", 1)
-        monkeypatch.setattr(products, "ADDED", 2)
+        monkeypatch.setattr(ghost_clipping, "IN_CACHE", 1)
+        monkeypatch.setattr(ghost_clipping, "ADDED", 2)
     assert_like_autograd(layer, uses, 1, region, way, kind, TOLERANCE[dtype])
 
 
@@ -263,7 +268,7 @@ def test_the_last_piece_may_be_smaller(kind: str, monkeypatch: pytest.MonkeyPatc
     """Seven outputs in pieces of three, of one sample at a time."""
     layer = find_layers(nn.Linear(4, 7).double())[0]
     uses = (Use((torch.randn(3, 5, 4).double(),), torch.randn(3, 5, 7).double()),)
-    monkeypatch.setattr(products, "IN_CACHE", 12)
+    monkeypatch.setattr(ghost_clipping, "IN_CACHE", 12)
     assert_like_autograd(layer, uses, 1, region_of(kind, layer), "pieces", kind, 1e-12)
 
 
@@ -321,8 +326,8 @@ def test_a_wide_standardised_convolution_at_few_positions(
     kind: str, held: int, views: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the form and the way that are chosen for it, whichever they are."""
-    monkeypatch.setattr(forms, "HELD", held)
-    monkeypatch.setattr(forms, "PIECE", 1)
+    monkeypatch.setattr(per_sample_gradients, "HELD", held)
+    monkeypatch.setattr(per_sample_gradients, "PIECE", 1)
     wide = Kind(standardised(32, 32, 3), (32, 3, 3))
     layer = wide.layer(torch.float64)
     uses, region = random_uses(wide, layer, 4, views, count), region_of(kind, layer)
@@ -342,8 +347,8 @@ def test_gradients_that_are_held_are_those_that_are_added(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norm and sum read the same floats, so that terms that cancel are no matter."""
-    monkeypatch.setattr(forms, "PIECE", 1)
-    monkeypatch.setattr(Sizes, "holding_pays", lambda *_: True)
+    monkeypatch.setattr(per_sample_gradients, "PIECE", 1)
+    monkeypatch.setattr(UseSizes, "holding_pays", lambda *_: True)
     layer = LAYERS["stride"].layer()
     uses = random_uses(LAYERS["stride"], layer, 6)
     form = choose_form(layer, uses, ball=kind == "ball")
@@ -428,7 +433,7 @@ def around(g: Tensor, ratio: float) -> Ellipsoid:
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("name", "rest", "way_and_ratio"),
-    pairwise(
+    all_pairs(
         ["linear", "linear-no-bias", "padding", "stride", "standardised", "standardised-fixed"],
         [0.0, 1e-6, 1e-3, 1.0],
         list(itertools.product(WAYS, [0.0, 1.0, 20.0, 1000.0])),
@@ -451,7 +456,7 @@ def test_slack_and_reach_bound_terms_that_cancel(
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("frozen", "rest", "way_and_ratio"),
-    pairwise(
+    all_pairs(
         [(), ("gain",), ("gain", "bias")],
         [0.0, 1e-6, 3e-4, 1e-3, 1.0],
         list(itertools.product(WAYS, [0.0, 1.0, 1000.0])),
@@ -617,7 +622,7 @@ def _searched(
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    ("name", "kind", "cut"), pairwise([*SEARCHED], KINDS, [(32, 32), (1024, 1024), (1024, 256)])
+    ("name", "kind", "cut"), all_pairs([*SEARCHED], KINDS, [(32, 32), (1024, 1024), (1024, 256)])
 )
 def test_no_sample_whose_terms_cancel_weighs_more_than_one(
     name: str, kind: str, cut: tuple[int, int]
@@ -631,7 +636,7 @@ def test_no_sample_whose_terms_cancel_weighs_more_than_one(
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("name", "kind", "cut"),
-    pairwise(
+    all_pairs(
         [*SEARCHED],
         KINDS,
         [(32, 32, 60), (1024, 1024, 15), (1024, 32, 10), (4096, 1024, 5), (4096, 64, 5)],
@@ -693,7 +698,7 @@ def test_products_of_many_samples_are_added_up_in_float64(
     use.delta.mul_(1 + 1e-3 * torch.rand(4096, *[1] * (use.delta.ndim - 1)))
     total, form = torch.empty(1), make_form(layer, (use,))
     exact = exact_gradients(layer, (use,)).sum(0)
-    monkeypatch.setattr(products, "ADDED", 1)
+    monkeypatch.setattr(ghost_clipping, "ADDED", 1)
     form.weighted_sum(torch.ones(4096, dtype=torch.float64), None, total)
     assert (total - exact).abs() <= 2**-23 * exact
 

@@ -1,4 +1,4 @@
-"""Ways to run a network so that a row's result depends on no other row, bit for bit.
+"""Batch invariance: run a network so that a row's result depends on no other row, bit for bit.
 
 Libraries may round a row by the number of rows computed with it, or by its place among them.
 Removing a record changes both for the others. Differences of rounding are within the margin of the
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.direct import tensors_in
+from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
 
 #: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows
 #: of products of fewer rows differently (measured up to 11).
@@ -25,10 +25,14 @@ LEAST_ROWS = 16
 PERIOD = 7
 
 
-def fill_rows(x: Tensor, least: int) -> Tensor:
-    """Return ``x``, filled up to at least ``least`` rows with copies of the first."""
-    filling = x[:1].expand(max(0, least - len(x)), *x.shape[1:])
-    return torch.cat([x, filling]) if len(filling) else x
+def fill_rows(batch: Batch, least: int) -> Batch:
+    """Return a batch, filled up to at least ``least`` rows with copies of the first."""
+
+    def filled(x: Tensor) -> Tensor:
+        filling = x[:1].expand(max(0, least - len(x)), *x.shape[1:])
+        return torch.cat([x, filling]) if len(filling) else x
+
+    return map_rows(filled, batch)
 
 
 @contextmanager
@@ -139,11 +143,11 @@ class Whole(nn.Module):
 
 
 #: Runs a network on rows, as in training, and returns results with one or more rows per row.
-Run = Callable[[Tensor], Any]
+RunNetwork = Callable[[Batch], Any]
 
 
 def find_manner(
-    network: nn.Module, run: Run, base: Tensor, chunk: int, *, fixed: bool = False
+    network: nn.Module, run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False
 ) -> Manner | list[str]:
     """Return the cheapest way to run a network in which no row depends on the others.
 
@@ -162,7 +166,7 @@ def find_manner(
     """
     found: list[str] = []
     # On GPUs, most products are rounded by the number of rows.
-    for full in (True,) if fixed or base.is_cuda else (False, True):
+    for full in (True,) if fixed or any(x.is_cuda for x in tensors_in(base)) else (False, True):
         manner = Manner(full=full)
         numbers = [manner.least(chunk)] if full else some_numbers(chunk)
         tried: dict[str, list[str]] = {}
@@ -196,7 +200,7 @@ def some_numbers(chunk: int) -> list[int]:
 
 
 @torch.no_grad()
-def differing(network: nn.Module, run: Run, base: Tensor, numbers: list[int]) -> list[str]:
+def differing(network: nn.Module, run: RunNetwork, base: Batch, numbers: list[int]) -> list[str]:
     """Return the names of modules whose outputs for equal rows differ, but not their inputs.
 
     Of a module and a part of it, only the part is returned; "" is the network, or its loss.
@@ -222,7 +226,7 @@ class _Trial:
         self._network = network
         self._first: dict[tuple[Any, ...], Tensor] = {}
 
-    def of(self, run: Run, base: Tensor, number: int, seed: int) -> set[str]:
+    def of(self, run: RunNetwork, base: Batch, number: int, seed: int) -> set[str]:
         """Run on a number of rows; return where results begin to differ."""
         found, calls = set[str](), dict[str, int]()
 
@@ -233,7 +237,7 @@ class _Trial:
                 found.add(name)
 
         torch.manual_seed(seed)
-        rows = base.repeat(-(-number // PERIOD), *[1] * (base.ndim - 1))[:number]
+        rows = map_rows(partial(_in_turn, number), base)
         with ExitStack() as hooks:
             for name, module in self._network.named_modules():
                 hook = module.register_forward_hook(partial(compare, name), with_kwargs=True)
@@ -254,6 +258,10 @@ class _Trial:
             if rows.shape[1] == first.shape[1]:
                 same &= all(_equal(rows[k::PERIOD], row) for k, row in enumerate(first))
         return same
+
+
+def _in_turn(number: int, base: Tensor) -> Tensor:
+    return base.repeat(-(-number // len(base)), *[1] * (base.ndim - 1))[:number]
 
 
 def _equal(rows: Tensor, row: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Given settings with their origins: sources are merged, and contradictions are reported."""
+"""Sources of settings: flags and files are merged, with origins, and contradictions reported."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ Values = Mapping[str, Any] | Mapping[SettingName, Any]
 
 
 @dataclass(frozen=True)
-class Given:
+class SettingValue:
     """A given value and its origin: "--sigma", or "sigma in FILE"."""
 
     value: Any
@@ -58,20 +58,22 @@ def by_setting(recorded: Mapping[str, Any]) -> dict[SettingName, Any]:
     return {name: recorded[flag] for flag, name in names.items() if is_setting(name)}
 
 
-def from_flags(flags: Mapping[Any, object], errors: list[str]) -> dict[SettingName, Given]:
+def from_flags(flags: Mapping[Any, object], errors: list[str]) -> dict[SettingName, SettingValue]:
     """Return the given flags; unknown settings are added to ``errors``."""
-    given: dict[SettingName, Given] = {}
+    given: dict[SettingName, SettingValue] = {}
     for name, value in flags.items():
         if not is_setting(name):
             errors.append(unknown(name, SETTINGS))
         elif value is not None and value is not False:
-            given[name] = Given(value, f"--{flag_name(name)}")
+            given[name] = SettingValue(value, f"--{flag_name(name)}")
     return given
 
 
 def combined(
-    file: Mapping[SettingName, Given], flags: Mapping[SettingName, Given], errors: list[str]
-) -> dict[SettingName, Given]:
+    file: Mapping[SettingName, SettingValue],
+    flags: Mapping[SettingName, SettingValue],
+    errors: list[str],
+) -> dict[SettingName, SettingValue]:
     """Merge settings, where flags take precedence; add contradictions to ``errors``."""
     below = dict(file)
     for group in EXCLUSIVE:
@@ -90,7 +92,7 @@ def combined(
 
 
 def validated(
-    given: Mapping[SettingName, Given], errors: list[str]
+    given: Mapping[SettingName, SettingValue], errors: list[str]
 ) -> tuple[Settings, frozenset[SettingName]]:
     """Return the valid settings, and the names of the others; add their faults to ``errors``."""
     values = {name: entry.value for name, entry in given.items()}
@@ -99,13 +101,13 @@ def validated(
     return settings, frozenset(name for name in given if name in invalid)
 
 
-def parse(flags: Settings | Mapping[Any, Any]) -> dict[SettingName, Any]:
+def parse_settings(flags: Settings | Mapping[Any, Any]) -> dict[SettingName, Any]:
     """Convert given flags to values and validate each of them separately.
 
     Raises InputError with every fault found.
     """
     settings = flags if isinstance(flags, Settings) else Settings.model_validate(flags)
-    return {name: value for name, value in settings.given.items() if is_setting(name)}
+    return {name: value for name, value in settings.explicit.items() if is_setting(name)}
 
 
 def faults_of_model(models: Iterable[str], origin: str) -> Iterator[str]:

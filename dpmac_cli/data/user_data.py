@@ -1,22 +1,25 @@
-"""Your own dataset: a folder with one folder of images per class, an .npz of arrays, or a table.
+"""Your own dataset: a folder with one folder of images or texts per class, an .npz, or a table.
 
 Never imports torch. All faults of the files are reported together.
 """
 
 import functools
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
+from typing import Any
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
 from dpmac_cli.data.image_folder import ImageFolder
 from dpmac_cli.data.registry import Dataset
-from dpmac_cli.data.schema import TABLES, Found, Source
+from dpmac_cli.data.schema import TABLES, DataFacts, Source
 from dpmac_cli.data.splits import Records
+from dpmac_cli.data.text_folder import read_folder
+from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import Computing
 
 
-def inspect(source: Source) -> Found:
+def inspect(source: Source) -> DataFacts:
     """Return the facts of a dataset from names and headers. Raises InputError with all faults."""
     return _reader_of(source).found
 
@@ -50,21 +53,32 @@ def _reader_of(source: Source) -> ImageFolder | ArrayFile:
 
 @functools.lru_cache(maxsize=8)
 def _reader(source: Source, _path: Path, _changed: int) -> ImageFolder | ArrayFile:
-    at_hand = source.at_hand
-    if at_hand is not None and at_hand.arrays is not None:
-        unusable = {side: dict(rows) for side, rows in (at_hand.unusable or {}).items()}
-        return ArrayFile(source, dict(at_hand.arrays), unusable=unusable)
-    if at_hand is not None or (source.path.is_file() and source.path.suffix in TABLES):
+    in_memory = source.in_memory
+    if in_memory is not None and in_memory.arrays is not None:
+        return _of_arrays(source, dict(in_memory.arrays), in_memory.unusable or {})
+    if in_memory is not None or (source.path.is_file() and source.path.suffix in TABLES):
         from dpmac_cli.data.table_file import read_table  # noqa: PLC0415  (loads an extra)
 
         return ArrayFile(source, *read_table(source))
     if source.path.is_dir():
-        return ImageFolder(source)
+        if source.texts is None:
+            return ImageFolder(source)
+        arrays, skipped, names = read_folder(source)
+        return ArrayFile(source, arrays, skipped, found_classes=names)
     if not source.path.is_file():
         raise InputError(f"--dataset {source.path}: no such file or folder.")
     if source.path.suffix == ".npz":
-        return ArrayFile(source, read_npz(source.path))
+        return _of_arrays(source, read_npz(source.path), {})
     raise InputError(
         f"--dataset {source.path} must be a folder with one folder of images per class, an .npz, "
         "or a table (.csv, .tsv, .parquet)."
     )
+
+
+def _of_arrays(
+    source: Source, arrays: dict[str, Any], unusable: Mapping[str, Mapping[int, str]]
+) -> ArrayFile:
+    """Return a dataset of arrays; those of texts are read."""
+    faults = read_arrays(arrays, source.texts, str(source.path))
+    both = {s: {**unusable.get(s, {}), **faults.get(s, {})} for s in (*unusable, *faults)}
+    return ArrayFile(source, arrays, unusable=both)

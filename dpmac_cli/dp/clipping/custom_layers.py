@@ -1,4 +1,4 @@
-"""Custom layers whose per-sample gradients :mod:`dpmac_cli.dp.clipping.forms` supports."""
+"""Custom layers whose per-sample gradients :mod:`dpmac_cli.dp.clipping.ghost_clipping` supports."""
 
 from dataclasses import dataclass
 from typing import Any

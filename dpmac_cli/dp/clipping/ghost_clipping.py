@@ -1,4 +1,6 @@
-"""Per-sample gradients of layers with several positions, without storing them.
+"""Ghost clipping: norms and clipped sums of per-sample gradients that are never stored.
+
+It is for layers with several positions (Bu, Mao and Xu 2022, arXiv 2205.10683).
 
 Let delta_it be the gradient of the loss w.r.t. the layer's output at position t, and a_it its input
 there (a patch, for a convolution). The gradient w.r.t. the weights is G_i = sum_t delta_it a_it^T.
@@ -14,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping import patches
-from dpmac_cli.dp.clipping.kernels import Kernel
+from dpmac_cli.dp.clipping import unfold
+from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, is_plain
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
+from dpmac_cli.dp.clipping.matmul import FEW_TERMS, matmul
 from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, SquaredNorms, kept, roundoff
-from dpmac_cli.dp.clipping.outer_products import FEW_TERMS, OuterProducts, matmul
+from dpmac_cli.dp.clipping.outer_products import OuterProducts
+from dpmac_cli.dp.clipping.weight_norms import Kernel
 
 #: Numbers of a piece of gradients that stays in a CPU's cache while it is written and read.
 IN_CACHE = 1 << 18
@@ -39,7 +42,7 @@ HOLDING = 40
 DOUBLE = 4
 
 
-class Sizes(NamedTuple):
+class UseSizes(NamedTuple):
     """Public sizes of a layer's uses. The choice of a form depends on nothing else."""
 
     positions: int  # T, over all uses and views
@@ -69,7 +72,7 @@ class Sizes(NamedTuple):
         return holding <= self.norm(ball) + self.product
 
 
-def sizes(layer: Layer, uses: Sequence[Use], views: int) -> Sizes | None:
+def sizes(layer: Layer, uses: Sequence[Use], views: int) -> UseSizes | None:
     """Return the sizes of a layer whose gradients are sums of outer products; None for others."""
     module: Any = layer.module
     if "weight" not in layer.parameters or not all(is_plain(layer, use) for use in uses):
@@ -91,8 +94,8 @@ def sizes(layer: Layer, uses: Sequence[Use], views: int) -> Sizes | None:
         by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
     gram = DOUBLE * (by_inputs + t * t * outputs)
     if isinstance(module, StandardisedConv2d):
-        return Sizes(t, k, outputs, gram + t * k * outputs, math.inf, True)
-    return Sizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs, False)
+        return UseSizes(t, k, outputs, gram + t * k * outputs, math.inf, True)
+    return UseSizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs, False)
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class PositionProducts:
     layer: Layer
     uses: tuple[Use, ...]
     views: int
-    sizes: Sizes
+    sizes: UseSizes
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute norms of a few samples at a time, with the cheapest method."""
@@ -144,8 +147,8 @@ class PositionProducts:
     def _factors(self, uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
         """Return delta, (samples, T, O), and a, (samples, T, K)."""
         module = self.layer.module
-        delta = [patches.gradients_by_position(module, use.delta, self.views) for use in uses]
-        a = [patches.inputs_by_position(module, use.inputs[0], self.views) for use in uses]
+        delta = [unfold.gradients_by_position(module, use.delta, self.views) for use in uses]
+        a = [unfold.inputs_by_position(module, use.inputs[0], self.views) for use in uses]
         return _side_by_side(delta), _side_by_side(a)
 
     def _by_sample(self, rows: Sequence[Tensor]) -> Tensor:
@@ -160,10 +163,10 @@ class PositionProducts:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
         module, metric = self.layer.module, kernel.metric
         delta = _side_by_side(
-            [patches.gradients_by_position(module, use.delta, self.views) for use in uses]
+            [unfold.gradients_by_position(module, use.delta, self.views) for use in uses]
         )
         if len(uses) * self.views == 1 and isinstance(module, nn.Conv2d):
-            gram = patches.gram_by_position(module, uses[0].inputs[0])
+            gram = unfold.gram_by_position(module, uses[0].inputs[0])
         else:
             a = self._factors(uses)[1].double()
             gram = a @ a.mT
@@ -175,7 +178,7 @@ class PositionProducts:
             off = reach.sqrt() * roundoff(self.sizes.inputs, uses[0].delta.dtype)
             value += by_gain
             slack += off * (2 * rest.sqrt() + off)
-            by_use = [patches.means_by_position(module, use.inputs[0]) for use in uses]
+            by_use = [unfold.means_by_position(module, use.inputs[0]) for use in uses]
             means = self._by_sample(by_use)
             gram.baddbmm_(means.unsqueeze(2), means.unsqueeze(1), alpha=-self.sizes.inputs)
         if "bias" in self.layer.parameters:
@@ -190,7 +193,7 @@ class PositionProducts:
         The error of G_i is at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
         """
         delta, a = self._factors(uses)
-        squares = [patches.squares_by_position(self.layer.module, use.inputs[0]) for use in uses]
+        squares = [unfold.squares_by_position(self.layer.module, use.inputs[0]) for use in uses]
         reach = kernel.reach(delta, self._by_sample(squares))
         total = torch.zeros(len(delta), dtype=torch.float64, device=delta.device)
         if "bias" in self.layer.parameters:
@@ -246,10 +249,10 @@ class PositionProducts:
         delta = delta * c.view(-1, *[1] * (delta.ndim - 1))
         convolution = isinstance(module, nn.Conv2d)
         if convolution and delta.numel() > FEW_TERMS * self.sizes.outputs:
-            weight = patches.kernel_gradient(module, a, delta, module.weight.shape)
+            weight = unfold.kernel_gradient(module, a, delta, module.weight.shape)
             return {"weight": weight.flatten(1), "bias": delta.sum((0, 2, 3))}
-        delta = patches.gradients_by_position(module, delta).flatten(0, 1)
-        weight = matmul(delta.T, patches.inputs_by_position(module, a).flatten(0, 1))
+        delta = unfold.gradients_by_position(module, delta).flatten(0, 1)
+        weight = matmul(delta.T, unfold.inputs_by_position(module, a).flatten(0, 1))
         return {"weight": weight, "bias": delta.sum(0)}
 
 

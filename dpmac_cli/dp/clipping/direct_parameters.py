@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from dpmac_cli.dp.clipping.batches import Batch, map_rows, samples_in, tensors_in
 from dpmac_cli.dp.losses import DETACHING
 
 #: Functions of two tensors that broadcast both of them.
@@ -113,7 +114,7 @@ def _pull_back(source: Tensor, leaf: Tensor, by_copies: Tensor) -> Tensor:
     return found
 
 
-def copied_parameters(model: nn.Module, example: Tensor) -> set[int]:
+def copied_parameters(model: nn.Module, example: Batch) -> set[int]:
     """Return the ids of parameters whose uses :class:`Copies` all supports, on an example batch.
 
     Only parameters of modules that contain other modules with parameters are checked. A second
@@ -128,8 +129,8 @@ def copied_parameters(model: nn.Module, example: Tensor) -> set[int]:
     if not asked:
         return set()
     known = {id(p) for p in asked}
-    for batch in (example, torch.cat([example, example[:1]])):
-        copies = Copies(iter(asked), len(batch))
+    for batch in (example, map_rows(_and_another, example)):
+        copies = Copies(iter(asked), samples_in(batch))
         try:
             with torch.enable_grad(), copies:
                 model(batch)
@@ -139,6 +140,5 @@ def copied_parameters(model: nn.Module, example: Tensor) -> set[int]:
     return known
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of an argument or a result."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+def _and_another(rows: Tensor) -> Tensor:
+    return torch.cat([rows, rows[:1]])

@@ -10,8 +10,8 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.nn.utils.parametrizations import weight_norm
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
-from dpmac_cli.dp.clipping.forms import choose_form
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.per_sample_gradients import choose_form
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError

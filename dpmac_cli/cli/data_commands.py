@@ -26,6 +26,11 @@ class Columns(Flags, frozen=True):
         Field(description="Columns to leave out, separated by commas."),
         Flag("Table"),
     ] = None
+    text: Annotated[
+        str | None,
+        Field(description="Columns of texts, such as notes, separated by commas."),
+        Flag("Table"),
+    ] = None
     debug: Debug = False
 
 
@@ -43,7 +48,11 @@ def schema(file: Path, **given: Any) -> None:
     The draft contains the table's columns and nothing from its records. Fill in the range or
     the categories of each column, and the classes, based on what the columns mean.
 
-    Example: dpmac schema patients.csv --label outcome --drop id,name > schema.yaml
+    Examples:
+
+        dpmac schema patients.csv --label outcome --drop id,name > schema.yaml
+
+        dpmac schema notes.csv --label outcome --text note > schema.yaml
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
@@ -52,14 +61,18 @@ def schema(file: Path, **given: Any) -> None:
     columns = take(Columns, given)
     label, drop = columns.label, columns.drop
     kinds = numeric_columns(file)
-    dropped = tuple(name.strip() for name in drop.split(",")) if drop else ()
-    named = {**dict.fromkeys(dropped, "drop"), **({label: "label"} if label else {})}
+    dropped, texts = (
+        tuple(name.strip() for name in names.split(",")) if names else ()
+        for names in (drop, columns.text)
+    )
+    named = dict.fromkeys(dropped, "drop") | dict.fromkeys(texts, "text")
+    named |= {label: "label"} if label else {}
     raise_errors(
         f"--{flag} {name}: {file} has no such column.{near(name, kinds)}"
         for name, flag in named.items()
         if name not in kinds
     )
-    console.print_result(draft(file, kinds, label, dropped))
+    console.print_result(draft(file, kinds, label, dropped, texts))
 
 
 @with_options(options(CacheFlags))

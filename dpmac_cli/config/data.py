@@ -1,0 +1,120 @@
+"""Resolve the settings of a dataset, without those of a training."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from dpmac_cli.config.plan import DataPlan
+from dpmac_cli.config.settings import DATA, SETTINGS, Settings
+from dpmac_cli.config.sources import Values, combined, from_flags, validated
+from dpmac_cli.config.yaml_file import read_settings
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
+from dpmac_cli.data.table_schema import TOKENS, read_schema
+from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.models.registry import BACKBONES
+from dpmac_cli.storage.paths import data_folder
+
+
+def resolve_data(
+    settings: Values, file: Path | None = None, texts: TextReader | None = None
+) -> DataPlan:
+    """Resolve where records are and how to read them, and read their facts.
+
+    Args:
+        settings: values by name, as text or of their types; None if not given.
+        file: config.yaml of a run, of which only the settings of its dataset are read.
+        texts: how texts are read; None if ``settings`` have an encoder, or there are none.
+
+    Raises:
+        InputError: lists every fault found.
+    """
+    errors: list[str] = []
+    found = {} if file is None else read_settings(file, errors)
+    recorded = {
+        name: entry
+        for name, entry in found.items()
+        if name == "dataset" or SETTINGS[name].flag.group == DATA
+    }
+    given, _ = validated(combined(recorded, from_flags(settings, errors), errors), errors)
+    raise_errors(errors)
+    if isinstance(given.dataset, str) and given.dataset.startswith("<") and file is not None:
+        raise InputError(
+            f"{file.parent} was trained on records in memory of a program. Add --dataset with the "
+            "path of a file of them, or score it with dpmac_cli.score."
+        )
+    return plan_data(given, texts)
+
+
+def plan_data(settings: Settings, texts: TextReader | None = None) -> DataPlan:
+    """Return the plan of a dataset, with facts that are read once: files may change during a run.
+
+    ``texts`` reads texts; None to read them for the encoder of the settings.
+
+    Raises:
+        InputError: lists every fault of the dataset.
+    """
+    source, found = _found(settings, texts)
+    return DataPlan(
+        dataset=str(source.path if isinstance(source, Source) else source),
+        source=source,
+        found=found,
+        folder=data_folder(settings.data_dir),
+    )
+
+
+def _found(settings: Settings, texts: TextReader | None) -> tuple[str | Source, DataFacts]:
+    """Return a registered name or the source of your own dataset, and the facts of the dataset."""
+    name = settings.dataset
+    if isinstance(name, str) and name in DATASETS:
+        if settings.unit is not None:
+            raise InputError(
+                f"--unit {settings.unit}: {name} does not contain the units of records. Use "
+                "a table, a folder, or an .npz with an array unit."
+            )
+        return name, DataFacts(DATASETS[name], name)
+    from dpmac_cli.data.user_data import inspect  # noqa: PLC0415  (loads numpy)
+
+    source = _source(settings, name if isinstance(name, InMemoryData) else None)
+    source = replace(source, texts=texts or _text_reader(settings))
+    return source, inspect(source)
+
+
+def _text_reader(settings: Settings) -> TextReader | None:
+    """Return how texts are read with the vocabulary of an encoder; None without one."""
+    if settings.backbone is None or settings.backbone in BACKBONES:
+        return None
+    return TextReader(read_encoder(settings.backbone).tokenizer, settings.tokens or TOKENS)
+
+
+def _source(settings: Settings, in_memory: InMemoryData | None) -> Source:
+    schema = None if in_memory is None else in_memory.schema
+    if settings.schema is not None:
+        schema = read_schema(Path(settings.schema))
+    return Source(
+        in_memory.path if in_memory is not None else Path(str(settings.dataset)),
+        test_fraction=settings.test_fraction,
+        split_seed=settings.split_seed,
+        channels=None if settings.channels is None else int(settings.channels),
+        image_size=settings.image_size,
+        levels=settings.levels,
+        classes=_names(settings.classes),
+        standardise=settings.standardise,
+        feature_range=_ends(settings.feature_range),
+        schema=schema,
+        in_memory=in_memory,
+        unit=settings.unit,
+        skip_bad=settings.skip_bad,
+    )
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return tuple(name.strip() for name in text.split(",")) if text else None
+
+
+def _ends(text: str | None) -> tuple[float, float] | None:
+    if not text:
+        return None
+    low, high = map(float, text.split(","))
+    return low, high

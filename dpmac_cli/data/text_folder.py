@@ -1,0 +1,116 @@
+"""Datasets of texts in folders named after their classes: CLASS/*.txt."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpmac_cli.data.canonical import units_in
+from dpmac_cli.data.class_folders import TESTS, is_hidden, splits_of, units_by_pattern, visible
+from dpmac_cli.data.complaints import refuse
+from dpmac_cli.data.schema import Source
+from dpmac_cli.data.texts import as_inputs, is_blank
+from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.errors import InputError
+
+SUFFIX = ".txt"
+REMEDY = " Correct or remove them, or add --skip-bad to leave them out."
+
+
+def read_folder(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
+    """Return arrays like those of an .npz, descriptions of files left out, and class names.
+
+    Raises InputError with every fault found, by the names of files.
+    """
+    assert source.texts is not None  # noqa: S101
+    parts, found, faults = splits_of(source), dict[str, Any](), list[str]()
+    classes = source.classes or tuple(_class_names(parts[0]))
+    for part in parts:
+        side = "_test" if part.name in TESTS and len(parts) > 1 else ""
+        texts, names, labels = list[str](), list[str](), list[int]()
+        for name, label in _files(part, classes, faults):
+            text = _read(name, faults)
+            if text is not None:
+                texts.append(text)
+                names.append(str(name.relative_to(source.path)))
+                labels.append(label)
+        if source.classes is None and not side:
+            held = {classes[label] for label in labels}
+            faults += [f"{part / name} has no texts" for name in classes if name not in held]
+        found[f"x{side}"] = as_inputs(texts, source.texts)
+        found[f"y{side}"] = np.array(labels, np.int64)
+        if source.unit is not None:
+            found[f"unit{side}"], kept = _units(names, source.unit, faults)
+            found |= {f"{key}{side}": found[f"{key}{side}"][kept] for key in ("x", "y", "unit")}
+    if not source.skip_bad:
+        refuse(faults, REMEDY)
+    found["low"], found["high"] = map(np.array, source.texts.ends)
+    return found, tuple(faults), classes
+
+
+def _class_names(part: Path) -> list[str]:
+    names = [entry.name for entry in visible(part) if os.path.isdir(entry)]
+    if not names or any(entry.name.lower().endswith(SUFFIX) for entry in visible(part)):
+        raise InputError(
+            f"{part} must contain one folder of texts (*{SUFFIX}) per class and nothing else. For "
+            "a table with one text per row, use a .csv and --schema."
+        )
+    return names
+
+
+def _files(part: Path, classes: Sequence[str], faults: list[str]) -> Iterator[tuple[Path, int]]:
+    """Yield the files of each class in order, and add a fault for each that is not a text."""
+    labels = {name: label for label, name in enumerate(classes)}
+    for folder in visible(part):
+        path = Path(folder.path)
+        if folder.name not in labels:
+            faults.append(f"{path} is no folder of a class")
+        elif not folder.is_dir():
+            faults.append(f"{path} is not a folder")
+        else:
+            for entry in visible(folder):
+                if entry.name.lower().endswith(SUFFIX) and entry.is_file():
+                    yield path / entry.name, labels[folder.name]
+                else:
+                    faults.append(f"{path / entry.name} is not a file of text ({SUFFIX})")
+
+
+def _read(file: Path, faults: list[str]) -> str | None:
+    """Return the text of a file; None, with a fault, if it has none."""
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        faults.append(f"{file} is not text in UTF-8")
+    except OSError as failure:
+        faults.append(f"{file} cannot be read ({failure.strerror or failure})")
+    else:
+        if not is_blank(text):
+            return text
+        faults.append(f"{file} has no text")
+    return None
+
+
+def _units(
+    names: Sequence[str], pattern: str, faults: list[str]
+) -> tuple[NDArray[np.str_], NDArray[np.bool_]]:
+    """Return the unit of each file, and which files have one."""
+    units, _ = units_in(units_by_pattern(names, pattern))
+    kept = units != ""
+    strange = [name for name, known in zip(names, kept, strict=True) if not known]
+    faults += [f"{name} does not match --unit {pattern}" for name in strange]
+    return units, kept
+
+
+def read_new_files(folder: Path, reader: TextReader) -> tuple[NDArray[np.float64], list[str]]:
+    """Return the tokens and the names of all texts in a folder and below. Raises InputError."""
+    faults = list[str]()
+    below = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    names = sorted(str(name) for name in below if not any(map(is_hidden, name.parts)))
+    strange = [name for name in names if not name.lower().endswith(SUFFIX)]
+    refuse([f"{folder / name} is not a file of text" for name in strange], " Remove such files.")
+    texts = [_read(folder / name, faults) or "" for name in names]
+    refuse(faults, " Correct or remove them.")
+    return as_inputs(texts, reader), names

@@ -1,0 +1,81 @@
+"""Texts as inputs: the numbers of their tokens, which a public encoder turns into a vector.
+
+Numbers of tokens are divided by a power of two to be inputs, which float32 stores exactly. No
+message contains a text.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpmac_cli.data.canonical import Faults
+from dpmac_cli.data.complaints import refuse
+from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.errors import InputError
+
+#: What to do about texts without an encoder.
+NEEDS_ENCODER = "Add an encoder: --backbone minilm, or --backbone FOLDER"
+NO_TEXT = "has no text"
+
+
+def as_inputs(
+    texts: Iterable[str], reader: TextReader, limit: int | None = None
+) -> NDArray[np.float64]:
+    """Return the tokens of each text, shape (texts, limit); by default the reader's limit."""
+    limit = limit or reader.limit
+    return np.array(reader.tokenizer.tokens(texts, limit), np.float64).reshape(-1, limit)
+
+
+def is_blank(text: str) -> bool:
+    """Return whether a text has only spaces and control characters."""
+    return not text.strip()
+
+
+def is_text(x: NDArray[Any]) -> bool:
+    """Return whether an array holds one text per record."""
+    return x.ndim == 1 and (x.dtype.kind == "U" or any(isinstance(text, str) for text in x))
+
+
+def read_arrays(arrays: dict[str, Any], reader: TextReader | None, name: str) -> dict[str, Faults]:
+    """Replace texts in the arrays x and x_test by their tokens, in place, and return faults.
+
+    Raises InputError if there are texts and no reader, or a reader and no texts.
+    """
+    sides = [side for side in ("", "_test") if f"x{side}" in arrays]
+    holds = [is_text(np.asarray(arrays[f"x{side}"])) for side in sides]
+    if reader is None:
+        if any(holds):
+            raise InputError(f"{name} contains texts. {NEEDS_ENCODER}.")
+        return {}
+    if not all(holds):
+        raise InputError(
+            f"{name} must contain texts for this --backbone: x must be a list of str, one per "
+            "record."
+        )
+    faults: dict[str, Faults] = {}
+    for side in sides:
+        texts = arrays[f"x{side}"].tolist()
+        faults[side] = {row: fault for row, text in enumerate(texts) if (fault := _fault(text))}
+        usable = ["" if row in faults[side] else text for row, text in enumerate(texts)]
+        arrays[f"x{side}"] = as_inputs(usable, reader)
+    arrays["low"], arrays["high"] = map(np.array, reader.ends)
+    return faults
+
+
+def _fault(text: object) -> str:
+    """Return why a value is not a usable text; "" if it is one."""
+    if not isinstance(text, str):
+        missing = text is None or text != text  # noqa: PLR0124  (NaN)
+        return NO_TEXT if missing else f"is not text, but {type(text).__name__}"
+    return NO_TEXT if is_blank(text) else ""
+
+
+def read_new(x: NDArray[Any], reader: TextReader, name: str) -> NDArray[np.float64]:
+    """Return the tokens of new texts. Raises InputError for values that are not texts."""
+    arrays = {"x": x}
+    faults = read_arrays(arrays, reader, name)[""]
+    refuse([f"Record {row} {fault}" for row, fault in faults.items()], " Correct or remove them.")
+    tokens: NDArray[np.float64] = arrays["x"]
+    return tokens

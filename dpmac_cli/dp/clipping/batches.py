@@ -1,0 +1,91 @@
+"""Batches: pytrees of tensors with one row per sample in the first dimension.
+
+A batch is a tensor, or any nesting of dicts, lists, tuples and named tuples of tensors.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+
+#: A pytree of tensors, shape (samples, ...) each.
+Batch: TypeAlias = Any
+#: A batch without tensors, such as the labels of a network that returns its own losses.
+NOTHING: Batch = ()
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of an argument, a result or a batch."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def samples_in(batch: Batch) -> int:
+    """Return the number of rows of a batch; 0 if it has no tensor."""
+    first = next(iter(tensors_in(batch)), None)
+    return 0 if first is None or first.ndim == 0 else len(first)
+
+
+def map_rows(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """Return a batch with a function applied to every tensor."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def parts_by_name(batch: Batch) -> dict[str, Any]:
+    """Return what a batch consists of by its place, such as "batch['labels']"."""
+    return {f"batch{keystr(path)}": leaf for path, leaf in tree_flatten_with_path(batch)[0]}
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Structure of a batch, of which batches of made-up rows follow. Not private.
+
+    Attributes:
+        template: a batch of at least one row. Of tensors of numbers, only shape, dtype and device
+            are used.
+        keep: whether integers are those of the template, in turn. Otherwise they alternate between
+            1 and 0, which are valid as classes, tokens, and masks of either meaning.
+    """
+
+    template: Batch
+    keep: bool = False
+
+    @staticmethod
+    def of(batch: Batch) -> "Structure":
+        """Return the structure of a private batch, none of whose values are kept."""
+        return Structure(map_rows(lambda t: t.new_zeros((1, *t.shape[1:])), batch))
+
+    def made_up(self, samples: int, *, double: bool = False, seed: int = 0) -> Batch:
+        """Return a fixed batch of random rows; with ``double``, numbers are in float64."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def rows(like: Tensor) -> Tensor:
+            shape = (samples, *like.shape[1:])
+            if like.is_floating_point():
+                dtype = torch.float64 if double else like.dtype
+                drawn = torch.float64 if dtype == torch.float64 else torch.float32
+                return torch.randn(shape, generator=generator, dtype=drawn).to(like.device, dtype)
+            if self.keep:
+                return like[torch.arange(samples, device=like.device) % len(like)]
+            places = torch.arange(samples * like[:1].numel()) % max(shape[-1], 1)
+            alternating: Tensor = (1 - places % 2).view(shape).to(like)
+            return alternating
+
+        return map_rows(rows, self.template)
+
+    def to(self, device: torch.device) -> "Structure":
+        """Return the structure on another device."""
+        return Structure(map_rows(lambda t: t.to(device), self.template), self.keep)
+
+    def __str__(self) -> str:
+        return shapes_of(self.template)
+
+
+def shapes_of(batch: Batch) -> str:
+    """Return the shapes of a sample, for messages: "(1, 28, 28)", or one for each tensor."""
+    shapes = [tuple(t.shape[1:]) for t in tensors_in(batch)]
+    return ", ".join(map(str, shapes))

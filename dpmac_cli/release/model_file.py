@@ -1,0 +1,223 @@
+"""Published models: weights by their names in the module, and public facts.
+
+A model is one safetensors file. Its header contains the facts as JSON, with a checksum of weights
+and facts.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import short
+from dpmac_cli.data.registry import DATASETS, Signature
+from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models import registry, weights
+from dpmac_cli.models.build import build_model, build_network, seen_by_network
+from dpmac_cli.models.encoders import TextEncoder, tokenizer_of
+from dpmac_cli.models.text_encoder import TextFeatures
+from dpmac_cli.release.report_file import Facts, parse_file
+from dpmac_cli.runs import folder
+from dpmac_cli.storage import files
+from dpmac_cli.storage.digest import digest
+from dpmac_cli.training.lineage import Training, attach
+
+#: Key of the checksum in the facts. safetensors does not preserve the order of header keys.
+CHECKSUM = "checksum"
+FOREIGN = "was not written by dpmac train, or was modified"
+WANTED = f"Use a run folder of dpmac train, or a {folder.MODEL}."
+
+
+@dataclass(frozen=True)
+class Released:
+    """A published model in evaluation mode, the facts published with it, and its file."""
+
+    model: nn.Module
+    facts: Mapping[str, Any]
+    path: Path
+
+
+def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
+    """Write weights and public facts atomically, in a plain safetensors file."""
+    tensors = {name: weights.stored(tensor) for name, tensor in weights.published(model).items()}
+    sealed = {**facts, CHECKSUM: digest(tensors, facts)}
+    header = {weights.MODEL_HEADER: json.dumps(sealed, allow_nan=False)}
+    files.write_atomically(path, safetensors.torch.save(tensors, header))
+
+
+def load_model(
+    path: Path | str,
+    dataset: str | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  (never changes)
+    *,
+    signature: Signature | None = None,
+    factory: str | None = None,
+) -> Released:
+    """Load a published model for a dataset.
+
+    Args:
+        path: a run folder or a model file.
+        dataset: name of the dataset to score on; None for the one it was trained on.
+        device: device of the loaded model.
+        signature: of ``dataset``; None if that is registered, or the one it was trained on.
+        factory: ``FILE.py:FACTORY`` of a user-supplied model. The name in the file is not imported.
+
+    Raises:
+        InputError: the file does not exist, is not a dpmac model, or is damaged; or there is no
+            such factory.
+        ModelError: the model does not fit the dataset.
+    """
+    file, tensors, kept, facts = _read(Path(path))
+    name = dataset or facts.dataset
+    if signature is None:
+        signature = facts.signature if dataset is None else DATASETS[dataset].signature
+    reference, features = _network(file, facts, factory), _features(file, facts)
+    misfit = f"{file} ({facts.model}, trained on {facts.dataset}) does not fit {name}"
+    wanted = {"an image": f"{signature.shape}"}
+    held = {"an image": f"{facts.shape}", **_forms(tensors)}
+    if isinstance(reference, registry.BuiltIn):
+        with torch.device("meta"):  # only shapes: the file's model may exceed memory
+            network = build_network(reference.name, seen_by_network(signature, features))
+            if isinstance(features, TextEncoder):
+                network = nn.ModuleDict({"frozen": TextFeatures(features), "head": network})
+        prefix = "" if features is None or isinstance(features, TextEncoder) else "head."
+        of_network = {name: held[name] for name in held if name.startswith((prefix, "an image"))}
+        forms = _forms(weights.published(network))
+        shapes = {f"{prefix}{name}": form for name, form in forms.items()}
+        _check_fit(misfit, of_network, wanted | shapes)
+    part = "head" if facts.trained_part == "head" else "all"  # LoRA updates were merged
+    model = build_model(
+        reference,
+        signature,
+        seed=0,
+        fix_norm=facts.fix_norm,
+        features=features,
+        trained=None if facts.trained_part is None else registry.Trained(part),
+        isolated=True,  # scoring does not need independence across samples
+    )
+    _check_fit(misfit, held, wanted | _forms(weights.published(model)))
+    weights.adopt(model, tensors)
+    for training in _trainings(facts):
+        attach(model, training)
+    return Released(model.to(device).eval(), kept, file)
+
+
+def _trainings(facts: Facts) -> Iterator[Training]:
+    """Yield the private trainings that a model file tells of; training it further adds to them."""
+    for number, event in enumerate(facts.events):
+        done = TrainingEvent(**dict(event))
+        yield Training(
+            event=done,
+            unit=(short(facts.unit), facts.told_by or ""),
+            private=facts.private,
+            seeded=facts.seeded,
+            secure=facts.secure,
+            begun=done.steps,
+            number=f"{facts.checksum} {number}",
+        )
+
+
+def read_facts(path: Path) -> tuple[Path, Facts]:
+    """Return the model file at a path or in a folder, and its facts. Raises InputError."""
+    file, _, _, facts = _read(path)
+    return file, facts
+
+
+def text_reader(path: Path, facts: Facts) -> TextReader | None:
+    """Return how a published model reads texts; None if it is not for texts.
+
+    Raises InputError if it has no vocabulary.
+    """
+    if facts.encoder is None:
+        return None
+    file, tensors, *_ = _read(path)
+    try:
+        content = tensors["frozen.vocabulary"].numpy().tobytes()
+        return TextReader(tokenizer_of(content, facts.encoder), facts.texts[0][1])
+    except (KeyError, ValueError) as failure:
+        raise InputError(f"{file} {FOREIGN} (it has no vocabulary). {WANTED}") from failure
+
+
+def _network(
+    file: Path, facts: Facts, factory: str | None
+) -> registry.BuiltIn | registry.UserModel:
+    """Return the network to build. Raises ModelError."""
+    named = registry.parse_model(facts.model)
+    if isinstance(named, registry.BuiltIn):
+        if named.name in registry.MODELS:
+            return named
+        raise ModelError(f"{file}: this version does not support the model '{facts.model}'.")
+    if factory is None:
+        raise ModelError(
+            f"{file} has a user-supplied network, {facts.model}, which is not imported "
+            "automatically. If you trust it, add --model FILE.py:FACTORY"
+        )
+    return registry.parse_model(factory)
+
+
+def _features(file: Path, facts: Facts) -> registry.Features | None:
+    """Return the fixed features that the network takes. Raises ModelError."""
+    named, size = facts.backbone or facts.features, facts.backbone_size
+    if named is None:
+        return None
+    if facts.encoder is not None:
+        return TextEncoder(named, facts.encoder, facts.texts)
+    if named in registry.BACKBONES and size is not None:
+        return registry.Backbone(named, size, facts.backbone_flips)
+    if named in registry.FEATURES:
+        return registry.Scattered(named)
+    raise ModelError(f"{file} needs features '{named}', which this version does not support.")
+
+
+def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], Facts]:
+    """Return a model file, its weights, and its facts, also validated. Raises InputError."""
+    file, content = folder.read_run_file(path, folder.MODEL, WANTED)
+    try:
+        tensors, header = weights.unpacked(content)
+    except weights.NOT_SAFE as failure:
+        raise InputError(
+            f"{file} is not a valid safetensors file: it is damaged or of another type. {WANTED}"
+        ) from failure
+    if weights.CHECKPOINT_HEADER in header:
+        raise InputError(
+            f"{file} is a private checkpoint, from which the noise of its run can be computed. "
+            f"Do not share it. Use {folder.MODEL}, one folder up."
+        )
+    text = header.get(weights.MODEL_HEADER, "{}")
+    facts, kept = parse_file(Facts, text, file, FOREIGN, WANTED), json.loads(text)
+    if kept.pop(CHECKSUM) != digest(tensors, kept):
+        raise InputError(
+            f"{file} is damaged: its contents do not match its checksum. Copy it again from its "
+            "source, or train again."
+        )
+    if faults := weights.not_finite(tensors):
+        raise InputError(f"{file} {FOREIGN} ({'; '.join(faults)}). {WANTED}")
+    return file, tensors, kept, facts
+
+
+def _check_fit(misfit: str, held: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Raise ModelError with all shapes and dtypes of a file that differ from ``wanted``."""
+    faults = [
+        f"{key}: {held.get(key, 'missing')} in the file, expected {wanted.get(key, 'nothing')}"
+        for key in sorted(wanted.keys() | held.keys())
+        if wanted.get(key) != held.get(key)
+    ]
+    if faults:
+        raise ModelError(f"{misfit}: {'; '.join(faults)}.")
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the shape of each tensor, and its dtype if that is not float32."""
+    return {
+        name: f"{tuple(tensor.shape)}"
+        + ("" if tensor.dtype == torch.float32 else f" of {tensor.dtype}".replace("torch.", ""))
+        for name, tensor in tensors.items()
+    }

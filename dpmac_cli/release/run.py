@@ -1,0 +1,124 @@
+"""Train, resume and fork runs: from a plan or a run folder to the published files of a run."""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeAlias, Unpack
+
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.config.keywords import Keywords
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.sources import Values
+from dpmac_cli.data.dataset import Data
+from dpmac_cli.release.publish import Finished, publish
+from dpmac_cli.runs.session import EndOfTraining, Reduced, SessionEvent, Started, Update
+from dpmac_cli.runs.train import forked_run, new_run, resumed_run
+from dpmac_cli.storage.progress import Computing
+from dpmac_cli.torch_errors import torch_failures_explained
+from dpmac_cli.training.distributed import Ranks
+
+RunEvent: TypeAlias = Computing | Started | Update | Reduced | Finished
+
+
+def train(
+    plan: TrainPlan,
+    stop: Callable[[], bool] = lambda: False,
+    data: Data | None = None,
+    ranks: Ranks | None = None,
+    abandoned: tuple[TrainingEvent, ...] = (),
+) -> Iterator[RunEvent]:
+    """Train, write the run folder, and report progress.
+
+    With ``force``, an existing run is removed once this one is ready for its first step.
+
+    Args:
+        plan: result of :func:`dpmac_cli.config.resolve.resolve`.
+        stop: called after every step; True ends the run early with everything written.
+        data: data on the device; None to load it.
+        ranks: the processes of the run; the others call
+            :func:`~dpmac_cli.runs.workers.run_worker`.
+        abandoned: events of attempts that this run replaces in a study. Its report lists them. The
+            epsilon of the study covers them, but not the run's epsilon.
+
+    Raises:
+        InputError: data, device or folder cannot be used; nothing was written.
+        BudgetError: the budget allows no step.
+        ModelError: the model mixes samples.
+        RunError: training diverged, memory ran out, or the device failed.
+    """
+    return _published(new_run(plan, stop, data, ranks, abandoned))
+
+
+def resume(
+    where: Path | str,
+    flags: Settings | Values | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    data: Data | None = None,
+    ranks: Ranks | None = None,
+    **keywords: Unpack[Keywords],
+) -> Iterator[RunEvent]:
+    """Resume a run from its newest undamaged checkpoint, with its settings.
+
+    On the same CPU and software, the result is bitwise identical to that of an uninterrupted run.
+    If steps cannot be repeated exactly (a GPU, another machine or torch), noise and batches are
+    drawn with new keys, so no noise is added to two different gradients, and epsilon also covers
+    the steps that were lost.
+
+    ``flags`` and ``keywords`` are settings that do not change the result, such as ``device``, and
+    ``model`` if it is user-supplied: code is not imported because a file refers to it. For other
+    arguments and errors see :func:`train`.
+
+    Raises:
+        InputError: there is no such run, it is finished, a setting would change, all checkpoints
+            are damaged, or config.yaml was modified.
+    """
+    return _published(resumed_run(where, _merged(flags, keywords), stop, data, ranks))
+
+
+def fork(
+    parent: Path | str,
+    flags: Settings | Values | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    data: Data | None = None,
+    ranks: Ranks | None = None,
+    **keywords: Unpack[Keywords],
+) -> Iterator[RunEvent]:
+    """Continue from a run's newest checkpoint with other settings, in a new folder.
+
+    The parent is unchanged. Noise and batches are drawn with new keys, and epsilon covers
+    everything that was done to the records up to the checkpoint and since.
+
+    ``flags`` and ``keywords`` are settings to change, as in
+    :func:`~dpmac_cli.config.resolve.resolve`, with ``out``. For other arguments and errors see
+    :func:`train`.
+
+    Raises:
+        InputError: there is no such run, or the change cannot be made to it.
+    """
+    return _published(forked_run(parent, _merged(flags, keywords), stop, data, ranks))
+
+
+def _merged(flags: Settings | Values | None, keywords: Keywords) -> Mapping[Any, Any]:
+    """Return settings by name, of which keywords take precedence."""
+    named: Mapping[Any, Any] = flags.explicit if isinstance(flags, Settings) else flags or {}
+    return {**named, **keywords}
+
+
+def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent]:
+    """Publish a run once it is trained, while its folder is still locked."""
+    with closing(events):
+        for event in events:
+            if not isinstance(event, EndOfTraining):
+                yield event
+                continue
+            with torch_failures_explained():
+                finished = publish(event.session, event.seconds)
+            yield finished
+
+
+def finish(events: Iterable[RunEvent]) -> Finished:
+    """Run to the end: ``finish(train(plan))``. Exceptions are propagated."""
+    *_, last = events
+    assert isinstance(last, Finished)  # noqa: S101
+    return last

@@ -1,0 +1,264 @@
+"""Network and data of a run: load, build, validate and fingerprint them."""
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from dpmac_cli.config.plan import DataPlan, NetworkPlan, TrainPlan
+from dpmac_cli.data.dataset import Data, fingerprint
+from dpmac_cli.data.loaders import loading
+from dpmac_cli.data.registry import Dataset
+from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models import build, text_encoder
+from dpmac_cli.models.backbones import public_weights
+from dpmac_cli.models.encoders import TextEncoder
+from dpmac_cli.models.feature_cache import featured
+from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
+from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
+from dpmac_cli.models.trial import Trial
+from dpmac_cli.models.validation import (
+    ALONE,
+    Independence,
+    check_model,
+    check_precision,
+    independence,
+)
+from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
+from dpmac_cli.randomness.keystream import Keys
+from dpmac_cli.storage.digest import digest
+from dpmac_cli.storage.paths import cache_folder
+from dpmac_cli.storage.progress import Computing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Network and data of a run.
+
+    Attributes:
+        model: the whole network, which takes images and is published.
+        trained: the part that is trained on ``data``, without frozen features.
+        independence: reason why the network is independent across samples.
+        fingerprints: SHA-256 of everything that must be unchanged to resume a run: your own
+            records with their classes and constants, your own network, the file of public weights,
+            and the features. Private, like the records. notes: messages for the user.
+        built_by: call that built a user-supplied network, as code; its file may change later.
+    """
+
+    model: nn.Module
+    trained: nn.Module
+    data: Data
+    independence: Independence
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    built_by: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the whole network."""
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def make_task(
+    plan: TrainPlan,
+    device: torch.device,
+    keys: Keys,
+    data: Data | None = None,
+    *,
+    model: nn.Module | None = None,
+) -> Generator[Computing, None, Task]:
+    """Load the data and build the network of a run, and report progress.
+
+    The network is validated before the first record is read. For arguments and errors see
+    :func:`make_trainer`.
+    """
+    network, facts, passed_in = plan.network, plan.data.facts, model is not None
+    if model is None:
+        built = _build(plan, keys)
+    else:
+        built = _Built(model=_check_passed_in(network, facts, model))
+    model = built.model.to(device)
+    parts = None if passed_in else _parts(network, facts, model)
+    own = passed_in or isinstance(network.model, UserModel)
+    kind, why = _independence(network, facts, model, parts, own=own)
+    if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
+        _check_precision(network, facts, model, parts)
+    fingerprints = {**built.fingerprints, **_data_sums(plan.data, data)}
+    if data is None:
+        data = yield from loading(plan.data.source, plan.data.folder, device, facts=facts)
+    if plan.data.own:
+        fingerprints |= record_sums(data)
+    trained = model
+    if parts is not None:
+        # On a CPU, each text is processed at its own length.
+        separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
+        parts.isolated = separate or (network.features is None and kind == "isolated")
+        data, sha256 = yield from featured(parts, data, _of_features(network), cache_folder())
+        trained, fingerprints["features"] = parts.head, sha256
+    return Task(
+        model=model,
+        trained=trained,
+        data=data,
+        independence=kind,
+        fingerprints=fingerprints,
+        notes=(*built.notes, *why),
+        built_by=built.built_by,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    """A network, and what :class:`Task` says of how it was built."""
+
+    model: nn.Module
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    built_by: str = ""
+
+
+def _parts(network: NetworkPlan, facts: Dataset, model: nn.Module) -> FrozenFeatures | None:
+    """Return the frozen part, which runs once per record, and the trained one, if it has both."""
+    if isinstance(model, FrozenFeatures):
+        return model
+    return cut_before_head(model, facts.shape) if network.head_only else None
+
+
+def _check_precision(
+    network: NetworkPlan, facts: Dataset, model: nn.Module, parts: FrozenFeatures | None
+) -> None:
+    """Reject autocast in the trained part of a network."""
+    classes = facts.task.outputs
+    if parts is not None and network.features is not None:
+        shape = network.features.shape_of(facts.shape)
+        check_precision(parts.head, Trial.of(shape, classes))
+    elif not network.head_only:
+        check_precision(model, Trial.of(facts.shape, classes))
+
+
+def _of_features(network: NetworkPlan) -> dict[str, object]:
+    """Return the settings that cached features depend on."""
+    settings = {"isolate": network.isolate, **vars(network.trained)}
+    return settings if network.features is None else settings | network.features.values
+
+
+def record_sums(data: Data) -> dict[str, str]:
+    """Return checksums of user-supplied records and of their assignment to units."""
+    sums = {"data": fingerprint(data.train, data.test)}
+    for name, split in (("units", data.train), ("test units", data.test)):
+        if split.units is not None:
+            sums[name] = split.units.sha256()
+    return sums
+
+
+def _start(
+    network: NetworkPlan, facts: Dataset, model: nn.Module
+) -> tuple[PublicWeights, tuple[str, ...]]:
+    """Load the public weights into a network; return them with notes."""
+    weights = None if network.pretrained is None else read_weights(network.pretrained)
+    if isinstance(network.features, TextEncoder):
+        weights = text_encoder.encoder_weights(network.features)
+        return weights, tuple(weights.adopted_by(model.get_submodule("frozen"), None))
+    if isinstance(network.features, Backbone):
+        weights = weights or public_weights(network.features.kind)
+        model, head = model.get_submodule("frozen.network"), BACKBONES[network.features.kind].head
+        return weights, tuple(weights.adopted_by(model, head))
+    assert weights is not None  # noqa: S101  (it starts from public weights)
+    return weights, tuple(weights.adopted_by(model, head_of(model, facts.shape)))
+
+
+def _build(plan: TrainPlan, keys: Keys) -> _Built:
+    """Build the network of a plan, and load its public weights."""
+    network, facts = plan.network, plan.data.facts
+    model = build.build_model(
+        network.model,
+        facts.signature,
+        int.from_bytes(keys.init[:4], "little"),
+        fix_norm=network.fix_norm,
+        features=network.features,
+        trained=network.trained if network.starts_public else None,
+        isolated=network.isolate,
+    )
+    check_publishable(model)
+    sums, notes, built_by = dict[str, str](), tuple[str, ...](), ""
+    if isinstance(network.model, UserModel):
+        sums["network"] = build.source_sum(network.model)
+        seen = build.seen_by_network(facts.signature, network.features)
+        built_by = build.built_by(network.model, seen)
+    if network.starts_public:
+        weights, adopted = _start(network, facts, model)
+        sums["pretrained"] = weights.sha256
+        notes = (*_doubts(weights, plan.data, private=plan.privacy.private), *adopted)
+    return _Built(model=model, fingerprints=sums, notes=notes, built_by=built_by)
+
+
+def _check_passed_in(network: NetworkPlan, facts: Dataset, model: object) -> nn.Module:
+    """Validate a network that was passed in like a built one. Raises InputError, ModelError."""
+    if network.features is not None or network.pretrained is not None:
+        raise InputError(
+            "features and pretrained are for a network that dpmac builds: leave them out, or "
+            "do the same in your own network."
+        )
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{getattr(model, '__name__', repr(model))} is not a torch module. Pass a network "
+            "instance, such as torch.nn.Linear(64, 10)."
+        )
+    if network.fix_norm:
+        build.without_batch_norm(model)
+    check_model(model, facts.shape, facts.task.outputs, isolated=network.isolate)
+    return model
+
+
+def _data_sums(plan: DataPlan, data: Data | None) -> dict[str, str]:
+    """Return checksums of the facts of user-supplied data, for resuming."""
+    facts, sums = plan.facts, {}
+    if plan.own:
+        sums["classes"] = digest({}, facts.task.declared)
+        sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
+    elif data is not None and facts.sha256 is not None:
+        found = fingerprint(data.train, data.test)
+        if found != facts.sha256:  # user-supplied records under a registered name
+            sums["data"] = found
+    return sums
+
+
+def _independence(
+    network: NetworkPlan,
+    facts: Dataset,
+    model: nn.Module,
+    parts: FrozenFeatures | None,
+    *,
+    own: bool,
+) -> tuple[Independence, tuple[str, ...]]:
+    """Return why a network is independent across samples, with notes; ``own`` if not built in."""
+    if network.isolate:
+        return "isolated", ()
+    if not own:
+        return "built in", ()
+    shape, classes = facts.shape, facts.task.outputs
+    if network.features is not None:
+        model, shape = model.get_submodule("head"), network.features.shape_of(shape)
+    frozen = parts.frozen if parts is not None and network.head_only else None
+    kind, why = independence(model, shape, classes, frozen)
+    if kind == "traced":
+        return kind, ()
+    return kind, (ALONE.format(why),)
+
+
+def _doubts(weights: PublicWeights, data: DataPlan, *, private: bool) -> tuple[str, ...]:
+    """Return notes on weights that may not be public. Raises InputError if they are not."""
+    name = weights.trained_on
+    if name != data.found.name or not private:
+        return ()
+    if not data.own:
+        raise InputError(
+            f"--pretrained: {weights.path} was trained on {name} by dpmac, so its weights are not "
+            "public to a run on the same records, and epsilon would not cover what they reveal. "
+            "Use weights from other data. To train a run further, use dpmac train --fork."
+        )
+    return (
+        f"{weights.path.name} was trained by dpmac on data that is also called {name}. If these "
+        "are the same records, its weights are not public, and epsilon does not cover what they "
+        "tell.",
+    )

@@ -1,0 +1,384 @@
+"""Train any network with any loss privately, on the batches of a program."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Unpack
+
+import numpy as np
+from torch import Tensor, nn
+
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.calibration import affordable_steps
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
+from dpmac_cli.accounting.statements import format_epsilon, statement
+from dpmac_cli.config.plan import PrivacyPlan
+from dpmac_cli.config.resolve import resolve_batches
+from dpmac_cli.config.settings import Settings
+from dpmac_cli.dp.clipping.batches import (
+    Batch,
+    Structure,
+    map_rows,
+    samples_in,
+)
+from dpmac_cli.dp.rules import Rule
+from dpmac_cli.errors import BudgetError, InputError, ModelError, raise_errors
+from dpmac_cli.models.trial import Objective
+from dpmac_cli.randomness.keystream import Keys, make_keys
+from dpmac_cli.randomness.sampling import Batch as Records
+from dpmac_cli.randomness.sampling import Sampler
+from dpmac_cli.runs.step_arguments import (
+    UNIT,
+    BatchLoss,
+    StepKeywords,
+    check_arguments,
+    check_rows,
+    checked_example,
+    device_of,
+    settings_of,
+)
+from dpmac_cli.runs.step_engine import StepEngine, build_engine
+from dpmac_cli.storage.digest import digest
+from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable
+from dpmac_cli.training.loading import (
+    Collate,
+    Drawn,
+    KeyedLoader,
+    OneByOne,
+    collate_of,
+    fingerprint,
+    first_row,
+)
+
+
+class PrivateStep:
+    """Private training step of a network on the batches of a program.
+
+        step = PrivateStep(model, loss, sampling=Poisson(n=len(data), batch_size=256), epsilon=3)
+        for batch in step.loader(data):
+            step(batch)
+
+    A batch is a tensor, or dicts, lists and tuples of tensors, with one row per record. Batches
+    belong to private records: showing them, or their losses, would break the guarantee.
+
+    Args:
+        model: the network, on the device to train on. It is trained in place: its parameters become
+            views of one vector.
+        loss: ``loss(model, batch)`` returns one loss per record, a tensor of shape (records,). The
+            loss of a record must not depend on the others, which is validated.
+        sampling: how batches are drawn, such as :class:`~dpmac_cli.Poisson`; or
+            :class:`~dpmac_cli.OwnLoader`, if they are not those of :meth:`loader`.
+        example: a public batch of at least one row, with the shapes and types of the records. Its
+            integers are used to validate the network. By default they are 0 and 1, and the shapes
+            those of the first record.
+        rule: update rule that replaces the optimizer's.
+        keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10``.
+
+    Raises:
+        InputError: settings cannot be used; lists every fault found.
+        BudgetError: no noise meets the target epsilon, or ``max_epsilon`` allows no step.
+        ModelError: the network or the loss cannot be clipped, or its earlier training cannot be
+            added. If there is no ``example``, the first batch is awaited.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: BatchLoss,
+        *,
+        sampling: BatchSampling | OwnLoader,
+        example: Batch | None = None,
+        rule: Rule | None = None,
+        **keywords: Unpack[StepKeywords],
+    ) -> None:
+        check_arguments(model, loss, sampling, keywords)
+        self._model, self._loss, self._sampling, self._rule = model, loss, sampling, rule
+        self._earlier = carried_by(model, loss)
+        check_composable(self._earlier, UNIT)
+        counted = tuple(training.done for training in self._earlier)
+        resolved = resolve_batches(*settings_of(model, sampling, keywords), counted)
+        recipe = replace(resolved.plan.recipe, ema=0.0)  # nothing is scored or published
+        self._plan = replace(resolved.plan, recipe=recipe)
+        self.privacy: PrivacyPlan = self._plan.privacy
+        self._steps = affordable_steps(
+            self.privacy.event, self.privacy.delta, self.privacy.max_epsilon, counted
+        )
+        self._keys = make_keys(self._plan.run.seed, part=len(self._earlier))
+        self._notes = resolved.notes
+        self._drawn: Drawn | None = None
+        self._engine: StepEngine | None = None
+        self._records = ""  # identifies the dataset
+        if example is not None:
+            self._prepare(Structure(checked_example(example, device_of(model)), keep=True))
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the network. Every step sets it to training mode."""
+        return self._model
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on probable mistakes in valid settings, and on how the network is run."""
+        return self._notes
+
+    def __len__(self) -> int:
+        """Return the total number of steps."""
+        return self._steps
+
+    @property
+    def taken(self) -> int:
+        """Return the number of steps that were taken."""
+        return 0 if self._engine is None else self._engine.descent.state.step
+
+    @property
+    def event(self) -> TrainingEvent:
+        """Return the privacy event of all steps that have begun."""
+        return self.privacy.event_of(self._begun)
+
+    @property
+    def delta(self) -> float:
+        """Return delta of the guarantee."""
+        return self.privacy.delta
+
+    @property
+    def sigma(self) -> float:
+        """Return the noise multiplier."""
+        return self.privacy.sigma
+
+    @property
+    def epsilon(self) -> float:
+        """Return the privacy cost of all steps that have begun, and of earlier training."""
+        return total_epsilon(self._events, self.privacy.delta)
+
+    @property
+    def statement(self) -> str:
+        """Return the meaning of the guarantee, and who is responsible for the sampling."""
+        said = statement(self.epsilon, self.privacy.delta, self._events)
+        if not isinstance(self._sampling, OwnLoader):
+            return said
+        return (
+            f"{said} The batches came from a loader of the program, which states that it draws "
+            "them in this way; dpmac did not draw them and cannot check it."
+        )
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, before warm-up and schedule; set it to change it.
+
+        It has no privacy cost if it depends only on public values.
+        """
+        return self._plan.optimizer.hyper.lr
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        Settings(lr=rate)  # raises InputError
+        hyper = replace(self._plan.optimizer.hyper, lr=float(rate))
+        optimizer = replace(self._plan.optimizer, hyper=hyper)
+        self._plan = replace(self._plan, optimizer=optimizer)
+        if self._engine is not None:
+            descent = self._engine.descent
+            descent.algorithm = replace(descent.algorithm, hyper=hyper)
+
+    def loader(
+        self, dataset: Any, collate_fn: Collate | None = None, *, workers: int = 0
+    ) -> Iterator[Batch]:
+        """Yield the batches of the remaining steps, drawn as their privacy cost assumes.
+
+        A batch may have any number of rows, also none. Take a step with each, in order. Records are
+        read when they are drawn, one by one, so that none changes the row of another.
+
+        Args:
+            dataset: map-style dataset, such as a ``torch.utils.data.Dataset``, of n records. A
+                random transform is repeated exactly when a step is.
+            collate_fn: turns a list of records, here always of one, into a batch; torch's
+                ``default_collate`` by default. All records must have the same shape.
+            workers: number of processes that read records.
+
+        Raises:
+            InputError: the dataset has another number of records than n, or one cannot be used.
+            ModelError: see :class:`PrivateStep`.
+        """
+        if isinstance(self._sampling, OwnLoader):
+            raise InputError(
+                "This PrivateStep was told that your own loader draws the batches. Call it with "
+                "them, or use sampling=Poisson(...) to let dpmac draw them."
+            )
+        size = len(dataset)
+        if size != self._sampling.n:
+            raise InputError(
+                f"The dataset has {size:,} records, but epsilon was computed for n="
+                f"{self._sampling.n:,}. Use sampling={type(self._sampling).__name__}"
+                "(n=len(dataset), ...)."
+            )
+        records = OneByOne(dataset, collate_of(collate_fn), self._keys.layers)
+        row = first_row(records)
+        known = fingerprint(records, size)
+        if self._records not in ("", known):
+            raise InputError(
+                "The dataset is not the one that this training began with, whose noise would be "
+                "used again for other records. Start from a new PrivateStep, whose epsilon also "
+                "counts the steps so far."
+            )
+        self._records = known
+        engine = self._engine or self._prepare(Structure.of(row).to(device_of(self._model)))
+        return self._batches(KeyedLoader(records, self._draws(), engine.structure, workers))
+
+    def _draws(self) -> Sampler:
+        assert isinstance(self._sampling, BatchSampling)  # noqa: S101
+        return self._sampling.draws(self._keys.sampler, secure=self._plan.run.secure)
+
+    def _batches(self, loader: KeyedLoader) -> Iterator[Batch]:
+        for drawn in loader.batches(self.taken + 1, self._steps):
+            self._drawn = drawn
+            yield drawn.batch
+
+    def __call__(self, batch: Batch) -> int:
+        """Clip, add noise and update the weights; return the step number.
+
+        Args:
+            batch: a batch of :meth:`loader`, unchanged; or with :class:`~dpmac_cli.OwnLoader`, any
+                batch of the same structure.
+
+        Raises:
+            BudgetError: all steps that the privacy budget covers have begun.
+            DivergedError: a weight is no longer finite; checked once per epoch.
+            InputError: the batch is not the one that was drawn for this step.
+            ModelError: the network is no longer the one that was validated, or cannot be clipped
+                on these records.
+            RunError: memory ran out with a single record, or the device failed.
+        """
+        if self._begun >= self._steps:
+            raise BudgetError(
+                f"All {self._steps} steps have been taken, and epsilon is "
+                f"{format_epsilon(self.epsilon)}. To train longer, start from a new PrivateStep "
+                "on this network, which also counts these steps."
+            )
+        records = self._records_of(batch)
+        engine = self._engine or self._prepare(Structure.of(batch))
+        number = engine.step(batch, records)
+        self._drawn = None
+        return number
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the next steps follow from, for ``torch.save``.
+
+        It holds secret keys: who has it can remove the noise. Keep it where the records are. Frozen
+        parameters and buffers are not included.
+
+        Raises InputError if no step was taken yet.
+        """
+        if self._engine is None:
+            raise InputError("There is no state before the first step. Save it after a step.")
+        state, structure = self._engine.descent.state, self._engine.structure
+        return {
+            "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
+            "numbers": state.numbers(),
+            "begun": self._begun,
+            "earlier": [training.as_json() for training in self._earlier],
+            "settings": dict(self._plan.recorded),
+            "lr": self.lr,
+            "structure": map_rows(Tensor.cpu, structure.template),
+            "public": structure.keep,
+            "records": self._records,
+            "fixed": self._fixed(self._engine),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue a training exactly: further steps equal those of the program that saved it.
+
+        The network, the loss, the records and the settings must be those of that program, because
+        the same noise is used again. Only continue it once.
+
+        Args:
+            saved: a state of :meth:`state_dict`.
+
+        Raises:
+            InputError: this training has begun, or has other settings, or the network is not the
+                same in what is not trained.
+            ModelError: the network has other parameters.
+        """
+        if self._begun or self._earlier:
+            raise InputError(
+                "A state is loaded into a new PrivateStep on a network that was not trained "
+                "before. Create both again."
+            )
+        self._earlier = tuple(map(Training.of_json, saved["earlier"]))
+        self._check_settings(saved["settings"])
+        event = replace(self.privacy.event, noise_multiplier=saved["settings"]["sigma"])
+        self.privacy = replace(self.privacy, event=event)
+        self._plan = replace(self._plan, privacy=self.privacy)
+        self.lr = saved["lr"]
+        self._keys, self._records = Keys.of_json(saved["numbers"]["keys"]), saved["records"]
+        for training in self._earlier:
+            attach(self._model, training)
+        structure = Structure(saved["structure"], saved["public"])
+        engine = self._prepare(structure.to(device_of(self._model)))
+        if self._fixed(engine) != saved["fixed"]:
+            raise InputError(
+                "The frozen parameters or buffers of the network are not those of the saved state. "
+                "Build the network as in the program that saved it."
+            )
+        engine.descent.state.restore(saved["tensors"], saved["numbers"], exactly=True)
+        engine.training.begun = saved["begun"]
+
+    @property
+    def _begun(self) -> int:
+        """Return the number of steps that may have used records."""
+        return 0 if self._engine is None else self._engine.training.begun
+
+    @property
+    def _events(self) -> tuple[TrainingEvent, ...]:
+        return (*(training.done for training in self._earlier), self.event)
+
+    def _records_of(self, batch: Batch) -> Records:
+        """Return the numbers of the records of a batch, after checking it. Raises InputError."""
+        if isinstance(self._sampling, OwnLoader):
+            check_rows(batch, None if self._engine is None else self._engine.structure)
+            return np.arange(samples_in(batch))
+        drawn = self._drawn
+        if drawn is None or not drawn.is_unchanged(batch) or drawn.step != self.taken + 1:
+            raise InputError(
+                "The batch is not the one that the loader drew for this step, unchanged. Take one "
+                "step with each batch of step.loader(...), in order: epsilon covers those records. "
+                "To transform records, do it in the dataset or in collate_fn, which see each one "
+                "alone. For your own loader, state how it draws: sampling=OwnLoader(...)."
+            )
+        return drawn.records
+
+    def _fixed(self, engine: StepEngine) -> str:
+        """Return the SHA-256 of everything in the network that is not trained."""
+        fixed = {
+            name: tensor
+            for name, tensor in self._model.state_dict(keep_vars=True).items()
+            if id(tensor) not in engine.sums.trained
+        }
+        return digest({name: t.detach().cpu() for name, t in fixed.items()}, {})
+
+    def _check_settings(self, saved: Mapping[str, Any]) -> None:
+        """Raise InputError if a saved training has other settings."""
+        free = {"lr"} | ({"sigma"} if self._earlier else set())  # it covers earlier events
+        mine = dict(self._plan.recorded)
+        names = [n for n in {**mine, **saved} if n not in free and mine.get(n) != saved.get(n)]
+        raise_errors(
+            f"{name} is {mine.get(name)}, but {saved.get(name)} in the saved state. Use the same."
+            for name in names
+        )
+
+    def _prepare(self, structure: Structure) -> StepEngine:
+        """Validate the network and the loss, and build what takes the steps."""
+        now = carried_by(self._model, self._loss)
+        if {t.number for t in now} - {t.number for t in self._earlier}:
+            raise ModelError(
+                "The network was trained by another PrivateStep or make_private since this one was "
+                "created, so its epsilon does not count those steps. Create this one again."
+            )
+        self._engine = build_engine(
+            Objective(self._model, self._loss),
+            self._plan,
+            structure,
+            steps=self._steps,
+            keys=self._keys,
+            rule=self._rule,
+        )
+        self._notes = (*self._notes, *self._engine.notes)
+        return self._engine

@@ -1,0 +1,152 @@
+"""Arguments of a private step: its settings, and the batches that it accepts."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
+from dpmac_cli.config.keywords import Keywords
+from dpmac_cli.config.plan import DataPlan
+from dpmac_cli.data.registry import Dataset, Defaults
+from dpmac_cli.data.schema import DataFacts, InMemoryData
+from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, samples_in
+from dpmac_cli.dp.optimizers import Kappa
+from dpmac_cli.errors import InputError, ModelError, raise_errors
+from dpmac_cli.tasks.classification import Classification
+
+#: A loss of the network and a batch: one number per record, shape (records,).
+BatchLoss = Callable[[Any, Any], Tensor]
+#: Unit of privacy of a batch's rows.
+UNIT = ("training record", "")
+#: Name of the dataset in settings.
+BATCHES = "<batches>"
+#: Records to process at a time by default.
+AT_A_TIME = 256
+
+
+class StepKeywords(TypedDict, total=False):
+    """Settings of docs/configuration.md that a :class:`PrivateStep` has; None if not given."""
+
+    isolate: bool | None
+    epochs: int | None
+    steps: int | None
+    sigma: float | None
+    epsilon: float | None
+    max_epsilon: float | None
+    delta: float | None
+    secure: bool | None
+    optimizer: str | None
+    lr: float | None
+    clip_norm: float | None
+    beta1: float | None
+    beta2: float | None
+    gamma: float | None
+    gamma_prime: float | None
+    h1: float | None
+    h2: float | None
+    kappa: Kappa | None
+    phi: str | None
+    lr_schedule: str | None
+    warmup_steps: int | None
+    weight_decay: float | None
+    physical_batch: int | None
+    seed: int | None
+
+
+def check_arguments(
+    model: object, loss: object, sampling: object, keywords: Mapping[str, Any]
+) -> None:
+    """Raise InputError with every argument that cannot be used; ModelError without a network."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{getattr(model, '__name__', repr(model))} is not a torch module. Pass a network "
+            "instance, such as torch.nn.Linear(64, 10)."
+        )
+    errors = []
+    if not callable(loss):
+        errors.append(
+            f"loss must be a function loss(model, batch) that returns one loss per record, not a "
+            f"{type(loss).__name__}."
+        )
+    if not isinstance(sampling, (BatchSampling, OwnLoader)):
+        errors.append(
+            "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256), "
+            f"RandomAllocation(...) or OwnLoader(...), not {sampling!r}."
+        )
+    known = StepKeywords.__annotations__
+    errors += [
+        f"PrivateStep has no setting '{name}'. It has {', '.join(known)}."
+        for name in keywords
+        if name not in known
+    ]
+    raise_errors(errors)
+
+
+def settings_of(
+    model: nn.Module, sampling: BatchSampling | OwnLoader, keywords: StepKeywords
+) -> tuple[DataPlan, Keywords]:
+    """Return the public facts of the records, and all settings."""
+    name = f"{type(model).__module__}:{type(model).__qualname__}"
+    facts = Dataset(
+        train_size=sampling.n,
+        test_size=0,
+        shape=(1, 1, 1),
+        task=Classification(("record",)),
+        mean=(0.0,),
+        std=(1.0,),
+        defaults=Defaults(name, sampling.batch_size, physical_batch=AT_A_TIME),
+        about="batches of a program",
+        levels=1,
+    )
+    named: Keywords = {
+        "dataset": InMemoryData(Path(BATCHES)),
+        "model": name,
+        "batch_size": sampling.batch_size,
+        "sampler": sampling.sampler,
+    }
+    data = DataPlan(
+        dataset=BATCHES, source=BATCHES, found=DataFacts(facts, BATCHES), folder=Path(BATCHES)
+    )
+    return data, {**keywords, **named}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a network's parameters."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def checked_example(example: Batch, device: torch.device) -> Batch:
+    """Return a public example batch on the device. Raises InputError."""
+    check_rows(example, None)
+    if samples_in(example) == 0:
+        raise InputError("example must have at least one row.")
+    return map_rows(lambda t: t.to(device), example)
+
+
+def check_rows(batch: Batch, structure: Structure | None) -> None:
+    """Reject a batch that is not tensors with the same number of rows, as in the structure."""
+    parts = parts_by_name(batch)
+    errors = [
+        f"{name} is a {type(part).__name__}, not a tensor."
+        for name, part in parts.items()
+        if not isinstance(part, Tensor) or part.ndim == 0
+    ]
+    raise_errors(errors or ([] if parts else ["The batch contains no tensor."]))
+    rows = {len(part) for part in parts.values()}
+    if len(rows) > 1:
+        raise InputError(
+            "The tensors of the batch have different numbers of rows. Each must have one row per "
+            f"record in its first dimension: {', '.join(parts)}."
+        )
+    if structure is not None and _form(batch) != _form(structure.template):
+        raise InputError(
+            "The batch has other parts, shapes or types than the one that was validated: "
+            f"{_form(batch)}, not {_form(structure.template)}. Pad records to a fixed length."
+        )
+
+
+def _form(batch: Batch) -> dict[str, tuple[Any, ...]]:
+    return {name: (*t.shape[1:], t.dtype, t.device) for name, t in parts_by_name(batch).items()}

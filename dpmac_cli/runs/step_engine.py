@@ -1,0 +1,154 @@
+"""Engine of a private step: a validated network, and the descent on its batches."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.dp.algorithm import build_algorithm
+from dpmac_cli.dp.clipping.batches import NOTHING, Batch, Structure
+from dpmac_cli.dp.losses import returned
+from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
+from dpmac_cli.dp.precision import full_float32
+from dpmac_cli.dp.rules import Rule
+from dpmac_cli.models.trial import Objective
+from dpmac_cli.models.validation import Independence, validated
+from dpmac_cli.randomness.keystream import Keys
+from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.randomness.sampling import Batch as Records
+from dpmac_cli.runs.step_arguments import UNIT, device_of
+from dpmac_cli.torch_errors import torch_failures_explained
+from dpmac_cli.training.chunks import BatchSum, Running
+from dpmac_cli.training.descent import Descent
+from dpmac_cli.training.lineage import Training, attach
+from dpmac_cli.training.schedules import StepPlan
+from dpmac_cli.training.state import Randomness
+
+
+@dataclass
+class Given:
+    """Sampler of the records of a batch that was given."""
+
+    records: Records | None = None
+
+    def draw(self, step: int) -> Records:
+        """Return the records of the batch."""
+        assert self.records is not None  # noqa: S101
+        return self.records
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEngine:
+    """A network in private training on batches that it is given.
+
+    Attributes:
+        descent: takes the steps. sums: clipped sum of a batch. given: records of a batch.
+        training: counts the steps that use records.
+        structure: structure of a record, which was validated.
+        notes: how the network is run.
+    """
+
+    descent: Descent
+    sums: BatchSum
+    given: Given
+    training: Training
+    structure: Structure
+    notes: tuple[str, ...] = field(default=())
+
+    def step(self, batch: Batch, records: Records) -> int:
+        """Take a step; return its number. For errors see :class:`.PrivateStep`."""
+        self.given.records, self.sums.batch = records, batch
+        descent = self.descent
+        try:
+            with torch_failures_explained(), torch.inference_mode(False):
+                descent.step()
+                if descent.state.step % descent.plan.steps_per_epoch == 0:
+                    descent.check_finite()
+                    descent.check_network()
+        finally:
+            self.given.records, self.sums.batch = None, NOTHING
+        return descent.state.step
+
+
+def build_engine(
+    objective: Objective,
+    plan: TrainPlan,
+    structure: Structure,
+    *,
+    steps: int,
+    keys: Keys,
+    rule: Rule | None,
+) -> StepEngine:
+    """Validate a network and its loss, and build what takes the steps.
+
+    Args:
+        objective: the network with its loss, which are trained in place.
+        plan: plan of the training.
+        structure: structure of a record, on the device of the network.
+        steps: number of steps, at most the plan's.
+        keys: secret keys.
+        rule: update rule that replaces the optimizer's.
+
+    Raises:
+        ModelError: they cannot be clipped.
+    """
+    kind, why = validated(objective, structure, isolated=plan.network.isolate)
+    with full_float32():
+        sums, descent, given = _built(objective, plan, structure, steps, keys, rule, kind)
+    training = Training(
+        event=plan.privacy.event,
+        unit=UNIT,
+        private=True,
+        seeded=plan.run.seed is not None,
+        secure=plan.run.secure,
+    )
+    attach(objective.network, training)
+    descent.training = training
+    return StepEngine(
+        descent=descent,
+        sums=sums,
+        given=given,
+        training=training,
+        structure=structure,
+        notes=(*why, *sums.notes),
+    )
+
+
+def _built(
+    objective: Objective,
+    plan: TrainPlan,
+    structure: Structure,
+    steps: int,
+    keys: Keys,
+    rule: Rule | None,
+    kind: Independence,
+) -> tuple[BatchSum, Descent, Given]:
+    """Return the clipped sum, the descent on it, and the sampler that names its records."""
+    isolated, on_cuda = kind == "isolated", device_of(objective).type == "cuda"
+    physical = plan.run.gpu_batch if on_cuda else plan.run.physical_batch
+    layers, given = LayerDraws(keys.layers), Given()
+    batch, sigma = plan.privacy.batch_size, plan.privacy.sigma
+    how = Running(loss=returned, physical_batch=physical, batch=batch, isolated=isolated)
+    sums = BatchSum(objective, structure, how, layers)
+    mechanism = SecureMechanism if plan.run.secure else GaussianMechanism
+    descent = Descent(
+        model=objective,
+        sums=sums,
+        algorithm=build_algorithm(plan.optimizer.method, plan.optimizer.hyper, rule=rule),
+        mechanism=mechanism(sigma, batch),
+        plan=StepPlan(
+            steps=steps,
+            steps_per_epoch=plan.privacy.steps_per_epoch,
+            physical_batch=physical,
+            recipe=plan.recipe,
+            isolated=isolated,
+        ),
+        randomness=Randomness(
+            keys=keys,
+            sampler=given,
+            noise=Noise(keys.noise, secure=plan.run.secure),
+            layers=layers,
+        ),
+    )
+    return sums, descent, given

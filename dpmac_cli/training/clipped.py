@@ -1,0 +1,124 @@
+"""Clipped sums of a network's gradients on a program's own batches, usable alone."""
+
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.dp.clipping.batches import Batch, Structure, samples_in
+from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.losses import returned
+from dpmac_cli.dp.mechanism import Ellipsoid
+from dpmac_cli.dp.precision import full_float32
+from dpmac_cli.errors import ModelError
+from dpmac_cli.models.trial import Objective
+from dpmac_cli.models.unchanged import DURING
+from dpmac_cli.models.validation import validated
+from dpmac_cli.randomness.keystream import KEY_BYTES
+from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.training.chunks import BatchSum, Running
+
+
+class ClippedSum:
+    """Sum of the clipped per-record gradients of a network, without noise.
+
+        clipped = ClippedSum(model, loss, ball(1.0), batch_size=256)
+        total = clipped(batch)  # (d,): private until noise is added
+
+    Adding or removing a record moves the sum by at most 1 in the norm ||(.)/b|| of the region: by
+    at most C for a ball of radius C. Rounding is included. Each record's gradient g_i adds
+    c_i (g_i - m), where c_i <= 1 is the largest factor with which it is in the region.
+
+    The network and the loss are validated on the first batch, and compared with what was validated
+    before each further one. Parameters become views of :attr:`theta`. Nothing is accounted for:
+    see :class:`~dpmac_cli.PrivateStep` for a complete step.
+
+    Args:
+        model, loss: see :class:`~dpmac_cli.PrivateStep`.
+        region: region to clip to, such as :func:`~dpmac_cli.ball`; a program may replace it.
+        batch_size: expected number of records in a batch, which must not depend on the records.
+        physical_batch: records to process at a time.
+        isolate: run the network on each record alone, even if it is proven independent.
+
+    Raises:
+        ModelError: the network or the loss cannot be clipped.
+    """
+
+    #: Bound on the change of the sum, in the norm of the region, by one record.
+    sensitivity = 1.0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Any,
+        region: Ellipsoid,
+        *,
+        batch_size: int,
+        physical_batch: int = 256,
+        isolate: bool = False,
+    ) -> None:
+        self._objective = Objective(model, loss)
+        self.region, self.notes = region, tuple[str, ...]()
+        self._batch, self._physical, self._isolate = batch_size, physical_batch, isolate
+        self._layers = LayerDraws(secrets.token_bytes(KEY_BYTES))
+        self._sums: BatchSum | None = None
+        self._calls, self._chunk = 0, 0
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Tensor:
+        """Return the sum over the records of a batch, shape (d,), float64 for several chunks.
+
+        Raises ModelError if the network is no longer the one that was validated.
+        """
+        sums = self._sums or self.prepare(batch)
+        self._objective.train()
+        sums.unchanged.check()
+        sums.batch, self._calls = batch, self._calls + 1
+        metric = Metric(self.region)
+        with full_float32(), self._layers.of(self._calls):
+            records = np.arange(samples_in(batch))
+            total, self._chunk = sums.of(records, self._calls, metric, self._chunk)
+        sums.unchanged.check(DURING)
+        return total.clone()
+
+    @property
+    def theta(self) -> Tensor:
+        """Return the trained parameters as one vector, shape (d,); changing it changes the model.
+
+        Raises ModelError before :meth:`prepare` or the first batch.
+        """
+        return self._ready.theta
+
+    def by_parameter(self, vector: Tensor) -> Mapping[str, Tensor]:
+        """Return views of a vector, shape (d,), by the names of parameters, in their shapes."""
+        return dict(self._parts(vector))
+
+    def prepare(self, example: Batch) -> BatchSum:
+        """Validate the network on the structure of a batch, whose values are not used."""
+        kind, why = validated(self._objective, Structure.of(example), isolated=self._isolate)
+        how = Running(
+            loss=returned,
+            physical_batch=self._physical,
+            batch=self._batch,
+            isolated=kind == "isolated",
+        )
+        with full_float32():
+            self._sums = BatchSum(self._objective, Structure.of(example), how, self._layers)
+        self._chunk, self.notes = self._sums.chunk, (*why, *self._sums.notes)
+        return self._sums
+
+    @property
+    def _ready(self) -> BatchSum:
+        if self._sums is None:
+            raise ModelError("The network is validated on the first batch: call prepare(batch).")
+        return self._sums
+
+    def _parts(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        names = {id(p): name for name, p in self._objective.network.named_parameters()}
+        for layer in self._ready.clipped_sum.layers:
+            for key, slot in layer.slices.items():
+                p = layer.parameters[key]
+                yield names[id(p)], vector[layer.start : layer.stop][slot].view(p.shape)

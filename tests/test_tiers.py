@@ -1,0 +1,78 @@
+"""The short tests show every privacy promise."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LONG_ALONE
+
+ROOT = Path(__file__).parent.parent
+#: Tests of privacy promises that are long, and a short one of the same promise.
+ALSO_SHOWN: Mapping[str, str] = {
+    "tests/cli/test_faults.py::test_a_run_killed_again_and_again_ends_bit_identical": (
+        "tests/test_resume.py::test_a_killed_run_ends_bit_identical"
+    ),
+    "tests/cli/test_several.py::test_a_lost_rank_is_named_and_the_run_goes_on_without_it": (
+        "tests/test_ranks.py::test_a_run_goes_on_with_other_ranks"
+    ),
+    "tests/dp/test_ghost_clipping.py::test_the_margin_covers_terms_that_cancel": (
+        "tests/dp/test_ghost_clipping.py::test_no_sample_whose_terms_cancel_weighs_more_than_one"
+    ),
+    "tests/dp/test_rounding.py::test_the_margin_covers_the_rounding_of_what_is_written_out": (
+        "tests/dp/test_rounding.py::test_the_margin_covers_the_rounding_of_the_sum"
+    ),
+    "tests/dp/test_rounding.py::test_the_margin_covers_the_rounding_of_all_chunks": (
+        "tests/dp/test_rounding.py::test_the_margin_covers_the_rounding_of_the_sum"
+    ),
+    "tests/test_accounting.py::test_the_smallest_rates_are_priced_as_larger_ones": (
+        "tests/test_accounting.py::test_no_rate_is_priced_below_the_least"
+    ),
+    "tests/test_accounting.py"
+    "::test_a_branch_with_much_noise_does_not_make_one_with_little_a_matter_of_minutes": (
+        "tests/test_accounting.py::test_two_halves_cost_the_whole"
+    ),
+    "tests/test_accounting.py::test_mnist_schedule_costs_little_time_and_falls_on_epochs": (
+        "tests/test_accounting.py::test_schedule_is_an_increasing_upper_bound_with_an_exact_end"
+    ),
+    "tests/test_calibration.py::test_the_largest_batch_is_the_largest_of_all": (
+        "tests/test_pricing.py::test_the_largest_batch_is_the_largest_of_all"
+    ),
+    "tests/test_calibration.py"
+    "::test_where_epochs_are_paid_for_batches_of_as_many_steps_cost_the_same": (
+        "tests/test_accounting.py::test_an_epoch_begun_costs_a_whole_one_whatever_the_rate"
+    ),
+    "tests/test_canaries.py::test_the_attack_tells_broken_builds_from_sound_ones": (
+        "tests/test_canaries.py::test_scores_are_the_likelihood_ratios_of_what_is_released"
+    ),
+    "tests/test_covered.py::test_no_score_is_released_twice_whatever_is_killed": (
+        "tests/test_covered.py::test_an_interrupted_run_releases_no_score_and_is_resumed_exactly"
+    ),
+    "tests/test_executors.py"
+    "::test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_is_told": (
+        "tests/test_executors.py::test_what_jobs_are_told_is_private_and_holds_no_record"
+    ),
+    "tests/test_executors.py"
+    "::test_a_ray_of_our_own_tells_nobody_leaves_signals_alone_and_begins_no_more_than_it_should": (
+        "tests/test_executors.py::test_ray_is_told_to_report_no_use_before_it_is_loaded"
+    ),
+    "tests/test_fuzz.py::test_no_damage_of_any_kind_breaks_a_promise": (
+        "tests/test_flips.py::test_a_flipped_byte_changes_no_resumed_run"
+    ),
+    "tests/test_units.py::test_the_attack_finds_a_build_that_clips_each_record_of_a_unit": (
+        "tests/test_units.py::test_a_unit_moves_the_clipped_sum_by_at_most_one"
+    ),
+}
+
+
+def test_a_privacy_promise_that_takes_long_to_show_is_also_shown_by_a_short_test(
+    pytestconfig: pytest.Config,
+) -> None:
+    """Of the tests that are run with this one."""
+    assert pytestconfig.stash[LONG_ALONE] <= ALSO_SHOWN.keys()
+
+
+@pytest.mark.parametrize("test", sorted({*ALSO_SHOWN, *ALSO_SHOWN.values()}))
+def test_they_exist(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")

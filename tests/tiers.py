@@ -1,0 +1,32 @@
+"""Tests in two tiers: which cases of a test are long."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+
+def rest_long(cases: Iterable[Any], short: int = 1) -> list[ParameterSet]:
+    """Return cases for ``parametrize``, of which all but the first few are marked as long."""
+    return [_long(case) if number >= short else _case(case) for number, case in enumerate(cases)]
+
+
+def one_in(count: int, cases: Iterable[Any], *kept: str) -> list[ParameterSet]:
+    """Return cases, of which one in so many stays short, and those with some ids: the rest long."""
+    found = [_case(case) for case in cases]
+    return [
+        case if number % count == 0 or case.id in kept else _long(case)
+        for number, case in enumerate(found)
+    ]
+
+
+def _case(case: Any) -> ParameterSet:
+    if isinstance(case, ParameterSet):
+        return case
+    return pytest.param(*(case if type(case) is tuple else (case,)))
+
+
+def _long(case: Any) -> ParameterSet:
+    plain = _case(case)
+    return pytest.param(*plain.values, id=plain.id, marks=[*plain.marks, pytest.mark.long])
