@@ -27,6 +27,7 @@ from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import Records, data_facts
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
+from dpmac_cli.tasks.classification import Classification
 
 #: What a value may be, in words.
 KINDS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
@@ -343,7 +344,8 @@ def _data_sets() -> dict[str, Dataset]:
 def _own(records: int, shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
     """Return facts of your own dataset."""
     labels, ends = np.zeros(records, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
-    return data_facts(Source(Path()), [Records(labels, labels)] * 2, shape, "ab", ends).facts
+    task = Classification(("a", "b"))
+    return data_facts(Source(Path()), [Records(labels, labels)] * 2, shape, task, ends).facts
 
 
 def learning_rates() -> str:

@@ -199,14 +199,14 @@ def test_every_source_gives_the_same_records() -> None:
         of = plan(source, **more)
         assert of.data.facts.texts == ((0, 16),), name
         assert as_set(inputs(of)) == as_set(tokens(texts)), name
-        assert of.data.facts.classes == CLASSES, name
+        assert of.data.facts.task.names == CLASSES, name
         assert not of.data.found.inferred, name
 
 
 def test_a_folder_without_declared_classes_says_so() -> None:
     sources()
     found = plan("folder", tokens=16).data.found
-    assert found.facts.classes == CLASSES
+    assert found.facts.task.names == CLASSES
     assert found.inferred == ("classes",)
     assert "may have 128 tokens, but the encoder supports 64" in refused("folder")
 

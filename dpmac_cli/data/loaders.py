@@ -63,7 +63,7 @@ def loading(
     if not isinstance(chosen, Source):
         _check(chosen, train, test, data_dir)
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
-    return Data(train, test, gain, offset).to(device)
+    return Data(train, test, gain, offset, facts.task).to(device)
 
 
 def _split(records: Records, device: torch.device) -> Split:
