@@ -190,7 +190,7 @@ def test_no_row_of_a_data_frame_changes_another(bad: str, place: int) -> None:
         )  # fmt: skip
         found.append(seen(source))
     (before, sides), (after, same) = found
-    one, other = ((f.shape, f.classes, f.mean, f.std) for f in (before.facts, after.facts))
+    one, other = ((f.shape, f.task, f.mean, f.std) for f in (before.facts, after.facts))
     assert one == other
     added = set().union(*same) - set().union(*sides)
     assert all(one <= other for one, other in zip(sides, same, strict=True))

@@ -15,7 +15,7 @@ from dpmac_cli.data.canonical import MISSING, UNUSABLE, text_of, unit_name, unit
 from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.stacking import masks
-from dpmac_cli.data.table_schema import Column
+from dpmac_cli.data.table_schema import Column, Label
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
@@ -64,9 +64,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     # With --skip-bad each record is checked by itself, so no record can affect another.
     strict = not source.skip_bad
     cells, ragged = _cells(path, declared, strict, table)
-    target, classes = schema.label.column, schema.label.classes
-    labels = _indices(cells[target], classes)
-    bad = {f"no class of the schema in {target}": labels < 0}
+    bad: dict[str, BoolArray] = {}
+    labels, arrays = _targets(schema.label, cells[schema.label.column], bad)
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
         of_records["unit"], unusable = units_in(_unit_values(cells[source.unit]))
@@ -83,7 +82,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     if schema.test is not None:
         tested = _indices(cells[schema.test.column], schema.test.values) >= 0
         sides = {"": good & ~tested, "_test": good & tested}
-    arrays = {"low": low, "high": high, "classes": np.array(classes)}
+    arrays |= {"low": low, "high": high}
     for suffix, rows in sides.items():
         arrays |= {f"{name}{suffix}": values[rows] for name, values in of_records.items()}
     return arrays, skipped
@@ -298,11 +297,10 @@ def _inputs(
 
 
 def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, BoolArray], strict: bool) -> Inputs:
-    words = pa.array([word for word in MISSING if word not in column.categories])
-    missing = np.asarray(compute.or_(cells.is_null(), compute.is_in(_text(cells), words)))
+    missing = _missing(cells, column.categories)
     if column.range is not None:
-        values, outside = _numbers(column, cells, missing, bad)
-        inputs, low, high = [values], [column.range[0]], [column.range[1]]
+        values, outside = _numbers(column, column.name, cells, missing, bad)
+        inputs, low, high = list[NDArray[Any]]([values]), [column.range[0]], [column.range[1]]
     else:
         place = _indices(cells, column.categories)
         outside = (place < 0) & ~missing
@@ -321,6 +319,32 @@ def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, BoolArray], stric
     flags = len(inputs) - len(low)  # 0 or 1, unchanged by standardisation
     ends = np.array([low + [-1.0] * flags, high + [1.0] * flags])
     return np.stack(inputs, 1).astype(np.float64), *ends
+
+
+def _targets(
+    label: Label, cells: pa.Array, bad: dict[str, BoolArray]
+) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+    """Return targets and what is declared of them; add masks of invalid records to ``bad``."""
+    if label.range is None:
+        places = _indices(cells, label.classes)
+        hint = " (a number to predict needs a range instead)" if (places < 0).all() else ""
+        bad[f"no class of the schema in {label.column}{hint}"] = places < 0
+        return places, {"classes": np.array(label.classes)}
+    missing = _missing(cells)
+    values, outside = _numbers(label, label.column, cells, missing, bad)
+    bad[f"no value in {label.column}"] = missing
+    if label.outside == "refuse":
+        bad[f"a value outside the range of the schema in {label.column}"] = outside
+    low, high = label.range
+    words = {"kind": label.kind, "transform": label.transform, "name": label.column}
+    declared: dict[str, float | str] = {"low": low, "high": high, **words}
+    return values, {f"target_{name}": np.array(value) for name, value in declared.items()}
+
+
+def _missing(cells: pa.Array, categories: Sequence[str] = ()) -> BoolArray:
+    """Return a mask of cells without a value."""
+    words = pa.array([word for word in MISSING if word not in categories])
+    return np.asarray(compute.or_(cells.is_null(), compute.is_in(_text(cells), words)))
 
 
 def _numeric(cells: pa.Array, strict: bool) -> bool:
@@ -349,7 +373,11 @@ def _tokens(
 
 
 def _numbers(
-    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
+    column: Column | Label,
+    name: str,
+    cells: pa.Array,
+    missing: BoolArray,
+    bad: dict[str, BoolArray],
 ) -> tuple[NDArray[np.float64], BoolArray]:
     """Return numbers, with missing ones at the middle of the range, and a mask of outliers."""
     assert column.range is not None  # noqa: S101
@@ -359,7 +387,7 @@ def _numbers(
     else:
         text = _text(cells)
         fits = compute.match_substring_regex(text, NUMBER).fill_null(False)
-        bad[f"no number in {column.name}"] = ~np.asarray(fits) & ~missing
+        bad[f"no number in {name}"] = ~np.asarray(fits) & ~missing
         numbers = compute.if_else(fits, text, None).cast(pa.float64())
     values = np.asarray(numbers.fill_null(np.nan))
     outside = (values < low) | (values > high)

@@ -62,7 +62,8 @@ def _featured(file: RowFile, data: Data) -> tuple[Data, str]:
         split_of(Rows(file, rows), split.labels, split.units, one.device)
         for rows, split in zip(places, (data.train, data.test), strict=True)
     )
-    return Data(train, test, gain=one, offset=torch.zeros_like(one)), everything.sha256()
+    found = Data(train, test, one, torch.zeros_like(one), data.task)
+    return found, everything.sha256()
 
 
 def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, Any]) -> str:

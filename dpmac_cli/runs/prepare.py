@@ -128,7 +128,7 @@ def _check_precision(
     network: NetworkPlan, facts: Dataset, model: nn.Module, parts: FrozenFeatures | None
 ) -> None:
     """Reject autocast in the trained part of a network."""
-    classes = len(facts.classes)
+    classes = facts.task.outputs
     if parts is not None and network.features is not None:
         shape = network.features.shape_of(facts.shape)
         check_precision(parts.head, Trial.of(shape, classes))
@@ -206,7 +206,7 @@ def _check_passed_in(network: NetworkPlan, facts: Dataset, model: object) -> nn.
         )
     if network.fix_norm:
         build.without_batch_norm(model)
-    check_model(model, facts.shape, len(facts.classes), isolated=network.isolate)
+    check_model(model, facts.shape, facts.task.outputs, isolated=network.isolate)
     return model
 
 
@@ -214,7 +214,7 @@ def _data_sums(plan: DataPlan, data: Data | None) -> dict[str, str]:
     """Return checksums of the facts of user-supplied data, for resuming."""
     facts, sums = plan.facts, {}
     if plan.own:
-        sums["classes"] = digest({}, {"classes": facts.classes})
+        sums["classes"] = digest({}, facts.task.declared)
         sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
     elif data is not None and facts.sha256 is not None:
         found = fingerprint(data.train, data.test)
@@ -236,7 +236,7 @@ def _independence(
         return "isolated", ()
     if not own:
         return "built in", ()
-    shape, classes = facts.shape, len(facts.classes)
+    shape, classes = facts.shape, facts.task.outputs
     if network.features is not None:
         model, shape = model.get_submodule("head"), network.features.shape_of(shape)
     frozen = parts.frozen if parts is not None and network.head_only else None

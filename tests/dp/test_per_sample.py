@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -320,6 +320,44 @@ class Recurrent(nn.Module):
         return state
 
 
+class Through(nn.Module):
+    """All outputs of torch's recurrent layer and its last states, from a first one or zeros."""
+
+    def __init__(self, layer: Any, first: float | None = None) -> None:
+        super().__init__()
+        self.layer, self._first = layer, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer, given = self.layer, x if self.layer.batch_first else x.transpose(0, 1)
+        if self._first is None:
+            out, last = layer(given)
+        else:
+            states = (1 + layer.bidirectional) * layer.num_layers, len(x), layer.hidden_size
+            first = x.mean() * 0 + x.new_full(states, self._first)
+            several = isinstance(layer, nn.LSTM)
+            out, last = layer(given, (first, first.sin()) if several else first)
+        ends = last if isinstance(last, tuple) else (last,)
+        out = out if layer.batch_first else out.transpose(0, 1)
+        return torch.cat([out.flatten(1), *(end.transpose(0, 1).flatten(1) for end in ends)], 1)
+
+
+class CellByCell(nn.Module):
+    """torch's cell on one place of a sequence after another."""
+
+    def __init__(self, cell: Any, *, first: bool) -> None:
+        super().__init__()
+        self.cell, self._first = cell, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        if self._first:
+            zeros = x.new_full((len(x), self.cell.hidden_size), 0.3)
+            state = (zeros, zeros) if isinstance(self.cell, nn.LSTMCell) else zeros
+        for place in x.unbind(1):
+            state = self.cell(place) if state is None else self.cell(place, state)
+        return torch.cat(state, 1) if isinstance(state, tuple) else cast("Tensor", state)
+
+
 class Blend(nn.Module):
     """A layer with two inputs."""
 
@@ -366,6 +404,37 @@ AGAIN: Mapping[str, Net] = {
         lambda: nn.Sequential(Again(nn.Linear(4, 4), 3), MeanOverTime(), head(4)), (6, 4)
     ),
     "recurrent": Net(lambda: nn.Sequential(Recurrent(3, 4), head(4)), (5, 3)),
+    "lstm": Net(lambda: nn.Sequential(Through(nn.LSTM(3, 4, batch_first=True)), head(28)), (5, 3)),
+    "lstm-deep": Net(
+        lambda: nn.Sequential(Through(nn.LSTM(3, 2, 2, bidirectional=True), 0.5), head(36)), (5, 3)
+    ),
+    "lstm-frozen": Net(
+        lambda: nn.Sequential(
+            frozen(Through(nn.LSTM(3, 4, batch_first=True)), "layer.weight_ih_l0"), head(28)
+        ),
+        (5, 3),
+    ),
+    "gru": Net(lambda: nn.Sequential(Through(nn.GRU(3, 4, batch_first=True)), head(24)), (5, 3)),
+    "gru-deep": Net(
+        lambda: nn.Sequential(
+            Through(nn.GRU(3, 2, 2, batch_first=True, bias=False, bidirectional=True), 0.5),
+            head(28),
+        ),
+        (5, 3),
+    ),
+    "rnn": Net(lambda: nn.Sequential(Through(nn.RNN(3, 4)), head(24)), (5, 3)),
+    "rnn-relu": Net(
+        lambda: nn.Sequential(Through(nn.RNN(3, 4, nonlinearity="relu")), head(24)), (5, 3)
+    ),
+    "lstm-cell": Net(
+        lambda: nn.Sequential(CellByCell(nn.LSTMCell(3, 4), first=True), head(8)), (5, 3)
+    ),
+    "gru-cell": Net(
+        lambda: nn.Sequential(CellByCell(nn.GRUCell(3, 4), first=False), head(4)), (5, 3)
+    ),
+    "rnn-cell": Net(
+        lambda: nn.Sequential(CellByCell(nn.RNNCell(3, 4), first=False), head(4)), (5, 3)
+    ),
     "conv-at-two-scales": Net(
         lambda: nn.Sequential(
             nn.Conv2d(1, 2, 1), TwoScales(nn.Conv2d(2, 3, 3, padding=1)), head(3 * 20)
@@ -479,7 +548,10 @@ def assert_viewed_matches_oracle(name: str, kind: str, views: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "name",
-    ["sequence", "linear-no-bias", "mlp", "recurrent", "linear-twice", "attention", "transformer"],
+    [
+        *("sequence", "linear-no-bias", "mlp", "recurrent", "linear-twice", "attention"),
+        *("transformer", "lstm", "gru"),
+    ],
 )
 def test_pairs_of_positions_match_the_oracle(
     name: str, kind: str, views: int, monkeypatch: pytest.MonkeyPatch

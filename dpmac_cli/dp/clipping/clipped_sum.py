@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.attention import calling_projections
 from dpmac_cli.dp.clipping.batches import Batch, samples_in, shapes_of, tensors_in
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import products_by_onednn
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, choose_form, total_squared_norms
+from dpmac_cli.dp.clipping.projections import calling_projections
 from dpmac_cli.dp.clipping.recorder import by_row, record_uses
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.torch_errors import code_of_network
@@ -143,7 +143,7 @@ class ClippedSum:
             given = [g if isinstance(g, Tensor) else [use.inputs for use in g] for g in found]
             return losses, given
         rows, labels = by_row(x, self.views), by_row(y, self.views)
-        calls = ((layer.name, layer.module, layer.attention) for layer in self.layers)
+        calls = ((layer.name, layer.module, layer.composite) for layer in self.layers)
         by_onednn = products_by_onednn(layer.module for layer in self.layers)
         with torch.enable_grad(), calling_projections(calls), by_onednn:
             outputs = self._model(rows)

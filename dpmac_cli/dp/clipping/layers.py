@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 from torch.nn.utils.parametrize import is_parametrized
 
-from dpmac_cli.dp.clipping.attention import projections, self_attentions
 from dpmac_cli.dp.clipping.batches import Batch
 from dpmac_cli.dp.clipping.direct_parameters import copied_parameters
+from dpmac_cli.dp.clipping.projections import plainly_called, projections
 from dpmac_cli.errors import ModelError
 
 #: Coordinates that a CPU processes at a time. With fewer, the overhead of operations exceeds the
@@ -30,7 +30,7 @@ class Layer:
     start: int = 0
     stop: int = 0
     direct: bool = False  # a single parameter that the module's forward reads directly
-    attention: nn.Module | None = None  # attention layer, if the module is its projection
+    composite: nn.Module | None = None  # attention or recurrent layer that this is a projection of
 
     @property
     def slices(self) -> dict[str, slice]:
@@ -50,10 +50,10 @@ def blocks(size: int, device: torch.device, about: int | None = None) -> list[sl
 def find_layers(model: nn.Module, example: Batch | None = None) -> list[Layer]:
     """Split a model's trainable parameters into layers, in the order of ``model.parameters()``.
 
-    Parameters that a module's forward reads directly, and projections of self-attention, become
-    separate layers if ``example``, random inputs of at least two samples, shows that this works;
-    otherwise their module is one layer. Raises ModelError if two modules share a parameter, or
-    nothing is trainable.
+    Parameters that a module's forward reads directly, and projections of attention and recurrent
+    layers, become separate layers if ``example``, random inputs of at least two samples, shows that
+    this works; otherwise their module is one layer. Raises ModelError if two modules share a
+    parameter, or nothing is trainable.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shared = sorted(set(names) - {name for name, _ in model.named_parameters()})
@@ -63,9 +63,10 @@ def find_layers(model: nn.Module, example: Batch | None = None) -> list[Layer]:
             "each parameter to be in one layer. Copy it: "
             f"{shared[0]} = nn.Parameter({shared[0]}.detach().clone()). Or call one layer twice."
         )
-    with self_attentions(model) as attentions:
-        alone = set() if example is None else copied_parameters(model, example)
-    return _side_by_side(_owners(model, "", alone | attentions))
+    if example is None:
+        return _side_by_side(_owners(model, "", set()))
+    alone = copied_parameters(model, example)
+    return _side_by_side(_owners(model, "", alone | plainly_called(model, example)))
 
 
 def split_by_module(model: nn.Module) -> list[Layer]:
@@ -103,13 +104,13 @@ def _owners(module: nn.Module, name: str, apart: set[int]) -> Iterator[Layer]:
     """Yield modules that directly have parameters, without the modules inside them.
 
     If all parameters of a module are in ``apart``, by id, each becomes a separate owner. Attention
-    layers in it are replaced with their projections.
+    and recurrent layers in it are replaced with their projections.
     """
     prefix = f"{name}." if name else ""
     if id(module) in apart:
         for key, linear in projections(module).items():
             own = dict(linear.named_parameters())
-            yield Layer(prefix + key, linear, own, attention=module)
+            yield Layer(prefix + key, linear, own, composite=module)
         return
     held = dict(module.named_parameters(recurse=False))
     own = {key: p for key, p in held.items() if p.requires_grad}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dpmac_cli.dp.clipping.attention import calling_projections
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, samples_in
 from dpmac_cli.dp.clipping.direct_parameters import Copies, PullBack
 from dpmac_cli.dp.clipping.layer_rules import Call, Use
 from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.clipping.projections import calling_projections
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 
@@ -63,7 +63,7 @@ def record_uses(
     ]
     direct = [next(iter(layer.parameters.values())) for layer in layers if layer.direct]
     copies = Copies(iter(direct), samples)
-    calls = [(layer.name, layer.module, layer.attention) for layer in layers]
+    calls = [(layer.name, layer.module, layer.composite) for layer in layers]
     try:
         with torch.enable_grad():
             with calling_projections(calls), running(), copies if direct else nullcontext():
@@ -169,15 +169,16 @@ def _start(name: str, output: Any, several: bool, samples: int) -> Any:
         raise ModelError(
             f"The layer {name} must return one tensor or a tuple of tensors, not a "
             f"{type(output).__name__}{' in a tuple' if several else ''}. Return a tensor, or "
-            "tuple(tensors), from its forward; instead of nn.LSTM, call nn.LSTMCell in a loop."
+            "tuple(tensors), from its forward, and call nn.LSTM with tensors, not packed sequences."
         )
     if not output.is_floating_point():
         return output
     if output.ndim == 0 or len(output) != samples:
         raise ModelError(
             f"The layer {name} returns a tensor that does not have one row per sample in its first "
-            "dimension, such as the last state of nn.GRU. This is not supported; call nn.GRUCell "
-            "in a loop instead: h = self.cell(x[:, t], h)."
+            "dimension. This is not supported, except for the last states of nn.LSTM, nn.GRU and "
+            "nn.RNN without dropout. Between such layers, put nn.Dropout; or call nn.GRUCell in a "
+            "loop: h = self.cell(x[:, t], h)."
         )
     if output.requires_grad:
         return output
@@ -203,10 +204,11 @@ def _checked_uses(
         )
     rows = {len(x) if x.ndim else 0 for use in uses for x in (*use.inputs, use.delta)}
     if rows != {batch}:
+        name = layer.name if layer.composite is None else layer.name.rpartition(".")[0]
         raise ModelError(
-            f"The layer {layer.name} does not have one row per sample: its first dimension must "
+            f"The layer {name} does not have one row per sample: its first dimension must "
             "be the samples. Keep other dimensions after it: "
-            f"self.{layer.name}(x), not self.{layer.name}(x.flatten(0, 1)); for attention, "
-            "batch_first=True."
+            f"self.{name}(x), not self.{name}(x.flatten(0, 1)); for attention and recurrent "
+            "layers, batch_first=True."
         )
     return uses
