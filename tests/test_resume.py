@@ -526,7 +526,7 @@ def test_what_computes_otherwise_draws_with_new_keys(
         ("dp/rules.py", '"""Moments of the private mean', '"""Averages of the private mean', True),
         ("dp/geometry.py", "# lines 19, 20", "# the last lines", True),
         ("dp/geometry.py", "region.centre.lerp_", "region.centre.lerp", False),
-        ("dp/rules.py", "eta", "2 * eta", False),
+        ("dp/rules.py", "1 - self.beta1", "1 + self.beta1", False),
         ("dp/mechanism.py", "noise_multiplier", "sigma", False),
         ("data/datasets.toml", "60_000", "60_001", False),
     ],
