@@ -33,7 +33,7 @@ from dpmac_cli.models.build import build_network
 from dpmac_cli.models.registry import MODELS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import Batch, KeyedSampler
+from dpmac_cli.randomness.sampling import Indices, KeyedSampler
 from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import StepPlan
@@ -297,7 +297,7 @@ class FixedSize:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def draw(self, _: int) -> Batch:
+    def draw(self, _: int) -> Indices:
         """Return the records of a step."""
         return np.arange(self.size)
 

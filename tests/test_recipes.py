@@ -12,7 +12,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.account_flags import answer, ask, asked
 from dpmac_cli.config.defaults import completed
-from dpmac_cli.config.named import NAMED, file_of
+from dpmac_cli.config.named import NAMED_RECIPES, file_of
 from dpmac_cli.config.recipes import recipe_notes
 from dpmac_cli.config.resolve import change, resolve
 from dpmac_cli.config.settings import Complete, Settings
@@ -21,7 +21,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.studies.grid import plan as grid
 
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
-TRAINED = [name for name, recipe in NAMED.items() if recipe.command == "train"]
+TRAINED = [name for name, recipe in NAMED_RECIPES.items() if recipe.command == "train"]
 
 
 def images(name: str, shape: tuple[int, ...], records: int = 600) -> None:
@@ -175,7 +175,7 @@ def test_a_comparison_says_its_recipe_and_has_one() -> None:
 
 def test_the_samples_are_the_recipes() -> None:
     names = sorted(file.stem for file in SAMPLES.glob("*.yaml"))
-    assert names == sorted(NAMED)
+    assert names == sorted(NAMED_RECIPES)
     for name in names:
         assert file_of(name).read_bytes() == (SAMPLES / f"{name}.yaml").read_bytes()
 
@@ -185,8 +185,8 @@ def test_a_recipe_by_name_is_its_file(name: str) -> None:
     noise = {"sigma": 1} if name.startswith("bench") else {}
     by_file = resolve({"pretrained": None, **noise}, SAMPLES / f"{name}.yaml").plan
     assert resolve({"recipe": name, **noise}).plan.recorded == by_file.recorded
-    if NAMED[name].epsilon and not noise:
-        shown, privacy = float(NAMED[name].epsilon), by_file.privacy
+    if NAMED_RECIPES[name].epsilon and not noise:
+        shown, privacy = float(NAMED_RECIPES[name].epsilon), by_file.privacy
         assert total_epsilon((privacy.event,), privacy.delta) == pytest.approx(shown, rel=2e-3)
 
 
@@ -210,7 +210,7 @@ def test_a_study_by_name() -> None:
 
 def test_the_list_names_every_recipe_and_its_command() -> None:
     text = CliRunner().invoke(app, ["recipes"]).stdout
-    for name, recipe in NAMED.items():
+    for name, recipe in NAMED_RECIPES.items():
         assert recipe.line(name) in text
         flags = shlex.split(recipe.line(name))[2:]
         given = {k[2:].replace("-", "_"): v for k, v in zip(flags[::2], flags[1::2], strict=True)}

@@ -187,10 +187,14 @@ def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
         raise InputError(f"{flag}: {folder / POOLING} must be of the mean or of the first token.")
     try:
         content = (folder / VOCABULARY).read_bytes()
-        config["lower"] = _json(folder / TOKENIZER, flag).get("do_lower_case", True)
-        size, checksum = len(content), hashlib.sha256(content).hexdigest()
-        known = {"vocabulary_bytes": size, "vocabulary_sha256": checksum}
-        form = BertForm.model_validate(config | known)
+        form = BertForm.model_validate(
+            {
+                **config,
+                "lower": _json(folder / TOKENIZER, flag).get("do_lower_case", True),
+                "vocabulary_bytes": len(content),
+                "vocabulary_sha256": hashlib.sha256(content).hexdigest(),
+            }
+        )
         return EncoderFiles(name, folder, form, tokenizer_of(content, form))
     except ValidationError as failure:
         first = failure.errors()[0]

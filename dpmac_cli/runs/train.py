@@ -28,7 +28,7 @@ from dpmac_cli.runs.environment import (
     repeatable,
 )
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.prepare import Task, make_task
+from dpmac_cli.runs.prepare import PreparedRun, make_task
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import Computing, until
@@ -156,7 +156,7 @@ def _check_parallel(plan: TrainPlan, device: torch.device, ranks: Ranks) -> None
     check_ranks(device, ranks)
 
 
-def _check_scored(task: Task) -> None:
+def _check_scored(task: PreparedRun) -> None:
     """Reject a network that may mix test records, each of which is protected."""
     if task.independence == "isolated":
         raise ModelError(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dpmac_cli.tasks import metrics
 from dpmac_cli.tasks.curves import draw_curves
-from dpmac_cli.tasks.task import Interval, Results, Table, percent
+from dpmac_cli.tasks.intervals import Interval
+from dpmac_cli.tasks.task import Results, Table, as_percentage
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ class Classified(Results):
     def _table(self, title: str, columns: tuple[str, ...], counts: Tensor) -> Table:
         rates = metrics.sensitivity_and_specificity(self.answers)
         rows = tuple(
-            (name, *map(str, row), *map(percent, both))
+            (name, *map(str, row), *map(as_percentage, both))
             for name, row, *both in zip(self.names, counts.tolist(), *rates, strict=True)
         )
         return Table(title, (*columns, "sens.", "spec."), rows, bold=("sens.", "spec."))

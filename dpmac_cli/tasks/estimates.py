@@ -13,11 +13,10 @@ from scipy.special import stdtrit, xlogy
 
 from dpmac_cli.plots import new_figure, write_figure
 from dpmac_cli.storage.files import finite_or_none
-from dpmac_cli.tasks.intervals import TAIL
+from dpmac_cli.tasks.intervals import TAIL, Floats, Interval
 from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.task import Interval, Results, Table
+from dpmac_cli.tasks.task import Results, Table
 
-Floats = NDArray[np.float64]
 #: Number of bootstrap resamples, and largest number of their weights in memory at a time.
 RESAMPLES, AT_A_TIME = 1000, 4_000_000
 #: Multiples of a covered record's share, so that sums of them are exact.

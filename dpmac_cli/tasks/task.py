@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-Interval = tuple[float, float]
+    from dpmac_cli.tasks.intervals import Interval
 
 
-def percent(value: float | None) -> str:
+def as_percentage(value: float | None) -> str:
     """Return a fraction as a percentage, or a dash if it is not defined."""
     return "-" if value is None or math.isnan(value) else f"{value:.2%}"
 
@@ -67,7 +67,7 @@ class Metric:
 
     def text(self, value: float | None) -> str:
         """Return a value as a person reads it; a dash if it is not defined."""
-        return percent(value) if self.share else number(value)
+        return as_percentage(value) if self.share else number(value)
 
     def better(self, value: float) -> float:
         """Return a number that is larger for better values."""
@@ -117,7 +117,7 @@ class Results(ABC):
         """Return all metrics of the task by name."""
 
     @abstractmethod
-    def intervals(self, metrics: Mapping[str, float]) -> dict[str, Interval]:
+    def intervals(self, metrics: Mapping[str, float]) -> "dict[str, Interval]":
         """Return 95% intervals of metrics, see :mod:`~dpmac_cli.tasks.intervals`."""
 
     @abstractmethod

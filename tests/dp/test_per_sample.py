@@ -25,7 +25,7 @@ from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
+from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.per_sample_gradients import (
     Instantiated,
@@ -805,7 +805,7 @@ def test_infinite_activations_times_zero_gradients(form: int, kind: str) -> None
     theta = torch.zeros(10)
     region = ball(1.0, theta) if kind == "ball" else ellipsoid(theta + 0.1, theta + 1)
     layer = find_layers(nn.Linear(4, 2))[0]
-    c, valid = clip_weights(gradients.squared_norms(Metric(region).of(layer)), clip_limit(1))
+    c, valid = clip_weights(gradients.squared_norms(RegionMetric(region).of(layer)), clip_limit(1))
     assert valid.tolist() == [True, False, True]
 
     gradients.weighted_sum(c.float(), valid, theta)
@@ -824,7 +824,7 @@ def test_chunks_add_up_to_the_batch(name: str, kind: str) -> None:
     subject, (x, y) = prepare(net.build()), net.batch()
     region = region_clipping_half(kind, subject.exact_gradients(x, y), subject.theta)
     whole = subject.add(x, y, region)
-    metric = Metric(region)
+    metric = RegionMetric(region)
     for size in (1, 3):
         out, one = torch.zeros_like(whole), torch.empty_like(whole)
         for part in torch.split(torch.arange(SAMPLES), size):
@@ -848,7 +848,7 @@ def test_pieces_add_up_to_the_whole(
     for kind in KINDS:
         assert_matches_oracle(subject, x, y, kind)
     (layer, form), odd = subject.gradients(x, y)[number], torch.arange(SAMPLES) % 2 == 1
-    metric = Metric(ball(1.0, subject.theta)).of(layer)
+    metric = RegionMetric(ball(1.0, subject.theta)).of(layer)
     chosen, everyone = form.select(odd).squared_norms(metric), form.squared_norms(metric)
     torch.testing.assert_close(chosen.value, everyone.value[odd])
 
