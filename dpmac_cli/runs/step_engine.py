@@ -30,7 +30,7 @@ from dpmac_cli.training.state import Randomness
 class Given:
     """Sampler of the records of a batch that was given."""
 
-    records: Records | None = None
+    records: Indices | None = None
 
     def draw(self, step: int) -> Indices:
         """Return the records of the batch."""
