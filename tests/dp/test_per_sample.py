@@ -158,6 +158,28 @@ def head(inputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, CLASSES))
 
 
+class Tied(nn.Module):
+    """An embedding whose weight is that of the head, as in GPT-2, and a head with a bias."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Embedding(CLASSES, 4, padding_idx=1), nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+        self.head.weight = self.table.weight
+        self.length = length
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.mix(self.table(tokens))))
+        return logits[:, : self.length].mean(1)
+
+
+def one_twice() -> nn.Module:
+    """One module under two names, and two with one weight."""
+    shared, first, second = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+    second.weight = first.weight
+    return nn.Sequential(shared, nn.Tanh(), first, nn.Tanh(), shared, nn.Tanh(), second, head(5))
+
+
 def flat_kernels() -> nn.Module:
     """Kernels that hardly differ from their mean: one row below the least, and one above."""
     conv = StandardisedConv2d(2, 2, 3)
@@ -236,6 +258,9 @@ NETS: Mapping[str, Net] = {
         (2, 5, 5),
     ),
     "embedding": Net(lambda: nn.Sequential(nn.Embedding(10, 4), head(20)), (5,), tokens=10),
+    "tied": Net(lambda: Tied(5), (5,), tokens=CLASSES),
+    "tied-at-one-position": Net(lambda: Tied(1), (1,), tokens=CLASSES),
+    "one-module-twice": Net(one_twice, (5,)),
     "attention": Net(
         lambda: nn.Sequential(SelfAttention(4, weights=False), nn.Tanh(), head(20)), (5, 4)
     ),
@@ -972,18 +997,18 @@ def test_layers_with_several_outputs_and_settings_match_the_oracle(
 
 
 @pytest.mark.privacy
-def test_a_shared_parameter_is_refused() -> None:
-    pair = Pair(lambda pair, x: pair.second(pair.first(x)))
-    pair.second.weight = pair.first.weight
-    with pytest.raises(ModelError, match=r"second\.weight is shared"):
-        find_layers(pair)
+def test_a_parameter_shared_by_other_layers_is_refused() -> None:
+    first, second = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1)
+    second.weight = first.weight
+    with pytest.raises(ModelError, match=r"0\.weight is shared by 0 and 1"):
+        find_layers(nn.Sequential(first, second))
 
 
-@pytest.mark.privacy
-def test_a_shared_module_is_refused() -> None:
-    shared = nn.Linear(4, 4)
-    with pytest.raises(ModelError, match=r"1\.\w+ is shared"):
-        find_layers(nn.Sequential(shared, shared))
+def test_a_large_tied_weight_is_instantiated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.HELD", 20)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 30)
+    net = NETS["tied"]
+    assert_matches_oracle(prepare(net.build().double()), *net.batch(), "ball")
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
