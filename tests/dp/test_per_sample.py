@@ -23,7 +23,7 @@ from dpmac_cli.dp.clipping.clipped_sum import (
 )
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes
-from dpmac_cli.dp.clipping.layer_rules import Use
+from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
@@ -173,11 +173,11 @@ class Tied(nn.Module):
         return logits[:, : self.length].mean(1)
 
 
-def one_twice() -> nn.Module:
-    """One module under two names, and two with one weight."""
-    shared, first, second = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+def of_one_weight() -> nn.Module:
+    """Two layers with one weight, each with a bias of its own or none."""
+    first, second = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
     second.weight = first.weight
-    return nn.Sequential(shared, nn.Tanh(), first, nn.Tanh(), shared, nn.Tanh(), second, head(5))
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), head(5))
 
 
 def flat_kernels() -> nn.Module:
@@ -260,7 +260,7 @@ NETS: Mapping[str, Net] = {
     "embedding": Net(lambda: nn.Sequential(nn.Embedding(10, 4), head(20)), (5,), tokens=10),
     "tied": Net(lambda: Tied(5), (5,), tokens=CLASSES),
     "tied-at-one-position": Net(lambda: Tied(1), (1,), tokens=CLASSES),
-    "one-module-twice": Net(one_twice, (5,)),
+    "layers-of-one-weight": Net(of_one_weight, (5,)),
     "attention": Net(
         lambda: nn.Sequential(SelfAttention(4, weights=False), nn.Tanh(), head(20)), (5, 4)
     ),
@@ -1002,6 +1002,23 @@ def test_a_parameter_shared_by_other_layers_is_refused() -> None:
     second.weight = first.weight
     with pytest.raises(ModelError, match=r"0\.weight is shared by 0 and 1"):
         find_layers(nn.Sequential(first, second))
+
+
+def test_a_module_under_two_names_is_one_layer_that_is_called_twice() -> None:
+    torch.manual_seed(0)
+    shared, last = nn.Linear(5, 5), head(5)
+    named = prepare(nn.Sequential(shared, nn.Tanh(), shared, last).double())
+    pair = Pair(lambda pair, x: last(shared(torch.tanh(shared(x)))))
+    pair.first, pair.second = shared, last  # type: ignore[assignment]
+    assert [layer.name for layer in named.layers] == ["0", "3.1"]
+    x, y = torch.randn(7, 5).double(), torch.arange(7) % CLASSES
+    _, uses = record_uses(named.model, named.layers, x, y)
+    g = torch.cat([instantiate(*pair) for pair in zip(named.layers, uses, strict=True)], 1)
+    parameters = [p.requires_grad_(True) for p in (*shared.parameters(), *last.parameters())]
+    for row in range(7):
+        alone = torch.nn.functional.cross_entropy(pair(x[row : row + 1]), y[row : row + 1])
+        expected = torch.autograd.grad(alone, parameters)
+        torch.testing.assert_close(g[row], torch.cat([e.flatten() for e in expected]))
 
 
 def test_a_large_tied_weight_is_instantiated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
