@@ -73,7 +73,7 @@ class RandomAllocation(BatchSampling):
 
 @dataclass(frozen=True)
 class OwnLoader:
-    """Batches of a loader of your own, which you state to be drawn in a certain way.
+    """Batches of your own loader, which you state to be drawn in a certain way.
 
     Epsilon is right only if the statement is: a loader that shuffles the records and cuts them into
     batches of one size, as ``DataLoader(shuffle=True)`` does, draws neither like :class:`Poisson`

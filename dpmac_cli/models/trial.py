@@ -1,4 +1,4 @@
-"""What validation runs a network on: made-up samples, and losses of its outputs."""
+"""Made-up samples for validation, and losses of a network's outputs."""
 
 from dataclasses import dataclass
 

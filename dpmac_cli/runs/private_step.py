@@ -341,7 +341,7 @@ class PrivateStep:
                 "The batch is not the one that the loader drew for this step, unchanged. Take one "
                 "step with each batch of step.loader(...), in order: epsilon covers those records. "
                 "To transform records, do it in the dataset or in collate_fn, which see each one "
-                "alone. For a loader of your own, state how it draws: sampling=OwnLoader(...)."
+                "alone. For your own loader, state how it draws: sampling=OwnLoader(...)."
             )
         return drawn.records
 

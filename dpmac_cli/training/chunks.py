@@ -50,7 +50,7 @@ IN_A_LOOP = (
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """How a network is run on the samples of a step.
+    """Settings for running a network on the samples of a step.
 
     Attributes:
         loss: loss per sample.

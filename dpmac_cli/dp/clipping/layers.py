@@ -102,7 +102,7 @@ def _side_by_side(owners: Iterable[Layer]) -> list[Layer]:
 def _with_ties(owners: list[Layer]) -> Iterator[Layer]:
     """Yield owners, with a layer of its own for each parameter that several of them have.
 
-    It is in the place of the first of them. Raises ModelError if their gradients cannot be added.
+    It comes where the first of them was. Raises ModelError if their gradients cannot be added.
     """
     users: dict[int, list[Layer]] = {}
     for owner in owners:
