@@ -63,7 +63,7 @@ class ClippedSum:
         loss: Loss = plain,
     ) -> None:
         self._per_sample = per_sample or self._recorded
-        linear = [layer.module for layer in layers]
+        linear = {user.module for layer in layers for user in layer.users}
         self._record = partial(
             record_uses,
             model,
@@ -144,7 +144,8 @@ class ClippedSum:
             return losses, given
         rows, labels = by_row(x, self.views), by_row(y, self.views)
         calls = ((layer.name, layer.module, layer.composite) for layer in self.layers)
-        by_onednn = products_by_onednn(layer.module for layer in self.layers)
+        called = {user.module for layer in self.layers for user in layer.users}
+        by_onednn = products_by_onednn(called)
         with torch.enable_grad(), calling_projections(calls), by_onednn:
             outputs = self._model(rows)
             return outputs, self._loss(outputs, labels)

@@ -125,6 +125,9 @@ def choose_form(
         return held(uses)
     delta = uses[0].delta
     samples, size = len(delta) // views, layer.stop - layer.start
+    if layer.tied:
+        few = samples * size <= HELD
+        return held(instantiate(layer, uses, views)) if few else in_pieces(layer, uses, views)
     found = sizes(layer, uses, views)
     small = samples * size <= _piece(delta)
     if found is not None:
