@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,7 +80,7 @@ class OneByOne:
     def __getitem__(self, item: Item) -> Any:
         """Return a record as a batch of one row, or its fault."""
         step, number = item
-        [[word]] = _draws(self.key).words(step, np.array([number]), 1)
+        [[word]] = LayerDraws(self.key).words(step, np.array([number]), 1)
         with _seeded(int(word)):
             try:
                 return _as_row(self.collate([self.dataset[number]]))
@@ -88,11 +88,6 @@ class OneByOne:
                 raise
             except Exception as failure:  # noqa: BLE001  (user code may raise anything)
                 return Fault(f"A record cannot be read: {type(failure).__name__}.")
-
-
-@cache
-def _draws(key: bytes) -> LayerDraws:
-    return LayerDraws(key)
 
 
 @contextmanager
