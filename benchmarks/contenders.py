@@ -51,6 +51,8 @@ IMAGES = {
     "vit-timm": "cifar10",
     "vit-torchvision": "cifar10",
     "convnext-torchvision": "cifar10",
+    "lstm": "cifar10",
+    "gru": "cifar10",
 }
 #: Networks that only the two main optimizers and some of Opacus are timed on.
 DEEP = tuple(IMAGES)[2:]
@@ -111,6 +113,20 @@ class VisionTransformer(nn.Module):
         first = self.cls_token.expand(len(x), -1, -1)
         tokens = torch.cat([first, tokens], 1) + self.pos_embed
         logits: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
+        return logits
+
+
+class Recurrent(nn.Module):
+    """A classifier of sequences: 50 steps of 60 numbers, 128 wide."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], classes: int) -> None:
+        super().__init__()
+        self.recur, self.head = kind(60, 128, batch_first=True), nn.Linear(128, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits from the last output; an image is read as a sequence."""
+        outputs, _ = self.recur(x.flatten(1)[:, : 50 * 60].view(-1, 50, 60))
+        logits: Tensor = self.head(outputs[:, -1])
         return logits
 
 
@@ -237,6 +253,8 @@ class Size:
             return VisionTransformer(facts)
         if self.model == "vit-timm":
             return TimmTransformer(facts)
+        if self.model in ("lstm", "gru"):
+            return Recurrent(nn.LSTM if self.model == "lstm" else nn.GRU, len(facts.classes))
         if self.model.endswith("torchvision"):
             return of_torchvision(self.model, facts.task.outputs)
         if self.width is None:
