@@ -47,7 +47,7 @@ def places_of(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
     return np.asarray(found.fill_null(-1), np.int64)
 
 
-def inputs_of(
+def column_inputs(
     columns: Sequence[Column],
     cells: Cells,
     bad: dict[str, BoolArray],

@@ -31,7 +31,7 @@ except ModuleNotFoundError as missing_extra:
 from dpmac_cli.data.table_columns import (
     BoolArray,
     Cells,
-    inputs_of,
+    column_inputs,
     is_number,
     places_of,
     targets_of,
@@ -74,7 +74,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
         for why, records in masks(unusable, len(labels)):
             said = NO_UNIT if why == UNUSABLE else "no value"
             bad[f"{said} in {source.unit}"] = records
-    of_records["x"], low, high = inputs_of(schema.columns, cells, bad, strict, source.texts)
+    of_records["x"], low, high = column_inputs(schema.columns, cells, bad, strict, source.texts)
     if strict:
         remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
         refuse([*ragged, *_reasons(bad)], remedy)
@@ -103,7 +103,7 @@ def read_inputs(
     kept = ["id"] if "id" in names else []
     cells, ragged = _cells(path, tuple(dict.fromkeys([*wanted, *kept])), strict=True)
     bad: dict[str, BoolArray] = {}
-    inputs, *_ = inputs_of(columns, cells, bad, True, reader)
+    inputs, *_ = column_inputs(columns, cells, bad, True, reader)
     refuse([*ragged, *_reasons(bad)], f" Correct {path}.")
     return inputs, cells["id"].cast(pa.string()).fill_null("").to_pylist() if kept else None
 
