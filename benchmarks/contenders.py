@@ -254,7 +254,7 @@ class Size:
         if self.model == "vit-timm":
             return TimmTransformer(facts)
         if self.model in ("lstm", "gru"):
-            return Recurrent(nn.LSTM if self.model == "lstm" else nn.GRU, len(facts.classes))
+            return Recurrent(nn.LSTM if self.model == "lstm" else nn.GRU, facts.task.outputs)
         if self.model.endswith("torchvision"):
             return of_torchvision(self.model, facts.task.outputs)
         if self.width is None:

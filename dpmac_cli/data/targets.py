@@ -15,36 +15,36 @@ from dpmac_cli.tasks.classification import Classification, SeveralLabels
 from dpmac_cli.tasks.regression import Counts, Regression
 from dpmac_cli.tasks.task import Task
 
-#: NamedArrays that declare numbers to predict, and values of the last two, the default first.
+#: Arrays that declare numbers to predict, and values of the last two, the default first.
 DECLARED = ("target_low", "target_high", "target_kind", "target_transform", "target_name")
 KINDS, TRANSFORMS = ("number", "count"), ("none", "log1p")
-NamedArrays = Mapping[str, NDArray[Any]]
-BoolMask = NDArray[np.bool_]
+Arrays = Mapping[str, NDArray[Any]]
+RecordMask = NDArray[np.bool_]
 
 
 class Targets(ABC):
     """Rules for the arrays y and y_test of one task, and for what is declared of them."""
 
     @abstractmethod
-    def faults_of_array(self, arrays: NamedArrays, side: str) -> Iterator[str]:
+    def faults_of_array(self, arrays: Arrays, side: str) -> Iterator[str]:
         """Yield faults of the type and shape of ``y{side}`` itself."""
 
     @abstractmethod
-    def bad_records(self, arrays: NamedArrays, side: str) -> Iterator[tuple[str, BoolMask]]:
+    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, RecordMask]]:
         """Yield reasons why targets cannot be used, and a mask of the records, (records,)."""
 
-    def faults_together(self, arrays: NamedArrays) -> Iterator[str]:
+    def faults_together(self, arrays: Arrays) -> Iterator[str]:
         """Yield faults of all targets together."""
         yield from ()
 
     @abstractmethod
-    def task(self, arrays: NamedArrays, source: Source, found: Sequence[str] = ()) -> Task:
+    def task(self, arrays: Arrays, source: Source, found: Sequence[str] = ()) -> Task:
         """Return the task. Raises InputError if no network can be trained for it.
 
         ``found`` are names of classes, which are used if none are declared.
         """
 
-    def inferred(self, arrays: NamedArrays) -> tuple[str, ...]:
+    def inferred(self, arrays: Arrays) -> tuple[str, ...]:
         """Return what of the task was read from the records."""
         return ()
 
@@ -52,7 +52,7 @@ class Targets(ABC):
 class ClassTargets(Targets):
     """Integers from 0, one per record; names of classes are declared, or are these numbers."""
 
-    def faults_of_array(self, arrays: NamedArrays, side: str) -> Iterator[str]:
+    def faults_of_array(self, arrays: Arrays, side: str) -> Iterator[str]:
         """Yield faults of an array of classes."""
         y = arrays[f"y{side}"]
         if y.ndim == 1 and y.dtype.kind == "U":
@@ -62,7 +62,7 @@ class ClassTargets(Targets):
         elif y.ndim != 1 or y.dtype.kind not in "iu":
             yield _neither(y, side)
 
-    def bad_records(self, arrays: NamedArrays, side: str) -> Iterator[tuple[str, BoolMask]]:
+    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, RecordMask]]:
         """Yield records whose class is not declared."""
         y = arrays[f"y{side}"]
         why = "labels start at 0, and class names must be listed in --classes"
@@ -72,7 +72,7 @@ class ClassTargets(Targets):
             why = f"there are {classes} classes, 0 to {classes - 1}"
             yield f"y{side} contains the label {y.max(initial=0)} ({why})", y >= classes
 
-    def faults_together(self, arrays: NamedArrays) -> Iterator[str]:
+    def faults_together(self, arrays: Arrays) -> Iterator[str]:
         """Yield faults of labels whose classes are not declared."""
         if "classes" in arrays:
             return
@@ -86,12 +86,12 @@ class ClassTargets(Targets):
         elif only := set(arrays.get("y_test", arrays["y"]).tolist()) - labels:
             yield f"y_test contains the label {min(only)}, which is not in y"
 
-    def task(self, arrays: NamedArrays, source: Source, found: Sequence[str] = ()) -> Task:
+    def task(self, arrays: Arrays, source: Source, found: Sequence[str] = ()) -> Task:
         """Return classification."""
         names = found or range(1 + int(arrays["y"].max()))
         return Classification(_names(arrays, names, source))
 
-    def inferred(self, arrays: NamedArrays) -> tuple[str, ...]:
+    def inferred(self, arrays: Arrays) -> tuple[str, ...]:
         """Return that the classes were read from the records if they are not declared."""
         return () if "classes" in arrays else ("classes",)
 
@@ -99,25 +99,25 @@ class ClassTargets(Targets):
 class LabelTargets(Targets):
     """Rows of 0 and 1, one column per label."""
 
-    def faults_of_array(self, arrays: NamedArrays, side: str) -> Iterator[str]:
+    def faults_of_array(self, arrays: Arrays, side: str) -> Iterator[str]:
         """Yield faults of an array of labels."""
         y = arrays[f"y{side}"]
         if y.ndim != 2 or y.dtype.kind not in "biu":
             yield _neither(y, side)
 
-    def bad_records(self, arrays: NamedArrays, side: str) -> Iterator[tuple[str, BoolMask]]:
+    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, RecordMask]]:
         """Yield records with labels other than 0 and 1."""
         y = arrays[f"y{side}"]
         bad = ((y != 0) & (y != 1)).any(1)
         yield f"y{side} contains labels that are neither 0 nor 1", bad
 
-    def faults_together(self, arrays: NamedArrays) -> Iterator[str]:
+    def faults_together(self, arrays: Arrays) -> Iterator[str]:
         """Yield a fault of the number of names."""
         labels, classes = arrays["y"].shape[1], arrays.get("classes")
         if classes is not None and len(classes) != labels:
             yield f"y has {labels} labels per record, but classes has {len(classes)} names"
 
-    def task(self, arrays: NamedArrays, source: Source, found: Sequence[str] = ()) -> Task:
+    def task(self, arrays: Arrays, source: Source, found: Sequence[str] = ()) -> Task:
         """Return the task of several labels per record."""
         return SeveralLabels(_names(arrays, range(arrays["y"].shape[1]), source))
 
@@ -125,17 +125,17 @@ class LabelTargets(Targets):
 class NumberTargets(Targets):
     """Numbers, one per record, with a declared range."""
 
-    def faults_of_array(self, arrays: NamedArrays, side: str) -> Iterator[str]:
+    def faults_of_array(self, arrays: Arrays, side: str) -> Iterator[str]:
         """Yield faults of an array of numbers."""
         y = arrays[f"y{side}"]
         if y.ndim != 1 or y.dtype.kind != "f":
             yield f"y{side} must have one number per record, not {y.dtype} of shape {y.shape}"
 
-    def bad_records(self, arrays: NamedArrays, side: str) -> Iterator[tuple[str, BoolMask]]:
+    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, RecordMask]]:
         """Yield nothing: a number that cannot be read has been found before."""
         yield from ()
 
-    def faults_together(self, arrays: NamedArrays) -> Iterator[str]:
+    def faults_together(self, arrays: Arrays) -> Iterator[str]:
         """Yield faults of what is declared."""
         if "classes" in arrays:
             yield (
@@ -159,7 +159,7 @@ class NumberTargets(Targets):
         )
         yield from faults_of_range(float(ends[0]), float(ends[1]), transform, kind)
 
-    def task(self, arrays: NamedArrays, source: Source, found: Sequence[str] = ()) -> Task:
+    def task(self, arrays: Arrays, source: Source, found: Sequence[str] = ()) -> Task:
         """Return regression, or the task of counts."""
         check_name(source.path.name)
         name = str(arrays.get("target_name", "y"))
@@ -170,12 +170,12 @@ class NumberTargets(Targets):
         return Regression((name,), low, high, transform)
 
 
-def are_numbers(arrays: NamedArrays) -> bool:
+def are_numbers(arrays: Arrays) -> bool:
     """Return whether the targets are declared as numbers to predict."""
     return any(name in arrays for name in DECLARED)
 
 
-def targets_in(arrays: NamedArrays, side: str = "") -> Targets:
+def targets_in(arrays: Arrays, side: str = "") -> Targets:
     """Return the rules that fit the array ``y{side}``: of numbers if declared, or by its shape."""
     if are_numbers(arrays):
         return NumberTargets()
@@ -189,7 +189,7 @@ def _neither(y: NDArray[Any], side: str) -> str:
     )
 
 
-def _names(arrays: NamedArrays, found: Iterable[object], source: Source) -> tuple[str, ...]:
+def _names(arrays: Arrays, found: Iterable[object], source: Source) -> tuple[str, ...]:
     names = tuple(map(str, arrays.get("classes", found)))
     check_classes(names, source)
     return names

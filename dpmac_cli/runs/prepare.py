@@ -60,7 +60,7 @@ class PreparedRun:
         return sum(p.numel() for p in self.model.parameters())
 
 
-def make_task(
+def prepare(
     plan: TrainPlan,
     device: torch.device,
     keys: Keys,

@@ -28,7 +28,7 @@ from dpmac_cli.runs.environment import (
     repeatable,
 )
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.prepare import PreparedRun, make_task
+from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import Computing, until
@@ -126,7 +126,7 @@ def _session(
     keys = make_keys(plan.run.seed, base=spent.base)
     if saved is not None and exact:
         keys = Keys.of_json(saved.record["state"]["keys"])
-    task = yield from until(stop, make_task(plan, device, keys, data))
+    task = yield from until(stop, prepare(plan, device, keys, data))
     if privacy.scores is not None:
         _check_scored(task)
     if saved is not None:

@@ -15,7 +15,7 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, device_name, environment
 from dpmac_cli.runs.folder import resume_command
-from dpmac_cli.runs.prepare import PreparedRun, make_task
+from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import torch_failures_explained
@@ -59,7 +59,7 @@ def run_worker(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
             said = ranks.brief()
             plan, keys = change(said["config"], local).plan, Keys.of_json(said["keys"])
             device = choose_device(plan.run.device, ranks)
-            task = outcome(make_task(plan, device, keys))
+            task = outcome(prepare(plan, device, keys))
             trainer = make_trainer(
                 plan, steps=said["steps"], device=device, keys=keys, task=task, ranks=ranks
             )
