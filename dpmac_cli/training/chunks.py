@@ -148,7 +148,7 @@ class ChunkedSum(ABC):
 
         one_by_one = isolated is not None and not isolated.vmapped
         if one_by_one or self.chunk == 1 or not self._private:
-            return Manner(), ()
+            return Manner(), () if isolated is None else isolated.notes
         chunk, manner = self.chunk, None
         while manner is None:
             try:

@@ -308,6 +308,31 @@ def test_vmap_and_the_loop_agree(name: str, views: int) -> None:
     torch.testing.assert_close(fast.add(x, y, region), slow.add(x, y, region))
 
 
+class NoRule(torch.autograd.Function):
+    """The identity, in torch's old style."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
+
+
+class ByNoRule(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = NoRule.apply(super().forward(x))
+        return out
+
+
+def test_a_function_without_a_rule_for_vmap_is_told_of() -> None:
+    for net, told in ((ByNoRule(5, 3), True), (nn.Linear(5, 3), False)):
+        isolated = Isolated(net, split_by_module(net), numbers(5))
+        assert isolated.vmapped is not told
+        assert any("generate_vmap_rule = True" in note for note in isolated.notes) is told
+
+
 def test_views_of_one_sample_may_be_mixed() -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         mixed = x - x.mean(0)
