@@ -251,7 +251,7 @@ def test_what_is_held_out_stays_out_and_is_said_to_be_private() -> None:
 def test_rows_of_numbers(tmp_path: Path) -> None:
     done("train", "--dataset", wine("wine.npz"), "--out", "run", "--seed", "3", *SHORT)
     report = report_of("run")
-    assert report["model"]["name"] == "mlp"
+    assert report["model"]["name"] == "linear"
     assert report["classes"] == ["class_0", "class_1", "class_2"]
     assert len(report["input"]["mean"]) == 13
     scored = json.loads(done("eval", "run", "--json"))
