@@ -172,8 +172,8 @@ def read_encoder(named: str) -> EncoderFiles:
 
 def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
     if not folder.is_dir():
-        known = f"{', '.join(ENCODERS)}, or " * (not remedy)
-        raise InputError(f"{flag}: there is no such folder. Use {known}{FOLDER}.{remedy}")
+        others = f"{', '.join(ENCODERS)}, or " * (not remedy)
+        raise InputError(f"{flag}: there is no such folder. Use {others}{FOLDER}.{remedy}")
     absent = [n for n in (CONFIG, WEIGHTS, VOCABULARY) if not (folder / n).is_file()]
     raise_errors(
         f"{flag}: {folder} has no {name}, which every BERT encoder has. "
@@ -187,14 +187,10 @@ def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
         raise InputError(f"{flag}: {folder / POOLING} must be of the mean or of the first token.")
     try:
         content = (folder / VOCABULARY).read_bytes()
-        form = BertForm.model_validate(
-            {
-                **config,
-                "lower": _json(folder / TOKENIZER, flag).get("do_lower_case", True),
-                "vocabulary_bytes": len(content),
-                "vocabulary_sha256": hashlib.sha256(content).hexdigest(),
-            }
-        )
+        config["lower"] = _json(folder / TOKENIZER, flag).get("do_lower_case", True)
+        size, checksum = len(content), hashlib.sha256(content).hexdigest()
+        config |= {"vocabulary_bytes": size, "vocabulary_sha256": checksum}
+        form = BertForm.model_validate(config)
         return EncoderFiles(name, folder, form, tokenizer_of(content, form))
     except ValidationError as failure:
         first = failure.errors()[0]
