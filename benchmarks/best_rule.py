@@ -4,7 +4,10 @@
     PYTHONPATH=PACKAGES python benchmarks/best_rule.py segment,phishing,layers,bars \
         docs/data/best_rule.jsonl
 
-The rule was tuned on other datasets: MNIST, CIFAR-10, digits, breast and wine. `segment` and
+    python benchmarks/best_rule.py tune docs/data/best_rule_tuned.jsonl
+
+The rule was tuned on other datasets: MNIST, CIFAR-10, digits, breast, wine and generated tables,
+`classes-1000` and `classes-4000`. `tune` tries a few settings on the small ones. `segment` and
 `phishing` are tables in the package river; `layers` (a table) and `bars` (images) are generated.
 Each of five repetitions has its own split and seed. A line has the set, epsilon, the settings (none
 for the recipe) and the test accuracy in percent by repetition. What is in the file is not run
@@ -16,12 +19,14 @@ import csv
 import gzip
 import importlib.util
 import io
+import itertools
 import json
 import random
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +37,10 @@ from sklearn import datasets
 
 from dpmac_cli import make_trainer, resolve
 
-SEARCHED, REPETITIONS, EPSILONS = 30, 5, (1.0, 3.0)
+SEARCHED, REPETITIONS, TUNED, EPSILONS = 30, 5, 2, (1.0, 3.0)
 #: Learning rates that are tried, by optimizer.
 RATES = {"dp-sgd": (0.03, 30.0), "dp-adam": (3e-4, 0.1), "dp-macadam": (3e-4, 0.1)}
+Done = dict[str, list[float]]
 Table = tuple[NDArray[np.float64], NDArray[np.int64]]
 
 
@@ -80,6 +86,20 @@ def bars() -> Table:
     return pixels.clip(0, 255).round()[:, None], y
 
 
+def classes(records: int) -> Table:
+    """Return a generated table of sklearn with four classes of two clusters each."""
+    x, y = datasets.make_classification(
+        records * 5 // 4,
+        16,
+        n_informative=8,
+        n_classes=4,
+        n_clusters_per_class=2,
+        class_sep=1.5,
+        random_state=1,
+    )
+    return x.clip(-8, 8), y
+
+
 SETS: dict[str, Callable[[], Table]] = {
     "segment": lambda: river("segment.csv.zip", "category"),
     "phishing": lambda: river("phishing.csv.gz", "is_phishing"),
@@ -92,7 +112,23 @@ SETS: dict[str, Callable[[], Table]] = {
         datasets.load_digits().target,
     ),
 }
+SETS |= {f"classes-{records}": partial(classes, records) for records in (1000, 4000)}
 IMAGES = ("bars", "digits")
+#: Settings that were tried to find the rule: steps per epoch, epochs, rate, EMA.
+LINEAR, HIDDEN, SCATTER = {"model": "linear"}, {"model": "mlp-small"}, {"features": "scatter"}
+FEW, MORE, MANY = (3, 20, 0.03, 0.9), (12, 20, 0.01, 0.95), (12, 80, 0.002, 0.98)
+TRIED: tuple[
+    tuple[Sequence[str], dict[str, str], tuple[tuple[int, int, float, float], ...]], ...
+] = (
+    (("wine", "breast"), LINEAR, ((1, 20, 0.05, 0.9), FEW, MORE)),
+    (("wine",), LINEAR, ((12, 20, 0.02, 0.95), (12, 40, 0.005, 0.98), (6, 20, 0.02, 0.9))),
+    (("wine",), LINEAR, (MANY, (6, 40, 0.01, 0.95))),
+    (("wine",), HIDDEN, (MORE, (12, 20, 0.02, 0.95), (12, 40, 0.005, 0.98))),
+    (("digits",), SCATTER, ((12, 20, 0.003, 0.95), MANY, (3, 20, 0.02, 0.9), (6, 20, 0.01, 0.9))),
+    (("classes-1000", "classes-4000"), HIDDEN, (FEW, MORE, (1, 20, 0.05, 0.9))),
+    (("classes-1000", "classes-4000"), HIDDEN, ((6, 40, 0.01, 0.95),)),
+    (("classes-1000", "classes-4000"), LINEAR, (FEW, MORE)),
+)
 
 
 def write(name: str, folder: Path) -> list[Path]:
@@ -141,6 +177,14 @@ def searched(name: str) -> Iterator[dict[str, Any]]:
         yield found
 
 
+def tried() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield sets and settings that were tried to find the rule."""
+    for names, network, ways in TRIED:
+        for name, (share, epochs, rate, ema) in itertools.product(names, ways):
+            found = {"optimizer": "dp-adam", "lr": rate, "share": share, "epochs": epochs}
+            yield name, {**found, "ema": ema, **network}
+
+
 def accuracy(path: Path, changed: dict[str, Any], epsilon: float, seed: int) -> float:
     """Return the test accuracy of a run, in percent."""
     flags: dict[str, Any] = {key: value for key, value in changed.items() if key != "share"}
@@ -155,24 +199,32 @@ def accuracy(path: Path, changed: dict[str, Any], epsilon: float, seed: int) -> 
     return round(100 * trainer.evaluate().accuracy, 2)
 
 
+def run(cases: Sequence[tuple[str, dict[str, Any]]], file: Path, repetitions: int) -> Done:
+    """Run the cases that are not in the file, and return the accuracies of all by :func:`_key`."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    done = {_key(line): line["accuracies"] for line in map(json.loads, lines)}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: write(name, Path(folder)) for name in dict(cases)}
+        for (name, changed), epsilon in itertools.product(cases, EPSILONS):
+            line = {"set": name, "epsilon": epsilon, "settings": changed}
+            if _key(line) in done:
+                continue
+            splits = enumerate(paths[name][:repetitions])
+            done[_key(line)] = [accuracy(path, changed, epsilon, seed) for seed, path in splits]
+            with file.open("a") as out:
+                print(json.dumps({**line, "accuracies": done[_key(line)]}), file=out)
+    return done
+
+
 def main() -> None:
     """Run what is missing, and print a row for each set and epsilon."""
     names, file = sys.argv[1].split(","), Path(sys.argv[2])
     torch.set_num_threads(1)
-    lines = file.read_text().splitlines() if file.exists() else []
-    done = {_key(line): line["accuracies"] for line in map(json.loads, lines)}
+    if names == ["tune"]:
+        run([*tried()], file, TUNED)
+        return
+    done = run([(name, changed) for name in names for changed in searched(name)], file, REPETITIONS)
     for name in names:
-        with tempfile.TemporaryDirectory() as temporary:
-            paths = write(name, Path(temporary))
-            for changed in searched(name):
-                for epsilon in EPSILONS:
-                    line = {"set": name, "epsilon": epsilon, "settings": changed}
-                    if _key(line) in done:
-                        continue
-                    reached = [accuracy(p, changed, epsilon, s) for s, p in enumerate(paths)]
-                    done[_key(line)] = reached
-                    with file.open("a") as out:
-                        print(json.dumps({**line, "accuracies": reached}), file=out)
         for epsilon in EPSILONS:
             means = [
                 (float(np.mean(done[_key(line)])), changed)

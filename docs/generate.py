@@ -477,6 +477,39 @@ def keyword(setting: Option) -> str:
     return f"    {setting.name}: {kind} | None\n"
 
 
+def performance() -> str:
+    """Return the page of times with a table for each class of processors that was measured."""
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    begin, end = (f"<!-- step_time {word} -->\n" for word in ("begins", "ends"))
+    before, rest = text.split(begin)
+    found = [DOCS / "data" / f"step_time_{kind}.json" for kind in ("avx512", "avx2")]
+    tables = "".join(times(json.loads(file.read_text())) for file in found if file.exists())
+    return f"{before}{begin}{tables}{end}{rest.split(end)[1]}"
+
+
+def times(found: Mapping[str, Any]) -> str:
+    """Return the table of one class of processors."""
+    machine = found["machine"]
+    forced = ", ".join(f"`{name}={value}`" for name, value in machine["forced"].items())
+    said = f"{machine['device']}, {machine['instructions']}" + (f" by {forced}" if forced else "")
+    rows = [
+        (
+            row["model"],
+            str(row["batch"]),
+            row["optimizer"],
+            f"{row['step_ms']:.1f}",
+            f"{row['ratio']:.2f} ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})",
+            f"{row['cpu_ratio']:.2f}",
+            f"{row['peak_mib']:.0f}",
+            f"{row['page_faults']:,.0f}",
+        )
+        for row in found["rows"]
+    ]
+    heads = ("network", "batch", "optimizer", "step, ms", "times plain", "by CPU time")
+    made = table((*heads, "peak, MiB", "page faults a step"), rows)
+    return f"{said}; {machine['threads']} threads, torch {machine['torch']}:\n\n{made}\n"
+
+
 #: Pages by name, and what makes them.
 PAGES = {
     "configuration.md": configuration,
@@ -484,6 +517,7 @@ PAGES = {
     "report.md": report,
     "api.md": api,
     "silent-failures.md": silent,
+    "performance.md": performance,
 }
 
 if __name__ == "__main__":

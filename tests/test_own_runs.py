@@ -21,7 +21,6 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import DATA, SETTINGS
-from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, finish, train
@@ -252,7 +251,7 @@ def test_what_is_held_out_stays_out_and_is_said_to_be_private() -> None:
 def test_rows_of_numbers(tmp_path: Path) -> None:
     done("train", "--dataset", wine("wine.npz"), "--out", "run", "--seed", "3", *SHORT)
     report = report_of("run")
-    assert report["model"]["name"] == "mlp"
+    assert report["model"]["name"] == "linear"
     assert report["classes"] == ["class_0", "class_1", "class_2"]
     assert len(report["input"]["mean"]) == 13
     scored = json.loads(done("eval", "run", "--json"))
@@ -437,7 +436,7 @@ def test_defaults_by_rule() -> None:
     assert resolve({"dataset": "wine.npz", "sigma": 2.0}).plan.privacy.sigma == 2.0
     assert resolve({"dataset": "wine.npz", "steps": 7}).plan.privacy.steps == 7
     other = resolve({"dataset": "wine.npz", "optimizer": "dp-macadam"}).plan
-    assert other.optimizer.hyper.lr == OPTIMIZERS["dp-macadam"].lr
+    assert other.optimizer.hyper.lr == 0.01
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Recipes: two meanings of noise and budget, the rule of the best one, and files by name."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.account_flags import answer, ask, asked
 from dpmac_cli.config.defaults import completed
-from dpmac_cli.config.named import NAMED, file_of
+from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.recipes import recipe_notes
 from dpmac_cli.config.resolve import change, resolve
 from dpmac_cli.config.settings import Complete, Settings
@@ -21,7 +22,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.studies.grid import plan as grid
 
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
-TRAINED = [name for name, recipe in NAMED.items() if recipe.command == "train"]
+TRAINED = [name for name, recipe in RECIPES.items() if recipe.command == "train"]
 
 
 def images(name: str, shape: tuple[int, ...], records: int = 600) -> None:
@@ -109,10 +110,10 @@ def test_your_own_records_of_the_same_shape_have_the_same_recipe(name: str) -> N
     """All but delta, which depends on n for your own, and constants of the registry."""
     images("own.npz", DATASETS[name].shape)
     resolved = resolve(dataset="own.npz", sigma=9, recipe="best")
-    own, (named, _) = resolved.settings, chosen(dataset=name, epsilon=2)
-    share = round(DATASETS[name].train_size / named.batch_size)
-    assert own.batch_size == -(-resolved.plan.data.facts.train_size // share)
-    for setting in ("features", "optimizer", "epochs", "lr", "ema", "model"):
+    own, records = resolved.settings, resolved.plan.data.facts.train_size
+    given = Settings.model_validate({"dataset": name, "sigma": 9, "recipe": "best"})
+    named = completed(given, replace(DATASETS[name], train_size=records))
+    for setting in ("features", "optimizer", "batch_size", "epochs", "lr", "ema", "model"):
         assert getattr(own, setting) == getattr(named, setting), setting
 
 
@@ -175,7 +176,7 @@ def test_a_comparison_says_its_recipe_and_has_one() -> None:
 
 def test_the_samples_are_the_recipes() -> None:
     names = sorted(file.stem for file in SAMPLES.glob("*.yaml"))
-    assert names == sorted(NAMED)
+    assert names == sorted(RECIPES)
     for name in names:
         assert file_of(name).read_bytes() == (SAMPLES / f"{name}.yaml").read_bytes()
 
@@ -185,8 +186,8 @@ def test_a_recipe_by_name_is_its_file(name: str) -> None:
     noise = {"sigma": 1} if name.startswith("bench") else {}
     by_file = resolve({"pretrained": None, **noise}, SAMPLES / f"{name}.yaml").plan
     assert resolve({"recipe": name, **noise}).plan.recorded == by_file.recorded
-    if NAMED[name].epsilon and not noise:
-        shown, privacy = float(NAMED[name].epsilon), by_file.privacy
+    if RECIPES[name].epsilon and not noise:
+        shown, privacy = float(RECIPES[name].epsilon), by_file.privacy
         assert total_epsilon((privacy.event,), privacy.delta) == pytest.approx(shown, rel=2e-3)
 
 
@@ -210,7 +211,7 @@ def test_a_study_by_name() -> None:
 
 def test_the_list_names_every_recipe_and_its_command() -> None:
     text = CliRunner().invoke(app, ["recipes"]).stdout
-    for name, recipe in NAMED.items():
+    for name, recipe in RECIPES.items():
         assert recipe.line(name) in text
         flags = shlex.split(recipe.line(name))[2:]
         given = {k[2:].replace("-", "_"): v for k, v in zip(flags[::2], flags[1::2], strict=True)}

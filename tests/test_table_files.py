@@ -214,7 +214,7 @@ def test_categories_of_which_no_record_has_one_are_refused(tmp_path: Path) -> No
         ("range: [0, 100]", "ranges: [0, 100]", "columns.age.ranges"),
         ("range: [0, 100], ", "", "needs either a range or categories"),
         ("[A, B]", "[A, A]", "A is declared 2 times"),
-        ("[well, ill]", "[well]", "label.classes"),
+        ("[well, ill]", "[well]", "label: classes: needs at least two names"),
         ("drop: [name]", "drop: [age]", "age is declared 2 times"),
         ("drop: [name]", "drops: [name]", "drops"),
         ("missing: input", "missing: mean", "columns.age.missing"),

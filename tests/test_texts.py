@@ -526,15 +526,16 @@ def test_no_text_is_in_anything_that_is_written_or_said(
         (folder / f"{number}.txt").write_bytes(phrase.encode() + b"\xff" * (number == 0))
     (Path("folder/ward")).mkdir()
     said += dpmac("train", "--dataset", "folder", "--backbone", "./encoder").output
-    given = ArrayData([*CANARIES, None], [0, 1, 0, 1])
+    spoilt: Any = [*CANARIES, None]
+    given = ArrayData(spoilt, [0, 1, 0, 1])
     said += refused(given, tokens=16) + refused(given, backbone=None)
     with pytest.raises(InputError) as caught:
-        predict("run", [*CANARIES, None])
+        predict("run", spoilt)
     said += str(caught.value) + "".join(capfd.readouterr())
     tokenizer = read_encoder("encoder").tokenizer
     forms = [form.encode() for phrase in CANARIES for form in variants(phrase)]
-    for number in tokenizer.tokens(CANARIES, 16):
-        ids = np.array(number[1:8])
+    for tokens_of_one in tokenizer.tokens(CANARIES, 16):
+        ids = np.array(tokens_of_one[1:8])
         forms += [ids.astype(kind).tobytes() for kind in ("<i4", "<i8", "<f4", "<f8")]
         forms.append((ids / tokenizer.scale).astype("<f4").tobytes())
     given_files = {"notes.csv", "new.csv", "bad.csv", "folder"}

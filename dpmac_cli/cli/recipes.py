@@ -10,7 +10,7 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.options import take, with_options
 from dpmac_cli.config.fields import options
 from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.named import BEST, NAMED, PAPER, NamedRecipe
+from dpmac_cli.config.named import BEST, PAPER, RECIPES, NamedRecipe
 from dpmac_cli.config.settings import Debug, PrintJson
 from dpmac_cli.storage.files import to_json
 
@@ -56,7 +56,7 @@ def _values() -> Iterator[dict[str, str]]:
     """Yield the recipes as JSON values."""
     for name, (about, command) in RULES.items():
         yield {"name": name, "about": about, "command": command}
-    for name, recipe in NAMED.items():
+    for name, recipe in RECIPES.items():
         yield {"name": name, **_cells(recipe), "about": recipe.about, "command": recipe.line(name)}
 
 

@@ -19,7 +19,7 @@ from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import Debug, PrintJson
 from dpmac_cli.errors import raise_errors
 from dpmac_cli.storage.files import to_json
-from dpmac_cli.tasks.task import number, percent
+from dpmac_cli.tasks.task import number, percent_or_dash
 
 if TYPE_CHECKING:
     from dpmac_cli.release.listing import ListedRun
@@ -155,7 +155,7 @@ def age(seconds: float) -> str:
 
 def _score(run: "ListedRun") -> str:
     """Return the accuracy, or the error of a run that predicts numbers."""
-    return percent(run.accuracy) if run.mae is None else f"MAE {number(run.mae)}"
+    return percent_or_dash(run.accuracy) if run.mae is None else f"MAE {number(run.mae)}"
 
 
 #: Cells of a run by the names of columns.

@@ -12,6 +12,7 @@ from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.models.registry import MODELS, Scattered
+from dpmac_cli.tasks.classification import Classification
 
 #: Epsilon without --sigma or --epsilon.
 EPSILON = 3.0
@@ -30,14 +31,20 @@ _OF_NETWORK: tuple[SettingName, ...] = (
 WIDE, FEW_INPUTS = 8192, 256
 #: n epsilon below which noise allows only few steps, and from which a table is large enough for a
 #: hidden layer.
-FEW, LARGE = 10_000, 5_000
-#: Learning rates by optimizer, as multiples of dp-adam's.
-RATES: Mapping[str, float] = {"dp-adam": 1.0}
+FEW, LARGE = 30_000, 2_000
+#: Learning rates of Adam's rules, as multiples of dp-adam's: those that were best on fixed features
+#: (docs/recipes.md). Rates of the others depend on the scale of the gradients.
+RATES: Mapping[str, float] = {
+    "dp-adam": 1,
+    "dp-adambc": 1 / 3,
+    "dp-macadam": 1 / 3,
+    "dp-macadambc": 1 / 3,
+}
 
 
 @dataclass(frozen=True)
-class Training:
-    """Training of a kind of network, with the learning rate of dp-adam."""
+class Regime:
+    """Batch, epochs, averaging, and learning rate of dp-adam, of a kind of network."""
 
     share: int  # steps per epoch: the expected batch is n / share
     epochs: int
@@ -84,7 +91,8 @@ def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
 
 def _network(given: Settings, facts: Dataset) -> Keywords:
     """Return features of small images and a network for tables, unless an input is given."""
-    if any(name in given.explicit for name in _OF_NETWORK) or facts.multilabel:
+    typed = any(name in given.explicit for name in _OF_NETWORK)
+    if typed or not isinstance(facts.task, Classification):
         return {}
     if facts.holds == "numbers" and _is_small(facts):
         large = _scale(given, facts) >= LARGE
@@ -104,31 +112,31 @@ def _budget(given: Settings) -> Keywords:
     return {"epsilon": min(EPSILON, most)}
 
 
-def training(given: Settings, facts: Dataset) -> Training:
+def training(given: Settings, facts: Dataset) -> Regime:
     """Return how to train a network: a head of fixed features, a perceptron or another one."""
     if given.backbone is not None:
-        return Training(12, 20, 0.005 if facts.texts else 0.003, 0.95)
+        return Regime(12, 20, 0.005 if facts.texts else 0.003, 0.95)
     if given.features is not None:
         features = math.prod(Scattered(given.features).shape_of(facts.shape))
         return _of_features(features, _scale(given, facts))
     kind = MODELS.get(given.model or facts.defaults.model)
     if kind is not None and kind.builder == "perceptron":
         return _of_perceptron(math.prod(facts.shape), _scale(given, facts))
-    return Training(12, 20, min(0.01, 0.1 / math.sqrt(math.prod(facts.shape))), 0.95)
+    return Regime(12, 20, min(0.01, 0.1 / math.sqrt(math.prod(facts.shape))), 0.95)
 
 
-def _of_features(features: int, scale: float) -> Training:
+def _of_features(features: int, scale: float) -> Regime:
     """Return how to train a linear layer on scattering features."""
     if scale < FEW:
-        return Training(6, 20, min(0.01, max(0.003, 0.18 / math.sqrt(features))), 0.9)
-    return Training(6, 20, 0.003, 0.95) if features > WIDE else Training(12, 80, 0.002, 0.98)
+        return Regime(6, 20, min(0.01, max(0.003, 0.18 / math.sqrt(features))), 0.9)
+    return Regime(6, 20, 0.003, 0.95) if features > WIDE else Regime(12, 80, 0.002, 0.98)
 
 
-def _of_perceptron(inputs: int, scale: float) -> Training:
+def _of_perceptron(inputs: int, scale: float) -> Regime:
     """Return how to train a perceptron: few steps on many records each, unless noise is small."""
     if inputs > FEW_INPUTS:
-        return Training(8, 10, 0.42 / math.sqrt(inputs), 0.9)
-    return Training(3, 20, 0.03, 0.9) if scale < FEW else Training(12, 20, 0.01, 0.95)
+        return Regime(8, 10, 0.42 / math.sqrt(inputs), 0.9)
+    return Regime(3, 20, 0.03, 0.9) if scale < FEW else Regime(12, 20, 0.01, 0.95)
 
 
 def _scale(given: Settings, facts: Dataset) -> float:

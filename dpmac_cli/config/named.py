@@ -31,7 +31,7 @@ class NamedRecipe:
         return " ".join(filter(None, ("dpmac", self.command, "--recipe", name, self.with_flags)))
 
 
-NAMED: Mapping[str, NamedRecipe] = catalogue(NamedRecipe, HERE / "named.toml")
+RECIPES: Mapping[str, NamedRecipe] = catalogue(NamedRecipe, HERE / "named.toml")
 
 
 def file_of(name: str) -> Path:

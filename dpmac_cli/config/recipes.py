@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from dpmac_cli.config.best import best, reasons
 from dpmac_cli.config.keywords import Keywords, SettingName
-from dpmac_cli.config.named import BEST, NAMED, PAPER, file_of
+from dpmac_cli.config.named import BEST, PAPER, RECIPES, file_of
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import SettingValue, combined
 from dpmac_cli.config.yaml_file import read_settings
@@ -42,11 +42,11 @@ def with_file(
     Faults are added to ``errors``.
     """
     entry = given.get("recipe")
-    if entry is None or entry.value not in NAMED:
+    if entry is None or entry.value not in RECIPES:
         return given
     name = str(entry.value)
-    if NAMED[name].command != "train":
-        errors.append(f"{entry.origin} {name} has several runs. Use {NAMED[name].line(name)}.")
+    if RECIPES[name].command != "train":
+        errors.append(f"{entry.origin} {name} has several runs. Use {RECIPES[name].line(name)}.")
         return given
     above = dict(given)
     del above["recipe"]

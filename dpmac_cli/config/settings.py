@@ -16,7 +16,7 @@ from dpmac_cli.accounting.events import ALIASES, SAMPLERS
 from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomePath, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.keywords import Keywords, SettingName
-from dpmac_cli.config.named import BEST, NAMED, PAPER
+from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import STANDARDS, TABLES, InMemoryData
 from dpmac_cli.data.table_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
@@ -117,7 +117,7 @@ class Settings(Flags, frozen=True):
     ] = "mnist"
     recipe: Annotated[
         str | None,
-        Choice((PAPER, BEST, *NAMED)),
+        Choice((PAPER, BEST, *RECIPES)),
         Field(
             description=(
                 "Values of the settings that are not given: of the run in the paper, of the best "

@@ -24,11 +24,11 @@ from dpmac_cli.errors import InputError, raise_errors
 FARTHEST, NARROWEST = 1e30, 1e-30
 #: What the names of arrays end with: of training records, and of test records.
 SIDES = ("", "_test")
+ArrayDict = dict[str, NDArray[Any]]
 ARRAYS = (
     *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
     *DECLARED,
 )
-Arrays = dict[str, NDArray[Any]]
 
 
 class ArrayFile:
@@ -42,7 +42,7 @@ class ArrayFile:
     def __init__(
         self,
         source: Source,
-        arrays: Arrays,
+        arrays: ArrayDict,
         skipped: tuple[str, ...] = (),
         unusable: Mapping[str, Faults] | None = None,
         found_classes: Sequence[str] = (),
@@ -110,13 +110,13 @@ def inputs_of(x: NDArray[Any], ends: NDArray[Any] | None, size: int | None) -> N
     return images.copy() if size is None else _resized(images, size)
 
 
-def _ends(arrays: Arrays) -> NDArray[np.float64]:
+def _ends(arrays: ArrayDict) -> NDArray[np.float64]:
     """Return the range that columns or channels are clipped to, shape (2, columns)."""
     columns = channels_first(arrays["x"][:1]).shape[1]
     return np.array([np.broadcast_to(arrays[end], columns) for end in ("low", "high")], np.float64)
 
 
-def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> Arrays:
+def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
     """Return the arrays of a file by name. Pickled objects are never loaded."""
     arrays = {}
     try:
@@ -139,7 +139,7 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> Arrays:
         ) from failure
 
 
-def _made_canonical(arrays: Arrays, unusable: Mapping[str, Faults]) -> dict[str, Faults]:
+def _made_canonical(arrays: ArrayDict, unusable: Mapping[str, Faults]) -> dict[str, Faults]:
     """Convert records, labels and units in place, each by itself, and return faults by side."""
     classes = arrays.get("classes")
     names = None if classes is None or classes.ndim != 1 else classes.tolist()
@@ -162,7 +162,7 @@ def _made_canonical(arrays: Arrays, unusable: Mapping[str, Faults]) -> dict[str,
 
 
 def _leave_out_bad(
-    arrays: Arrays, source: Source, unusable: Mapping[str, Faults]
+    arrays: ArrayDict, source: Source, unusable: Mapping[str, Faults]
 ) -> tuple[str, ...]:
     """With --skip-bad, remove unusable records in place and return a description of each.
 
@@ -205,7 +205,7 @@ def _leave_out_bad(
     return tuple(skipped)
 
 
-def _bad_records(arrays: Arrays, side: str, unusable: Faults) -> dict[str, NDArray[np.bool_]]:
+def _bad_records(arrays: ArrayDict, side: str, unusable: Faults) -> dict[str, NDArray[np.bool_]]:
     """Return a mask of unusable records for each reason, shape (records,)."""
     x, bad = arrays[f"x{side}"], dict[str, NDArray[np.bool_]]()
     bad |= {f"a record of x{side} {why}": at for why, at in masks(unusable, len(x))}
@@ -216,7 +216,7 @@ def _bad_records(arrays: Arrays, side: str, unusable: Faults) -> dict[str, NDArr
     return bad
 
 
-def _faults_of_units(arrays: Arrays, source: Source) -> Iterator[str]:
+def _faults_of_units(arrays: ArrayDict, source: Source) -> Iterator[str]:
     """Yield faults of the arrays with the units that records belong to."""
     if source.unit is not None and "unit" not in arrays:
         yield f"--unit {source.unit} does not apply to arrays: add an array unit with each unit"
@@ -231,7 +231,7 @@ def _faults_of_units(arrays: Arrays, source: Source) -> Iterator[str]:
             )
 
 
-def _faults_of_range(arrays: Arrays, source: Source) -> Iterator[str]:
+def _faults_of_range(arrays: ArrayDict, source: Source) -> Iterator[str]:
     columns = channels_first(arrays["x"][:1]).shape[1]
     if not {"low", "high"} <= arrays.keys():
         yield (
@@ -256,7 +256,7 @@ def _faults_of_range(arrays: Arrays, source: Source) -> Iterator[str]:
         )
 
 
-def _faults_of_pair(arrays: Arrays, side: str) -> Iterator[str]:
+def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
     """Yield faults of the shapes and types of the arrays of training or test records."""
     x, y = arrays[f"x{side}"], arrays[f"y{side}"]
     pixels = x.ndim in (3, 4) and x.dtype == np.uint8

@@ -34,7 +34,7 @@ class Defaults:
 
 
 #: A task; datasets.toml lists the names of classes.
-Known = Annotated[
+KnownTask = Annotated[
     Task,
     Field(validation_alias="classes"),
     BeforeValidator(lambda names: Classification(tuple(names))),
@@ -58,7 +58,7 @@ class Dataset:
     train_size: int  # units of privacy: records, unless a unit has several
     test_size: int
     shape: tuple[int, int, int]  # (channels, height, width) of an image
-    task: Known  # what is predicted
+    task: KnownTask  # what is predicted
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]; images are standardised with them
     std: tuple[float, ...]
     defaults: Defaults

@@ -257,4 +257,5 @@ def key_of(record: NDArray[Any], label: ArrayLike, numbers: bool) -> bytes:
         # Adding 0 turns -0 into 0.
         values = record.astype("<f8") + 0.0 if numbers else np.asarray(record, np.uint8)
     target = np.asarray(label)
-    return values.tobytes() + target.astype("<f8" if target.dtype.kind == "f" else "<i8").tobytes()
+    exact = target.astype("<f8") + 0.0 if target.dtype.kind == "f" else target.astype("<i8")
+    return values.tobytes() + exact.tobytes()

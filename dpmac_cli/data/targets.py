@@ -19,7 +19,7 @@ from dpmac_cli.tasks.task import Task
 DECLARED = ("target_low", "target_high", "target_kind", "target_transform", "target_name")
 KINDS, TRANSFORMS = ("number", "count"), ("none", "log1p")
 Arrays = Mapping[str, NDArray[Any]]
-Mask = NDArray[np.bool_]
+RecordMask = NDArray[np.bool_]
 
 
 class Targets(ABC):
@@ -30,7 +30,7 @@ class Targets(ABC):
         """Yield faults of the type and shape of ``y{side}`` itself."""
 
     @abstractmethod
-    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, Mask]]:
+    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, RecordMask]]:
         """Yield reasons why targets cannot be used, and a mask of the records, (records,)."""
 
     def faults_together(self, arrays: Arrays) -> Iterator[str]:
@@ -62,7 +62,7 @@ class ClassTargets(Targets):
         elif y.ndim != 1 or y.dtype.kind not in "iu":
             yield _neither(y, side)
 
-    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, Mask]]:
+    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, RecordMask]]:
         """Yield records whose class is not declared."""
         y = arrays[f"y{side}"]
         why = "labels start at 0, and class names must be listed in --classes"
@@ -105,7 +105,7 @@ class LabelTargets(Targets):
         if y.ndim != 2 or y.dtype.kind not in "biu":
             yield _neither(y, side)
 
-    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, Mask]]:
+    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, RecordMask]]:
         """Yield records with labels other than 0 and 1."""
         y = arrays[f"y{side}"]
         bad = ((y != 0) & (y != 1)).any(1)
@@ -131,7 +131,7 @@ class NumberTargets(Targets):
         if y.ndim != 1 or y.dtype.kind != "f":
             yield f"y{side} must have one number per record, not {y.dtype} of shape {y.shape}"
 
-    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, Mask]]:
+    def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, RecordMask]]:
         """Yield nothing: a number that cannot be read has been found before."""
         yield from ()
 

@@ -26,7 +26,7 @@ from dpmac_cli.release import texts
 from dpmac_cli.release.card import OPEN, templates
 from dpmac_cli.release.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.ledger import Spent
-from dpmac_cli.runs.prepare import Task
+from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.tasks import task as tasks
 from dpmac_cli.tasks.known import task_in
@@ -154,7 +154,7 @@ def _public_weights(network: NetworkPlan) -> Iterator[str]:
         yield f"weights in {network.pretrained.name}; source and licence to be filled in"
 
 
-def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dict[str, Any]:
+def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int) -> dict[str, Any]:
     """Return the facts to publish with the weights, in the model file's header.
 
     ``trained`` is the number of trained parameters.
@@ -212,7 +212,7 @@ def _dataset(plan: DataPlan, privacy: PrivacyPlan) -> dict[str, Any]:
 
 
 def _public_part(
-    network: NetworkPlan, recorded: Mapping[str, Any], task: Task, trained: int
+    network: NetworkPlan, recorded: Mapping[str, Any], task: PreparedRun, trained: int
 ) -> dict[str, Any]:
     """Return the part of a network that was public before training; empty for most networks."""
     features, said, file = network.features, [], None

@@ -33,7 +33,7 @@ from dpmac_cli.storage.progress import Computing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class PreparedRun:
     """Network and data of a run.
 
     Attributes:
@@ -60,14 +60,14 @@ class Task:
         return sum(p.numel() for p in self.model.parameters())
 
 
-def make_task(
+def prepare(
     plan: TrainPlan,
     device: torch.device,
     keys: Keys,
     data: Data | None = None,
     *,
     model: nn.Module | None = None,
-) -> Generator[Computing, None, Task]:
+) -> Generator[Computing, None, PreparedRun]:
     """Load the data and build the network of a run, and report progress.
 
     The network is validated before the first record is read. For arguments and errors see
@@ -92,11 +92,11 @@ def make_task(
     trained = model
     if parts is not None:
         # On a CPU, each text is processed at its own length.
-        separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
-        parts.isolated = separate or (network.features is None and kind == "isolated")
+        parts.separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
+        parts.isolated = network.features is None and kind == "isolated"
         data, sha256 = yield from featured(parts, data, _of_features(network), cache_folder())
         trained, fingerprints["features"] = parts.head, sha256
-    return Task(
+    return PreparedRun(
         model=model,
         trained=trained,
         data=data,
@@ -109,7 +109,7 @@ def make_task(
 
 @dataclass(frozen=True, kw_only=True)
 class _Built:
-    """A network, and what :class:`Task` says of how it was built."""
+    """A network, and what :class:`PreparedRun` says of how it was built."""
 
     model: nn.Module
     fingerprints: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from pydantic import Field
 from dpmac_cli.config.fields import Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, near, unknown
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.named import NAMED, PAPER, file_of
+from dpmac_cli.config.named import PAPER, RECIPES, file_of
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, SETTINGS
@@ -148,7 +148,7 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     if "model" not in typed:
         errors += faults_of_model(given.get("model", ()), f"model in {file}")
     given = _over(given, typed)
-    if (recipe := given.get("recipe", [""])[0]) in NAMED:
+    if (recipe := given.get("recipe", [""])[0]) in RECIPES:
         del given["recipe"]
         given = _over(_read(file_of(recipe), errors), given)
     one = given.pop("optimizer", ["all"])  # as in the file of a single run

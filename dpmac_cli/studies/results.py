@@ -15,7 +15,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
 from dpmac_cli.tasks.known import METRICS
-from dpmac_cli.tasks.task import Metric
+from dpmac_cli.tasks.task import EvaluationMetric
 
 #: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
 LEAST_SPREAD = 1e-9
@@ -144,7 +144,7 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
             yield from attempts(run.folder, run.plan.privacy.event, whole=True)
 
 
-def standing_of(cells: Sequence[Cell], metric: Metric) -> list[str]:
+def standing_of(cells: Sequence[Cell], metric: EvaluationMetric) -> list[str]:
     """Return "best", "tied" or "" for each cell of a column."""
     known = [cell for cell in cells if cell.std is not None]
     if len(known) < 2:

@@ -18,7 +18,7 @@ from dpmac_cli.storage.files import finite_or_none, to_csv
 from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison
 from dpmac_cli.tasks.known import METRICS
-from dpmac_cli.tasks.task import Metric, number
+from dpmac_cli.tasks.task import EvaluationMetric, number
 
 SCHEMA_VERSION = 3
 MISSING = "–"
@@ -114,7 +114,7 @@ def study_page(out: Path) -> str:
     return web_page(title + table.decode(), {"The same as a picture": picture})
 
 
-def _mean(cell: Cell | None, metric: Metric) -> str:
+def _mean(cell: Cell | None, metric: EvaluationMetric) -> str:
     """Return mean and spread, of shares in percent; bold if best, with a tilde if tied."""
     if cell is None or math.isnan(cell.mean):
         return MISSING

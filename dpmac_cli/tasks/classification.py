@@ -7,24 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpmac_cli.tasks.task import Metric, Results, Task, Usage
+from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, Usage
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-ACCURACY = Metric("accuracy", "accuracy", covered=True)
-BALANCED = Metric(
+ACCURACY = EvaluationMetric("accuracy", "accuracy", covered=True)
+BALANCED = EvaluationMetric(
     "balanced-accuracy", "balanced accuracy", by_class=True, interval="balanced_interval"
 )
 #: Probability above which a label is predicted.
 HALF = 0.5
 OTHERS = (
-    Metric("auroc", "AUROC"),
-    Metric("average-precision", "average precision"),
-    Metric("f1", "F1"),
-    Metric("calibration-error", "calibration error", chosen=False),
+    EvaluationMetric("auroc", "AUROC"),
+    EvaluationMetric("average-precision", "average precision"),
+    EvaluationMetric("f1", "F1"),
+    EvaluationMetric("calibration-error", "calibration error", chosen=False),
 )
 
 #: Keys of scores in a report; those of covered scores are null for exact ones.
@@ -42,7 +42,7 @@ class Classification(Task):
     kind: ClassVar[str] = "classification"
     of_record: ClassVar[str] = "one class"
     losses: ClassVar[tuple[str, ...]] = ("cross-entropy", "focal")
-    metrics: ClassVar[tuple[Metric, ...]] = (
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
         ACCURACY,
         replace(BALANCED, covered=True),
         *OTHERS,
@@ -126,7 +126,7 @@ class SeveralLabels(Task):
     kind: ClassVar[str] = "several labels"
     of_record: ClassVar[str] = "several labels"
     losses: ClassVar[tuple[str, ...]] = ("bce",)
-    metrics: ClassVar[tuple[Metric, ...]] = (ACCURACY, BALANCED, *OTHERS)
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = (ACCURACY, BALANCED, *OTHERS)
     reported: ClassVar[tuple[str, ...]] = REPORTED
     target: ClassVar[str] = "uint8"
     frozen_parts: ClassVar[bool] = False

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpmac_cli.tasks import metrics
 from dpmac_cli.tasks.curves import draw_curves
-from dpmac_cli.tasks.task import Interval, Results, Table, percent
+from dpmac_cli.tasks.task import Interval, Results, Table, percent_or_dash
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class Classified(Results):
     def _table(self, title: str, columns: tuple[str, ...], counts: Tensor) -> Table:
         rates = metrics.sensitivity_and_specificity(self.answers)
         rows = tuple(
-            (name, *map(str, row), *map(percent, both))
+            (name, *map(str, row), *map(percent_or_dash, both))
             for name, row, *both in zip(self.names, counts.tolist(), *rates, strict=True)
         )
         return Table(title, (*columns, "sens.", "spec."), rows, bold=("sens.", "spec."))

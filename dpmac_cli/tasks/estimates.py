@@ -13,11 +13,9 @@ from scipy.special import stdtrit, xlogy
 
 from dpmac_cli.plots import new_figure, write_figure
 from dpmac_cli.storage.files import finite_or_none
-from dpmac_cli.tasks.intervals import TAIL
-from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.task import Interval, Results, Table
+from dpmac_cli.tasks.intervals import TAIL, Floats
+from dpmac_cli.tasks.task import Interval, Results, Table, Task
 
-Floats = NDArray[np.float64]
 #: Number of bootstrap resamples, and largest number of their weights in memory at a time.
 RESAMPLES, AT_A_TIME = 1000, 4_000_000
 #: Multiples of a covered record's share, so that sums of them are exact.
@@ -34,14 +32,15 @@ class Estimates(Results):
 
     Attributes:
         truth, guess: targets and predictions, float64, shape (records,).
-        task: range of both.
+        task: what is predicted. range: lowest and highest number of both.
         unit_of: index of each record's unit of privacy, shape (records,); None if each record is
             one.
     """
 
     truth: Floats
     guess: Floats
-    task: Regression
+    task: Task
+    range: Interval
     unit_of: NDArray[np.int64] | None = None
 
     def metric(self, name: str) -> float:
@@ -113,7 +112,7 @@ class Estimates(Results):
         some = slice(None, None, -(-len(self.truth) // DRAWN))
         truth, guess = self.truth[some], self.guess[some]
         name = self.task.names[0].replace("$", r"\$")  # it would begin a formula
-        ends = [self.task.low, self.task.high]
+        ends = list(self.range)
         both.plot(ends, ends, "-", color="#bbbbbb", linewidth=1)
         both.plot(truth, guess, ".", color="#0072B2", markersize=3, alpha=0.5)
         both.set(xlabel=f"{name}, true", ylabel=f"{name}, predicted")
@@ -148,7 +147,7 @@ class Estimates(Results):
         least = 1e-12 * np.square(self.task.width) * total
         with np.errstate(divide="ignore", invalid="ignore"):
             r2 = np.where(spread > least, 1 - squares / spread, np.nan)
-        rate = np.maximum(self.guess, LEAST * self.task.high)
+        rate = np.maximum(self.guess, LEAST * self.range[1])
         deviance = 2 * (xlogy(self.truth, self.truth / rate) - (self.truth - rate))
         return {
             "mae": np.abs(errors) @ weights / total,

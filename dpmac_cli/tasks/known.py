@@ -5,16 +5,18 @@ from typing import Any
 
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
 from dpmac_cli.tasks.regression import Counts, Regression
-from dpmac_cli.tasks.task import Metric, Task
+from dpmac_cli.tasks.task import EvaluationMetric, Task
 
 TASKS: tuple[type[Task], ...] = (Classification, SeveralLabels, Regression, Counts)
 #: Metrics of all tasks by name.
-METRICS: Mapping[str, Metric] = {metric.name: metric for task in TASKS for metric in task.metrics}
+METRICS: Mapping[str, EvaluationMetric] = {
+    metric.name: metric for task in TASKS for metric in task.metrics
+}
 #: Losses of all tasks: see :func:`~dpmac_cli.dp.losses.build_loss`.
 LOSSES = tuple(dict.fromkeys(loss for task in TASKS for loss in task.losses))
 
 
-def is_known(loss: str) -> bool:
+def value_is_known(loss: str) -> bool:
     """Return whether a loss is one of a task, not a user-supplied function."""
     return any(task.fits(loss) for task in TASKS)
 
@@ -25,7 +27,7 @@ def task_in(report: Mapping[str, Any]) -> Task:
     return task_of({"multilabel": dataset["multilabel"], "target": target, **report})
 
 
-def headline_in(line: Mapping[str, Any]) -> Metric:
+def headline_in(line: Mapping[str, Any]) -> EvaluationMetric:
     """Return the metric that a line of metrics.jsonl is about."""
     headlines = (task.metrics[0] for task in TASKS)
     return next((m for m in headlines if m.logged in line), TASKS[0].metrics[0])

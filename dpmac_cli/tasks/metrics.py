@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.storage.files import finite_or_none
-from dpmac_cli.tasks.intervals import Floats, Interval, Sizes, interval, of_shares
+from dpmac_cli.tasks.intervals import Floats, Sizes, interval, of_shares
+from dpmac_cli.tasks.task import Interval
 
 #: Number of equal-width bins of the calibration error.
 BINS = 15

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dpmac_cli.tasks.task import Metric, Results, Task, Usage
+from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, Usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 #: Transforms of a target, with their inverses; see :class:`Regression`.
 Transform = Literal["none", "log1p"]
-MAE = Metric("mae", "MAE", covered=True, share=False, lower=True)
+MAE = EvaluationMetric("mae", "MAE", covered=True, share=False, lower=True)
 METRICS = (
     MAE,
-    Metric("rmse", "RMSE", share=False, lower=True),
-    Metric("r2", "R2", share=False),
-    Metric("at-or-below", "targets at or below the prediction", chosen=False),
+    EvaluationMetric("rmse", "RMSE", share=False, lower=True),
+    EvaluationMetric("r2", "R2", share=False),
+    EvaluationMetric("at-or-below", "targets at or below the prediction", chosen=False),
 )
 
 
@@ -44,7 +44,7 @@ class Regression(Task):
     kind: ClassVar[str] = "regression"
     of_record: ClassVar[str] = "one number"
     losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
-    metrics: ClassVar[tuple[Metric, ...]] = METRICS
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = METRICS
     reported: ClassVar[tuple[str, ...]] = (
         *("rmse", "r2", "at_or_below", "noise", "interval", "mae_interval"),
     )
@@ -152,7 +152,9 @@ class Regression(Task):
         guess = self.decoded(self.scaled(outputs))
         worst = (truth - self.low > self.high - truth).double()
         guess = (self.high - worst * self.width).where(guess.isnan(), guess)
-        return Estimates(truth.numpy()[:, 0], guess.numpy()[:, 0], self, owners)
+        return Estimates(
+            truth.numpy()[:, 0], guess.numpy()[:, 0], self, (self.low, self.high), owners
+        )
 
     @property
     def _ends(self) -> tuple[float, float]:
@@ -169,9 +171,9 @@ class Counts(Regression):
     kind: ClassVar[str] = "counts"
     of_record: ClassVar[str] = "one count"
     losses: ClassVar[tuple[str, ...]] = ("poisson",)
-    metrics: ClassVar[tuple[Metric, ...]] = (
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
         *METRICS,
-        Metric("deviance", "Poisson deviance", share=False, lower=True),
+        EvaluationMetric("deviance", "Poisson deviance", share=False, lower=True),
     )
     reported: ClassVar[tuple[str, ...]] = (*Regression.reported, "deviance")
 

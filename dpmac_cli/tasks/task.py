@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Interval = tuple[float, float]
 
 
-def percent(value: float | None) -> str:
+def percent_or_dash(value: float | None) -> str:
     """Return a fraction as a percentage, or a dash if it is not defined."""
     return "-" if value is None or math.isnan(value) else f"{value:.2%}"
 
@@ -33,7 +33,7 @@ def number(value: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Metric:
+class EvaluationMetric:
     """A number that says how well a model predicts.
 
     Attributes:
@@ -67,7 +67,7 @@ class Metric:
 
     def text(self, value: float | None) -> str:
         """Return a value as a person reads it; a dash if it is not defined."""
-        return percent(value) if self.share else number(value)
+        return percent_or_dash(value) if self.share else number(value)
 
     def better(self, value: float) -> float:
         """Return a number that is larger for better values."""
@@ -117,7 +117,7 @@ class Results(ABC):
         """Return all metrics of the task by name."""
 
     @abstractmethod
-    def intervals(self, metrics: Mapping[str, float]) -> dict[str, Interval]:
+    def intervals(self, metrics: Mapping[str, float]) -> "dict[str, Interval]":
         """Return 95% intervals of metrics, see :mod:`~dpmac_cli.tasks.intervals`."""
 
     @abstractmethod
@@ -185,7 +185,7 @@ class Task(ABC):
     kind: ClassVar[str]
     of_record: ClassVar[str]
     losses: ClassVar[tuple[str, ...]]
-    metrics: ClassVar[tuple[Metric, ...]]
+    metrics: ClassVar[tuple[EvaluationMetric, ...]]
     reported: ClassVar[tuple[str, ...]]
     target: ClassVar[str]
     public: ClassVar[str] = "classes"
@@ -199,8 +199,8 @@ class Task(ABC):
         return len(self.names)
 
     @property
-    def headline(self) -> Metric:
-        """Metric that is shown unless another is chosen."""
+    def headline(self) -> EvaluationMetric:
+        """EvaluationMetric that is shown unless another is chosen."""
         return self.metrics[0]
 
     @property

@@ -17,8 +17,8 @@ from dpmac_cli.accounting.events import Scores
 from dpmac_cli.data.units import Units
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness.noise import SeededNormals
-from dpmac_cli.tasks.intervals import REACH, TAIL, Interval, clopper_pearson, widened
-from dpmac_cli.tasks.task import Task
+from dpmac_cli.tasks.intervals import REACH, TAIL, clopper_pearson, widened
+from dpmac_cli.tasks.task import Interval, Task
 from dpmac_cli.training.evaluation import Evaluation
 
 #: Simulated draws of the noise, for the interval of the balanced accuracy.

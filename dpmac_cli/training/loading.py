@@ -45,12 +45,12 @@ class Drawn(NamedTuple):
     """A batch as the loader gave it, and the records that it consists of."""
 
     step: int
-    records: sampling.Batch
+    records: sampling.Indices
     batch: Batch
     versions: tuple[tuple[int, int], ...]  # id and version counter of every tensor
 
     @staticmethod
-    def of(step: int, records: sampling.Batch, batch: Batch) -> "Drawn":
+    def of(step: int, records: sampling.Indices, batch: Batch) -> "Drawn":
         """Return a batch, with the state of its tensors."""
         return Drawn(step, records, batch, _state_of(batch))
 
@@ -149,7 +149,7 @@ class KeyedLoader:
 
     def batches(self, first: int, last: int) -> Iterator[Drawn]:
         """Yield the batches of some steps. Raises InputError if a record cannot be used."""
-        drawn: dict[int, sampling.Batch] = {}
+        drawn: dict[int, sampling.Indices] = {}
 
         def asked() -> Iterator[list[Item]]:
             for step in range(first, last + 1):
@@ -214,7 +214,7 @@ def first_row(records: OneByOne, number: int = 0) -> Batch:
     return row
 
 
-def fingerprint(records: OneByOne, size: int) -> str:
+def records_fingerprint(records: OneByOne, size: int) -> str:
     """Return the SHA-256 of a few records, by which another dataset is noticed. Private."""
     digest = hashlib.sha256(str(size).encode())
     for number in np.unique(np.linspace(0, size - 1, PROBES).astype(int)).tolist():

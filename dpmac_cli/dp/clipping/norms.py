@@ -67,7 +67,7 @@ class LayerMetric:
         return row_sums(squares.mul_(self.inverse[part]))
 
 
-class Metric:
+class RegionMetric:
     """Metrics of all layers for one step's ellipsoid, computed once and used by every chunk.
 
     By default in the dtype of the ellipsoid.
