@@ -33,7 +33,7 @@ from dpmac_cli.models.build import build_network
 from dpmac_cli.models.registry import MODELS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import Batch, KeyedSampler
+from dpmac_cli.randomness.sampling import Indices, KeyedSampler
 from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import StepPlan
@@ -105,7 +105,7 @@ class VisionTransformer(nn.Module):
         )
         self.blocks = nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, len(dataset.classes))
+        self.head = nn.Linear(width, len(dataset.task.names))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits of images, shape (samples, classes)."""
@@ -206,7 +206,7 @@ class TimmTransformer(nn.Module):
         self.pos_embed = nn.Parameter(0.02 * torch.randn(1, tokens, width))
         self.pos_drop = nn.Dropout(0.1)
         self.blocks = nn.Sequential(*(Block(width, 3, 0.1) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(dataset.classes))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(dataset.task.names))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits of images, shape (samples, classes)."""
@@ -254,9 +254,9 @@ class Size:
         if self.model == "vit-timm":
             return TimmTransformer(facts)
         if self.model in ("lstm", "gru"):
-            return Recurrent(nn.LSTM if self.model == "lstm" else nn.GRU, len(facts.classes))
+            return Recurrent(nn.LSTM if self.model == "lstm" else nn.GRU, facts.task.outputs)
         if self.model.endswith("torchvision"):
-            return of_torchvision(self.model, len(facts.classes))
+            return of_torchvision(self.model, facts.task.outputs)
         if self.width is None:
             return build_network(self.model, facts.signature)
         pixels = int(np.prod(facts.shape))
@@ -264,7 +264,7 @@ class Size:
             nn.Flatten(),
             nn.Linear(pixels, self.width),
             nn.ReLU(),
-            nn.Linear(self.width, len(facts.classes)),
+            nn.Linear(self.width, facts.task.outputs),
         )
 
     @property
@@ -285,11 +285,11 @@ def noise_images(facts: Dataset, device: torch.device) -> Data:
     def split(size: int) -> Split:
         shape = (size, *facts.shape)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        labels = torch.randint(0, len(facts.classes), (size,), generator=generator)
+        labels = torch.randint(0, facts.task.outputs, (size,), generator=generator)
         return Split(images.to(device), labels.to(device))
 
     gain, offset = (torch.full((1, 1, 1), value, device=device) for value in (1 / 64, -2.0))
-    return Data(split(facts.train_size), split(1), gain, offset)
+    return Data(split(facts.train_size), split(1), gain, offset, facts.task)
 
 
 class Batches:
@@ -315,7 +315,7 @@ class FixedSize:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def draw(self, _: int) -> Batch:
+    def draw(self, _: int) -> Indices:
         """Return the records of a step."""
         return np.arange(self.size)
 

@@ -71,7 +71,7 @@ def test_parameter_counts_of_the_paper(model: str, dataset: str, count: int) -> 
 def test_models_fit_the_smallest_images_and_their_own_data_set(name: str, dataset: str) -> None:
     facts = DATASETS[dataset]
     logits = build_model(BuiltIn(name), facts.signature, seed=0)(torch.randn(2, *facts.shape))
-    assert logits.shape == (2, len(facts.classes))
+    assert logits.shape == (2, len(facts.task.names))
 
 
 def test_the_seed_decides_the_weights() -> None:

@@ -3,6 +3,7 @@
 A setting has the same name as a flag, as a YAML key and as a keyword. Imports no torch.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Self, Unpack, get_args
@@ -15,6 +16,7 @@ from dpmac_cli.accounting.events import ALIASES, SAMPLERS
 from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomePath, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.keywords import Keywords, SettingName
+from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import STANDARDS, TABLES, InMemoryData
 from dpmac_cli.data.table_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
@@ -22,18 +24,9 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS, Kappa
 from dpmac_cli.models.encoders import ENCODERS
 from dpmac_cli.models.encoders import FOLDER as ENCODER_FOLDER
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
-from dpmac_cli.training.schedules import AUGMENTS, LOSSES, SCHEDULES
+from dpmac_cli.tasks.known import LOSSES, METRICS
+from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 
-#: Test metrics that can be shown, and their display names.
-METRICS: Mapping[str, str] = {
-    "accuracy": "accuracy",
-    "balanced-accuracy": "balanced accuracy",
-    "auroc": "AUROC",
-    "average-precision": "average precision",
-    "f1": "F1",
-}
-#: Metrics that can be released with noise.
-COVERED = ("accuracy", "balanced-accuracy")
 #: Default of ``delta`` in (epsilon, delta).
 DELTA = 1e-5
 #: Values that may replace a registered name: a test and a description.
@@ -41,6 +34,11 @@ OWN_DATA = (
     lambda text: "/" in text or text.endswith((".npz", *TABLES)) or Path(text).exists(),
     "a folder with one folder of images or texts per class, an .npz, or a table "
     "(.csv, .tsv, .parquet)",
+)
+#: Loss of a quantile: a test and a description.
+QUANTILE = (
+    lambda text: bool(re.fullmatch(r"quantile:0?\.[0-9]*[1-9][0-9]*", text)),
+    "quantile:Q with Q between 0 and 1, such as quantile:0.9",
 )
 OWN_ENCODER = (lambda text: "/" in text or Path(text).is_dir(), ENCODER_FOLDER)
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
@@ -117,6 +115,22 @@ class Settings(Flags, frozen=True):
         Field(description="Dataset to train on."),
         Flag(TASK, also=("data",), fixed=True, local=True),
     ] = "mnist"
+    recipe: Annotated[
+        str | None,
+        Choice((PAPER, BEST, *RECIPES)),
+        Field(
+            description=(
+                "Values of the settings that are not given: of the run in the paper, of the best "
+                "run for the epsilon, or of a recipe by name (dpmac recipes)."
+            )
+        ),
+        Flag(
+            TASK,
+            otherwise="paper with --sigma or --no-dp, best otherwise and for your own data",
+            fixed=True,
+            labels=False,
+        ),
+    ] = None
     model: Annotated[
         str | None,
         Choice(tuple(MODELS), OWN_MODEL),
@@ -494,9 +508,14 @@ class Settings(Flags, frozen=True):
     ] = None
     loss: Annotated[
         str,
-        Choice(LOSSES),
-        Field(description="Loss per sample. Use bce if and only if records have several labels."),
-        Flag(RECIPE, omitted=True),
+        Choice(tuple(name for name in LOSSES if ":" not in name), QUANTILE),
+        Field(
+            description=(
+                "Loss per sample: cross-entropy or focal for classes, bce for several labels, mse,"
+                " huber or quantile:Q for numbers, poisson for counts."
+            )
+        ),
+        Flag(RECIPE, otherwise="the first of them that fits the dataset", omitted=True),
     ] = "cross-entropy"
     label_smoothing: Annotated[
         Decay,
@@ -579,7 +598,7 @@ class Settings(Flags, frozen=True):
     # Output
     metric: Annotated[
         str,
-        Choice(tuple(METRICS)),
+        Choice(tuple(name for name, metric in METRICS.items() if metric.chosen)),
         Field(description="Test metric to show, and to rank a comparison by."),
         Flag(OUTPUT, omitted=True, labels=False),
     ] = "accuracy"
@@ -639,6 +658,7 @@ class Complete(Settings, frozen=True):
 
     dataset: str  # name or path; in angle brackets for records in memory
     model: str
+    recipe: str  # PAPER or BEST
     batch_size: int
     lr: float
     clip_norm: float
@@ -656,8 +676,3 @@ SETTINGS: Mapping[SettingName, Option] = options(Settings)
 RECIPE_DEFAULTS: Mapping[str, object] = {
     name: option.default for name, option in SETTINGS.items() if option.flag.group == RECIPE
 }
-
-
-def metric_key(name: str) -> str:
-    """Return the key of a metric in metrics.jsonl."""
-    return f"test_{name.replace('-', '_')}"

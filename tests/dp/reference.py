@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit, clip_weights
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
+from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, PerSampleGradients
 from dpmac_cli.dp.mechanism import Ellipsoid
 
@@ -75,7 +75,7 @@ class Subject:
     def add(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
         """sum of c_i (g_i - m) as computed, shape (d,)."""
         out = torch.full_like(self.theta, torch.nan)  # whatever was there before
-        self.clipped_sum.of(x, y, Metric(region), out)
+        self.clipped_sum.of(x, y, RegionMetric(region), out)
         return out
 
     def norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
@@ -101,7 +101,7 @@ class Subject:
     def squared_norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> SquaredNorms:
         """The norms that the program clips by."""
         return self.clipped_sum._squared_norms(
-            self.gradients(x, y, ball=region.is_ball), Metric(region)
+            self.gradients(x, y, ball=region.is_ball), RegionMetric(region)
         )
 
     def weights(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:

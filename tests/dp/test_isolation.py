@@ -21,7 +21,7 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.clipping.layers import Layer, flatten_parameters, split_by_module
-from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.per_sample_gradients import Instantiated
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
@@ -248,7 +248,7 @@ class Alone:
 
     def add(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
         out = torch.full_like(self.theta, torch.nan)
-        self.sum.of(x, y, Metric(region), out)
+        self.sum.of(x, y, RegionMetric(region), out)
         return out
 
     def exact(self, x: Tensor, y: Tensor) -> Tensor:

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from dpmac_cli.dp.clipping.ghost_clipping import DEVICE_PIECE, PositionProducts, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate, is_plain
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, Metric, SquaredNorms, kept, roundoff
+from dpmac_cli.dp.clipping.norms import (
+    ROW,
+    LayerMetric,
+    Mask,
+    RegionMetric,
+    SquaredNorms,
+    kept,
+    roundoff,
+)
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 
 #: Numbers to instantiate at a time on a CPU, to fit in its cache.
@@ -46,7 +54,7 @@ class PerSampleGradients(Protocol):
 ByLayer = Sequence[tuple[Layer, PerSampleGradients]]
 
 
-def total_squared_norms(gradients: ByLayer, metric: Metric) -> SquaredNorms:
+def total_squared_norms(gradients: ByLayer, metric: RegionMetric) -> SquaredNorms:
     """Return ||(g_i - m)/b||^2 over several layers, each with its part of the metric."""
     return reduce(add, [form.squared_norms(metric.of(layer)) for layer, form in gradients])
 
@@ -119,6 +127,9 @@ def choose_form(
         uses = [_one_after_another(uses)]
     delta = uses[0].delta
     samples, size = len(delta) // views, layer.stop - layer.start
+    if layer.tied:
+        few = samples * size <= HELD
+        return held(instantiate(layer, uses, views)) if few else in_pieces(layer, uses, views)
     found = sizes(layer, uses, views)
     small = samples * size <= _piece(delta)
     if found is not None:

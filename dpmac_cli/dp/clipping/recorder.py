@@ -27,6 +27,7 @@ class _Record:
     versions: tuple[int, ...]
     edge: GradientEdge
     pull_back: PullBack = Tensor.detach  # map of a gradient w.r.t. copies
+    user: Layer | None = None  # the layer that was called, if several share the parameter
 
 
 def record_uses(
@@ -57,8 +58,9 @@ def record_uses(
     samples = samples_in(rows)
     hooked: list[list[_Record]] = [[] for _ in layers]
     hooks = [
-        layer.module.register_forward_hook(_recording(layer.name, records), with_kwargs=True)
+        user.module.register_forward_hook(_recording(user, layer, records), with_kwargs=True)
         for layer, records in zip(layers, hooked, strict=True)
+        for user in layer.users
         if not layer.direct
     ]
     direct = [next(iter(layer.parameters.values())) for layer in layers if layer.direct]
@@ -109,8 +111,9 @@ def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
     ]
 
 
-def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
+def _recording(called: Layer, layer: Layer, records: list[_Record]) -> Callable[..., Any]:
     """Return a forward hook that records uses of a layer and starts the graph at its outputs."""
+    name, user = called.name, called if layer.tied else None
 
     def record(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -136,7 +139,7 @@ def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
         for number, start in enumerate(started):
             if start is not None and start.requires_grad:
                 call = Call(positional, named, number if several else None)
-                records.append(_Record(call, read, versions, _edge_of(start)))
+                records.append(_Record(call, read, versions, _edge_of(start), user=user))
         return tuple(started) if several else started[0]
 
     return record
@@ -195,7 +198,9 @@ def _checked_uses(
             f"The input of layer {layer.name} was changed in place after the layer read it. "
             "Use the out-of-place operation (x = x + y instead of x += y)."
         )
-    uses = [Use(r.inputs, r.pull_back(delta), r.call) for r, delta in found if delta is not None]
+    uses = [
+        Use(r.inputs, r.pull_back(delta), r.call, r.user) for r, delta in found if delta is not None
+    ]
     if not uses:
         raise ModelError(
             f"The layer {layer.name} has trainable parameters, but no call of it affects the "

@@ -75,7 +75,7 @@ def recurrent_weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
 
 def recur(
     module: Any, calls: Mapping[str, nn.Module], x: Tensor, given: Any = None, /
-) -> Tensor | tuple[Tensor, Any]:
+) -> Tensor | tuple[Tensor, ...] | tuple[Tensor, Any]:
     """Compute the result of the module's own forward."""
     size, several = module.hidden_size, type(module) in (nn.LSTMCell, nn.LSTM)
     if type(module) in CELLS:
