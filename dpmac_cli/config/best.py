@@ -43,7 +43,7 @@ RATES: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Regime:
-    """How to train a kind of network, with the learning rate of dp-adam."""
+    """Batch, length, averaging and dp-adam's learning rate for a kind of network."""
 
     share: int  # steps per epoch: the expected batch is n / share
     epochs: int
