@@ -33,7 +33,7 @@ from dpmac_cli.models.build import build_network
 from dpmac_cli.models.registry import MODELS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import Batch, KeyedSampler
+from dpmac_cli.randomness.sampling import Indices, KeyedSampler
 from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import StepPlan
@@ -51,6 +51,8 @@ IMAGES = {
     "vit-timm": "cifar10",
     "vit-torchvision": "cifar10",
     "convnext-torchvision": "cifar10",
+    "lstm": "cifar10",
+    "gru": "cifar10",
 }
 #: Networks that only the two main optimizers and some of Opacus are timed on.
 DEEP = tuple(IMAGES)[2:]
@@ -103,7 +105,7 @@ class VisionTransformer(nn.Module):
         )
         self.blocks = nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, len(dataset.classes))
+        self.head = nn.Linear(width, len(dataset.task.names))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits of images, shape (samples, classes)."""
@@ -111,6 +113,20 @@ class VisionTransformer(nn.Module):
         first = self.cls_token.expand(len(x), -1, -1)
         tokens = torch.cat([first, tokens], 1) + self.pos_embed
         logits: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
+        return logits
+
+
+class Recurrent(nn.Module):
+    """A classifier of sequences: 50 steps of 60 numbers, 128 wide."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], classes: int) -> None:
+        super().__init__()
+        self.recur, self.head = kind(60, 128, batch_first=True), nn.Linear(128, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits from the last output; an image is read as a sequence."""
+        outputs, _ = self.recur(x.flatten(1)[:, : 50 * 60].view(-1, 50, 60))
+        logits: Tensor = self.head(outputs[:, -1])
         return logits
 
 
@@ -190,7 +206,7 @@ class TimmTransformer(nn.Module):
         self.pos_embed = nn.Parameter(0.02 * torch.randn(1, tokens, width))
         self.pos_drop = nn.Dropout(0.1)
         self.blocks = nn.Sequential(*(Block(width, 3, 0.1) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(dataset.classes))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(dataset.task.names))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits of images, shape (samples, classes)."""
@@ -237,8 +253,10 @@ class Size:
             return VisionTransformer(facts)
         if self.model == "vit-timm":
             return TimmTransformer(facts)
+        if self.model in ("lstm", "gru"):
+            return Recurrent(nn.LSTM if self.model == "lstm" else nn.GRU, facts.task.outputs)
         if self.model.endswith("torchvision"):
-            return of_torchvision(self.model, len(facts.classes))
+            return of_torchvision(self.model, facts.task.outputs)
         if self.width is None:
             return build_network(self.model, facts.signature)
         pixels = int(np.prod(facts.shape))
@@ -246,7 +264,7 @@ class Size:
             nn.Flatten(),
             nn.Linear(pixels, self.width),
             nn.ReLU(),
-            nn.Linear(self.width, len(facts.classes)),
+            nn.Linear(self.width, facts.task.outputs),
         )
 
     @property
@@ -267,11 +285,11 @@ def noise_images(facts: Dataset, device: torch.device) -> Data:
     def split(size: int) -> Split:
         shape = (size, *facts.shape)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        labels = torch.randint(0, len(facts.classes), (size,), generator=generator)
+        labels = torch.randint(0, facts.task.outputs, (size,), generator=generator)
         return Split(images.to(device), labels.to(device))
 
     gain, offset = (torch.full((1, 1, 1), value, device=device) for value in (1 / 64, -2.0))
-    return Data(split(facts.train_size), split(1), gain, offset)
+    return Data(split(facts.train_size), split(1), gain, offset, facts.task)
 
 
 class Batches:
@@ -297,7 +315,7 @@ class FixedSize:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def draw(self, _: int) -> Batch:
+    def draw(self, _: int) -> Indices:
         """Return the records of a step."""
         return np.arange(self.size)
 

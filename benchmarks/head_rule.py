@@ -21,7 +21,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Split
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.runs.prepare import make_task
+from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.storage.progress import outcome
 
 CONFIG = Path(__file__).parents[1] / "sample_configs" / "cifar10-backbone.yaml"
@@ -59,7 +59,7 @@ def accuracy(theta: Tensor, split: Split) -> float:
 def main() -> None:
     """Search, and print a line for each n and epsilon."""
     plan = resolve({"seed": 0, "device": "cpu"}, CONFIG).plan
-    data = outcome(make_task(plan, torch.device("cpu"), make_keys(plan.run.seed))).data
+    data = outcome(prepare(plan, torch.device("cpu"), make_keys(plan.run.seed))).data
     test = Split(data.test.images[:SCORED], data.test.labels[:SCORED])
     for n, epsilon in itertools.product(map(int, sys.argv[1].split(",")), (1.0, 3.0, 8.0)):
         found = []

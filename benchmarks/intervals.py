@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from dpmac_cli.data.units import units_of
-from dpmac_cli.training.intervals import of_shares
-from dpmac_cli.training.metrics import Answers, all_metrics, intervals
+from dpmac_cli.tasks.intervals import of_shares
+from dpmac_cli.tasks.metrics import Answers, all_metrics, intervals
 
 LARGEST, RESAMPLES = 10, 100
 
@@ -45,7 +45,7 @@ def drawn(draws: np.random.Generator, units: int, positives: float, shift: float
     scores = np.stack([1 - score, score], 1).astype(np.float32)
     truth = np.stack([~labels, labels], 1)
     guess = np.stack([score <= 0.5, score > 0.5], 1)
-    return Answers(truth, guess, scores, exclusive=True, units=units_of(owners))
+    return Answers(truth, guess, scores, exclusive=True, unit_of=units_of(owners).owners)
 
 
 def others(runs: int, units: int, positives: float, shift: float) -> dict[str, float]:

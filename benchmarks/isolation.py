@@ -82,10 +82,10 @@ class Task:
         facts, generator = DATASETS[self.dataset], torch.Generator().manual_seed(0)
         size = (RECORDS, *facts.shape)
         images = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-        labels = torch.randint(0, len(facts.classes), (RECORDS,), generator=generator)
+        labels = torch.randint(0, facts.task.outputs, (RECORDS,), generator=generator)
         split = Split(images.to(device), labels.to(device))
         gain, offset = (torch.full((1, 1, 1), v, device=device) for v in (1 / 64, -2.0))
-        return Data(split, split, gain, offset)
+        return Data(split, split, gain, offset, facts.task)
 
 
 TASKS = (

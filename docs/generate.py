@@ -27,6 +27,7 @@ from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import Records, data_facts
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
+from dpmac_cli.tasks.classification import Classification
 
 #: What a value may be, in words.
 KINDS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
@@ -343,7 +344,8 @@ def _data_sets() -> dict[str, Dataset]:
 def _own(records: int, shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
     """Return facts of your own dataset."""
     labels, ends = np.zeros(records, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
-    return data_facts(Source(Path()), [Records(labels, labels)] * 2, shape, "ab", ends).facts
+    task = Classification(("a", "b"))
+    return data_facts(Source(Path()), [Records(labels, labels)] * 2, shape, task, ends).facts
 
 
 def learning_rates() -> str:
@@ -475,6 +477,39 @@ def keyword(setting: Option) -> str:
     return f"    {setting.name}: {kind} | None\n"
 
 
+def performance() -> str:
+    """Return the page of times with a table for each class of processors that was measured."""
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    begin, end = (f"<!-- step_time {word} -->\n" for word in ("begins", "ends"))
+    before, rest = text.split(begin)
+    found = [DOCS / "data" / f"step_time_{kind}.json" for kind in ("avx512", "avx2")]
+    tables = "".join(times(json.loads(file.read_text())) for file in found if file.exists())
+    return f"{before}{begin}{tables}{end}{rest.split(end)[1]}"
+
+
+def times(found: Mapping[str, Any]) -> str:
+    """Return the table of one class of processors."""
+    machine = found["machine"]
+    forced = ", ".join(f"`{name}={value}`" for name, value in machine["forced"].items())
+    said = f"{machine['device']}, {machine['instructions']}" + (f" by {forced}" if forced else "")
+    rows = [
+        (
+            row["model"],
+            str(row["batch"]),
+            row["optimizer"],
+            f"{row['step_ms']:.1f}",
+            f"{row['ratio']:.2f} ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})",
+            f"{row['cpu_ratio']:.2f}",
+            f"{row['peak_mib']:.0f}",
+            f"{row['page_faults']:,.0f}",
+        )
+        for row in found["rows"]
+    ]
+    heads = ("network", "batch", "optimizer", "step, ms", "times plain", "by CPU time")
+    made = table((*heads, "peak, MiB", "page faults a step"), rows)
+    return f"{said}; {machine['threads']} threads, torch {machine['torch']}:\n\n{made}\n"
+
+
 #: Pages by name, and what makes them.
 PAGES = {
     "configuration.md": configuration,
@@ -482,6 +517,7 @@ PAGES = {
     "report.md": report,
     "api.md": api,
     "silent-failures.md": silent,
+    "performance.md": performance,
 }
 
 if __name__ == "__main__":

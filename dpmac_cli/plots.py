@@ -87,29 +87,31 @@ def trade_offs(rows: Sequence[Row]) -> "Figure":
     return figure
 
 
-def course(points: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Draw test accuracy and epsilon by epoch, from the lines of metrics.jsonl."""
+def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") -> "Figure":
+    """Draw a test score and epsilon by epoch, from the lines of metrics.jsonl."""
     figure, panels = new_figure(2)
-    for panel, name in zip(panels, ("test_accuracy", "epsilon"), strict=True):
+    for panel, name in zip(panels, (score, "epsilon"), strict=True):
         found = [(point["epoch"], point[name]) for point in points if point[name] is not None]
         panel.plot(*zip(*found, strict=True), marker=".") if found else None
         panel.set(xlabel="epoch", ylabel=name.replace("_", " "))
     return figure
 
 
-def means(study: Mapping[str, Any], optimizers: Sequence[str]) -> "Figure":
+def means(study: Mapping[str, Any], optimizers: Sequence[str], *, share: bool = True) -> "Figure":
     """Draw the means of a study, with standard deviations over seeds, from its compare.json.
 
-    One line per row of its table. Each of ``optimizers`` has the same color in every picture.
+    One line per row of its table; a ``share`` is in percent. Each of ``optimizers`` has the same
+    color in every picture.
     """
     figure, (panel,) = new_figure(1)
+    scale = 100 if share else 1
     lines: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in study["rows"]:
         if row["mean"] is not None:
             lines.setdefault(tuple(row[axis] for axis in study["axes"]), []).append(row)
     for number, (labels, cells) in enumerate(lines.items()):
         x, y, spread = zip(
-            *((c[study["column"]], 100 * c["mean"], 100 * (c["std"] or 0)) for c in cells),
+            *((c[study["column"]], scale * c["mean"], scale * (c["std"] or 0)) for c in cells),
             strict=True,
         )
         known = [optimizers.index(label) for label in labels if label in optimizers]
@@ -124,6 +126,6 @@ def means(study: Mapping[str, Any], optimizers: Sequence[str]) -> "Figure":
             label=" ".join(map(str, labels)).replace("$", r"\$"),
         )
     panel.set_xticks(sorted({row[study["column"]] for row in study["rows"]}))
-    panel.set(xlabel=study["column"], ylabel=f"test {study['metric']}, percent")
+    panel.set(xlabel=study["column"], ylabel=f"test {study['metric']}{', percent' * share}")
     panel.legend(fontsize="small")
     return figure

@@ -119,6 +119,6 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
             return Split(first.expand(len(part), *first.shape[1:]), part.labels)
 
         plain = torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
-        return Data(split(data.train), split(data.test), *plain), ""
+        return Data(split(data.train), split(data.test), *plain, data.task), ""
 
     monkeypatch.setattr(prepare, "featured", featured)

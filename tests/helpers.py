@@ -28,8 +28,12 @@ from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.storage.rows import Rows
+from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.classified import Classified
+from dpmac_cli.tasks.metrics import Answers
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
+from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
@@ -76,7 +80,19 @@ def tiny_data(dtype: torch.dtype = torch.float64, *, records: int = 40, seed: in
         return Split(torch.from_numpy(images), torch.from_numpy(rng.integers(0, CLASSES, count)))
 
     gain, offset = torch.full((1, 1, 1), 1 / 64), torch.full((1, 1, 1), -2.0)
-    return Data(split(records), split(records // 2), gain.to(dtype), offset.to(dtype))
+    constants = gain.to(dtype), offset.to(dtype)
+    return Data(split(records), split(records // 2), *constants, class_task(CLASSES))
+
+
+def answers_of(result: Evaluation) -> Answers:
+    """The answers of a classifier as arrays."""
+    assert isinstance(result.results, Classified)
+    return result.results.answers
+
+
+def class_task(count: int) -> Classification:
+    """The task with classes 0, 1, 2 and so on."""
+    return Classification(tuple(map(str, range(count))))
 
 
 def tiny_model(dtype: torch.dtype = torch.float64, *layers: nn.Module) -> nn.Sequential:

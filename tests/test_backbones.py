@@ -31,6 +31,7 @@ from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone, 
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.run import finish, resume, train
 from tests.digits_runs import after, digits_config, of, refused, same_weights, train_digits
+from tests.helpers import class_task
 
 DIGITS, CIFAR = DATASETS["digits"], DATASETS["cifar10"]
 LITE0 = "efficientnet-lite0"
@@ -92,7 +93,7 @@ def test_a_record_more_changes_no_feature_of_others(tmp_path: Path) -> None:
     def features_of(kept: torch.Tensor) -> torch.Tensor:
         train = Split(kept, torch.zeros(len(kept), dtype=torch.long))
         gain, offset = torch.full((3, 1, 1), 1 / 64), torch.full((3, 1, 1), -2.0)
-        data = Data(train, Split(images[:2], others), gain, offset)
+        data = Data(train, Split(images[:2], others), gain, offset, class_task(2))
         return of(featured(parts, data, {}, tmp_path))[0].train.images
 
     assert torch.equal(features_of(images)[1:], features_of(images[1:]))

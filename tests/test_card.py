@@ -26,7 +26,7 @@ from dpmac_cli.release.model_file import load_model, save_model
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import model_card, public_facts
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.prepare import Task
+from dpmac_cli.runs.prepare import PreparedRun
 from tests.digits_runs import SEED, digits_config, train_digits, train_events
 from tests.test_report import spent
 
@@ -91,7 +91,7 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
     torch.manual_seed(0)
     data = load_data("digits", tmp_path, CPU)
     network = build_model(BuiltIn(model), config.data.facts.signature, seed=1).eval()
-    task = Task(model=network, trained=network, data=data, independence="built in")
+    task = PreparedRun(model=network, trained=network, data=data, independence="built in")
     facts = public_facts(config, spent(steps=1), task, trained=0)
     pixels = torch.randint(0, 256, (20, *config.data.facts.shape), dtype=torch.uint8)
     given = facts["input"]

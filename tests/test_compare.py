@@ -24,6 +24,7 @@ from dpmac_cli.studies.results import (
     standing_of,
     was_changed,
 )
+from dpmac_cli.tasks.known import METRICS
 from tests.digits_runs import after
 
 
@@ -93,14 +94,14 @@ def test_holm() -> None:
 def test_the_best_is_best_only_where_all_others_are_worse() -> None:
     good, same = cell(0.90, 0.91, 0.92), cell(0.901, 0.909, 0.921)
     bad = cell(0.80, 0.811, 0.82)
-    assert standing_of([bad, good]) == ["", "best"]
-    assert standing_of([good, bad, same]) == ["tied", "", "tied"]
+    assert standing_of([bad, good], METRICS["accuracy"]) == ["", "best"]
+    assert standing_of([good, bad, same], METRICS["accuracy"]) == ["tied", "", "tied"]
 
 
 def test_one_seed_tells_nothing() -> None:
-    assert standing_of([cell(0.9), cell(0.1)]) == ["", ""]
-    assert standing_of([cell(0.9, 0.91), cell(0.1)]) == ["", ""]
-    assert standing_of([]) == []
+    assert standing_of([cell(0.9), cell(0.1)], METRICS["accuracy"]) == ["", ""]
+    assert standing_of([cell(0.9, 0.91), cell(0.1)], METRICS["accuracy"]) == ["", ""]
+    assert standing_of([], METRICS["accuracy"]) == []
 
 
 @pytest.mark.privacy

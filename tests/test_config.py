@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -149,8 +150,7 @@ _FIELDS = {
     "canaries": "privacy.audit.canaries",
     "guesses": "privacy.audit.guesses",
     "optimizer": "optimizer.name",
-    **{name: f"optimizer.hyper.{name}" for name in ("lr", "clip_norm", "beta1", "beta2", "gamma")},
-    **{name: f"optimizer.hyper.{name}" for name in ("gamma_prime", "h1", "h2", "kappa", "phi")},
+    **{part.name: f"optimizer.hyper.{part.name}" for part in fields(Hyperparameters)},
     "records_per_unit": "recipe.records",
     "lr_schedule": "recipe.schedule",
     "warmup_steps": "recipe.warmup",
@@ -160,7 +160,7 @@ _FIELDS = {
     "augment": "recipe.augment",
     "loss": "recipe.loss.name",
     "label_smoothing": "recipe.loss.smoothing",
-    **{name: f"run.{name}" for name in ("device", "seed", "secure", "physical_batch", "metric")},
+    **{part.name: f"run.{part.name}" for part in fields(RunPlan) if part.name in SETTINGS},
     "out": "run.folder.path",
     "force": "run.folder.force",
 }

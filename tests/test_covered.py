@@ -28,11 +28,13 @@ from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.files import read_lines
+from dpmac_cli.tasks.classification import SeveralLabels
+from dpmac_cli.tasks.intervals import REACH
 from dpmac_cli.training.covered import CoveredScore, counts, release
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.intervals import REACH
 from dpmac_cli.training.loop import Evaluated
 from tests.digits_runs import SEED, after, digits_config, same_weights, train_digits, train_events
+from tests.helpers import class_task
 from tests.test_replaced import killed_at
 from tests.tiers import rest_long
 from tests.typed import dpmac
@@ -54,7 +56,8 @@ def outputs(records: int, *, several: bool = False, seed: int = 0) -> Evaluation
     if not several:
         logits[torch.arange(records), labels] += 0.7
     logits[0] = math.nan
-    return Evaluation(0.0, logits, labels)
+    task = SeveralLabels(("a", "b", "c")) if several else class_task(CLASSES)
+    return Evaluation(0.0, logits, labels, task)
 
 
 def without(result: Evaluation, kept: Any) -> Evaluation:
@@ -442,7 +445,7 @@ def test_a_budget_that_ends_a_run_pays_for_its_last_score(sampler: str) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("more", rest_long([3.0, 0.5]))
+@pytest.mark.parametrize("more", rest_long([0.5, 3.0]))
 def test_the_budget_of_a_fork_pays_for_the_scores_of_its_parent(more: float) -> None:
     flags: dict[str, Any] = {"sigma": 1.0, "epochs": 4, "batch_size": 200, "score_every": "4"}
     before = train_digits(cover_scores=True, out="parent", **flags).report
@@ -530,5 +533,5 @@ def test_epsilon_on_the_way_covers_the_scores_that_were_shown() -> None:
 
 def test_units_have_their_mean() -> None:
     units = Units(np.array([2, 0, 1]), np.array([0, 2, 3]))
-    result = Evaluation(0.0, torch.eye(3)[[0, 1, 1]], torch.tensor([0, 1, 0]))
+    result = Evaluation(0.0, torch.eye(3)[[0, 1, 1]], torch.tensor([0, 1, 0]), class_task(3))
     assert (counts(result, units, by_class=False) / WHOLE).tolist() == [[0.5], [1.0]]

@@ -22,7 +22,7 @@ from dpmac_cli.training.schedules import Recipe, StepPlan
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import after, digits_config, dpmac, train_events
-from tests.helpers import Batches, SecureSpy, Spy, a_key, make_trainer
+from tests.helpers import Batches, SecureSpy, Spy, a_key, class_task, make_trainer
 from tests.test_synchronisation import NETWORKS, SIDE
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -41,7 +41,7 @@ def images(device: torch.device) -> Data:
         return Split(torch.from_numpy(pixels).to(device), labels.to(device))
 
     gain, offset = (torch.full((1, 1, 1), value, device=device) for value in (1 / 64, -2.0))
-    return Data(split(RECORDS), split(8), gain, offset)
+    return Data(split(RECORDS), split(8), gain, offset, class_task(10))
 
 
 def network(name: str) -> nn.Module:

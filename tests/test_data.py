@@ -51,7 +51,7 @@ def check_against_catalog(name: str, data: Data) -> None:
         assert split.images.dtype == torch.uint8
         assert split.images.max() == facts.levels
         assert (split.labels.shape, split.labels.dtype) == ((size,), torch.int64)
-        assert set(split.labels.tolist()) == set(range(len(facts.classes)))
+        assert set(split.labels.tolist()) == set(range(len(facts.task.names)))
         assert len(split) == size
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.data.dataset import Split
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
@@ -38,7 +39,7 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent
 from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import checkpoint
-from dpmac_cli.runs.prepare import make_task
+from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Started
 from dpmac_cli.storage.progress import Computing, outcome, until
 from dpmac_cli.studies.grid import address
@@ -387,7 +388,7 @@ def test_all_of_a_network_starts_from_the_weights_in_the_file(tmp_path: Path) ->
     file = save(tmp_path / "start.safetensors", {k: t.half() for k, t in start.items()})
     config = digits_config(model="mlp-small", pretrained=str(file))
     assert config.network.trained.part == "all"
-    task = outcome(make_task(config, CPU, make_keys(config.run.seed)))
+    task = outcome(prepare(config, CPU, make_keys(config.run.seed)))
     assert task.trained is task.model
     assert task.notes == ()
     for name, tensor in task.model.state_dict().items():
@@ -448,8 +449,8 @@ def test_other_records_have_other_features(cache: Path) -> None:
     data = load_data("digits", Path(), CPU)
     images = data.train.images.clone()
     images[-1, 0, 0, 0] ^= 1
-    changed = Data(Split(images, data.train.labels), data.test, data.gain, data.offset)
-    other = Data(data.train, data.test, data.gain * 2, data.offset)
+    changed = replace(data, train=Split(images, data.train.labels))
+    other = replace(data, gain=data.gain * 2)
     found = [of(featured(parts, given, {}, cache)) for given in (data, changed, other)]
     assert len({sha256 for _, sha256 in found}) == 3
     assert len(list(cache.glob("*.rows"))) == 3
@@ -620,7 +621,7 @@ def test_the_head_may_be_missing(part: str, net: str, public: Path) -> None:
         del tensors[name]
     save(public, tensors)
     config = digits_config(**tuned(net, public))
-    task = outcome(make_task(config, CPU, make_keys(config.run.seed)))
+    task = outcome(prepare(config, CPU, make_keys(config.run.seed)))
     fresh = not bool((task.model.state_dict()["5.weight"] == 1).all())
     assert fresh == (part != "nothing")
     assert len(task.notes) == int(fresh)

@@ -7,10 +7,12 @@ from scipy.stats import binomtest
 from torch.nn.functional import one_hot
 
 from dpmac_cli.data.units import Units, units_of
+from dpmac_cli.tasks.intervals import clopper_pearson, of_shares, widened
+from dpmac_cli.tasks.metrics import all_metrics, intervals
 from dpmac_cli.training import covered
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.intervals import clopper_pearson, of_shares, widened
-from dpmac_cli.training.metrics import all_metrics, intervals
+from tests.helpers import answers_of
+from tests.helpers import class_task as as_task
 from tests.test_frontier import loaded
 
 simulation = loaded("intervals")
@@ -21,13 +23,13 @@ def evaluated(
 ) -> Evaluation:
     labels = torch.arange(right + wrong) % classes
     answers = torch.where(torch.arange(right + wrong) < right, labels, (labels + 1) % classes)
-    return Evaluation(0.0, 3.0 * one_hot(answers, classes), labels, units)
+    return Evaluation(0.0, 3.0 * one_hot(answers, classes), labels, as_task(classes), units)
 
 
 @pytest.mark.parametrize(("right", "wrong"), [(65, 0), (60, 5), (1, 1), (0, 7), (990, 10)])
 def test_independent_records_have_the_exact_interval(right: int, wrong: int) -> None:
     wanted = binomtest(right, right + wrong).proportion_ci()
-    answers = evaluated(right, wrong).answers
+    answers = answers_of(evaluated(right, wrong))
     found = intervals(answers, all_metrics(answers), 100)["accuracy"]
     assert found == pytest.approx((wanted.low, wanted.high), abs=1e-9)
     assert found[0] < found[1]
@@ -38,7 +40,7 @@ def test_independent_records_have_the_exact_interval(right: int, wrong: int) -> 
 def test_no_interval_has_width_zero(classes: int, persons: int | None) -> None:
     """Not even of 65 of 65 right: what was never seen may still happen."""
     units = None if persons is None else units_of(np.arange(65) % persons)
-    answers = evaluated(65, 0, classes=classes, units=units).answers
+    answers = answers_of(evaluated(65, 0, classes=classes, units=units))
     values = all_metrics(answers)
     for name, (low, high) in intervals(answers, values, 100).items():
         assert low <= values[name] <= high, name
@@ -51,7 +53,10 @@ def test_records_of_one_person_are_not_independent() -> None:
     right = np.repeat(np.arange(60) < 45, 10)
     labels = torch.from_numpy(owners % 2)
     logits = one_hot(torch.where(torch.from_numpy(right), labels, 1 - labels), 2).float()
-    both = [Evaluation(0.0, logits, labels, units).answers for units in (None, units_of(owners))]
+    both = [
+        answers_of(Evaluation(0.0, logits, labels, as_task(2), units))
+        for units in (None, units_of(owners))
+    ]
     alone, grouped = (intervals(one, all_metrics(one), 300) for one in both)
     single = clopper_pearson(0.75, 60)
     assert grouped["accuracy"] == pytest.approx(single, abs=0.02)
@@ -63,10 +68,11 @@ def test_records_of_one_person_are_not_independent() -> None:
 def test_order_and_names_of_units_do_not_matter() -> None:
     owners = np.repeat(np.arange(20), 3)
     mixed = np.random.default_rng(0).permutation(60)
-    one = evaluated(50, 10, units=units_of(owners)).answers
+    one = answers_of(evaluated(50, 10, units=units_of(owners)))
     other = evaluated(50, 10)
-    other = Evaluation(0.0, other.logits[mixed], other.labels[mixed], units_of(90 - owners[mixed]))
-    first, second = (intervals(a, all_metrics(a), 50)["accuracy"] for a in (one, other.answers))
+    parts = other.logits[mixed], other.labels[mixed], as_task(2), units_of(90 - owners[mixed])
+    again = answers_of(Evaluation(0.0, *parts))
+    first, second = (intervals(a, all_metrics(a), 50)["accuracy"] for a in (one, again))
     assert first == pytest.approx(second)
 
 

@@ -55,7 +55,7 @@ def refused(path: Path, **options: Any) -> str:
 
 def described(found: DataFacts) -> tuple[int, int, tuple[int, int, int], tuple[str, ...]]:
     facts = found.facts
-    return facts.train_size, facts.test_size, facts.shape, facts.classes
+    return facts.train_size, facts.test_size, facts.shape, facts.task.names
 
 
 @pytest.mark.privacy
@@ -350,7 +350,7 @@ def test_arrays_that_are_no_data_set(tmp_path: Path, arrays: dict[str, Any], mes
 
 def test_classes_that_are_named_need_no_records(tmp_path: Path) -> None:
     source = Source(table(tmp_path / "d.npz", y=np.array([0, 2] * 3), classes=np.array(CLASSES)))
-    assert inspect(source).facts.classes == CLASSES
+    assert inspect(source).facts.task.names == CLASSES
 
 
 @pytest.mark.parametrize("ends", [(0.0, float("inf")), (0.0, 1e300), (0.0, 1e-40), (1.0, 1 + 1e-9)])
@@ -573,7 +573,7 @@ def test_a_declared_class_needs_no_records(tmp_path: Path, parts: tuple[str, ...
     source = Source(root, 0.5, channels=1, image_size=8, classes=CLASSES)
     for _ in range(2):
         facts = inspect(source).facts
-        assert facts.classes == CLASSES
+        assert facts.task.names == CLASSES
         assert facts.train_size + facts.test_size == 12 * len(parts)
         assert {1, 2} == {int(label) for _, y in load(source) for label in y}
         for part in parts:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dpmac_cli.plots import COLOURS, DASHES, new_figure, write_figure
-from dpmac_cli.release.scoring import draw_evaluation
-from dpmac_cli.training.metrics import Answers
+from dpmac_cli.tasks.curves import draw_curves
+from dpmac_cli.tasks.metrics import Answers
 
 
 def draw(path: Path) -> bytes:
@@ -51,7 +51,7 @@ def test_curves_of_classes_with_odd_names_and_of_a_single_class(tmp_path: Path) 
     shares = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.7, 0.3]], np.float32)
     for truth in (hot, np.eye(2, dtype=np.bool_)[[0, 0, 0, 0]]):
         answers = Answers(truth, shares > 0.5, shares, exclusive=True)
-        draw_evaluation(answers, 0.1, ["_no", "$yes"], tmp_path / "curves.svg")
+        draw_curves(answers, 0.1, ["_no", "$yes"], tmp_path / "curves.svg")
         text = (tmp_path / "curves.svg").read_text()
         assert ElementTree.fromstring(text).tag.endswith("svg")
         assert ("$yes" in text) == (truth is hot)

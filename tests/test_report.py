@@ -69,7 +69,7 @@ def test_facts_are_the_catalogs(report: dict[str, Any]) -> None:
         "built_by": None,
         "independence": {"kind": "built in", "statement": TEXTS.independence["built in"]},
     }
-    assert report["classes"] == list(facts.classes)
+    assert report["classes"] == list(facts.task.names)
 
 
 def test_the_test_section_is_consistent(report: dict[str, Any]) -> None:

@@ -38,6 +38,8 @@ test: {column: site, values: [b]}
 """
 TEXT_SCHEMA = SCHEMA.replace("sex: {categories: [f, m]}", "sex: {text: 8}")
 TABLE = "age,sex,ill,site\n" + "30,f,no,a\n40,m,yes,b\n31,m,yes,a\n" * 30
+#: The other columns of a schema that predicts the age.
+NUMBERS = "columns: {sex: {categories: [f, m]}, ill: {categories: [no, yes]}}\ndrop: [site]"
 #: Kinds of run, by what makes them.
 RUNS: Mapping[str, dict[str, Any]] = {
     "ordinary": {},
@@ -94,6 +96,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (root / "schema.yaml").write_text(SCHEMA)
         of_table: dict[str, Any] = {"schema": str(root / "schema.yaml"), "batch_size": 8}
         train_digits(dataset=str(root / "t.csv"), out=root / "table", model="linear", **of_table)
+        for kind in ("number", "count"):
+            said = f"label: {{column: age, range: [0, 99], kind: {kind}}}"
+            file = root / f"{kind}.yaml"
+            file.write_text(f"{said}\n{NUMBERS}")
+            of_table["schema"] = str(file)
+            train_digits(dataset=str(root / "t.csv"), out=root / kind, model="linear", **of_table)
         of_text = {**of_table, "backbone": str(write_encoder(root / "encoder"))}
         (root / "schema.yaml").write_text(TEXT_SCHEMA)
         train_digits(dataset=str(root / "t.csv"), out=root / "texts", **of_text)
@@ -117,7 +125,7 @@ def test_schemas_are_schemas_that_describe_every_key(schema: dict[str, Any]) -> 
 
 
 def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
-    assert len(reports) == len(RUNS) + 7
+    assert len(reports) == len(RUNS) + 9
     assert {report["state"] for report in reports.values()} == {
         *("finished", "interrupted", "budget-spent")
     }

@@ -32,7 +32,7 @@ from dpmac_cli.training.chunks import ChunkedSum
 from dpmac_cli.training.schedules import Recipe, StepPlan
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
-from tests.helpers import Batches, a_key, make_trainer
+from tests.helpers import Batches, a_key, class_task, make_trainer
 
 # Tensors without data have an address of 0, which the check of the network compares.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -145,7 +145,7 @@ def fake_data() -> Data:
         return Split(images, torch.zeros(count, dtype=torch.int64, device=CUDA))
 
     gain, offset = (torch.full((1, 1, 1), value, device=CUDA) for value in (1 / 64, -2.0))
-    return Data(split(64), split(8), gain, offset)
+    return Data(split(64), split(8), gain, offset, class_task(10))
 
 
 class Seen(NamedTuple):

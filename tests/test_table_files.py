@@ -28,7 +28,7 @@ PAGES = [Path(__file__).parents[1] / "docs" / f"own-{kind}.md" for kind in ("ima
 #: Their text.
 GUIDE = "\n".join(page.read_text() for page in PAGES)
 #: The schema of penguins.csv that they show.
-(PENGUINS,) = re.findall(r"```yaml\n(label:.*?)```", GUIDE, re.DOTALL)
+(PENGUINS,) = re.findall(r"```yaml\n(label:\n.*?)```", GUIDE, re.DOTALL)
 
 PATIENTS = """\
 age,sex,ward,outcome,site,name
@@ -57,6 +57,18 @@ def penguins(where: Path) -> Path:
     content = Path(spec.submodule_search_locations[0], "data", "penguins.csv").read_bytes()
     (where / "penguins.csv").write_bytes(content)
     return where / "penguins.csv"
+
+
+def wages(where: Path) -> None:
+    """Made-up records with the columns of linearmodels' wage panel, and the schema of the page."""
+    (schema,) = re.findall(r"```yaml\n(label: \{column: lwage.*?)```", GUIDE, re.DOTALL)
+    (where / "wages.yaml").write_text(schema)
+    header = "nr,year,black,exper,hisp,hours,married,educ,union,lwage,expersq,occupation"
+    persons = (
+        f"{n // 8},{1980 + n % 8},0,{n % 8},1,2000,{n % 2},{9 + n % 9},0" for n in range(240)
+    )
+    rows = [f"{person},{1 + n % 5 / 4},{n % 8},5" for n, person in enumerate(persons)]
+    (where / "wages.csv").write_text("\n".join([header, *rows, ""]))
 
 
 def source(where: Path, table: str = PATIENTS, schema: str = SCHEMA, **options: Any) -> Source:
@@ -92,7 +104,7 @@ def test_columns_become_the_inputs_that_the_schema_says(tmp_path: Path) -> None:
     assert y == [1, 0, 0, 1]
     found = inspect(source(tmp_path))
     assert (found.facts.train_size, found.facts.test_size) == (2, 2)
-    assert found.facts.classes == ("well", "ill")
+    assert found.facts.task.names == ("well", "ill")
     assert not found.held_out
     assert found.inferred == ()
 
@@ -202,7 +214,7 @@ def test_categories_of_which_no_record_has_one_are_refused(tmp_path: Path) -> No
         ("range: [0, 100]", "ranges: [0, 100]", "columns.age.ranges"),
         ("range: [0, 100], ", "", "needs either a range or categories"),
         ("[A, B]", "[A, A]", "A is declared 2 times"),
-        ("[well, ill]", "[well]", "label.classes"),
+        ("[well, ill]", "[well]", "label: classes: needs at least two names"),
         ("drop: [name]", "drop: [age]", "age is declared 2 times"),
         ("drop: [name]", "drops: [name]", "drops"),
         ("missing: input", "missing: mean", "columns.age.missing"),
@@ -275,8 +287,8 @@ def test_a_record_more_changes_neither_the_inputs_nor_the_split_of_others(tmp_pa
     for added in ("1e9,m,never seen,ill,9,x", ",f,B,well,1,x", "-4,f,A,ill,1,x"):
         more = source(tmp_path, f"{table}{added}\n", schema)
         found = inspect(more).facts
-        assert (found.shape, found.classes, found.mean, found.std) == (
-            *(facts.shape, facts.classes, facts.mean, facts.std),
+        assert (found.shape, found.task, found.mean, found.std) == (
+            *(facts.shape, facts.task, facts.mean, facts.std),
         )
         same = [
             {row.tobytes() for row in x} >= {row.tobytes() for row in was}
@@ -390,6 +402,7 @@ def test_every_command_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.Mon
                 Image.fromarray(pixels).save(Path(part, name, f"{number}.png"))
     Path("new-photos").symlink_to("photos/val")
     np.savez("images.npz", x=rng.integers(0, 256, (30, 8, 8), np.uint8), y=np.arange(30) % 2)
+    wages(tmp_path)
     lines = "\n".join(re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)).splitlines()
     typed = [shlex.split(line.partition(">")[0], comments=True) for line in lines if line]
     assert len(typed) > 6

@@ -11,6 +11,7 @@ import pytest
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import Cell, Comparison, standing_of
 from dpmac_cli.studies.tables import as_csv, as_json, as_markdown
+from dpmac_cli.tasks.known import METRICS
 
 
 def cell(name: str, sigma: float, *accuracies: float, **changes: Any) -> Cell:
@@ -111,6 +112,6 @@ def test_a_metric_that_is_not_defined_is_a_dash_and_null() -> None:
     assert [row["std"] is None for row in rows] == [True, True, False]
     assert rows[1]["values"] == {"0": None, "1": 0.5}
     assert json.dumps(rows, allow_nan=False)
-    assert standing_of(cells) == ["", "", ""]
+    assert standing_of(cells, METRICS["accuracy"]) == ["", "", ""]
     assert "| dp-sgd " in as_markdown(whole)
     assert "nan" not in as_markdown(whole)

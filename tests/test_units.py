@@ -31,6 +31,7 @@ from dpmac_cli.storage.progress import outcome
 from dpmac_cli.training.schedules import Recipe
 from tests.digits_runs import after, same_weights
 from tests.helpers import PLAN, SIDE, Batches, Spy, make_trainer, tiny_data
+from tests.pairwise import all_pairs
 from tests.typed import dpmac
 
 #: Records of each unit.
@@ -109,9 +110,9 @@ def added(name: str, recipe: Recipe, data: Data, units: list[int], steps: int = 
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("records", [1, 3, 8])
-@pytest.mark.parametrize("augment", ["none", "flip"])
+@pytest.mark.parametrize(
+    ("name", "records", "augment"), all_pairs([*OPTIMIZERS], [1, 3, 8], ["none", "flip"])
+)
 def test_a_unit_moves_the_clipped_sum_by_at_most_one(name: str, records: int, augment: str) -> None:
     """However many records it has. Adam's second step is in an ellipsoid that is not the first."""
     views = 1 if augment == "none" else 2

@@ -20,7 +20,7 @@ from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
 from dpmac_cli.config.fields import Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.settings import METRICS, OUTPUT, Debug, Quiet
+from dpmac_cli.config.settings import OUTPUT, Debug, Quiet
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, raise_errors
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
@@ -29,6 +29,7 @@ from dpmac_cli.studies.choose_executor import EXECUTORS, ExecutorChoice, opened
 from dpmac_cli.studies.executor import Ended, Moved, StudyEvent, carry_out
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, STUDY, Grid, Run, StudyFlags, plan, row_name
 from dpmac_cli.studies.results import collect, finished_report, was_changed
+from dpmac_cli.tasks.known import METRICS
 
 #: Folders of a study: its runs; and inputs and output of cluster jobs, only for its owner.
 RUNS, JOBS = "runs", "jobs"
@@ -244,7 +245,8 @@ class StudyDisplay:
             self._screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
         elif moved and done:
             metric = METRICS[run.plan.run.metric]
-            score = "" if moved.score is None else f"  test {metric} {moved.score:.2%}"
+            known = moved.score is not None
+            score = f"  test {metric.title} {metric.text(moved.score)}" if known else ""
             self._screen.print(Text(f"{self._ended}/{self._count}  {name}{score}"))
 
 

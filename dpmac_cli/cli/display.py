@@ -14,7 +14,6 @@ from rich.text import Text
 from dpmac_cli.accounting import statements
 from dpmac_cli.cli.console import ATTENTION, bar
 from dpmac_cli.cli.failures import stop
-from dpmac_cli.config.settings import METRICS
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import TEXTS
@@ -22,9 +21,10 @@ from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.storage.progress import LISTENER, Computing
+from dpmac_cli.tasks import task as results
+from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training import evaluation, loop
 from dpmac_cli.training.covered import CoveredScore
-from dpmac_cli.training.metrics import sensitivity_and_specificity
 
 #: Epsilon above which a note is printed.
 WEAK = 10
@@ -110,8 +110,8 @@ class RunDisplay:
                 self.close()
                 result, notes = self._scored, list[Text]()
                 if result is not None:
-                    remarks = (*doubts(result), *swamped(result))
-                    notes = [Text(f"note: {remark}", "red") for remark in remarks]
+                    remarks = (*doubts(result), result.results.remark)
+                    notes = [Text(f"note: {remark}", "red") for remark in remarks if remark]
                 self.console.print(*notes, *_summary(event, self._plan.run.metric), sep="\n")
 
     def _move(self, event: Update) -> None:
@@ -136,7 +136,8 @@ class RunDisplay:
             self.console.print(_evaluated(event.event, event.epsilon, self._plan.run.metric))
             value = result.metric(self._plan.run.metric)
             if not math.isnan(value):
-                self._bar.update(self._task, accuracy=f"test {percent_or_dash(value)}")
+                text = METRICS[self._plan.run.metric].text(value)
+                self._bar.update(self._task, accuracy=f"test {text}")
 
     def stopping(self) -> None:
         """Confirm a request to stop."""
@@ -202,30 +203,28 @@ def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Tex
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
         f"epsilon {epsilon_or_dots(epsilon)}" if private else ("no privacy", "red"),
     )
-    if not (isinstance(result, CoveredScore) and math.isnan(result.accuracy)):  # none released
-        line.append(f"  test {METRICS[metric]} ").append(
-            percent_or_dash(result.metric(metric)), "bold"
-        )
+    if not (isinstance(result, CoveredScore) and math.isnan(result.share)):  # none released
+        shown = METRICS[metric]
+        line.append(f"  test {shown.title} ").append(shown.text(result.metric(metric)), "bold")
     return line
 
 
 def _summary(event: Finished, metric: str) -> Iterator[Text]:
     report, where = event.report, event.folder
     test, privacy = report["test"], report["privacy"]
-    value = test[metric.replace("-", "_")]
-    shown = (percent_or_dash(value), "bold")
+    chosen = METRICS[metric]
+    value = test[chosen.key]
+    shown = (chosen.text(value), "bold")
     scores = privacy["covered_scores"]
     if scores and value is None:
         yield Text("no test score was released: the run ended before the first one", ATTENTION)
     else:
         counted = "units" if scores and privacy["unit"]["told_by"] else "samples"
-        yield Text.assemble(f"test {METRICS[metric]} ", shown, f" on {test['samples']:,} {counted}")
+        yield Text.assemble(f"test {chosen.title} ", shown, f" on {test['samples']:,} {counted}")
     if scores and value is not None:
-        low, high = map(
-            percent_or_dash, test["interval" if metric == "accuracy" else "balanced_interval"]
-        )
+        low, high = map(chosen.text, test[chosen.interval])
         yield Text(
-            f"test records are covered: without the noise, {METRICS[metric]} {low} to {high} (95%)"
+            f"test records are covered: without the noise, {chosen.title} {low} to {high} (95%)"
         )
     if privacy["private"]:
         spent = math.inf if privacy["epsilon"] is None else privacy["epsilon"]
@@ -259,34 +258,14 @@ def doubts(result: evaluation.Evaluation) -> Iterator[str]:
         )
 
 
-def swamped(result: evaluation.Evaluation) -> Iterator[str]:
-    """Yield a note on a model that has learned nothing."""
-    if result.multilabel:
-        return
-    right, most = int(result.confusion.diagonal().sum()), int(result.labels.bincount().max())
-    if right <= most < result.samples:
-        yield (
-            f"{right:,} of {result.samples:,} test samples are classified correctly, but the most "
-            f"frequent class alone has {most:,}. If longer training does not help, the noise "
-            "is too large to learn: use a larger --epsilon, more records, or a "
-            "smaller network (--model linear)."
-        )
-
-
-def evaluation_table(result: evaluation.Evaluation, classes: list[str]) -> Table:
-    """Return counts with sensitivity and specificity: one row per true class, or per label."""
-    title, columns, found = "rows: true class, columns: predicted", classes, result.confusion
-    if result.multilabel:
-        title = "rows: labels, columns: true and false negatives and positives"
-        columns, found = ["TN", "FP", "FN", "TP"], found.flatten(1)
-    table = Table("", title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="right")
-    rates = sensitivity_and_specificity(result.answers)
-    for name in ("sens.", "spec."):
-        table.add_column(name, justify="right", style="bold")
-    for name, counts, *both in zip(classes, found.tolist(), *rates, strict=True):
-        table.add_row(name, *map(str, counts), *map(percent_or_dash, both))
+def as_table(found: results.Table) -> Table:
+    """Return the cells of a table, numbers at the right."""
+    table = Table("", title=found.title, title_justify="left")
+    for name in found.columns:
+        style = "bold" if name in found.bold else None
+        table.add_column(name, justify="right", style=style)
+    for row in found.rows:
+        table.add_row(*row)
     return table
 
 
@@ -298,14 +277,10 @@ def metrics_table(
     table.add_column("value", justify="right", style="bold")
     table.add_column("95% interval", justify="right")
     for name, value in values.items():
-        ends = " to ".join(map(percent_or_dash, intervals.get(name, (math.nan,))))
-        table.add_row(METRICS.get(name, name.replace("-", " ")), percent_or_dash(value), ends)
+        metric = METRICS[name]
+        ends = " to ".join(map(metric.text, intervals.get(name, (math.nan,))))
+        table.add_row(metric.title, metric.text(value), ends)
     return table
-
-
-def percent_or_dash(value: float | None) -> str:
-    """Return a fraction as a percentage, or a dash if it is not defined."""
-    return "-" if value is None or math.isnan(value) else f"{value:.2%}"
 
 
 def follow(

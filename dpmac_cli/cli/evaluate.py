@@ -31,6 +31,7 @@ from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.release.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD
 from dpmac_cli.storage.files import finite_or_none, to_json, write_atomically
+from dpmac_cli.tasks.known import METRICS
 
 if TYPE_CHECKING:
     from dpmac_cli.release.audit import Audit
@@ -282,42 +283,39 @@ def _faults_of_file(
 def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
     """Print the scores of a model, and draw them if requested."""
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.release.scoring import draw_evaluation  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.training import metrics  # noqa: PLC0415  (loads numpy)
 
     result, card = scored.result, scored.path.with_name(CARD)
-    answers = result.answers
-    values = metrics.all_metrics(answers)
-    intervals = metrics.intervals(answers, values)
+    results, headline = result.results, result.task.headline
+    values = results.metrics()
+    intervals = results.intervals(values)
     if plot:
-        draw_evaluation(answers, values["calibration-error"], scored.classes, plot)
+        results.draw(plot)
     exact = "these scores are exact and not covered by epsilon, unlike those in report.json"
     console.print_notes([*display.doubts(result), *[exact] * scored.covered])
     if json:
-        shares = metrics.as_values(answers, values)
         body = {
             "model": str(scored.path),
             "card": str(card) if card.is_file() else None,
             "dataset": scored.dataset,
             "loss": finite_or_none(result.loss),
             "samples": result.samples,
-            **shares,
+            **{METRICS[name].key: finite_or_none(value) for name, value in values.items()},
             "intervals": {
-                name.replace("-", "_"): [*map(finite_or_none, ends)]
-                for name, ends in intervals.items()
+                METRICS[name].key: [*map(finite_or_none, ends)] for name, ends in intervals.items()
             },
-            "per_class": dict(zip(scored.classes, shares["sensitivity"], strict=True)),
-            "confusion": result.confusion.tolist(),
+            **results.details(),
         }
         console.print_result(to_json(body))
         return
     out = console.stdout()
     out.print(
-        f"{scored.path} on {scored.dataset}: accuracy {result.accuracy:.2%}, "
-        f"loss {result.loss:.4f}, {result.samples:,} {'held-out ' * scored.held_out}samples"
+        f"{scored.path} on {scored.dataset}: {headline.title} "
+        f"{headline.text(values[headline.name])}, loss {result.loss:.4f}, "
+        f"{result.samples:,} {'held-out ' * scored.held_out}samples"
     )
     out.print(display.metrics_table(values, intervals))
-    out.print(display.evaluation_table(result, scored.classes))
+    if (table := results.table()) is not None:
+        out.print(display.as_table(table))
     if card.is_file():
         out.print(f"model card, with the privacy guarantee: {card}")
 

@@ -19,6 +19,7 @@ from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import Debug, PrintJson
 from dpmac_cli.errors import raise_errors
 from dpmac_cli.storage.files import to_json
+from dpmac_cli.tasks.task import number, percent_or_dash
 
 if TYPE_CHECKING:
     from dpmac_cli.release.listing import ListedRun
@@ -152,12 +153,17 @@ def age(seconds: float) -> str:
     return f"{int(max(seconds, 0) / size)} {unit}"
 
 
+def _score(run: "ListedRun") -> str:
+    """Return the accuracy, or the error of a run that predicts numbers."""
+    return percent_or_dash(run.accuracy) if run.mae is None else f"MAE {number(run.mae)}"
+
+
 #: Cells of a run by the names of columns.
 COLUMNS: Mapping[str, Callable[["ListedRun"], Text | str]] = {
     "dataset": lambda run: Text(run.dataset or "-"),
     "optimizer": lambda run: Text(run.optimizer or "-"),
     "epsilon": _epsilon,
-    "accuracy": lambda run: "-" if run.accuracy is None else f"{run.accuracy:.2%}",
+    "accuracy": _score,
     "state": lambda run: Text(run.state, style=STYLES.get(run.state, console.ATTENTION)),
     "age": lambda run: age(time.time() - run.changed),
 }

@@ -12,6 +12,7 @@ from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.models.registry import MODELS, Scattered
+from dpmac_cli.tasks.classification import Classification
 
 #: Epsilon without --sigma or --epsilon.
 EPSILON = 3.0
@@ -43,7 +44,7 @@ RATES: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Regime:
-    """Batch, length, averaging and dp-adam's learning rate for a kind of network."""
+    """Batch, epochs, averaging, and learning rate of dp-adam, of a kind of network."""
 
     share: int  # steps per epoch: the expected batch is n / share
     epochs: int
@@ -90,7 +91,8 @@ def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
 
 def _network(given: Settings, facts: Dataset) -> Keywords:
     """Return features of small images and a network for tables, unless an input is given."""
-    if any(name in given.explicit for name in _OF_NETWORK) or facts.multilabel:
+    typed = any(name in given.explicit for name in _OF_NETWORK)
+    if typed or not isinstance(facts.task, Classification):
         return {}
     if facts.holds == "numbers" and _is_small(facts):
         large = _scale(given, facts) >= LARGE

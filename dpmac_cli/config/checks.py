@@ -11,11 +11,12 @@ from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
-from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS
+from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.data.schema import TABLES, DataFacts, Source, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
-from dpmac_cli.training.schedules import LOSSES, LossKind, Recipe
+from dpmac_cli.tasks.known import value_is_known
+from dpmac_cli.training.schedules import LossKind, Recipe
 
 #: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5
@@ -46,8 +47,14 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
     yield from misfits(data.dataset, data.facts.train_size, privacy.batch_size, lengths)
     yield from _audit_faults(privacy)
     yield from _frozen_faults(plan.network, plan.recipe, data)
-    known = COVERED[:1] if data.facts.multilabel else COVERED
-    if privacy.scores is not None and plan.run.metric not in known:
+    task = data.facts.task
+    known, chosen = task.covered, [metric.name for metric in task.metrics if metric.chosen]
+    if plan.run.metric not in chosen:
+        yield (
+            f"--metric {plan.run.metric}: records of {data.dataset} have {task.of_record} each. "
+            f"Use {', '.join(chosen)}."
+        )
+    elif privacy.scores is not None and plan.run.metric not in known:
         yield (
             f"--metric {plan.run.metric} cannot be released with --cover-scores. Use "
             f"{' or '.join(known)}, or leave out --cover-scores."
@@ -55,7 +62,8 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
     if plan.recipe.augmented and not data.facts.is_images and data.facts.shape[1:] == (1, 1):
         yield f"--augmentations is for images, but {data.dataset} is a table. Leave it out."
     yield from _loss_faults(plan.recipe.loss, data)
-    if data.facts.multilabel and (privacy.audit.canaries or plan.network.features is not None):
+    audited = task.audited or not privacy.audit.canaries
+    if not (audited and (task.frozen_parts or plan.network.features is None)):
         yield f"--canaries, --features and --backbone need one class each, not {data.dataset}."
     if plan.recipe.warmup >= privacy.steps:
         yield (
@@ -76,14 +84,21 @@ def _audit_faults(privacy: PrivacyPlan) -> Iterator[str]:
 
 
 def _loss_faults(loss: LossKind, data: DataPlan) -> Iterator[str]:
-    facts = data.facts
-    if loss.name in LOSSES and (loss.name == "bce") is not facts.multilabel:
-        has, use = ("several labels", "bce") if facts.multilabel else ("one class", "another")
-        yield f"--loss {loss.name}: records of {data.dataset} have {has} each. Use {use}."
-    weights = loss.weights
-    if weights and (len(weights) != len(facts.classes) or min(weights) <= 0):
+    task = data.facts.task
+    if value_is_known(loss.name) and not task.fits(loss.name):
         yield (
-            f"--class-weights must be {len(facts.classes)} numbers above 0, one for each class of "
+            f"--loss {loss.name}: records of {data.dataset} have {task.of_record} each. Use "
+            f"{' or '.join(task.losses)}."
+        )
+    weights = loss.weights
+    if (weights or loss.smoothing) and not task.weighted:
+        yield (
+            f"--class-weights and --label-smoothing are for classes, but records of {data.dataset} "
+            f"have {task.of_record} each. Leave them out."
+        )
+    elif weights and (len(weights) != task.outputs or min(weights) <= 0):
+        yield (
+            f"--class-weights must be {task.outputs} numbers above 0, one for each class of "
             f"{data.dataset}, not {', '.join(f'{w:g}' for w in weights)}."
         )
 
@@ -202,9 +217,9 @@ def _unit_remedy(source: str | Source) -> str:
 
 def _declaration(found: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
-    (channels, *size), names = found.facts.shape, ",".join(found.facts.classes)
+    (channels, *size), names = found.facts.shape, ",".join(found.facts.task.names)
     flags = {"channels": f"--channels {channels}", "image size": f"--image-size {max(size)}"}
-    if names.count(",") < len(found.facts.classes):
+    if names.count(",") < found.facts.task.outputs:
         flags["classes"] = f"--classes {shlex.quote(names)}"
     return " ".join(flags[part] for part in found.inferred if part in flags)
 

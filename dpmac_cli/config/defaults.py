@@ -52,11 +52,11 @@ def _depending(given: Settings, facts: Dataset) -> Keywords:
         "lr": chosen.lr_on.get(str(given.dataset), chosen.lr),
         "beta1": 0.99 if adaclip else 0.9,
         "beta2": 0.9 if adaclip else 0.999,
+        "loss": facts.task.losses[0],
+        "metric": facts.task.headline.name,
     }
     if given.augmentations is not None:
         found["augment"] = facts.augment
-    if facts.multilabel:
-        found["loss"] = "bce"
     if given.features is not None:
         found["model"] = "linear"
     if given.backbone is not None:

@@ -43,6 +43,7 @@ from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError, named, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.schedules import LossKind, Recipe
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ def _by_name(part: "type[Part]", settings: Complete, **others: Any) -> "Part":
 def _privacy(settings: Complete, data: DataPlan) -> PrivacyPlan:
     event = _event(settings, data.facts.train_size)
     every = event.steps_per_epoch * (settings.score_every or event.steps)
-    by_class = settings.metric != "accuracy"
+    by_class = METRICS[settings.metric].by_class
     return PrivacyPlan(
         private=not settings.no_dp,
         event=event,

@@ -3,6 +3,7 @@
 A setting has the same name as a flag, as a YAML key and as a keyword. Imports no torch.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Self, Unpack, get_args
@@ -23,18 +24,9 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS, Kappa
 from dpmac_cli.models.encoders import ENCODERS
 from dpmac_cli.models.encoders import FOLDER as ENCODER_FOLDER
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
-from dpmac_cli.training.schedules import AUGMENTS, LOSSES, SCHEDULES
+from dpmac_cli.tasks.known import LOSSES, METRICS
+from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 
-#: Test metrics that can be shown, and their display names.
-METRICS: Mapping[str, str] = {
-    "accuracy": "accuracy",
-    "balanced-accuracy": "balanced accuracy",
-    "auroc": "AUROC",
-    "average-precision": "average precision",
-    "f1": "F1",
-}
-#: Metrics that can be released with noise.
-COVERED = ("accuracy", "balanced-accuracy")
 #: Default of ``delta`` in (epsilon, delta).
 DELTA = 1e-5
 #: Values that may replace a registered name: a test and a description.
@@ -42,6 +34,11 @@ OWN_DATA = (
     lambda text: "/" in text or text.endswith((".npz", *TABLES)) or Path(text).exists(),
     "a folder with one folder of images or texts per class, an .npz, or a table "
     "(.csv, .tsv, .parquet)",
+)
+#: Loss of a quantile: a test and a description.
+QUANTILE = (
+    lambda text: bool(re.fullmatch(r"quantile:0?\.[0-9]*[1-9][0-9]*", text)),
+    "quantile:Q with Q between 0 and 1, such as quantile:0.9",
 )
 OWN_ENCODER = (lambda text: "/" in text or Path(text).is_dir(), ENCODER_FOLDER)
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
@@ -511,9 +508,14 @@ class Settings(Flags, frozen=True):
     ] = None
     loss: Annotated[
         str,
-        Choice(LOSSES),
-        Field(description="Loss per sample. Use bce if and only if records have several labels."),
-        Flag(RECIPE, omitted=True),
+        Choice(tuple(name for name in LOSSES if ":" not in name), QUANTILE),
+        Field(
+            description=(
+                "Loss per sample: cross-entropy or focal for classes, bce for several labels, mse,"
+                " huber or quantile:Q for numbers, poisson for counts."
+            )
+        ),
+        Flag(RECIPE, otherwise="the first of them that fits the dataset", omitted=True),
     ] = "cross-entropy"
     label_smoothing: Annotated[
         Decay,
@@ -596,7 +598,7 @@ class Settings(Flags, frozen=True):
     # Output
     metric: Annotated[
         str,
-        Choice(tuple(METRICS)),
+        Choice(tuple(name for name, metric in METRICS.items() if metric.chosen)),
         Field(description="Test metric to show, and to rank a comparison by."),
         Flag(OUTPUT, omitted=True, labels=False),
     ] = "accuracy"
@@ -674,8 +676,3 @@ SETTINGS: Mapping[SettingName, Option] = options(Settings)
 RECIPE_DEFAULTS: Mapping[str, object] = {
     name: option.default for name, option in SETTINGS.items() if option.flag.group == RECIPE
 }
-
-
-def metric_key(name: str) -> str:
-    """Return the key of a metric in metrics.jsonl."""
-    return f"test_{name.replace('-', '_')}"

@@ -13,19 +13,22 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults, units_in
-from dpmac_cli.data.complaints import NAMED
 from dpmac_cli.data.decoding import DIM, decode
 from dpmac_cli.data.schema import Signs, Source
-from dpmac_cli.data.splits import Records, check_classes, data_facts, split
-from dpmac_cli.data.stacking import key_of, labels_in, masks, stacked
+from dpmac_cli.data.splits import Records, data_facts, split
+from dpmac_cli.data.stacking import key_of, labels_in, masks, numbers_in, stacked
+from dpmac_cli.data.targets import DECLARED, are_numbers, targets_in
 from dpmac_cli.errors import InputError, raise_errors
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
 #: What the names of arrays end with: of training records, and of test records.
 SIDES = ("", "_test")
-ARRAYS = ("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high")
-Arrays = dict[str, NDArray[Any]]
+ArrayDict = dict[str, NDArray[Any]]
+ARRAYS = (
+    *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
+    *DECLARED,
+)
 
 
 class ArrayFile:
@@ -39,7 +42,7 @@ class ArrayFile:
     def __init__(
         self,
         source: Source,
-        arrays: Arrays,
+        arrays: ArrayDict,
         skipped: tuple[str, ...] = (),
         unusable: Mapping[str, Faults] | None = None,
         found_classes: Sequence[str] = (),
@@ -55,15 +58,15 @@ class ArrayFile:
             if f"x{side}" in arrays
         ]
         (x, y, units), held_out = self._sides[0], len(self._sides) == 1
-        names = arrays.get("classes")
-        inferred = names is None and y.ndim == 1
-        count = 1 + int(y.max()) if y.ndim == 1 else y.shape[1]
-        classes = list(map(str, (found_classes or range(count)) if names is None else names))
-        check_classes(classes, source)
+        targets = targets_in(arrays)
+        self._task = targets.task(arrays, source, found_classes)
+        inferred = targets.inferred(arrays)
         contents = _contents(x, y) if units is None else []
         if held_out:
             keys = _keys(contents) if units is None else (u.encode() for u in units.tolist())
-            self._sides = split(self._sides[0], keys, classes if inferred else None, source)
+            self._sides = split(
+                self._sides[0], keys, self._task.names if inferred else None, source
+            )
         channels, *side = channels_first(x[:1]).shape[1:]
         self._ends, self._size = _ends(arrays) if _is_numbers(x) else None, source.image_size
         if self._ends is None:
@@ -77,19 +80,18 @@ class ArrayFile:
             source,
             self._sides,
             (channels, *side),
-            classes,
+            self._task,
             self._ends,
             held_out=held_out,
-            inferred=("classes",) * inferred,  # an array's type declares its shape
+            inferred=inferred,  # an array's type declares its shape
             skipped=skipped,
             signs=Signs(copies=len(contents) - len(set(contents)), dim=_dim(x)),
         )
 
     def load(self) -> list[Records]:
         """Return training and test records."""
-        kind: type[Any] = np.int64 if self._sides[0].y.ndim == 1 else np.uint8
         return [
-            Records(inputs_of(x, self._ends, self._size), y.astype(kind), units)
+            Records(inputs_of(x, self._ends, self._size), self._task.encoded(y), units)
             for x, y, units in self._sides
         ]
 
@@ -108,13 +110,13 @@ def inputs_of(x: NDArray[Any], ends: NDArray[Any] | None, size: int | None) -> N
     return images.copy() if size is None else _resized(images, size)
 
 
-def _ends(arrays: Arrays) -> NDArray[np.float64]:
+def _ends(arrays: ArrayDict) -> NDArray[np.float64]:
     """Return the range that columns or channels are clipped to, shape (2, columns)."""
     columns = channels_first(arrays["x"][:1]).shape[1]
     return np.array([np.broadcast_to(arrays[end], columns) for end in ("low", "high")], np.float64)
 
 
-def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> Arrays:
+def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
     """Return the arrays of a file by name. Pickled objects are never loaded."""
     arrays = {}
     try:
@@ -137,7 +139,7 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> Arrays:
         ) from failure
 
 
-def _made_canonical(arrays: Arrays, unusable: Mapping[str, Faults]) -> dict[str, Faults]:
+def _made_canonical(arrays: ArrayDict, unusable: Mapping[str, Faults]) -> dict[str, Faults]:
     """Convert records, labels and units in place, each by itself, and return faults by side."""
     classes = arrays.get("classes")
     names = None if classes is None or classes.ndim != 1 else classes.tolist()
@@ -150,7 +152,8 @@ def _made_canonical(arrays: Arrays, unusable: Mapping[str, Faults]) -> dict[str,
             arrays[f"x{side}"], more = stacked(x, ranged or None, found)
             found |= more
         if y is not None:
-            arrays[f"y{side}"], more = labels_in(y, names, known=found)
+            read = numbers_in(y) if are_numbers(arrays) else labels_in(y, names, known=found)
+            arrays[f"y{side}"], more = read
             found |= more
         if units is not None and units.ndim == 1:
             arrays[f"unit{side}"], more = units_in(units)
@@ -159,7 +162,7 @@ def _made_canonical(arrays: Arrays, unusable: Mapping[str, Faults]) -> dict[str,
 
 
 def _leave_out_bad(
-    arrays: Arrays, source: Source, unusable: Mapping[str, Faults]
+    arrays: ArrayDict, source: Source, unusable: Mapping[str, Faults]
 ) -> tuple[str, ...]:
     """With --skip-bad, remove unusable records in place and return a description of each.
 
@@ -194,34 +197,26 @@ def _leave_out_bad(
                 if at.any()
             ]
     faults += strange + [f"x{side} is empty" for side in sides if not arrays[f"x{side}"].size]
-    if not faults and "classes" not in arrays and arrays["y"].ndim == 1:
-        faults += _faults_of_classes(arrays)
+    if not faults:
+        faults += targets_in(arrays).faults_together(arrays)
     if _is_numbers(arrays["x"]):
         faults += _faults_of_range(arrays, source)
     raise_errors(f"{source.path}: {fault}." for fault in faults)
     return tuple(skipped)
 
 
-def _bad_records(arrays: Arrays, side: str, unusable: Faults) -> dict[str, NDArray[np.bool_]]:
+def _bad_records(arrays: ArrayDict, side: str, unusable: Faults) -> dict[str, NDArray[np.bool_]]:
     """Return a mask of unusable records for each reason, shape (records,)."""
-    x, y, bad = arrays[f"x{side}"], arrays[f"y{side}"], dict[str, NDArray[np.bool_]]()
+    x, bad = arrays[f"x{side}"], dict[str, NDArray[np.bool_]]()
     bad |= {f"a record of x{side} {why}": at for why, at in masks(unusable, len(x))}
-    if y.ndim == 2:
-        bad[f"y{side} contains labels that are neither 0 nor 1"] = ((y != 0) & (y != 1)).any(1)
-    else:
-        why = "labels start at 0, and class names must be listed in --classes"
-        bad[f"y{side} contains the label {y.min(initial=0)} ({why})"] = y < 0
-        if "classes" in arrays:
-            classes = len(arrays["classes"])
-            why = f"there are {classes} classes, 0 to {classes - 1}"
-            bad[f"y{side} contains the label {y.max(initial=0)} ({why})"] = y >= classes
+    bad |= dict(targets_in(arrays).bad_records(arrays, side))
     if x.dtype.kind == "f":
         finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
         bad[f"x{side} contains NaN or infinity"] = np.asarray(~finite)
     return bad
 
 
-def _faults_of_units(arrays: Arrays, source: Source) -> Iterator[str]:
+def _faults_of_units(arrays: ArrayDict, source: Source) -> Iterator[str]:
     """Yield faults of the arrays with the units that records belong to."""
     if source.unit is not None and "unit" not in arrays:
         yield f"--unit {source.unit} does not apply to arrays: add an array unit with each unit"
@@ -236,19 +231,7 @@ def _faults_of_units(arrays: Arrays, source: Source) -> Iterator[str]:
             )
 
 
-def _faults_of_classes(arrays: Arrays) -> Iterator[str]:
-    """Yield faults of labels whose classes are not declared."""
-    labels = set(arrays["y"].tolist())
-    if missing := set(range(len(labels))) - labels:
-        yield (
-            f"y contains the label {max(labels)}, but no {min(missing)}. Number the classes 0, 1, "
-            "2 and so on, or list all of them in an array classes, even those without a record"
-        )
-    elif only := set(arrays.get("y_test", arrays["y"]).tolist()) - labels:
-        yield f"y_test contains the label {min(only)}, which is not in y"
-
-
-def _faults_of_range(arrays: Arrays, source: Source) -> Iterator[str]:
+def _faults_of_range(arrays: ArrayDict, source: Source) -> Iterator[str]:
     columns = channels_first(arrays["x"][:1]).shape[1]
     if not {"low", "high"} <= arrays.keys():
         yield (
@@ -273,9 +256,9 @@ def _faults_of_range(arrays: Arrays, source: Source) -> Iterator[str]:
         )
 
 
-def _faults_of_pair(arrays: Arrays, side: str) -> Iterator[str]:
+def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
     """Yield faults of the shapes and types of the arrays of training or test records."""
-    x, y, classes = arrays[f"x{side}"], arrays[f"y{side}"], arrays.get("classes")
+    x, y = arrays[f"x{side}"], arrays[f"y{side}"]
     pixels = x.ndim in (3, 4) and x.dtype == np.uint8
     if x.ndim == 2 and x.dtype.kind not in "fiu":
         yield f"x{side} must be numbers, not {x.dtype}"
@@ -289,21 +272,12 @@ def _faults_of_pair(arrays: Arrays, side: str) -> Iterator[str]:
     if x.shape[1:] != arrays["x"].shape[1:]:
         yield f"x{side} has records of shape {x.shape[1:]}, but x has {arrays['x'].shape[1:]}"
 
-    if y.ndim == 1 and y.dtype.kind == "U":
-        names = sorted(set(y.tolist()))
-        some = ",".join([*names[:NAMED], "..."] if len(names) > NAMED else names)
-        yield f"y{side} contains names. Declare them as class names: --classes {some}"
-    elif not (y.ndim == 1 and y.dtype.kind in "iu") and not (y.ndim == 2 and y.dtype.kind in "biu"):
-        yield (
-            f"y{side} must have one integer per record, or for several labels one row of 0 and 1 "
-            f"per record, not {y.dtype} of shape {y.shape}"
-        )
+    if wrong := list(targets_in(arrays, side).faults_of_array(arrays, side)):
+        yield from wrong
     elif x.shape[:1] != y.shape[:1]:
         yield f"x{side} has {len(x)} records, but y{side} has {len(y)} labels"
     elif y.shape[1:] != arrays["y"].shape[1:]:
         yield f"y{side} has labels of shape {y.shape[1:]}, but y has {arrays['y'].shape[1:]}"
-    elif y.ndim == 2 and classes is not None and len(classes) != y.shape[1]:
-        yield f"y{side} has {y.shape[1]} labels per record, but classes has {len(classes)} names"
 
 
 def _contents(x: NDArray[Any], y: NDArray[Any]) -> list[bytes]:

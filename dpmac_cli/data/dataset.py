@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dpmac_cli.data.units import Units
 from dpmac_cli.storage.rows import Rows
+from dpmac_cli.tasks.task import Task
 
 Places = slice | NDArray[np.int64]
 #: Bytes of records to keep in memory on a CPU, and fraction of a GPU's memory that they may use.
@@ -25,7 +26,8 @@ class Split:
 
     Attributes:
         images: uint8, shape (records, channels, height, width).
-        labels: int64, shape (records,); or with several labels per record uint8, (records, labels).
+        labels: targets of the task: int64, shape (records,); or with several labels per record
+            uint8, (records, labels).
         sha256: checksum of the images, if the file that they come from has one.
         units: units of privacy; None if each record is one.
     """
@@ -116,6 +118,7 @@ class Data:
     test: Split  # records the guarantee does not cover
     gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1)
     offset: Tensor
+    task: Task  # what the targets are
 
     def to(self, device: torch.device) -> "Data":
         """Return the same records on a device."""

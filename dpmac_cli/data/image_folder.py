@@ -30,6 +30,7 @@ from dpmac_cli.storage.cache import WHOLE, kept_file, whole
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import LISTENER, Computing, outcome
 from dpmac_cli.storage.rows import RowFile, Rows
+from dpmac_cli.tasks.classification import Classification
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 #: Pillow's modes without colour. Modes such as I;16 are matched by the part before the semicolon.
@@ -94,7 +95,7 @@ class ImageFolder:
             source,
             self._sides,
             self._shape,
-            self._classes,
+            Classification(tuple(self._classes)),
             held_out=held_out,
             inferred=tuple(name for name, value in schema.items() if value is None),
             skipped=tuple(self._skipped),

@@ -32,6 +32,10 @@ class ArrayData(InMemoryData):
         low, high: public range to clip numbers to, for all of them or per column or channel.
         unit, unit_test: number or name of the unit of privacy that each record belongs to, such as
             a person, shape (records,); by default each record is one.
+        target_low, target_high: public range of numbers to predict, which ``y`` then has instead of
+            classes; other numbers are clipped to it.
+        target_transform: "log1p" to predict log(1 + y), for numbers of very different sizes.
+        target_kind: "count" to predict counts, with a range that begins at 0.
         name: the dataset's name in reports.
         unusable: why rows of ``x`` (key "") and ``x_test`` (key "_test") cannot be used.
 
@@ -54,10 +58,16 @@ class ArrayData(InMemoryData):
         high: ArrayLike | None = None,
         unit: ArrayLike | None = None,
         unit_test: ArrayLike | None = None,
+        target_low: float | None = None,
+        target_high: float | None = None,
+        target_transform: str | None = None,
+        target_kind: str | None = None,
         name: str = "arrays",
         unusable: Mapping[str, Mapping[int, str]] | None = None,
     ) -> None:
         facts = {"low": low, "high": high, "classes": None if classes is None else list(classes)}
+        facts |= {"target_low": target_low, "target_high": target_high}
+        facts |= {"target_transform": target_transform, "target_kind": target_kind}
         records = {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
         records |= {"unit": unit, "unit_test": unit_test}
         arrays = {name: np.asarray(array) for name, array in facts.items() if array is not None}

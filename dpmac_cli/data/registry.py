@@ -7,9 +7,13 @@ entry to datasets.toml.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
 
 from dpmac_cli.storage.files import catalogue
+from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.task import Task
 
 #: Steps per epoch, and epochs, for datasets without tuned defaults: see docs/recipes.md.
 STEPS_PER_EPOCH, EPOCHS = 12, 20
@@ -29,6 +33,14 @@ class Defaults:
     physical_batch: int = 1024  # samples processed at a time
 
 
+#: A task; datasets.toml lists the names of classes.
+KnownTask = Annotated[
+    Task,
+    Field(validation_alias="classes"),
+    BeforeValidator(lambda names: Classification(tuple(names))),
+]
+
+
 @dataclass(frozen=True)
 class Signature:
     """Inputs and outputs of a network: their shape, standardisation and number."""
@@ -46,7 +58,7 @@ class Dataset:
     train_size: int  # units of privacy: records, unless a unit has several
     test_size: int
     shape: tuple[int, int, int]  # (channels, height, width) of an image
-    classes: tuple[str, ...]  # names, in the order of the labels
+    task: KnownTask  # what is predicted
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]; images are standardised with them
     std: tuple[float, ...]
     defaults: Defaults
@@ -55,14 +67,13 @@ class Dataset:
     sha256: str | None = None  # fingerprint of the files; None to rely on torchvision's checks
     augment: str = "crop+flip"  # digits and letters must not be mirrored
     texts: tuple[tuple[int, int], ...] = ()  # first input and number of inputs of each text
-    multilabel: bool = False  # records have any number of labels, named in ``classes``
     torchvision: str = ""  # class of torchvision.datasets that reads it; "" for other sources
     files: tuple[str, ...] = ()  # files that it reads, relative to the folder of datasets
 
     @property
     def signature(self) -> Signature:
         """Signature of a network on these records."""
-        return Signature(self.shape, len(self.classes), self.mean, self.std)
+        return Signature(self.shape, self.task.outputs, self.mean, self.std)
 
     @property
     def holds(self) -> Literal["images", "texts", "numbers"]:

@@ -12,6 +12,7 @@ from dpmac_cli.data.complaints import escaped, refuse
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import STANDARDS, DataFacts, Source
 from dpmac_cli.errors import InputError
+from dpmac_cli.tasks.task import Task
 
 #: Smallest height and width that the convolutional network can halve twice.
 LEAST_CNN = 8
@@ -23,7 +24,7 @@ class Records(NamedTuple):
     """Records, their labels, and their units; None if each is a unit."""
 
     x: Any  # an array, or Rows of a file
-    y: NDArray[np.int64]
+    y: NDArray[Any]  # targets
     units: NDArray[Any] | None = None
 
     def at(self, rows: NDArray[Any]) -> "Records":
@@ -37,13 +38,18 @@ def check_classes(classes: Sequence[str], source: Source) -> None:
         raise InputError(
             f"{source.path} has only one class, {classes[0]}. A classifier needs at least two."
         )
-    unclear = [name for name in (source.path.name, *classes) if not name.isprintable()]
+    check_name(source.path.name, *classes)
+    twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
+    refuse([f"{source.path} has {which}" for which in twice], " Class names must be unique.")
+
+
+def check_name(*names: str) -> None:
+    """Reject names with characters that a terminal may take for commands."""
+    unclear = [name for name in names if not name.isprintable()]
     refuse(
         [f"The name {name!a} contains characters that cannot be displayed" for name in unclear],
         " A terminal may interpret them as commands. Choose another name.",
     )
-    twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
-    refuse([f"{source.path} has {which}" for which in twice], " Class names must be unique.")
 
 
 def split(
@@ -81,7 +87,7 @@ def data_facts(
     source: Source,
     sides: Sequence[Records],
     shape: tuple[int, int, int],
-    classes: Sequence[str],
+    task: Task,
     ends: NDArray[np.float64] | None = None,
     skipped: Iterable[str] = (),
     **rest: Any,
@@ -89,7 +95,7 @@ def data_facts(
     """Return facts like those of the registry, with conservative defaults.
 
     Args:
-        sides: training and test records. shape, classes: shape and classes of all of them.
+        sides: training and test records. shape, task: shape and task of all of them.
         ends: limits of the range of numbers, shape (2, columns); None for images.
         skipped: descriptions of records that are left out.
         rest: see :class:`DataFacts`.
@@ -110,22 +116,17 @@ def data_facts(
     if min(shape[1:]) >= LEAST_CNN:
         physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
         defaults = Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
-    labels = sides[1].y
-    several = labels.ndim == 2  # labels per record
     if ends is None:
         levels, constants = 255, _constants(source, shape[0])
     else:  # scaled to [-1, 1]
         levels, (low, high) = 1, ends
         constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
-    names = tuple(classes)
     facts = Dataset(
-        *(train, test, shape, names, *constants, defaults, "your own", levels),
+        *(train, test, shape, task, *constants, defaults, "your own", levels),
         texts=source.layout,
-        multilabel=several,
     )
-    tested = set(np.flatnonzero(labels.any(0)) if several else labels.tolist())
+    untested = task.untested(sides[1].y)
     unit = "" if sides[0].units is None else source.unit or "unit"
-    untested = tuple(name for label, name in enumerate(names) if label not in tested)
     name = source.path.resolve().stem.strip("<>")
     skipped = tuple(map(escaped, skipped))
     return DataFacts(facts, name, unit=unit, untested=untested, skipped=skipped, **rest)

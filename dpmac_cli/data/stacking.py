@@ -3,6 +3,7 @@
 The form of a record depends on that record, and on what was declared.
 """
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,11 @@ from dpmac_cli.errors import InputError
 
 #: Failures to convert a value, of any library.
 FAILURES = (TypeError, ValueError, RuntimeError, OverflowError)
+#: Said of labels with fractions.
+NO_CLASS = (
+    "has a label that is not a whole number (numbers to predict need a range: target_low and "
+    "target_high)"
+)
 NO_LABEL = -1
 
 
@@ -160,7 +166,7 @@ def labels_in(
         whole = np.isfinite(y) & (y == np.floor(y)) & (abs(y) < 2.0**63)
         bad = ~whole if y.ndim == 1 else ~whole.all(tuple(range(1, y.ndim)))
         rows: Iterable[int] = np.flatnonzero(bad).tolist()
-        faults = dict.fromkeys(rows, "has a label that is not a whole number")
+        faults = dict.fromkeys(rows, NO_CLASS)
         return np.where(whole, y, 0).astype(np.int64), faults
     if kind == "U" and classes is not None:
         same = y[..., None] == np.array(classes).astype(str).ravel()
@@ -168,6 +174,26 @@ def labels_in(
     if kind != "O" or y.ndim != 1:
         return y, faults
     return _labels_of_objects(y, classes, shape, known)
+
+
+def numbers_in(y: NDArray[Any]) -> tuple[NDArray[Any], Faults]:
+    """Return numbers to predict as float64, each converted by itself, and faults."""
+    if y.ndim == 2 and y.shape[1] == 1:  # a column
+        y = y[:, 0]
+    if y.ndim != 1 or y.dtype.kind not in "biufOUS":
+        return y, Faults()
+    values, faults = np.zeros(len(y)), Faults()
+    for row, value in enumerate(y.tolist()):
+        try:
+            number = float(np.asarray(value, np.float64).reshape(()))
+        except FAILURES:
+            faults[row] = "has a target that is not a number"
+        else:
+            if math.isfinite(number):
+                values[row] = number
+            else:
+                faults[row] = "has a target that is NaN or infinite"
+    return values, faults
 
 
 def _labels_of_objects(
@@ -230,4 +256,6 @@ def key_of(record: NDArray[Any], label: ArrayLike, numbers: bool) -> bytes:
     with np.errstate(over="ignore"):  # of wider floats
         # Adding 0 turns -0 into 0.
         values = record.astype("<f8") + 0.0 if numbers else np.asarray(record, np.uint8)
-    return values.tobytes() + np.asarray(label).astype("<i8").tobytes()
+    target = np.asarray(label)
+    exact = target.astype("<f8") + 0.0 if target.dtype.kind == "f" else target.astype("<i8")
+    return values.tobytes() + exact.tobytes()

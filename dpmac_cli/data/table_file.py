@@ -11,37 +11,39 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.canonical import MISSING, UNUSABLE, text_of, unit_name, units_in
+from dpmac_cli.data.canonical import UNUSABLE, text_of, unit_name, units_in
 from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_schema import Column
-from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
 
 try:
     import pyarrow as pa
-    from pyarrow import compute, parquet
     from pyarrow import csv as arrow_csv
+    from pyarrow import parquet
 except ModuleNotFoundError as missing_extra:
     raise InputError(
         "Tables require pyarrow, which is not installed: pip install 'dpmac[tables]'"
     ) from missing_extra
 
-#: Zeros at the end of the digits behind a point, which the type of a column adds.
-TRAILING = r"(?:(\.\d*[1-9])0+|\.0+)(Z?)$"
+from dpmac_cli.data.table_columns import (
+    BoolArray,
+    Cells,
+    column_inputs,
+    is_number,
+    places_of,
+    targets_of,
+    text_cells,
+)
+
 NO_UNIT = "no whole number that its type stores exactly (write units as text or integers)"
-NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 #: Types of columns that are neither numbers nor text.
 NO_CELLS = (
     *(pa.types.is_nested, pa.types.is_binary, pa.types.is_large_binary),
     pa.types.is_fixed_size_binary,
 )
-Cells = dict[str, pa.Array]
-BoolArray = NDArray[np.bool_]
-#: Values of inputs, (records, inputs), and the lowest and highest value of each.
-Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
 def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
@@ -64,16 +66,15 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     # With --skip-bad each record is checked by itself, so no record can affect another.
     strict = not source.skip_bad
     cells, ragged = _cells(path, declared, strict, table)
-    target, classes = schema.label.column, schema.label.classes
-    labels = _indices(cells[target], classes)
-    bad = {f"no class of the schema in {target}": labels < 0}
+    bad: dict[str, BoolArray] = {}
+    labels, arrays = targets_of(schema.label, cells[schema.label.column], bad)
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
         of_records["unit"], unusable = units_in(_unit_values(cells[source.unit]))
         for why, records in masks(unusable, len(labels)):
             said = NO_UNIT if why == UNUSABLE else "no value"
             bad[f"{said} in {source.unit}"] = records
-    of_records["x"], low, high = _inputs(schema.columns, cells, bad, strict, source.texts)
+    of_records["x"], low, high = column_inputs(schema.columns, cells, bad, strict, source.texts)
     if strict:
         remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
         refuse([*ragged, *_reasons(bad)], remedy)
@@ -81,9 +82,9 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     skipped = (*ragged, *(f"record {row + 1}" for row in np.flatnonzero(~good)))
     sides = {"": good}
     if schema.test is not None:
-        tested = _indices(cells[schema.test.column], schema.test.values) >= 0
+        tested = places_of(cells[schema.test.column], schema.test.values) >= 0
         sides = {"": good & ~tested, "_test": good & tested}
-    arrays = {"low": low, "high": high, "classes": np.array(classes)}
+    arrays |= {"low": low, "high": high}
     for suffix, rows in sides.items():
         arrays |= {f"{name}{suffix}": values[rows] for name, values in of_records.items()}
     return arrays, skipped
@@ -102,7 +103,7 @@ def read_inputs(
     kept = ["id"] if "id" in names else []
     cells, ragged = _cells(path, tuple(dict.fromkeys([*wanted, *kept])), strict=True)
     bad: dict[str, BoolArray] = {}
-    inputs, *_ = _inputs(columns, cells, bad, True, reader)
+    inputs, *_ = column_inputs(columns, cells, bad, True, reader)
     refuse([*ragged, *_reasons(bad)], f" Correct {path}.")
     return inputs, cells["id"].cast(pa.string()).fill_null("").to_pylist() if kept else None
 
@@ -115,7 +116,7 @@ def numeric_columns(path: Path) -> dict[str, bool | None]:
     columns: list[tuple[str, bool | None]]
     try:
         if path.suffix == ".parquet":
-            columns = [(field.name, _is_number(field.type)) for field in parquet.read_schema(path)]
+            columns = [(field.name, is_number(field.type)) for field in parquet.read_schema(path)]
         else:
             with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
                 header = next(csv.reader(file, delimiter=_delimiter(path)), [])
@@ -129,10 +130,6 @@ def numeric_columns(path: Path) -> dict[str, bool | None]:
     twice = [name for name, count in Counter(name for name, _ in columns).items() if count > 1]
     refuse([f"{path} has several columns named '{name}'. Rename them" for name in twice])
     return dict(columns)
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:
@@ -244,126 +241,13 @@ def _plain(cells: pa.Array) -> pa.Array:
     return cells.cast(pa.float32()) if pa.types.is_float16(cells.type) else cells
 
 
-def _text(cells: pa.Array) -> pa.Array:
-    """Return cells as text that does not depend on the type that the column needs for others."""
-    text = cells.cast(pa.string())
-    if pa.types.is_floating(cells.type):  # integers where a value is missing
-        whole = compute.equal(compute.floor(cells), cells)
-        exact = compute.and_(whole, compute.less(compute.abs(cells), 2.0**53))
-        numbers = compute.if_else(exact, cells, None).cast(pa.int64())
-        text = compute.if_else(exact.fill_null(False), numbers.cast(pa.string()), text)
-    elif pa.types.is_decimal(cells.type) or pa.types.is_temporal(cells.type):
-        text = compute.replace_substring_regex(text, TRAILING, r"\1\2")
-    return compute.ascii_trim_whitespace(text)
-
-
 def _unit_values(cells: pa.Array) -> Iterator[Any]:
     """Return the cells of a column of units, floats with the precision of their type."""
     if pa.types.is_floating(cells.type):
         yield from cells.to_numpy(zero_copy_only=False)
         return
-    raw = _text(cells).cast(pa.binary()).to_pylist()
+    raw = text_cells(cells).cast(pa.binary()).to_pylist()
     yield from (None if value is None else value.decode(errors="replace") for value in raw)
-
-
-def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the index of each cell's text in ``values``; -1 if it is not there."""
-    found = compute.index_in(_text(cells), pa.array(values))
-    return np.asarray(found.fill_null(-1), np.int64)
-
-
-def _inputs(
-    columns: Sequence[Column],
-    cells: Cells,
-    bad: dict[str, BoolArray],
-    strict: bool,
-    reader: TextReader | None,
-) -> Inputs:
-    """Return columns as inputs, and add masks of records with invalid values to ``bad``."""
-    texts = [column.name for column in columns if column.text is not None]
-    if texts and reader is None:
-        refuse([f"The column {name} is declared as text" for name in texts], f" {NEEDS_ENCODER}.")
-    refuse(
-        [f"The column {name} contains numbers" for name in texts if _numeric(cells[name], strict)],
-        " Declare their range in the schema instead of text: {range: [LOW, HIGH]}.",
-    )
-    parts = [
-        _tokens(column, cells[column.name], bad, reader)
-        if column.text is not None and reader is not None
-        else _inputs_of(column, cells[column.name], bad, strict)
-        for column in columns
-    ]
-    x, low, high = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
-    return x, low, high
-
-
-def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, BoolArray], strict: bool) -> Inputs:
-    words = pa.array([word for word in MISSING if word not in column.categories])
-    missing = np.asarray(compute.or_(cells.is_null(), compute.is_in(_text(cells), words)))
-    if column.range is not None:
-        values, outside = _numbers(column, cells, missing, bad)
-        inputs, low, high = [values], [column.range[0]], [column.range[1]]
-    else:
-        place = _indices(cells, column.categories)
-        outside = (place < 0) & ~missing
-        inputs = [place == number for number in range(len(column.categories))]
-        if column.outside == "accept":
-            inputs.append(outside)
-            if strict and outside.all():
-                bad[f"no category of the schema in {column.name}, nor has any other"] = outside
-        low, high = [], []
-    if column.outside == "refuse":
-        bad[f"a value that the schema does not declare in {column.name}"] = outside
-    if column.missing == "input":
-        inputs.append(missing)
-    else:
-        bad[f"no value in {column.name}"] = missing
-    flags = len(inputs) - len(low)  # 0 or 1, unchanged by standardisation
-    ends = np.array([low + [-1.0] * flags, high + [1.0] * flags])
-    return np.stack(inputs, 1).astype(np.float64), *ends
-
-
-def _numeric(cells: pa.Array, strict: bool) -> bool:
-    """Return whether a column has a type of numbers or, if it may be looked at, numbers only."""
-    if not (pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)):
-        return True
-    fits = compute.match_substring_regex(_text(cells), NUMBER) if strict else pa.array([False])
-    return bool(len(cells)) and bool(compute.all(fits).as_py())
-
-
-def _tokens(
-    column: Column, cells: pa.Array, bad: dict[str, BoolArray], reader: TextReader
-) -> Inputs:
-    """Return the tokens of texts, and the range of their numbers."""
-    raw = cells.cast(pa.binary()).to_pylist()
-    texts = ["" if text is None else text.decode(errors="replace") for text in raw]
-    missing = np.array([is_blank(text) for text in texts], np.bool_)
-    inputs = as_inputs(texts, reader, column.text)
-    low, high = (np.full(column.text or 0, end) for end in reader.ends)
-    if column.missing == "input":
-        inputs = np.column_stack([inputs, missing])
-        low, high = np.append(low, -1.0), np.append(high, 1.0)
-    else:
-        bad[f"no text in {column.name}"] = missing
-    return inputs, low, high
-
-
-def _numbers(
-    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
-) -> tuple[NDArray[np.float64], BoolArray]:
-    """Return numbers, with missing ones at the middle of the range, and a mask of outliers."""
-    assert column.range is not None  # noqa: S101
-    low, high = column.range
-    if _is_number(cells.type):
-        numbers = cells.cast(pa.float64(), safe=False)
-    else:
-        text = _text(cells)
-        fits = compute.match_substring_regex(text, NUMBER).fill_null(False)
-        bad[f"no number in {column.name}"] = ~np.asarray(fits) & ~missing
-        numbers = compute.if_else(fits, text, None).cast(pa.float64())
-    values = np.asarray(numbers.fill_null(np.nan))
-    outside = (values < low) | (values > high)
-    return np.where(np.isnan(values), (low + high) / 2, values), outside
 
 
 def _reasons(bad: dict[str, BoolArray]) -> Iterator[str]:

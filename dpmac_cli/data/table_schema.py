@@ -5,7 +5,7 @@ another one is read. Imports neither numpy nor torch.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,6 +36,17 @@ class _Declared(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+def _two(ends: Any) -> Any:
+    if isinstance(ends, list | tuple) and len(ends) == 2:
+        return ends
+    raise ValueError(f"needs two numbers, the lowest and the highest, such as [0, 100], not {ends}")
+
+
+#: Largest absolute value of a target's range, and smallest width relative to its ends.
+FARTHEST, NARROWEST = 1e30, 1e-5
+Range = Annotated[tuple[float, float], BeforeValidator(_two)]
+
+
 class Column(_Declared):
     """A column that is an input of the network: numbers in a range, categories, or text.
 
@@ -50,7 +61,7 @@ class Column(_Declared):
     """
 
     name: Text
-    range: tuple[float, float] | None = None
+    range: Range | None = None
     categories: Annotated[Texts, Field(max_length=10_000)] = ()
     text: Annotated[int, Field(ge=MIN_TOKENS, le=MAX_TOKENS)] | None = None
     missing: Literal["refuse", "input"] = "refuse"
@@ -74,10 +85,56 @@ class Column(_Declared):
 
 
 class Label(_Declared):
-    """The column to predict, and the names of its classes."""
+    """The column to predict: classes, or numbers in a public range.
+
+    Attributes:
+        column: name in the table's header.
+        classes: names of its classes.
+        range: lowest and highest number. Other numbers are clipped to it.
+        transform: "log1p" predicts log(1 + y), for numbers of very different sizes.
+        kind: "count" predicts counts, with a range that begins at 0.
+        outside: "refuse" rejects records outside the range.
+    """
 
     column: Text
-    classes: Annotated[Texts, Field(min_length=2)]
+    classes: Texts = ()
+    range: Range | None = None
+    transform: Literal["none", "log1p"] = "none"
+    kind: Literal["number", "count"] = "number"
+    outside: Literal["accept", "refuse"] = "accept"
+
+    @model_validator(mode="after")
+    def _check(self) -> "Label":
+        if (self.range is None) == (not self.classes):
+            raise ValueError(
+                "needs either the names of its classes, such as classes: [no, yes], or for numbers "
+                "to predict their public range, such as range: [0, 100]"
+            )
+        if self.range is None:
+            if len(self.classes) < 2:
+                raise ValueError("classes: needs at least two names")
+            if self.model_fields_set & {"transform", "kind", "outside"}:
+                raise ValueError("transform, kind and outside are for numbers, not for classes")
+            return self
+        for fault in faults_of_range(*self.range, self.transform, self.kind):
+            raise ValueError(fault)
+        return self
+
+
+def faults_of_range(low: float, high: float, transform: str, kind: str) -> Iterator[str]:
+    """Yield faults of the declared range of numbers to predict."""
+    if not -FARTHEST <= low < high <= FARTHEST or high - low < NARROWEST * max(-low, high):
+        order = " Swap them." if low > high else ""
+        yield (
+            f"the range of the target is {low:g} to {high:g}, but the first number must be smaller "
+            f"than the second, both between -{FARTHEST:g} and {FARTHEST:g}.{order}"
+        )
+    elif kind == "count" and (low != 0 or transform != "none"):
+        yield "a count needs a range that begins at 0, such as range: [0, 30], and no transform"
+    elif transform == "log1p" and low <= -1:
+        yield f"transform: log1p needs a range above -1, because it takes the log of 1 + {low:g}"
+    elif transform not in ("none", "log1p") or kind not in ("number", "count"):
+        yield f"transform {transform} must be none or log1p, and kind {kind} number or count"
 
 
 class TestSet(_Declared):

@@ -24,6 +24,13 @@ class Units:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    @property
+    def owners(self) -> Numbers:
+        """Index of each record's unit, shape (records,)."""
+        owners = np.empty(len(self.order), np.int64)
+        owners[self.order] = np.repeat(np.arange(len(self)), np.diff(self.starts))
+        return owners
+
     def sha256(self) -> str:
         """Return a checksum of the assignment of records to units."""
         return hashlib.sha256(self.order.tobytes() + self.starts.tobytes()).hexdigest()

@@ -13,15 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, nll_loss
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    huber_loss,
+    mse_loss,
+    nll_loss,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import what_failed
 
-#: Takes outputs, shape (samples, classes), and labels, shape (samples,) or, with several labels
-#: per sample, (samples, labels). Returns shape (samples,).
+#: Takes outputs, shape (samples, outputs), and targets, shape (samples,) for classes, otherwise
+#: like the outputs. Returns shape (samples,).
 Loss = Callable[[Tensor, Tensor], Tensor]
 #: Functions whose result has no gradient with respect to their argument. ``data`` is a property,
 #: which torch's stubs declare as a Tensor.
@@ -30,12 +36,38 @@ NO_PARAMETERS: Mapping[int, str] = MappingProxyType({})
 #: Exponent of the focal loss, as in its paper.
 FOCUS = 2.0
 
+#: Error above which the Huber loss is linear; targets are in [-1, 1].
+HUBER = 0.1
+
 plain: Loss = partial(cross_entropy, reduction="none")
 
 
 def returned(outputs: Tensor, _: Any) -> Tensor:
     """Return the outputs of a network that computes its own losses, shape (samples,)."""
     return outputs
+
+
+def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    return mse_loss(outputs, targets, reduction="none")
+
+
+def _huber(outputs: Tensor, targets: Tensor) -> Tensor:
+    return huber_loss(outputs, targets, reduction="none", delta=HUBER) / HUBER
+
+
+def _poisson(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.exp() - outputs * (targets + 1) / 2  # of shares of the largest count
+
+
+def _quantile(outputs: Tensor, targets: Tensor, level: float) -> Tensor:
+    errors = targets - outputs
+    return torch.maximum(level * errors, (level - 1) * errors)
+
+
+#: Losses of numbers, one value per output. The parameter of a loss follows a colon in its name.
+OF_NUMBERS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {"mse": _squared, "huber": _huber, "poisson": _poisson, "quantile": _quantile}
+)
 
 
 def build_loss(
@@ -47,11 +79,18 @@ def build_loss(
     """Return a loss by name.
 
     Args:
-        name: "cross-entropy"; "focal" (Lin et al. 2017, arXiv 1708.02002); or "bce", the mean of
-            the binary cross-entropies of several labels.
+        name: "cross-entropy"; "focal" (Lin et al. 2017, arXiv 1708.02002); "bce", the mean of
+            the binary cross-entropies of several labels; for targets scaled to [-1, 1] "mse",
+            "huber", which is linear for errors above :data:`HUBER`, "quantile:Q", the pinball loss
+            of the Q-quantile (Koenker and Bassett 1978); or for counts "poisson", up to a constant
+            the negative log-likelihood of targets (t + 1) / 2 with mean exp(output).
         smoothing: label smoothing (Szegedy et al. 2016, arXiv 1512.00567), in [0, 1).
         weights: public weights of each class, or of the positives of each label.
     """
+    kind, _, parameter = name.partition(":")
+    if kind in OF_NUMBERS:
+        each = partial(OF_NUMBERS[kind], **({"level": float(parameter)} if parameter else {}))
+        return lambda outputs, targets: each(outputs, targets.to(outputs.dtype)).mean(1)
     factors = torch.tensor(weights, dtype=torch.float64, device=device) if weights else None
 
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:

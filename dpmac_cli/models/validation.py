@@ -154,7 +154,7 @@ def independence_on(
     return "traced", ""
 
 
-def validated(
+def validated_network(
     objective: nn.Module, inputs: Structure, *, isolated: bool = False
 ) -> tuple[Independence, tuple[str, ...]]:
     """Validate a network that returns its own losses; return how it must run, and notes.

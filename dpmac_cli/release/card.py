@@ -20,6 +20,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.plots import as_svg, course, trade_offs
 from dpmac_cli.release.report_file import read_report
 from dpmac_cli.runs import folder
+from dpmac_cli.tasks.known import headline_in, task_in
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -110,7 +111,9 @@ def run_page(run: Path) -> str:
     """
     card, report = render_card(run, "md", {}), read_report(run)
     _, lines = folder.read_run_file(run, folder.METRICS, "Name a run folder of dpmac train.")
-    pictures = {"Test accuracy and epsilon": course([*map(json.loads, lines.splitlines())])}
+    points = [json.loads(line) for line in lines.splitlines()]
+    metric = headline_in(points[0] if points else {})
+    pictures = {f"Test {metric.title} and epsilon": course(points, metric.logged)}
     if report.delta is not None:
         row = price(report.training_events(), report.delta, unit=report.unit)
         pictures["What any membership attack can reach"] = trade_offs([row])
@@ -130,8 +133,9 @@ def _registry_entry(run: Path, answers: Mapping[str, str]) -> str:
     template = templates().get_template("registry.yaml.jinja")
     try:
         answered = {name: answers.get(name, OPEN) for name in report["statement"]["open"]}
-        return template.render(report, answers=answered, date=date)
-    except (LookupError, TypeError, UndefinedError) as missing:
+        noun = task_in(report).usage.noun
+        return template.render(report, answers=answered, date=date, noun=noun)
+    except (LookupError, TypeError, ValueError, UndefinedError) as missing:
         raise InputError(
             f"{file} was written by an older dpmac and lacks required facts ({missing})."
         ) from missing

@@ -39,6 +39,7 @@ class ListedRun:
         changed: time of the last write to a public file, in seconds since 1970.
         epsilon: ``inf`` without privacy; of the last evaluated epoch if there is no report, as is
             the accuracy (0 to 1).
+        mae: mean absolute error, for numbers instead of classes.
         seeded: whether the user chose a seed; only a report tells.
         settings: contents of config.yaml; empty if it cannot be read.
     """
@@ -52,6 +53,7 @@ class ListedRun:
     epsilon: float | None = None
     delta: float | None = None
     accuracy: float | None = None
+    mae: float | None = None
     seeded: bool | None = None
     audit: bool | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +74,13 @@ class _Settings(BaseModel):
 class _MetricsLine(BaseModel):
     epsilon: float | None = None
     test_accuracy: float | None = None
+    test_mae: float | None = None
     diverged: bool = False
+
+    @property
+    def scored(self) -> bool:
+        """Return whether the line has a score."""
+        return self.test_accuracy is not None or self.test_mae is not None
 
 
 def find_runs(roots: Iterable[Path]) -> list[ListedRun]:
@@ -149,6 +157,7 @@ def _read(where: Path) -> dict[str, Any]:
         "epsilon": math.inf if report.epsilon is None else report.epsilon,
         "delta": report.delta,
         "accuracy": report.accuracy,
+        "mae": report.mae,
         "seeded": report.seeded,
         "audit": report.audit is not None,
         "settings": settings,
@@ -167,7 +176,7 @@ def _unreported(where: Path, state: str) -> dict[str, Any]:
     recorded = _settings(where)
     settings = _Settings.model_validate(recorded)
     shown = [_MetricsLine.model_validate(line) for line in files.read_lines(where / folder.METRICS)]
-    scored = (line for line in reversed(shown) if line.test_accuracy is not None)
+    scored = (line for line in reversed(shown) if line.scored)
     last = next(scored, _MetricsLine())
     diverged = state == CUT_OFF and bool(shown) and shown[-1].diverged
     own = settings.dataset not in DATASETS
@@ -179,6 +188,7 @@ def _unreported(where: Path, state: str) -> dict[str, Any]:
         "epsilon": math.inf if settings.no_dp else last.epsilon,
         "delta": None if settings.no_dp else settings.delta,
         "accuracy": last.test_accuracy,
+        "mae": last.test_mae,
         "audit": settings.canaries > 0,
         "settings": recorded,
     }

@@ -32,7 +32,8 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.storage.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.storage.progress import LISTENER, Computing
-from dpmac_cli.training.evaluation import outputs, places, probabilities
+from dpmac_cli.tasks.task import Task
+from dpmac_cli.training.evaluation import outputs, places
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,46 +41,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Probabilities of the classes of new records.
+    """Predictions of a model for new records.
 
     Attributes:
-        probabilities: float32, shape (records, classes); NaN if the network's output contains NaN.
-        classes: class names, in the order of the columns.
+        answers: what the network's outputs mean, float32, shape (records, outputs): probabilities
+            of classes. NaN if an output contains NaN.
+        task: what is predicted.
         records: names of records: file names relative to the folder of images, or rows from 0.
         ids: values of a table's column ``id``; None without one.
-        multilabel: whether records have any number of labels instead of one class.
     """
 
-    probabilities: NDArray[np.float32]
-    classes: tuple[str, ...]
+    answers: NDArray[np.float32]
+    task: Task
     records: Sequence[str] | range
     ids: Sequence[str] | None = None
-    multilabel: bool = False
+
+    @property
+    def probabilities(self) -> NDArray[np.float32]:
+        """Probabilities of the classes, float32, shape (records, classes)."""
+        return self.answers
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the columns."""
+        return self.task.names
 
     @property
     def unanswered(self) -> int:
         """Number of records for which the network's output contains NaN."""
-        return int(np.isnan(self.probabilities).any(1).sum())
+        return int(np.isnan(self.answers).any(1).sum())
 
     @property
-    def predicted(self) -> list[str]:
+    def predicted(self) -> Sequence[Any]:
         """Names of the most probable classes; "" if the output contains NaN.
 
         With several labels per record, all labels above one half, joined by ";".
         """
-        if self.multilabel:
-            return [
-                ";".join(k for k, p in zip(self.classes, row, strict=True) if p > 0.5)
-                for row in self.probabilities
-            ]
-        known = np.where(np.isnan(self.probabilities).any(1), -1, self.probabilities.argmax(1))
-        return [(*self.classes, "")[k] for k in known.tolist()]
+        return self.task.columns(self.answers)["predicted"]
 
     def write(self, path: Path) -> None:
         """Write a .csv that only its owner can read. Raises OSError."""
         columns: dict[str, Sequence[Any]] = {} if self.ids is None else {"id": self.ids}
-        columns["predicted"] = self.predicted
-        columns |= {f"p_{k}": p for k, p in zip(self.classes, self.probabilities.T, strict=True)}
+        columns |= self.task.columns(self.answers)
         if isinstance(self.records, range):
             columns = {"row": self.records, **columns}
         else:  # names that are not UTF-8 are escaped
@@ -125,11 +128,11 @@ def predict(
     batches = (torch.from_numpy(at(some)).to(where) for some in places(len(names), facts.shape))
     inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
     for logits in outputs(released.model, inputs):
-        found.append(probabilities(logits, exclusive=not facts.multilabel).cpu())
+        found.append(facts.task.answers(logits).cpu())
         done = sum(map(len, found))
         LISTENER.get()(Computing(done, len(names), file, what="predictions"))
     refuse(faults, " Correct or remove them.")
-    return Predictions(torch.cat(found).numpy(), facts.classes, names, ids, facts.multilabel)
+    return Predictions(torch.cat(found).numpy(), facts.task, names, ids)
 
 
 def _records(

@@ -28,7 +28,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.prepare import make_task
+from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.setup import make_trainer, unit_of
 from dpmac_cli.storage.progress import outcome
@@ -118,7 +118,7 @@ class PrivateTraining:
         budget = (plan.privacy.delta, plan.privacy.max_epsilon, self._earlier_events)
         steps = affordable_steps(plan.privacy.event, *budget)
         keys = make_keys(plan.run.seed, part=len(self._earlier))
-        self._task = outcome(make_task(plan, device, keys, model=model))
+        self._task = outcome(prepare(plan, device, keys, model=model))
         self._trainer = make_trainer(
             plan, steps=steps, device=device, keys=keys, task=self._task, loss=own, rule=rule
         )

@@ -26,15 +26,11 @@ from dpmac_cli.release import texts
 from dpmac_cli.release.card import OPEN, templates
 from dpmac_cli.release.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.ledger import Spent
-from dpmac_cli.runs.prepare import Task
+from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.storage.files import finite_or_none
+from dpmac_cli.tasks import task as tasks
+from dpmac_cli.tasks.known import task_in
 
-#: Keys of test scores in the report, besides accuracy and loss; null if there are none.
-METRICS = (
-    *("balanced_accuracy", "f1", "calibration_error", "auroc", "average_precision"),
-    *("sensitivity", "specificity", "noise", "interval", "balanced_interval"),
-    "accuracy_interval",
-)
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
 #: Sentences of a report, by name.
@@ -115,7 +111,7 @@ def _computed(data: DataPlan, privacy: PrivacyPlan) -> list[dict[str, str]]:
         "weights, and all numbers of the report except those below": "protected",
         f"number of training {trained}": "declared public",
         f"number of test {tested}": "declared public",
-        **dict.fromkeys(("classes", *shape), "declared public" if own else "published"),
+        **dict.fromkeys((facts.task.public, *shape), "declared public" if own else "published"),
         **dict.fromkeys(found.inferred, "not covered"),
         "scores of the test records": "protected" if privacy.scores else "not covered",
         "measured times": "not covered",
@@ -129,7 +125,7 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
     """Return the answers to NIST SP 800-226's questions, and the open questions."""
     data, canaries = plan.data.facts, plan.privacy.audit.canaries
     kind = "images" if data.is_images else "rows of numbers"
-    shape = f"{' x '.join(map(str, data.shape))}, {len(data.classes)} classes"
+    shape = f"{' x '.join(map(str, data.shape))}, {data.task.described}"
     domain = texts.domain(data) if data.texts else f"Labelled {kind} of shape {shape}."
     ball = f"a ball of radius {plan.optimizer.hyper.clip_norm:g}"
     region = ball if "clip_norm" in plan.optimizer.method.settings else TEXTS.ellipsoid
@@ -158,7 +154,7 @@ def _public_weights(network: NetworkPlan) -> Iterator[str]:
         yield f"weights in {network.pretrained.name}; source and licence to be filled in"
 
 
-def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dict[str, Any]:
+def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int) -> dict[str, Any]:
     """Return the facts to publish with the weights, in the model file's header.
 
     ``trained`` is the number of trained parameters.
@@ -184,7 +180,8 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
             "texts": [list(place) for place in facts.texts],
             **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },
-        "classes": list(facts.classes),
+        "classes": facts.task.facts["classes"],
+        "target": facts.task.facts["target"],
         "privacy": cost,
         "statement": statement,
         "audit": audit if canaries else None,
@@ -204,7 +201,7 @@ def _dataset(plan: DataPlan, privacy: PrivacyPlan) -> dict[str, Any]:
         "test_size": facts.test_size,
         "sha256": facts.sha256,
         "own": plan.own,
-        "multilabel": facts.multilabel,
+        "multilabel": facts.task.facts["multilabel"],
         "held_out": found.held_out,
         "test_note": TEXTS.held_out if found.held_out and not privacy.scores else None,
         "taken_from_records": list(found.inferred),
@@ -215,7 +212,7 @@ def _dataset(plan: DataPlan, privacy: PrivacyPlan) -> dict[str, Any]:
 
 
 def _public_part(
-    network: NetworkPlan, recorded: Mapping[str, Any], task: Task, trained: int
+    network: NetworkPlan, recorded: Mapping[str, Any], task: PreparedRun, trained: int
 ) -> dict[str, Any]:
     """Return the part of a network that was public before training; empty for most networks."""
     features, said, file = network.features, [], None
@@ -274,7 +271,7 @@ def build_report(
     return {
         **facts,
         "state": state,
-        "test": _scores(history, metrics),
+        "test": _scores(plan.data.facts.task, history, metrics),
         "hyperparameters": {
             "steps": steps,
             "epochs": steps / privacy.steps_per_epoch,
@@ -295,26 +292,32 @@ def build_report(
     }
 
 
-def _scores(history: Sequence[Mapping[str, Any]], exact: Mapping[str, Any]) -> dict[str, Any]:
+def _scores(
+    task: tasks.Task, history: Sequence[Mapping[str, Any]], exact: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return test scores: exact metrics, or scores that were released with noise."""
-    last = history[-1]
-    scored = [line for line in history if line.get("test_accuracy") is not None]
-    best = max(scored, key=lambda line: float(line["test_accuracy"]), default=last)
+    last, headline = history[-1], task.headline
+    scored = [line for line in history if line.get(headline.logged) is not None]
+    best = max(scored, key=lambda line: float(line[headline.logged]), default=last)
     return {
-        "accuracy": last["test_accuracy"],
+        headline.key: last[headline.logged],
         "loss": last["test_loss"],
         "samples": last["test_samples"],
-        **{name: exact.get(name, last.get(f"test_{name}")) for name in METRICS},
-        "best_accuracy": best["test_accuracy"],
+        **{name: exact.get(name, last.get(f"test_{name}")) for name in task.reported},
+        f"best_{headline.key}": best[headline.logged],
         "best_epoch": best["epoch"],
     }
 
 
 def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
     """Return the model card of a run as Markdown; layers of plain models become code."""
-    template = templates().get_template("model_card.md.jinja")
+    template, task = templates().get_template("model_card.md.jinja"), task_in(report)
     return template.render(
         report,
+        task=task,
+        usage=task.usage,
+        score=report["test"][task.headline.key],
+        score_interval=report["test"][f"{task.headline.key}_interval"],
         network=model if _is_plain(model) else None,
         recipe_defaults=RECIPE_DEFAULTS,
         no_privacy=statements.NO_PRIVACY,

@@ -29,9 +29,12 @@ from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import account_flags
 from dpmac_cli.config.settings import DELTA
 from dpmac_cli.data.registry import Signature
+from dpmac_cli.data.table_schema import faults_of_range
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.encoders import BertForm
 from dpmac_cli.runs import folder, ledger
+from dpmac_cli.tasks.known import task_of
+from dpmac_cli.tasks.task import Task
 
 SCHEMA_VERSION = 1
 T = TypeVar("T")
@@ -87,6 +90,7 @@ class Report(BaseModel):
     dataset: PrintableText = _at("dataset", "name")
     train_size: CountInFile = _at("dataset", "train_size")
     accuracy: float | None = _at("test", "accuracy", default=None)
+    mae: float | None = _at("test", "mae", default=None)
     seeded: bool | None = _at("privacy", "seed_policy", "given", default=None)
     audit: dict[str, Any] | None = None
     private: bool = _at("privacy", "private")
@@ -107,6 +111,24 @@ class Report(BaseModel):
         """Return the events of all parts; ``attempts`` puts those of replaced attempts first."""
         before = self.abandoned if attempts else ()
         return tuple(TrainingEvent(**dict(event)) for event in (*before, *self.events))
+
+
+class Target(BaseModel):
+    """A number to predict, in a public range."""
+
+    model_config = STRICT
+
+    name: PrintableText
+    kind: Literal["regression", "counts"]
+    low: float
+    high: float
+    transform: Literal["none", "log1p"]
+
+    @model_validator(mode="after")
+    def _check_range(self) -> "Target":
+        for fault in faults_of_range(self.low, self.high, self.transform, "number"):
+            raise ValueError(fault)
+        return self
 
 
 class Facts(BaseModel):
@@ -138,6 +160,7 @@ class Facts(BaseModel):
     secure: bool = _at("privacy", "randomness", "secure", default=False)
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
     classes: tuple[PrintableText, ...]
+    target: Target | None = None
     shape: tuple[CountInFile, CountInFile, CountInFile] = _at("input", "shape")
     levels: CountInFile = _at("input", "levels")
     mean: tuple[float, ...] = _at("input", "mean")
@@ -147,9 +170,15 @@ class Facts(BaseModel):
     )
 
     @property
+    def task(self) -> Task:
+        """Task that the model was trained for."""
+        target = None if self.target is None else dict(self.target)
+        return task_of({**vars(self), "target": target})
+
+    @property
     def signature(self) -> Signature:
         """Signature of the network."""
-        return Signature(self.shape, len(self.classes), self.mean, self.std)
+        return Signature(self.shape, self.task.outputs, self.mean, self.std)
 
     @model_validator(mode="after")
     def _check_channels(self) -> "Facts":

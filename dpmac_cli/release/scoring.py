@@ -1,6 +1,5 @@
-"""Score a published model on a test split, and draw the results."""
+"""Score a published model on a test split."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,25 +11,22 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.plots import COLOURS, new_figure, write_figure
 from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.training.evaluation import Evaluation, evaluate
-from dpmac_cli.training.metrics import BINS, Answers
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Results of a model file on every test sample; classes in the confusion matrix's order.
+    """Results of a model file on every test sample.
 
     ``covered``: its run released scores with noise. ``held_out``: there was no test set.
     """
 
     result: Evaluation
     dataset: str
-    classes: list[str]
     path: Path
     covered: bool = False
     held_out: bool = False
@@ -63,16 +59,15 @@ def score(
     known = plan.facts
     released = load_model(file, plan.found.name, where, signature=known.signature, factory=factory)
     data = load_data(plan.source, plan.folder, where, facts=known)
-    if plan.own and known.classes != facts.classes:
+    if plan.own and known.task != facts.task:
         raise ModelError(
-            f"{plan.dataset} has the classes {', '.join(known.classes)}, but {file} was trained on "
-            f"{', '.join(facts.classes)}."
+            f"{plan.dataset} has {known.task.summary}, but {file} was trained on "
+            f"{facts.task.summary}."
         )
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
     result = evaluate(released.model, replace(data, gain=gain, offset=offset), data.test)
     covered = facts.covered_scores is not None
-    classes = list(known.classes)
-    return Scored(result, plan.found.name, classes, file, covered, plan.found.held_out)
+    return Scored(result, plan.found.name, file, covered, plan.found.held_out)
 
 
 def _chosen(file: Path, facts: Facts, given: Keywords) -> DataPlan:
@@ -97,28 +92,3 @@ def _chosen(file: Path, facts: Facts, given: Keywords) -> DataPlan:
             "run. Use the run's folder, or data with a test set."
         )
     return plan
-
-
-def draw_evaluation(answers: Answers, error: float, classes: Sequence[str], path: Path) -> None:
-    """Draw one ROC curve per class against the others, and a reliability diagram.
-
-    Only as many classes as there are colours are drawn; of two classes only the last. ``error`` is
-    the calibration error. Raises OSError if the file cannot be written.
-    """
-    from sklearn.calibration import CalibrationDisplay  # noqa: PLC0415  (a second to import)
-    from sklearn.metrics import RocCurveDisplay  # noqa: PLC0415  (a second to import)
-
-    figure, (roc, reliability) = new_figure(2)
-    roc.plot([0, 1], [0, 1], "-", color="#bbbbbb", linewidth=1)
-    for k in answers.ranked[: len(COLOURS)]:
-        name = classes[k].replace("$", r"\$")  # it would begin a formula
-        truth, scores = answers.truth[:, k], answers.scores[:, k]
-        RocCurveDisplay.from_predictions(truth, scores, name=name, ax=roc)
-    roc.set(xlabel="1 - specificity", ylabel="sensitivity")
-    confidence, hit = (part.ravel() for part in answers.judged)
-    CalibrationDisplay.from_predictions(hit, confidence, n_bins=BINS, ax=reliability)
-    reliability.set(xlabel="confidence", ylabel="accuracy")
-    reliability.set_title(f"calibration error {error:.3f}", fontsize="small")
-    if (legend := reliability.get_legend()) is not None:
-        legend.remove()
-    write_figure(figure, path)

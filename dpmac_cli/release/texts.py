@@ -44,5 +44,5 @@ def domain(facts: Dataset) -> str:
     others = facts.shape[0] - sum(count for _, count in facts.texts)
     return (
         f"Labelled records with {len(facts.texts)} text{'s' * (len(facts.texts) > 1)} of at most "
-        f"{limits} tokens and {others} other inputs, {len(facts.classes)} classes."
+        f"{limits} tokens and {others} other inputs, {facts.task.described}."
     )

@@ -43,7 +43,7 @@ _SAME = {
     "data": "The records are not those",
     "units": "The units that the records belong to are not those",
     "test units": "The units that the test records belong to are not those",
-    "classes": "The names of the classes are not those",
+    "classes": "The names of the classes, or the range of the target, are not those",
     "pretrained": "The file of public weights is not the one",
     "constants": "The ranges low and high are not those",
     "network": "The factory or the file of --model is not the one",

@@ -3,8 +3,8 @@
 from typing import Any
 
 from dpmac_cli.config.plan import PrivacyPlan
-from dpmac_cli.config.settings import metric_key
 from dpmac_cli.storage.files import finite_or_none
+from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.loop import Evaluated
 
@@ -13,14 +13,14 @@ def metrics_line(
     evaluated: Evaluated, epsilon: float, privacy: PrivacyPlan, metric: str
 ) -> dict[str, Any]:
     """Return a line of metrics.jsonl; ``metric`` is the chosen one."""
-    result = evaluated.result
+    result, headline = evaluated.result, evaluated.result.task.headline
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,
         "epsilon": finite_or_none(epsilon),
         "delta": privacy.delta if privacy.private else None,
-        "test_accuracy": finite_or_none(result.accuracy),
-        metric_key(metric): finite_or_none(result.metric(metric)),
+        headline.logged: finite_or_none(result.metric(headline.name)),
+        METRICS[metric].logged: finite_or_none(result.metric(metric)),
         "test_loss": finite_or_none(result.loss),
         "test_samples": result.samples,
         "seconds": round(evaluated.seconds, 3),

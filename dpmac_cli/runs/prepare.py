@@ -33,7 +33,7 @@ from dpmac_cli.storage.progress import Computing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class PreparedRun:
     """Network and data of a run.
 
     Attributes:
@@ -60,14 +60,14 @@ class Task:
         return sum(p.numel() for p in self.model.parameters())
 
 
-def make_task(
+def prepare(
     plan: TrainPlan,
     device: torch.device,
     keys: Keys,
     data: Data | None = None,
     *,
     model: nn.Module | None = None,
-) -> Generator[Computing, None, Task]:
+) -> Generator[Computing, None, PreparedRun]:
     """Load the data and build the network of a run, and report progress.
 
     The network is validated before the first record is read. For arguments and errors see
@@ -92,11 +92,11 @@ def make_task(
     trained = model
     if parts is not None:
         # On a CPU, each text is processed at its own length.
-        separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
-        parts.isolated = separate or (network.features is None and kind == "isolated")
+        parts.separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
+        parts.isolated = network.features is None and kind == "isolated"
         data, sha256 = yield from featured(parts, data, _of_features(network), cache_folder())
         trained, fingerprints["features"] = parts.head, sha256
-    return Task(
+    return PreparedRun(
         model=model,
         trained=trained,
         data=data,
@@ -109,7 +109,7 @@ def make_task(
 
 @dataclass(frozen=True, kw_only=True)
 class _Built:
-    """A network, and what :class:`Task` says of how it was built."""
+    """A network, and what :class:`PreparedRun` says of how it was built."""
 
     model: nn.Module
     fingerprints: Mapping[str, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ def _check_precision(
     network: NetworkPlan, facts: Dataset, model: nn.Module, parts: FrozenFeatures | None
 ) -> None:
     """Reject autocast in the trained part of a network."""
-    classes = len(facts.classes)
+    classes = facts.task.outputs
     if parts is not None and network.features is not None:
         shape = network.features.shape_of(facts.shape)
         check_precision(parts.head, Trial.of(shape, classes))
@@ -206,7 +206,7 @@ def _check_passed_in(network: NetworkPlan, facts: Dataset, model: object) -> nn.
         )
     if network.fix_norm:
         build.without_batch_norm(model)
-    check_model(model, facts.shape, len(facts.classes), isolated=network.isolate)
+    check_model(model, facts.shape, facts.task.outputs, isolated=network.isolate)
     return model
 
 
@@ -214,7 +214,7 @@ def _data_sums(plan: DataPlan, data: Data | None) -> dict[str, str]:
     """Return checksums of the facts of user-supplied data, for resuming."""
     facts, sums = plan.facts, {}
     if plan.own:
-        sums["classes"] = digest({}, {"classes": facts.classes})
+        sums["classes"] = digest({}, facts.task.declared)
         sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
     elif data is not None and facts.sha256 is not None:
         found = fingerprint(data.train, data.test)
@@ -236,7 +236,7 @@ def _independence(
         return "isolated", ()
     if not own:
         return "built in", ()
-    shape, classes = facts.shape, len(facts.classes)
+    shape, classes = facts.shape, facts.task.outputs
     if network.features is not None:
         model, shape = model.get_submodule("head"), network.features.shape_of(shape)
     frozen = parts.frozen if parts is not None and network.head_only else None

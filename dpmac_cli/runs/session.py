@@ -17,7 +17,7 @@ from dpmac_cli.runs import checkpoint, folder, workers
 from dpmac_cli.runs.environment import environment
 from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.prepare import Task
+from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.storage import files
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.training.distributed import Ranks
@@ -75,7 +75,7 @@ class Session:
     """A run in training, at ``trainer.state.step`` after ``seconds`` of training."""
 
     plan: TrainPlan
-    task: Task
+    task: PreparedRun
     trainer: Trainer
     where: Path
     ledger: Ledger

@@ -17,7 +17,7 @@ from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.prepare import Task, make_task
+from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
@@ -34,7 +34,7 @@ def make_trainer(
     device: torch.device | None = None,
     keys: Keys | None = None,
     data: Data | None = None,
-    task: Task | None = None,
+    task: PreparedRun | None = None,
     ranks: Ranks | None = None,
     model: nn.Module | None = None,
     rule: Rule | None = None,
@@ -48,7 +48,7 @@ def make_trainer(
         keys: keys of a run that is resumed exactly; None for those of the plan's seed, or new
             keys. Ranks other than the first only use the key of the layers.
         data: data on the device; None to load it. ranks: the processes of the run.
-        task: result of :func:`make_task`; None to make it from ``data`` and ``model``.
+        task: result of :func:`prepare`; None to make it from ``data`` and ``model``.
         model: a network to train in place, instead of the plan's.
         rule: see :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
         loss: loss of one output, shape (1, classes), and its label, instead of the plan's. It runs
@@ -61,7 +61,7 @@ def make_trainer(
     """
     device = device or choose_device(plan.run.device)
     keys = keys or make_keys(plan.run.seed)
-    task = task or outcome(make_task(plan, device, keys, data, model=model))
+    task = task or outcome(prepare(plan, device, keys, data, model=model))
     _check_size(plan.data, plan.privacy, task.data)
     method, hyper, private = plan.optimizer.method, plan.optimizer.hyper, plan.privacy.private
     if loss is not None:
@@ -98,7 +98,7 @@ def _steps_of(
     )
 
 
-def _carried(plan: TrainPlan, task: Task) -> Training:
+def _carried(plan: TrainPlan, task: PreparedRun) -> Training:
     """Return the training that a network carries from now on."""
     training = Training(
         event=plan.privacy.event,
@@ -118,11 +118,7 @@ def unit_of(privacy: PrivacyPlan, data: DataPlan) -> tuple[str, str]:
 
 def _checked(loss: Loss, facts: Dataset, model: nn.Module, device: torch.device) -> Loss:
     """Return a user-supplied loss, validated on random outputs and labels."""
-    classes = len(facts.classes)
-    outputs = torch.randn(2 * classes, classes, generator=torch.Generator().manual_seed(0))
-    labels = torch.arange(2 * classes) % classes
-    if facts.multilabel:
-        labels = torch.eye(classes, dtype=torch.uint8).repeat(2, 1)
+    outputs, labels = facts.task.examples()
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     return alone(loss, outputs.to(device), labels.to(device), names)
 
@@ -150,7 +146,9 @@ def _mechanism(privacy: PrivacyPlan, *, secure: bool) -> GaussianMechanism:
     return kind(privacy.sigma, privacy.batch_size)
 
 
-def _canaries(privacy: PrivacyPlan, recipe: Recipe, task: Task, keys: Keys) -> list[Canaries]:
+def _canaries(
+    privacy: PrivacyPlan, recipe: Recipe, task: PreparedRun, keys: Keys
+) -> list[Canaries]:
     """Return the canaries of an audit run; an empty list for other runs."""
     if privacy.audit.canaries == 0:
         return []
@@ -168,7 +166,7 @@ def _canaries(privacy: PrivacyPlan, recipe: Recipe, task: Task, keys: Keys) -> l
     ]
 
 
-def _randomness(plan: TrainPlan, keys: Keys, task: Task, *, rank: int) -> Randomness:
+def _randomness(plan: TrainPlan, keys: Keys, task: PreparedRun, *, rank: int) -> Randomness:
     """Return the random draws of a rank; ranks other than the first only have those of layers."""
     # Built-in networks use no random numbers in their forward pass; others may.
     own = task.independence != "built in"

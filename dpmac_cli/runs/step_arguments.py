@@ -15,11 +15,12 @@ from dpmac_cli.data.schema import DataFacts, InMemoryData
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, samples_in
 from dpmac_cli.dp.optimizers import Kappa
 from dpmac_cli.errors import InputError, ModelError, raise_errors
+from dpmac_cli.tasks.classification import Classification
 
 #: A loss of the network and a batch: one number per record, shape (records,).
 BatchLoss = Callable[[Any, Any], Tensor]
 #: Unit of privacy of a batch's rows.
-UNIT = ("training record", "")
+RECORD_UNIT = ("training record", "")
 #: Name of the dataset in settings.
 BATCHES = "<batches>"
 #: Records to process at a time by default.
@@ -93,7 +94,7 @@ def settings_of(
         train_size=sampling.n,
         test_size=0,
         shape=(1, 1, 1),
-        classes=("record",),
+        task=Classification(("record",)),
         mean=(0.0,),
         std=(1.0,),
         defaults=Defaults(name, sampling.batch_size, physical_batch=AT_A_TIME),

@@ -14,7 +14,7 @@ from dpmac_cli.models import build
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.prepare import Task
+from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.setup import make_trainer
 
 #: Seconds besides training, scoring and features: start, validation and the files of the run.
@@ -107,10 +107,10 @@ def _network(plan: TrainPlan, device: torch.device) -> torch.nn.Module:
     ).to(device)
 
 
-def _task(plan: TrainPlan, records: int, device: torch.device) -> Task:
+def _task(plan: TrainPlan, records: int, device: torch.device) -> PreparedRun:
     """Return network and generated records, or generated features of them."""
     model = _network(plan, device)
-    classes = len(plan.data.facts.classes)
+    task = plan.data.facts.task
     gain, offset = torch.ones(1, 1, 1, device=device), torch.zeros(1, 1, 1, device=device)
     trained = model
     if isinstance(model, FrozenFeatures):
@@ -120,14 +120,12 @@ def _task(plan: TrainPlan, records: int, device: torch.device) -> Task:
         x = torch.randn(records, *like.shape[1:], device=device)
     else:
         x = _images(plan, records, device)
-    labels = torch.randint(classes, (records,), device=device)
-    if plan.data.facts.multilabel:
-        labels = torch.randint(2, (records, classes), dtype=torch.uint8, device=device)
-    split = Split(x, labels)
-    return Task(
+    targets = task.examples()[1]
+    split = Split(x, targets[torch.arange(records) % len(targets)].to(device))
+    return PreparedRun(
         model=model,
         trained=trained,
-        data=Data(split, split, gain, offset),
+        data=Data(split, split, gain, offset, task),
         independence="built in",
     )
 

@@ -28,7 +28,7 @@ from dpmac_cli.runs.environment import (
     repeatable,
 )
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.prepare import Task, make_task
+from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import Computing, until
@@ -126,7 +126,7 @@ def _session(
     keys = make_keys(plan.run.seed, base=spent.base)
     if saved is not None and exact:
         keys = Keys.of_json(saved.record["state"]["keys"])
-    task = yield from until(stop, make_task(plan, device, keys, data))
+    task = yield from until(stop, prepare(plan, device, keys, data))
     if privacy.scores is not None:
         _check_scored(task)
     if saved is not None:
@@ -156,7 +156,7 @@ def _check_parallel(plan: TrainPlan, device: torch.device, ranks: Ranks) -> None
     check_ranks(device, ranks)
 
 
-def _check_scored(task: Task) -> None:
+def _check_scored(task: PreparedRun) -> None:
     """Reject a network that may mix test records, each of which is protected."""
     if task.independence == "isolated":
         raise ModelError(

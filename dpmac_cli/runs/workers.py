@@ -15,7 +15,7 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, device_name, environment
 from dpmac_cli.runs.folder import resume_command
-from dpmac_cli.runs.prepare import Task, make_task
+from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import torch_failures_explained
@@ -29,7 +29,9 @@ SHARED = (
 )
 
 
-def brief_workers(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Path) -> None:
+def brief_workers(
+    ranks: Ranks, plan: TrainPlan, task: PreparedRun, trainer: Trainer, where: Path
+) -> None:
     """Send the run's plan, progress and folder to the other ranks, without secrets."""
     numbers = trainer.state.numbers()
     ranks.brief(
@@ -57,7 +59,7 @@ def run_worker(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
             said = ranks.brief()
             plan, keys = change(said["config"], local).plan, Keys.of_json(said["keys"])
             device = choose_device(plan.run.device, ranks)
-            task = outcome(make_task(plan, device, keys))
+            task = outcome(prepare(plan, device, keys))
             trainer = make_trainer(
                 plan, steps=said["steps"], device=device, keys=keys, task=task, ranks=ranks
             )
@@ -75,7 +77,7 @@ def run_worker(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
         ) from failure
 
 
-def _agree(ranks: Ranks, task: Task, trainer: Trainer) -> None:
+def _agree(ranks: Ranks, task: PreparedRun, trainer: Trainer) -> None:
     """Synchronise the state of all ranks, and reject different records, which could count twice.
 
     Different devices are rejected too, because they round differently.

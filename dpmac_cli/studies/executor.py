@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies.grid import Run
+from dpmac_cli.tasks.known import METRICS
 
 #: Number of attempts at a run whose process dies.
 ATTEMPTS = 3
@@ -141,7 +141,7 @@ def _progress(number: int, run: Run, result: Result | None) -> Moved:
     lines = files.read_lines(run.folder / folder.METRICS)
     last = lines[-1] if lines else {"step": 0}
     step = max(int(last["step"]), (result and result[1]) or 0)
-    return Moved(number, step, last.get(metric_key(run.plan.run.metric)))
+    return Moved(number, step, last.get(METRICS[run.plan.run.metric].logged))
 
 
 def _judge(

@@ -10,11 +10,12 @@ from typing import Any
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.settings import metric_key
 from dpmac_cli.release.report_file import events_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
+from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.tasks.task import EvaluationMetric
 
 #: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
 LEAST_SPREAD = 1e-9
@@ -29,7 +30,7 @@ class Cell:
     Attributes:
         labels, column: labels of the row, and value of the column.
         epsilon: epsilon of one run; ``inf`` without privacy.
-        values: test metric (0 to 1; nan if undefined) of finished runs, by seed.
+        values: test metric (nan if undefined) of finished runs, by seed.
         seconds: mean training time of the finished runs; nan if there are none.
         failures: reasons why other runs did not finish, by seed.
         standing: "best" if significantly so, "tied" if not significantly worse, "" otherwise.
@@ -51,7 +52,7 @@ class Cell:
 
     @property
     def mean(self) -> float:
-        """Return the mean metric, 0 to 1; nan if no run finished, or it is not defined."""
+        """Return the mean metric; nan if no run finished, or it is not defined."""
         return fmean(self.values.values()) if self.values else math.nan
 
     @property
@@ -77,8 +78,9 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     """Read the results of a grid's runs; ``failures`` maps numbers of runs to reasons."""
     groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
     cells = [_cell(list(runs), failures) for _, runs in groups]
+    metric = METRICS[grid.plan.run.metric]
     standings = {
-        column: iter(standing_of([cell for cell in cells if cell.column == column]))
+        column: iter(standing_of([cell for cell in cells if cell.column == column], metric))
         for column in {cell.column for cell in cells}
     }
     judged = tuple(replace(cell, standing=next(standings[cell.column])) for cell in cells)
@@ -91,7 +93,7 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
     first = runs[0][1]
     privacy, event = first.plan.privacy, first.plan.privacy.event
     epsilon = total_epsilon((event,), privacy.delta) if privacy.private else math.inf
-    key = metric_key(first.plan.run.metric).removeprefix("test_")
+    key = METRICS[first.plan.run.metric].key
     for number, run in runs:
         report = finished_report(run)
         if report is None:
@@ -142,12 +144,12 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
             yield from attempts(run.folder, run.plan.privacy.event, whole=True)
 
 
-def standing_of(cells: Sequence[Cell]) -> list[str]:
+def standing_of(cells: Sequence[Cell], metric: EvaluationMetric) -> list[str]:
     """Return "best", "tied" or "" for each cell of a column."""
     known = [cell for cell in cells if cell.std is not None]
     if len(known) < 2:
         return ["" for _ in cells]
-    best = max(known, key=lambda cell: cell.mean)
+    best = max(known, key=lambda cell: metric.better(cell.mean))
     others = [cell for cell in known if cell is not best]
     worse = holm([paired_p_value(best.values, cell.values) for cell in others])
     tied = [cell for cell, rejected in zip(others, worse, strict=True) if not rejected]

@@ -17,6 +17,8 @@ from dpmac_cli.runs import folder
 from dpmac_cli.storage.files import finite_or_none, to_csv
 from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison
+from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.tasks.task import EvaluationMetric, number
 
 SCHEMA_VERSION = 3
 MISSING = "–"
@@ -78,13 +80,15 @@ def as_markdown(comparison: Comparison) -> str:
     for cell in comparison.cells:
         epsilons[cell.column] = max(cell.epsilon, epsilons.get(cell.column, 0))
     worth = ["no privacy" if math.isinf(e) else format_epsilon(e) for e in epsilons.values()]
-    rows = [["epsilon", *worth, ""]]
+    rows, metric = [["epsilon", *worth, ""]], METRICS[comparison.grid.plan.run.metric]
     by_place = {(cell.labels, cell.column): cell for cell in comparison.cells}
     for labels in dict.fromkeys(cell.labels for cell in comparison.cells):
         cells = [by_place.get((labels, column)) for column in epsilons]
         seconds = [cell.seconds for cell in cells if cell and cell.values]
         time = str(timedelta(seconds=round(fmean(seconds)))) if seconds else MISSING
-        rows.append([row_name(labels).replace("|", "\\|"), *map(_mean, cells), time])
+        rows.append(
+            [row_name(labels).replace("|", "\\|"), *(_mean(cell, metric) for cell in cells), time]
+        )
     head = ["", *(f"{comparison.grid.column} {column:g}" for column in epsilons), "a run takes"]
     widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
     lines = [
@@ -106,16 +110,18 @@ def study_page(out: Path) -> str:
     if study["schema_version"] != SCHEMA_VERSION:
         raise InputError(f"{file} was written by another version of dpmac: compare again.")
     title = f"# Comparison on {study['dataset']}: test {study['metric']}, mean and deviation\n\n"
-    picture = means(study, [*OPTIMIZERS])
+    picture = means(study, [*OPTIMIZERS], share=METRICS[study["metric"]].share)
     return web_page(title + table.decode(), {"The same as a picture": picture})
 
 
-def _mean(cell: Cell | None) -> str:
-    """Return mean and spread in percent, bold if best, with a tilde if tied."""
+def _mean(cell: Cell | None, metric: EvaluationMetric) -> str:
+    """Return mean and spread, of shares in percent; bold if best, with a tilde if tied."""
     if cell is None or math.isnan(cell.mean):
         return MISSING
-    spread = "" if cell.std is None else f" ± {100 * cell.std:.2f}"
-    text = f"{100 * cell.mean:.2f}{spread}"
+    show = "{:.2f}".format if metric.share else number
+    scale = 100 if metric.share else 1
+    spread = "" if cell.std is None else f" ± {show(scale * cell.std)}"
+    text = f"{show(scale * cell.mean)}{spread}"
     return {"best": f"**{text}**", "tied": f"{text} ~"}.get(cell.standing, text)
 
 

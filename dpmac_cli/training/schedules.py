@@ -14,8 +14,6 @@ from dpmac_cli.accounting.events import Scores
 
 #: Learning rate schedules after the warm-up.
 SCHEDULES = ("constant", "cosine", "linear")
-#: Losses by name: see :func:`~dpmac_cli.dp.losses.build_loss`.
-LOSSES = ("cross-entropy", "focal", "bce")
 #: Ways to augment an image.
 AUGMENTS = ("crop+flip", "crop", "flip")
 
@@ -24,7 +22,7 @@ AUGMENTS = ("crop+flip", "crop", "flip")
 class LossKind:
     """Loss per sample: see :func:`~dpmac_cli.dp.losses.build_loss`."""
 
-    name: str = "cross-entropy"  # a name in LOSSES, or of a user-supplied function
+    name: str = "cross-entropy"  # a name in tasks.known.LOSSES, or of a user-supplied function
     smoothing: float = 0.0  # label smoothing
     weights: tuple[float, ...] = ()  # class weights; empty for equal weights
 

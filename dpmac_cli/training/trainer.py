@@ -88,7 +88,7 @@ class Trainer(Descent):
         if scores is None:
             return self.evaluate()
         if not scores.due(step, self.plan.steps):
-            return CoveredScore(math.nan, self.data.test.size)
+            return CoveredScore(self.data.task, math.nan, self.data.test.size)
         assert self.randomness.scores is not None  # noqa: S101  (only the first rank scores)
         result = self.evaluate()
         return release(result, self.data.test.units, scores, self.randomness.scores.at(step))

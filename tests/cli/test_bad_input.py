@@ -114,7 +114,7 @@ def files(tmp_path: Path) -> Path:
     (tmp_path / "text.safetensors").write_text("hello")
     facts = {
         "schema_version": 1,
-        "classes": list(DATASETS["digits"].classes),
+        "classes": list(DATASETS["digits"].task.names),
         "dataset": {"name": "digits", "own": False, "multilabel": False},
         "model": {"name": "mlp-small", "fix_norm": False},
         "privacy": {

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
-from dpmac_cli.dp.clipping.attention import calling_projections, self_attentions
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.projections import calling_projections, plainly_called
 from dpmac_cli.errors import ModelError
 
 from .reference import Subject
@@ -83,7 +83,7 @@ def test_gradients_are_those_of_the_losses_that_were_drawn(name: str) -> None:
     layers = find_layers(model, x[:2])
     torch.manual_seed(1)
     # Behind its attention, an encoder's draws are laid out otherwise in memory.
-    calls = [(layer.name, layer.module, layer.attention) for layer in layers]
+    calls = [(layer.name, layer.module, layer.composite) for layer in layers]
     with calling_projections(calls if name.startswith("encoder") else []):
         losses = cross_entropy(model(x), y, reduction="none")
     parameters = list(model.parameters())
@@ -115,9 +115,7 @@ def test_attention_that_is_not_plain_is_left_as_it_is(
     model = made(Attending(given)).float()
     x = records()[0].float()
     model(x)
-    with self_attentions(model) as plain:
-        model(x)
-    assert plain == set()
+    assert plainly_called(model, x) == set()
     assert find_layers(model, x[:2])[0].name == "0.attention"
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
-from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.algorithm import NO_CLIPPING
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -175,7 +174,7 @@ def test_a_sample_that_is_not_finite_adds_nothing(name: str) -> None:
 @pytest.mark.parametrize("gain", [float("nan"), float("inf")])
 def test_a_whole_batch_that_is_not_finite_is_an_empty_batch(name: str, gain: float) -> None:
     data = tiny_data()
-    broken = Data(data.train, data.test, torch.full_like(data.gain, gain), data.offset)
+    broken = replace(data, gain=torch.full_like(data.gain, gain))
     trainer = make_trainer(name, data=broken, sampler=Batches(range(1, 40)))
     thetas = walk(trainer, 5)
     assert torch.equal(thetas, walk(make_trainer(name, sampler=Batches([])), 5))

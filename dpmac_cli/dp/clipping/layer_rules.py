@@ -55,10 +55,11 @@ class Use:
     inputs: tuple[Tensor, ...]  # each (samples * views, ...)
     delta: Tensor  # gradients of the loss w.r.t. the output, (samples * views, ...)
     call: Call = Call()
+    user: Layer | None = None  # the layer that was called, if several share the parameter
 
     def part(self, rows: slice) -> "Use":
         """Return a slice of the rows."""
-        return Use(tuple(x[rows] for x in self.inputs), self.delta[rows], self.call)
+        return Use(tuple(x[rows] for x in self.inputs), self.delta[rows], self.call, self.user)
 
 
 def in_groups(uses: Sequence[Use], views: int, samples: int) -> Iterator[list[Use]]:
@@ -100,6 +101,7 @@ def _write(
     layer: Layer, use: Use, views: int, through: Standardisation | None, out: Tensor
 ) -> None:
     """Write the gradients of one use to ``out``, shape (samples, d_layer)."""
+    layer = use.user or layer
     if layer.direct:
         out.copy_(use.delta.reshape(len(out), views, -1).sum(1))
         return

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import betaincinv, stdtrit
 
+from dpmac_cli.tasks.task import Interval
+
 Floats = NDArray[np.floating[Any]]
-Interval = tuple[float, float]
 #: Probability below and above an interval.
 TAIL = 0.025
 #: Number of standard deviations around the mean that contain 95% of a normal distribution.

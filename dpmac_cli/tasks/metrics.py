@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.units import Units
 from dpmac_cli.storage.files import finite_or_none
-from dpmac_cli.training.intervals import Floats, Interval, Sizes, interval, of_shares
+from dpmac_cli.tasks.intervals import Floats, Sizes, interval, of_shares
+from dpmac_cli.tasks.task import Interval
 
 #: Number of equal-width bins of the calibration error.
 BINS = 15
@@ -37,23 +37,20 @@ class Answers:
         scores: probabilities, float32, shape (records, columns). If a record's output contains
             NaN, they are worse than all others: below 0 if ``truth`` is true, otherwise above 1.
         exclusive: whether each record has one class instead of any number of labels.
-        units: units of privacy that the records belong to; None if each record is one.
+        unit_of: index of each record's unit of privacy, shape (records,); None if each record is
+            one.
     """
 
     truth: NDArray[np.bool_]
     guess: NDArray[np.bool_]
     scores: NDArray[np.float32]
     exclusive: bool
-    units: Units | None = None
+    unit_of: NDArray[np.int64] | None = None
 
     @property
     def owners(self) -> NDArray[np.int64]:
         """Index of each record's unit, shape (records,)."""
-        if self.units is None:
-            return np.arange(len(self.truth))
-        owners = np.empty(len(self.truth), np.int64)
-        owners[self.units.order] = np.repeat(np.arange(len(self.units)), np.diff(self.units.starts))
-        return owners
+        return np.arange(len(self.truth)) if self.unit_of is None else self.unit_of
 
     @property
     def ranked(self) -> list[int]:
@@ -95,16 +92,21 @@ def sensitivity_and_specificity(answers: Answers) -> list[list[float]]:
 
 def as_values(answers: Answers, metrics: Mapping[str, float]) -> dict[str, Any]:
     """Return :func:`all_metrics` and per-class rates as JSON values; null if undefined."""
+    named = {name.replace("-", "_"): finite_or_none(value) for name, value in metrics.items()}
+    return {**named, **rates_as_values(answers)}
+
+
+def rates_as_values(answers: Answers) -> dict[str, list[float | None]]:
+    """Return sensitivity and specificity per column as JSON values; null if undefined."""
     sensitivity, specificity = sensitivity_and_specificity(answers)
     return {
-        **{name.replace("-", "_"): finite_or_none(value) for name, value in metrics.items()},
         "sensitivity": [*map(finite_or_none, sensitivity)],
         "specificity": [*map(finite_or_none, specificity)],
     }
 
 
 def accuracy_interval(answers: Answers) -> Interval:
-    """Return the 95% interval of the accuracy, see :mod:`~dpmac_cli.training.intervals`."""
+    """Return the 95% interval of the accuracy, see :mod:`~dpmac_cli.tasks.intervals`."""
     if answers.exclusive:
         right = (answers.truth & answers.guess).any(1, keepdims=True)
     else:
@@ -117,7 +119,7 @@ def accuracy_interval(answers: Answers) -> Interval:
 def intervals(
     answers: Answers, metrics: Mapping[str, float], resamples: int | None = None
 ) -> dict[str, Interval]:
-    """Return a 95% interval of each metric, see :mod:`~dpmac_cli.training.intervals`.
+    """Return a 95% interval of each metric, see :mod:`~dpmac_cli.tasks.intervals`.
 
     Variances other than that of the accuracy are by bootstrap over units with a fixed seed: by
     default 1,000 resamples, and fewer for large test sets.

@@ -1,0 +1,1 @@
+"""Prediction tasks: outputs, targets, losses, metrics and covered scores."""

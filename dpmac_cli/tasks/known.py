@@ -1,0 +1,41 @@
+"""All tasks, their metrics and losses, and how a file describes a task. Loads nothing slow."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dpmac_cli.tasks.classification import Classification, SeveralLabels
+from dpmac_cli.tasks.regression import Counts, Regression
+from dpmac_cli.tasks.task import EvaluationMetric, Task
+
+TASKS: tuple[type[Task], ...] = (Classification, SeveralLabels, Regression, Counts)
+#: Metrics of all tasks by name.
+METRICS: Mapping[str, EvaluationMetric] = {
+    metric.name: metric for task in TASKS for metric in task.metrics
+}
+#: Losses of all tasks: see :func:`~dpmac_cli.dp.losses.build_loss`.
+LOSSES = tuple(dict.fromkeys(loss for task in TASKS for loss in task.losses))
+
+
+def value_is_known(loss: str) -> bool:
+    """Return whether a loss is one of a task, not a user-supplied function."""
+    return any(task.fits(loss) for task in TASKS)
+
+
+def task_in(report: Mapping[str, Any]) -> Task:
+    """Return the task of a report. Raises ValueError if there is none."""
+    dataset, target = report["dataset"], report.get("target")  # an earlier version had no target
+    return task_of({"multilabel": dataset["multilabel"], "target": target, **report})
+
+
+def headline_in(line: Mapping[str, Any]) -> EvaluationMetric:
+    """Return the metric that a line of metrics.jsonl is about."""
+    headlines = (task.metrics[0] for task in TASKS)
+    return next((m for m in headlines if m.logged in line), TASKS[0].metrics[0])
+
+
+def task_of(facts: Mapping[str, Any]) -> Task:
+    """Return the task that :attr:`Task.facts` describe. Raises ValueError if there is none."""
+    for kind in TASKS:
+        if (task := kind.of_facts(facts)) is not None:
+            return task
+    raise ValueError("no task fits these facts")

@@ -1,0 +1,186 @@
+"""Regression: a number per record, in a public range.
+
+A target y is clipped to the range [low, high], transformed, and scaled to t in [-1, 1]. The output
+z of a network predicts t; of counts, exp(z) predicts the share y / high. Imports nothing slow; see
+:mod:`dpmac_cli.tasks.task`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, Usage
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+#: Transforms of a target, with their inverses; see :class:`Regression`.
+Transform = Literal["none", "log1p"]
+MAE = EvaluationMetric("mae", "MAE", covered=True, share=False, lower=True)
+METRICS = (
+    MAE,
+    EvaluationMetric("rmse", "RMSE", share=False, lower=True),
+    EvaluationMetric("r2", "R2", share=False),
+    EvaluationMetric("at-or-below", "targets at or below the prediction", chosen=False),
+)
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """A number per record. Targets are scaled to [-1, 1], shape (records, 1).
+
+    Attributes:
+        low, high: public range that targets are clipped to; low < high.
+        transform: "log1p" predicts log(1 + y), for targets above -1 of very different sizes.
+    """
+
+    low: float
+    high: float
+    transform: Transform = "none"
+
+    kind: ClassVar[str] = "regression"
+    of_record: ClassVar[str] = "one number"
+    losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = METRICS
+    reported: ClassVar[tuple[str, ...]] = (
+        *("rmse", "r2", "at_or_below", "noise", "interval", "mae_interval"),
+    )
+    target: ClassVar[str] = "float32"
+    public: ClassVar[str] = "range of the target"
+    weighted: ClassVar[bool] = False
+
+    @property
+    def described(self) -> str:
+        """Return the output in words."""
+        return f"one number from {self.low:g} to {self.high:g}"
+
+    @property
+    def summary(self) -> str:
+        """Return the output by name."""
+        transformed = "" if self.transform == "none" else f" ({self.transform})"
+        return f"the target {self.names[0]} from {self.low:g} to {self.high:g}{transformed}"
+
+    @property
+    def usage(self) -> Usage:
+        """Return how a model card names and uses the model."""
+        row = "target", self.names
+        told = f", {self.described}" + f" ({self.transform})" * (self.transform != "none")
+        result = "The result is the predicted number, in the units of the target."
+        return Usage("regression model", row, told, "predict", self._code, result)
+
+    @property
+    def _code(self) -> str:
+        low, high = self._ends
+        code = f"{low!r} + ({{}}[:, 0].clamp(-1, 1) + 1) / 2 * {high - low!r}"
+        return f"({code}).expm1()" if self.transform == "log1p" else code
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of the task in a model file."""
+        target = {"name": self.names[0], "kind": self.kind, "low": self.low, "high": self.high}
+        target["transform"] = self.transform
+        return {"classes": [], "multilabel": False, "target": target}
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> Task | None:
+        """Return the task with these facts; None if they describe another kind."""
+        target = facts.get("target")
+        if target is None or target["kind"] != cls.kind:
+            return None
+        return cls((target["name"],), target["low"], target["high"], target["transform"])
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """Return the facts that must be unchanged to resume a run."""
+        return {"target": self.facts["target"]}
+
+    @property
+    def width(self) -> float:
+        """Largest error of a prediction, in the units of the target."""
+        return self.high - self.low
+
+    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
+        """Return nothing: there are no classes."""
+        return ()
+
+    def encoded(self, targets: "NDArray[Any]") -> "NDArray[Any]":
+        """Return targets as a network learns them, float32, shape (records, 1)."""
+        import numpy as np  # noqa: PLC0415  (help is fast)
+
+        clipped = np.clip(targets.astype(np.float64), self.low, self.high)
+        low, high = self._ends
+        moved = np.log1p(clipped) if self.transform == "log1p" else clipped
+        scaled = (2 * (moved - low) / (high - low) - 1).clip(-1, 1)
+        return scaled.astype(np.float32)[:, None]
+
+    def decoded(self, scaled: "Tensor") -> "Tensor":
+        """Return numbers in the units of the target, in its range, float64."""
+        low, high = self._ends
+        moved = low + (scaled.double().clamp(-1, 1) + 1) / 2 * (high - low)
+        found = moved.expm1() if self.transform == "log1p" else moved
+        return found.clamp(self.low, self.high)
+
+    def examples(self) -> "tuple[Tensor, Tensor]":
+        """Return made-up outputs and targets."""
+        import torch  # noqa: PLC0415  (help is fast)
+
+        outputs = torch.randn(4, 1, generator=torch.Generator().manual_seed(0))
+        return outputs, torch.tensor([[-1.0], [-0.25], [0.5], [1.0]])
+
+    def answers(self, outputs: "Tensor") -> "Tensor":
+        """Return predicted numbers, in the units of the target."""
+        return self.decoded(self.scaled(outputs)).float()
+
+    def scaled(self, outputs: "Tensor") -> "Tensor":
+        """Return the targets that outputs predict, scaled to [-1, 1]."""
+        return outputs
+
+    def columns(self, answers: "NDArray[np.float32]") -> dict[str, Sequence[Any]]:
+        """Return predicted numbers; NaN if an output contains NaN."""
+        return {"predicted": [float(f"{number:.7g}") for number in answers[:, 0].tolist()]}
+
+    def results(
+        self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
+    ) -> Results:
+        """Compare predicted numbers with targets. One that is NaN is as wrong as possible."""
+        from dpmac_cli.tasks.estimates import Estimates  # noqa: PLC0415  (help is fast)
+
+        truth = self.decoded(targets)
+        guess = self.decoded(self.scaled(outputs))
+        worst = (truth - self.low > self.high - truth).double()
+        guess = (self.high - worst * self.width).where(guess.isnan(), guess)
+        return Estimates(
+            truth.numpy()[:, 0], guess.numpy()[:, 0], self, (self.low, self.high), owners
+        )
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        """Transformed ends of the range."""
+        if self.transform == "log1p":
+            return math.log1p(self.low), math.log1p(self.high)
+        return self.low, self.high
+
+
+@dataclass(frozen=True)
+class Counts(Regression):
+    """A count per record, from 0 to ``high``, whose mean has a log link: y is about high exp(z)."""
+
+    kind: ClassVar[str] = "counts"
+    of_record: ClassVar[str] = "one count"
+    losses: ClassVar[tuple[str, ...]] = ("poisson",)
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
+        *METRICS,
+        EvaluationMetric("deviance", "Poisson deviance", share=False, lower=True),
+    )
+    reported: ClassVar[tuple[str, ...]] = (*Regression.reported, "deviance")
+
+    @property
+    def _code(self) -> str:
+        return f"{self.high!r} * {{}}[:, 0].clamp(max=0).exp()"
+
+    def scaled(self, outputs: "Tensor") -> "Tensor":
+        """Return the targets that outputs predict, scaled to [-1, 1]."""
+        return 2 * outputs.double().clamp(max=0).exp() - 1

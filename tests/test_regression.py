@@ -1,0 +1,559 @@
+"""Numbers to predict: from a table to a report, its metrics, losses and covered errors."""
+
+import csv
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest, norm
+from sklearn import metrics as sklearn
+from torch import Tensor, nn
+from torch.nn.functional import huber_loss, mse_loss, poisson_nll_loss
+
+from dpmac_cli import ArrayData, from_dataframe, predict
+from dpmac_cli.accounting.events import Scores
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.schema import Source
+from dpmac_cli.data.table_schema import read_schema
+from dpmac_cli.data.units import Units, units_of
+from dpmac_cli.data.user_data import inspect
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.losses import HUBER, build_loss
+from dpmac_cli.dp.mechanism import GRID
+from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models.validation import check_model
+from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.release import run
+from dpmac_cli.tasks.known import METRICS, task_of
+from dpmac_cli.tasks.regression import Counts, Regression
+from dpmac_cli.tasks.task import number
+from dpmac_cli.training.covered import counts, release
+from dpmac_cli.training.evaluation import Evaluation
+from tests.helpers import load
+from tests.typed import dpmac
+
+SCHEMA = """
+label: {column: cost, range: [0, 10000], transform: log1p}
+columns:
+  age: {range: [0, 100]}
+  smoker: {categories: ["no", "yes"]}
+drop: [person]
+"""
+PERSONS = 120
+TASK = Regression(("cost",), 0.0, 10_000.0, "log1p")
+PLAIN = Regression(("y",), -5.0, 20.0)
+VISITS = Counts(("visits",), 0.0, 40.0)
+
+
+def rows(persons: int = PERSONS, seed: int = 0) -> list[dict[str, Any]]:
+    """Four years of each person; costs grow with age, and smokers have more than twice as much."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for person in range(persons):
+        age, smoker = rng.uniform(20, 90), rng.random() < 0.4
+        for year in range(4):
+            cost = math.exp(4 + 0.04 * (age + year) + smoker + 0.3 * rng.standard_normal())
+            words = {"person": person, "smoker": "yes" if smoker else "no"}
+            found.append({**words, "age": round(age + year, 1), "cost": round(cost, 2)})
+    return found
+
+
+def table(where: Path, records: list[dict[str, Any]], schema: str = SCHEMA) -> Path:
+    with (where / "care.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*records[0]])
+        writer.writeheader()
+        writer.writerows(records)
+    (where / "care.yaml").write_text(schema)
+    return where / "care.csv"
+
+
+def source(where: Path, **options: Any) -> Source:
+    return Source(where / "care.csv", schema=read_schema(where / "care.yaml"), **options)
+
+
+def refused(where: Path, label: str, cell: object = 100, **options: Any) -> str:
+    """What is said of a schema's label, and of a table whose second record has a target."""
+    records = rows(10)
+    records[1]["cost"] = cell
+    table(where, records, re.sub("label: .*", f"label: {label}", SCHEMA))
+    with pytest.raises(InputError) as caught:
+        inspect(source(where, **options))
+    return str(caught.value)
+
+
+def evaluated(
+    task: Regression, records: int = 60, *, units: Units | None = None, seed: int = 0
+) -> Evaluation:
+    """Random outputs for random targets; one output is not a number."""
+    draws = torch.Generator().manual_seed(seed)
+    targets = 2 * torch.rand(records, 1, generator=draws) - 1
+    outputs = targets + 0.7 * torch.randn(records, 1, generator=draws)
+    outputs[0] = math.nan
+    return Evaluation(0.0, outputs, targets, task, units)
+
+
+# What a person types, and what it prints.
+
+
+def test_a_number_is_predicted_in_its_own_units(tmp_path: Path) -> None:
+    file, folder = table(tmp_path, rows()), tmp_path / "run"
+    flags = f"--schema {tmp_path}/care.yaml --unit person --epsilon 8 --epochs 30 --seed 0"
+    done = dpmac("train", "--dataset", file, *flags.split(), "--out", folder)
+    assert done.exit_code == 0, done.output
+    (said,) = re.findall(r"\ntest MAE ([\d.,]+) on \d+ samples", done.stdout)
+    report = json.loads((folder / "report.json").read_text())
+    test, target = report["test"], report["target"]
+    assert number(test["mae"]) == said
+    assert target == {"name": "cost", "kind": "regression", "low": 0.0, "high": 10_000.0} | {
+        "transform": "log1p"
+    }
+    assert report["recipe"]["loss"] == "mse"
+    assert test["r2"] > 0.3
+    assert test["mae_interval"][0] < test["mae"] < test["mae_interval"][1]
+    assert "range of the target" in json.dumps(report["privacy"]["computed_from_records"])
+    shown = dpmac("eval", folder).stdout
+    assert f"MAE {said}" in shown
+    assert "R2" in shown
+    found = json.loads(dpmac("eval", folder, "--json", "--plot", tmp_path / "e.svg").stdout)
+    assert found["mae"] == test["mae"]
+    assert (tmp_path / "e.svg").stat().st_size > 1000
+    assert f"MAE {said}" in dpmac("runs", tmp_path).stdout
+    assert "Test MAE and epsilon" in _page(folder, tmp_path)
+
+
+def _page(folder: Path, where: Path) -> str:
+    assert dpmac("report", folder, "--html", where / "page.html").exit_code == 0
+    return (where / "page.html").read_text()
+
+
+def test_predictions_are_those_that_were_scored_and_those_of_the_card(tmp_path: Path) -> None:
+    file, folder = table(tmp_path, rows(40)), tmp_path / "run"
+    plan = resolve(
+        dataset=str(file), schema=str(tmp_path / "care.yaml"), no_dp=True, seed=0, out=folder
+    ).plan
+    run.finish(run.train(plan))
+    new = tmp_path / "new.csv"
+    new.write_text("age,smoker,id\n30,no,a\n80,yes,b\n1e9,yes,c\n")
+    done = dpmac("predict", folder, new, "--out", tmp_path / "p.csv")
+    assert done.exit_code == 0, done.output
+    written = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert [row["id"] for row in written] == ["a", "b", "c"]
+    found = predict(folder, new)
+    assert [float(row["predicted"]) for row in written] == pytest.approx(found.predicted)
+    assert found.predicted[0] < found.predicted[1] <= found.predicted[2] <= 10_000
+    card = (folder / "model-card.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code.replace("model.safetensors", f"{folder}/model.safetensors"), names)
+    inputs = torch.tensor([[30.0, 1, 0, 0], [80.0, 0, 1, 0], [100.0, 0, 1, 0]])
+    flags = 2 * inputs[:, 1:] - 1 if "[50.0, 0.0" not in card else inputs[:, 1:]
+    values = torch.cat([inputs[:, :1], flags], 1).view(3, 4, 1, 1)
+    assert names["predict"](values).tolist() == pytest.approx(found.predicted, rel=1e-4)
+    assert "| target | `cost`, one number from 0 to 10000 (log1p) |" in card
+
+
+def test_counts_have_a_log_link_and_their_deviance(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (800, 2))
+    y = rng.poisson(np.exp(1 + x[:, 0])).astype(float)
+    data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=40, target_kind="count")
+    plan = resolve(dataset=data, no_dp=True, seed=0, epochs=40, out=tmp_path / "run").plan
+    assert plan.recipe.loss.name == "poisson"
+    test = run.finish(run.train(plan)).report["test"]
+    assert test["deviance"] < 1.5
+    assert test["r2"] > 0.2
+
+
+@pytest.mark.parametrize("level", [0.1, 0.9])
+def test_a_quantile_has_as_many_records_below(tmp_path: Path, level: float) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (2000, 1))
+    y = 10 * x[:, 0] + 5 * rng.standard_normal(2000)
+    data = ArrayData(x, y, low=-1, high=1, target_low=-30, target_high=30)
+    settings: dict[str, Any] = {"loss": f"quantile:{level}", "no_dp": True, "epochs": 60}
+    plan = resolve(dataset=data, seed=0, model="linear", out=tmp_path / "run", **settings).plan
+    test = run.finish(run.train(plan)).report["test"]
+    assert test["at_or_below"] == pytest.approx(level, abs=0.06)
+
+
+def test_a_comparison_ranks_the_least_error_first(tmp_path: Path) -> None:
+    file = table(tmp_path, rows(40))
+    flags = f"--schema {tmp_path}/care.yaml --epochs 4 --sigma 1 --seeds 0,1,2"
+    study, optimizers = tmp_path / "study", ["--optimizers", "dp-adam,dp-sgd", "--lr", "0.02"]
+    said = dpmac("compare", "--dataset", file, *flags.split(), *optimizers, "--out", study)
+    assert said.exit_code == 0, said.output
+    found = json.loads((study / "compare.json").read_text())
+    assert found["metric"] == "mae"
+    best = min(found["rows"], key=lambda row: float(row["mean"]))
+    assert best["standing"] in ("best", "tied")
+    assert number(best["mean"]) in (study / "compare.md").read_text()
+
+
+# Targets.
+
+
+@pytest.mark.parametrize("task", [TASK, PLAIN])
+def test_targets_are_scaled_to_one_and_back(task: Regression) -> None:
+    values = np.linspace(task.low, task.high, 50)
+    scaled = task.encoded(values)
+    assert scaled.shape == (50, 1)
+    assert (scaled[0, 0], scaled[-1, 0]) == (-1, 1)
+    back = task.decoded(torch.from_numpy(scaled)).numpy()[:, 0]
+    np.testing.assert_allclose(back, values, rtol=1e-5, atol=1e-5 * task.width)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("task", [TASK, PLAIN, VISITS])
+def test_no_target_is_beyond_its_range_and_none_moves_another(task: Regression) -> None:
+    values = np.linspace(task.low, task.high, 20)
+    wild = np.append(values, [1e300, -1e300, task.high + 1])
+    scaled = task.encoded(wild)
+    assert scaled[20:, 0].tolist() == [1, -1, 1]
+    np.testing.assert_array_equal(scaled[:20], task.encoded(values))
+    outputs = torch.tensor([[1e30], [-1e30], [math.inf]])
+    answers = task.answers(outputs)
+    assert task.low <= float(answers.min()) <= float(answers.max()) <= task.high
+
+
+@pytest.mark.privacy
+def test_a_record_more_changes_neither_the_targets_nor_the_split_of_others(tmp_path: Path) -> None:
+    records = rows(30)
+    table(tmp_path, records)
+    before, facts = load(source(tmp_path)), inspect(source(tmp_path)).facts
+    for cost in ("1e9", "-5", "3"):
+        table(tmp_path, [*records, {"person": 1, "smoker": "yes", "age": 50, "cost": cost}])
+        found = inspect(source(tmp_path)).facts
+        assert found.task == facts.task
+        for (x, y), (was_x, was_y) in zip(load(source(tmp_path)), before, strict=True):
+            now = {(a.tobytes(), b.tobytes()) for a, b in zip(x, y, strict=True)}
+            assert now >= {(a.tobytes(), b.tobytes()) for a, b in zip(was_x, was_y, strict=True)}
+        assert found.train_size + found.test_size == facts.train_size + facts.test_size + 1
+
+
+def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
+    x, y = np.zeros((40, 1)), np.arange(40) / 100
+    data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=1)
+    found = resolve(dataset=data, batch_size=4).plan.data.found
+    assert found.signs.copies == 0
+
+
+def test_a_data_frame_and_arrays_give_the_same_targets(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    records = rows(20)
+    table(tmp_path, records)
+    frame = from_dataframe(pandas.DataFrame(records), tmp_path / "care.yaml")
+    of_frame = Source(frame.path, schema=frame.schema, in_memory=frame)
+    for (_, one), (_, other) in zip(load(of_frame), load(source(tmp_path)), strict=True):
+        np.testing.assert_array_equal(np.sort(one, 0), np.sort(other, 0))
+
+
+def test_a_file_of_arrays_declares_its_target(tmp_path: Path) -> None:
+    x, y = np.zeros((50, 2)), np.linspace(0, 99, 50)
+    declared: dict[str, Any] = {"target_low": 0, "target_high": 99, "target_transform": "log1p"}
+    np.savez(tmp_path / "a.npz", x=x, y=y, low=-1, high=1, **declared)
+    task = inspect(Source(tmp_path / "a.npz")).facts.task
+    assert task == Regression(("y",), 0.0, 99.0, "log1p")
+    assert task_of(task.facts) == task
+    assert task_of(VISITS.facts) == VISITS
+
+
+# Mistakes.
+
+LABEL = "{column: cost, range: [0, 10000]}"
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        ("{column: cost, range: [9, 3]}", "must be smaller than the second.*Swap them"),
+        ("{column: cost, range: [3, 3]}", "3 to 3, but the first number must be smaller"),
+        ("{column: cost, range: [3]}", r"needs two numbers.*such as \[0, 100\], not \['3'\]"),
+        ("{column: cost, range: 3}", r"needs two numbers.*such as \[0, 100\], not 3"),
+        ("{column: cost, range: [0, lots]}", "valid number"),
+        ("{column: cost, range: [0, nan]}", "finite number"),
+        ("{column: cost, range: [-2, 5], transform: log1p}", "needs a range above -1"),
+        ("{column: cost, range: [1, 5], kind: count}", "needs a range that begins at 0"),
+        ("{column: cost}", r"classes: \[no, yes\], or for numbers.*range: \[0, 100\]"),
+        ("{column: cost, classes: [a, b], range: [0, 1]}", "needs either the names of its classes"),
+        ("{column: cost, classes: [a]}", "at least two names"),
+        ("{column: cost, classes: [a, b], transform: log1p}", "are for numbers, not for classes"),
+        ("{column: cost, range: [0, 9], transform: log}", "'none' or 'log1p'"),
+    ],
+)
+def test_a_label_that_cannot_be_meant_is_explained(tmp_path: Path, label: str, said: str) -> None:
+    assert re.search(said, refused(tmp_path, label))
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("", "Record 2 has no value in cost"),
+        ("NaN", "Record 2 has no value in cost"),
+        ("cheap", "Record 2 has no number in cost"),
+        ("1,5", "Record 2 has no number in cost"),
+        ("inf", "Record 2 has no number in cost"),
+    ],
+)
+def test_a_target_that_is_no_number_is_named(tmp_path: Path, cell: str, said: str) -> None:
+    assert said in refused(tmp_path, LABEL, cell)
+    assert "--skip-bad" in refused(tmp_path, LABEL, cell)
+    assert inspect(source(tmp_path, skip_bad=True)).skipped == ("record 2",)
+
+
+def test_a_target_outside_its_range_is_refused_on_request(tmp_path: Path) -> None:
+    strict = "{column: cost, range: [0, 10000], outside: refuse}"
+    said = refused(tmp_path, strict, 10_001)
+    assert "Record 2 has a value outside the range of the schema in cost" in said
+
+
+def test_arrays_that_cannot_be_meant_are_explained() -> None:
+    x, y = np.zeros((40, 1)), np.linspace(0, 1, 40)
+
+    def said(y: Any = y, **declared: Any) -> str:
+        with pytest.raises(InputError) as caught:
+            resolve(dataset=ArrayData(x, y, low=-1, high=1, **declared), batch_size=4)
+        return str(caught.value)
+
+    both = {"target_low": 0, "target_high": 1}
+    assert "target_high is missing" in said(target_low=0)
+    assert "Swap them" in said(target_low=1, target_high=0)
+    assert "log1p needs a range above -1" in said(
+        **both | {"target_low": -1}, target_transform="log1p"
+    )
+    assert "contradict" in said(**both, classes=["a", "b"])
+    assert "one number per record" in said(np.zeros((40, 3)), **both)
+    assert "must be one number each" in said(target_low=[0, 1], target_high=[1, 2])
+    assert "NaN or infinite in 1 of 40 rows, such as row 3" in said(
+        [*y[:3], math.nan, *y[4:]], **both
+    )
+    assert "is not a number in 1 of 40 rows" in said([*y[:3], "x", *y[4:]], **both)
+    assert "target_low and target_high" in said()
+
+
+def test_settings_of_classes_do_not_fit_numbers() -> None:
+    x, y = np.zeros((40, 1)), np.linspace(0, 1, 40)
+    data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=1)
+
+    def said(**settings: Any) -> str:
+        with pytest.raises(InputError) as caught:
+            resolve(dataset=data, batch_size=4, **settings)
+        return str(caught.value)
+
+    assert "have one number each. Use mse or huber or quantile:Q" in said(loss="focal")
+    assert "have one number each. Use mae, rmse, r2" in said(metric="accuracy")
+    assert "are for classes" in said(label_smoothing=0.1)
+    assert "are for classes" in said(class_weights="1,2")
+    assert "cannot be released with --cover-scores. Use mae" in said(metric="r2", cover_scores=True)
+    assert "quantile:Q with Q between 0 and 1" in said(loss="quantile:1.5")
+    classes = ArrayData(x, np.arange(40) % 2, low=-1, high=1)
+    with pytest.raises(InputError, match=r"have one class each\. Use accuracy"):
+        resolve(dataset=classes, batch_size=4, metric="mae")
+    with pytest.raises(InputError, match=r"have one class each\. Use cross-entropy or focal"):
+        resolve(dataset=classes, batch_size=4, loss="mse")
+
+
+# Losses.
+
+LOSSES: dict[str, Any] = {
+    "mse": mse_loss,
+    "huber": lambda o, t, **k: huber_loss(o, t, delta=HUBER, **k) / HUBER,
+    "poisson": lambda o, t, **k: poisson_nll_loss(o, (t + 1) / 2, **k),
+    "quantile:0.9": lambda o, t, **_: torch.where(t > o, 0.9 * (t - o), 0.1 * (o - t)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_their_gradients_are_torchs(name: str) -> None:
+    draws = torch.Generator().manual_seed(0)
+    outputs = torch.randn(9, 1, generator=draws, dtype=torch.float64, requires_grad=True)
+    targets = 2 * torch.rand(9, 1, generator=draws) - 1
+    loss = build_loss(name)
+    expected = LOSSES[name](outputs, targets.double(), reduction="none")[:, 0]
+    torch.testing.assert_close(loss(outputs, targets), expected)
+    (found,) = torch.autograd.grad(loss(outputs, targets).sum(), outputs)
+    (wanted,) = torch.autograd.grad(expected.sum(), outputs)
+    torch.testing.assert_close(found, wanted)
+    assert torch.autograd.gradcheck(lambda o: loss(o, targets), outputs)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_per_sample_gradients_are_those_of_autograd(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    x, y = torch.randn(7, 5, dtype=torch.float64), (2 * torch.rand(7, 1) - 1)
+    layers, loss = find_layers(model, x), build_loss(name)
+    parts = []
+    for row in range(7):
+        one = loss(model(x[row : row + 1]), y[row : row + 1]).sum()
+        parts.append(
+            torch.cat([g.flatten() for g in torch.autograd.grad(one, [*model.parameters()])])
+        )
+    theta = flatten_parameters(layers)
+    total = torch.empty_like(theta)
+    gradients = ClippedSum(model, layers, loss=loss).gradients(x, y, ball=True)
+    weights = torch.rand(7, dtype=torch.float64)
+    for layer, form in gradients:
+        form.weighted_sum(weights, None, total[layer.start : layer.stop])
+    torch.testing.assert_close(total, weights @ torch.stack(parts))
+
+
+class UsesAWeightTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        again: Tensor = (x @ self.inner.weight.T).sum(1, keepdim=True)
+        hidden: Tensor = self.outer(self.inner(x).tanh())
+        return hidden + again
+
+
+@pytest.mark.privacy
+def test_a_network_with_one_output_is_validated_like_others() -> None:
+    with pytest.raises(ModelError, match="The gradient of layer inner from its calls is"):
+        check_model(UsesAWeightTwice(), (4, 1, 1), 1)
+
+
+# Metrics.
+
+
+@pytest.mark.parametrize("task", [TASK, PLAIN, VISITS])
+def test_metrics_are_scikit_learns(task: Regression) -> None:
+    result = evaluated(task)
+    truth = task.decoded(result.labels).numpy()[1:, 0]
+    guess = task.decoded(task.scaled(result.logits)).numpy()[1:, 0]
+    found = replace(result, logits=result.logits[1:], labels=result.labels[1:]).results.metrics()
+    assert found["mae"] == pytest.approx(sklearn.mean_absolute_error(truth, guess))
+    assert found["rmse"] == pytest.approx(sklearn.root_mean_squared_error(truth, guess))
+    assert found["r2"] == pytest.approx(sklearn.r2_score(truth, guess))
+    if task is VISITS:
+        wanted = sklearn.mean_poisson_deviance(truth, guess)
+        assert found["deviance"] == pytest.approx(wanted)
+    assert found.keys() == {metric.name for metric in task.metrics}
+
+
+@pytest.mark.parametrize("task", [TASK, PLAIN, VISITS])
+def test_an_output_that_is_no_number_is_as_wrong_as_possible(task: Regression) -> None:
+    result = evaluated(task)
+    truth = float(task.decoded(result.labels)[0, 0])
+    lost = replace(result, logits=result.logits[:1], labels=result.labels[:1])
+    wanted = max(truth - task.low, task.high - truth)
+    assert lost.metric("mae") == pytest.approx(wanted)
+    assert result.unanswered == 1
+
+
+def test_what_is_not_defined_is_nan() -> None:
+    same = Evaluation(0.0, torch.zeros(5, 1), torch.full((5, 1), 0.3), PLAIN)
+    assert math.isnan(same.metric("r2"))
+    assert all(math.isnan(end) for end in same.results.intervals({"r2": math.nan})["r2"])
+    alone = Evaluation(0.0, torch.zeros(4, 1), torch.rand(4, 1), PLAIN, units_of(np.zeros(4)))
+    assert math.isnan(alone.results.intervals({"mae": 1.0})["mae"][0])
+
+
+def test_intervals_are_by_unit_and_cover_the_truth() -> None:
+    """Ten copies of each record say no more than one."""
+    one = evaluated(PLAIN, 80)
+    ten = torch.arange(80).repeat_interleave(10)
+    many = Evaluation(0.0, one.logits[ten], one.labels[ten], PLAIN, units_of(ten.numpy()))
+    values = one.results.metrics()
+    ends, grouped = (part.results.intervals(values) for part in (one, many))
+    for name in ("mae", "rmse", "r2"):
+        widths = [found[name][1] - found[name][0] for found in (ends, grouped)]
+        assert widths[1] == pytest.approx(widths[0], rel=0.15), name
+    inside = 0
+    for seed in range(100):
+        found = evaluated(PLAIN, 60, seed=seed + 1)
+        low, high = found.results.intervals({"mae": found.metric("mae")})["mae"]
+        inside += low <= TRUE_MAE <= high
+    assert inside >= 88
+
+
+#: Mean error of :func:`evaluated`, from 10^6 records.
+TRUE_MAE = float(evaluated(PLAIN, 1_000_000).metric("mae"))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(812.345, "812.3"), (50_000.4, "50,000"), (0.012345, "0.01235"), (0.0, "0"), (None, "-")],
+)
+def test_numbers_have_four_digits(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_a_model_that_has_learned_nothing_is_remarked_on() -> None:
+    draws = torch.Generator().manual_seed(0)
+    targets = torch.randn(200, 1, generator=draws).clamp(-1, 1)
+    bad = Evaluation(0.0, torch.ones(200, 1), targets, PLAIN)
+    good = Evaluation(0.0, targets + 0.1, targets, PLAIN)
+    assert "is not below that of predicting the median" in bad.results.remark
+    assert not good.results.remark
+
+
+# Covered errors.
+
+#: Records of each unit.
+SIZES = (1, 2, 3, 7, 20, 1, 5)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("task", [TASK, PLAIN, VISITS])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_one_unit_moves_the_covered_error_by_at_most_one(task: Regression, grouped: bool) -> None:
+    """By brute force, over every unit; wild outputs and NaN are among them."""
+    owners = np.random.default_rng(1).permutation(np.repeat(np.arange(len(SIZES)), SIZES))
+    result = evaluated(task, len(owners))
+    result.logits[1:6] = torch.tensor([[1e30], [-1e30], [math.inf], [-math.inf], [math.nan]])
+    result.labels[1:6] = torch.tensor([[-1.0], [1.0], [-1.0], [1.0], [-1.0]])
+    if not grouped:
+        owners = np.arange(len(owners))
+
+    def total(kept: Any) -> Any:
+        units = units_of(owners[kept]) if grouped else None
+        some = replace(result, logits=result.logits[kept], labels=result.labels[kept])
+        cells = counts(some, units, by_class=False)
+        assert cells.min() >= 0
+        return cells.sum()
+
+    whole = total(np.ones(len(owners), bool))
+    moves = [abs(whole - total(owners != unit)) * GRID for unit in set(owners)]
+    assert max(moves) <= 1
+    assert max(moves) > 0.5
+
+
+@pytest.mark.privacy
+def test_the_noise_of_a_covered_error_has_the_promised_distribution() -> None:
+    result, sigma, size = evaluated(PLAIN, 400), 3.0, 400
+    noise = Noise(bytes(32), secure=True)
+    found = [release(result, None, Scores(sigma, 1), noise.at(step)) for step in range(1, 1501)]
+    deviation = found[0].noise
+    assert deviation == pytest.approx(sigma * PLAIN.width / size)
+    errors = np.array([score.score for score in found]) - result.metric("mae")
+    assert kstest(errors / deviation, norm.cdf).pvalue > 0.001
+    inside = [score.interval[0] <= result.metric("mae") <= score.interval[1] for score in found]
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
+    assert all(score.score_interval[0] <= score.interval[0] + 1e-9 for score in found)
+
+
+def test_a_covered_run_shows_its_error_and_nothing_else(tmp_path: Path) -> None:
+    file, folder = table(tmp_path, rows()), tmp_path / "run"
+    flags = f"--schema {tmp_path}/care.yaml --unit person --epsilon 8 --cover-scores --epochs 3"
+    done = dpmac("train", "--dataset", file, *flags.split(), "--out", folder)
+    assert done.exit_code == 0, done.output
+    assert "without the noise, MAE" in done.stdout
+    test = json.loads((folder / "report.json").read_text())["test"]
+    assert test["noise"] > 0
+    assert test["interval"][0] <= test["mae"] <= test["interval"][1]
+    assert [test[name] for name in ("loss", "rmse", "r2", "at_or_below")] == [None] * 4
+
+
+def test_the_better_of_two_errors_is_the_smaller() -> None:
+    assert METRICS["mae"].better(1.0) > METRICS["mae"].better(2.0)
+    assert METRICS["r2"].better(1.0) < METRICS["r2"].better(2.0)
