@@ -33,7 +33,7 @@ from dpmac_cli.models.build import build_network
 from dpmac_cli.models.registry import MODELS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import Batch, KeyedSampler
+from dpmac_cli.randomness.sampling import Indices, KeyedSampler
 from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import StepPlan
@@ -51,6 +51,8 @@ IMAGES = {
     "vit-timm": "cifar10",
     "vit-torchvision": "cifar10",
     "convnext-torchvision": "cifar10",
+    "lstm": "cifar10",
+    "gru": "cifar10",
 }
 #: Networks that only the two main optimizers and some of Opacus are timed on.
 DEEP = tuple(IMAGES)[2:]
@@ -111,6 +113,20 @@ class VisionTransformer(nn.Module):
         first = self.cls_token.expand(len(x), -1, -1)
         tokens = torch.cat([first, tokens], 1) + self.pos_embed
         logits: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
+        return logits
+
+
+class Recurrent(nn.Module):
+    """A classifier of sequences: 50 steps of 60 numbers, 128 wide."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], classes: int) -> None:
+        super().__init__()
+        self.recur, self.head = kind(60, 128, batch_first=True), nn.Linear(128, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits from the last output; an image is read as a sequence."""
+        outputs, _ = self.recur(x.flatten(1)[:, : 50 * 60].view(-1, 50, 60))
+        logits: Tensor = self.head(outputs[:, -1])
         return logits
 
 
@@ -237,6 +253,8 @@ class Size:
             return VisionTransformer(facts)
         if self.model == "vit-timm":
             return TimmTransformer(facts)
+        if self.model in ("lstm", "gru"):
+            return Recurrent(nn.LSTM if self.model == "lstm" else nn.GRU, facts.task.outputs)
         if self.model.endswith("torchvision"):
             return of_torchvision(self.model, facts.task.outputs)
         if self.width is None:
@@ -297,7 +315,7 @@ class FixedSize:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def draw(self, _: int) -> Batch:
+    def draw(self, _: int) -> Indices:
         """Return the records of a step."""
         return np.arange(self.size)
 

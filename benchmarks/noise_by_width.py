@@ -26,7 +26,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.algorithm import build_algorithm
-from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.randomness.keystream import make_keys
@@ -71,7 +71,7 @@ def expected_mean(trainer: Trainer, region: Ellipsoid) -> Tensor:
     """E[g-tilde] over the first records, were the region clipped to, shape (d,)."""
     data, out = trainer.data, torch.empty_like(trainer.state.theta)
     x = data.standardised(data.train.images[:RECORDS])
-    trainer._sums.clipped_sum.of(x, data.train.labels[:RECORDS], Metric(region), out)
+    trainer._sums.clipped_sum.of(x, data.train.labels[:RECORDS], RegionMetric(region), out)
     return out / RECORDS + (0 if region.is_ball else region.centre)
 
 

@@ -4,9 +4,10 @@
     python benchmarks/recipes.py scatter runs/recipes-scatter --seeds 0,1,2
 
 `cnn` changes one thing at a time in the paper's network on CIFAR-10; `scatter` puts each of the six
-optimizers on fixed features, and `longer` trains the best of them for longer. Each line is `dpmac
-compare` with the flags shown; finished runs are used as they are, so the study may take several
-sittings, and `benchmarks/study.py` packs it.
+optimizers on fixed features, and `longer` trains the best of them for longer. `batch` gives each of
+the six optimizers the batch that is best at each epsilon, on the networks of the paper. Each line
+is `dpmac compare` with the flags shown; finished runs are used as they are, so the study may take
+several sittings, and `benchmarks/study.py` packs it.
 """
 
 import argparse
@@ -18,11 +19,51 @@ from pathlib import Path
 from typing import Any
 
 EPSILON = "--epsilon 2.435"
-CNN = f"--dataset cifar10 {EPSILON} --optimizers dp-macadam --kappa tracked --phi paper"
+CNN = (
+    f"--dataset cifar10 --recipe paper {EPSILON} --optimizers dp-macadam --kappa tracked "
+    "--phi paper"
+)
 SCATTER = (
-    f"--dataset cifar10 --features scatter --model linear {EPSILON} --batch-size 8192 "
+    f"--dataset cifar10 --recipe paper --features scatter --model linear {EPSILON} "
+    "--batch-size 8192 "
     "--kappa paper --phi paper"
 )
+
+#: Learning rates that are tried with large batches, by optimizer.
+RATES = {
+    "dp-adam": "0.01,0.02,0.03",
+    "dp-macadam": "0.01,0.02,0.03",
+    "dp-adambc": "0.003,0.006,0.01",
+    "dp-macadambc": "0.003,0.006,0.01",
+    "dp-sgd": "1,3,6",
+    "adaclip": "0.3,1,3",
+}
+#: Those on CIFAR-10, where they differ.
+SMALLER = {
+    "dp-adam": "0.002,0.004,0.008",
+    "dp-macadam": "0.002,0.004,0.008",
+    "dp-adambc": "0.0005,0.001,0.002",
+    "dp-macadambc": "0.0005,0.001,0.002",
+}
+#: Dataset, epsilon and batch of the study of batches.
+CELLS = (
+    ("mnist", "2.3158", 7500),
+    ("mnist", "7.4793", 3750),
+    ("mnist", "0.785", 7500),
+    ("cifar10", "2.435", 1250),
+)
+
+
+def batch_lines() -> dict[str, str]:
+    """Return a line for each cell and optimizer of the study of batches."""
+    return {
+        f"{dataset} {epsilon} {optimizer}": f"--dataset {dataset} --epsilon {epsilon} "
+        f"--batch-size {batch} --optimizers {optimizer} "
+        f"--lr {rates if dataset == 'mnist' else SMALLER.get(optimizer, rates)}"
+        for dataset, epsilon, batch in CELLS
+        for optimizer, rates in RATES.items()
+    }
+
 
 #: What a study holds the same, and what each of its lines adds.
 STUDIES: dict[str, tuple[str, dict[str, str]]] = {
@@ -56,6 +97,7 @@ STUDIES: dict[str, tuple[str, dict[str, str]]] = {
             "adaclip": "--optimizers adaclip --lr 0.1,0.3,1",
         },
     ),
+    "batch": ("--recipe paper --epochs 5", batch_lines()),
     "longer": (
         SCATTER,
         {

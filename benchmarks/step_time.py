@@ -2,11 +2,13 @@
 
 All of them run in this one process, a few steps at a time in turn, so that whatever else the
 machine does hits them alike. A ratio is the median over the rounds of a contender's time over that
-of plain torch with Adam in the same round.
+of plain torch with Adam in the same round, with glibc's settings or with freed memory kept as
+``dpmac train`` keeps it, whichever is faster.
 
     python benchmarks/step_time.py --quick                  # the headline sizes
     python benchmarks/step_time.py --json docs/data/step_time.json
     python benchmarks/step_time.py --model wrn-16-4 resnet18 vit-tiny --json step_time_deep.json
+    python benchmarks/step_time.py --class-table --instructions avx2 --json step_time_avx2.json
 
 Our optimizers work on the data set's physical batch at a time, 32 images of CIFAR-10.
 """
@@ -30,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from contenders import (
     IMAGES,
+    KEEPING,
     PLAIN,
     Build,
     Size,
@@ -55,7 +58,25 @@ DEEP_SIZES = (
     *(Size("resnet18", batch) for batch in (32, 128)),
     *(Size(f"vit-{kind}", 64) for kind in ("tiny", "timm", "torchvision")),
     Size("convnext-torchvision", 64),
+    *(Size(kind, 64) for kind in ("lstm", "gru")),
 )
+#: Sizes of the table that docs/performance.md has for each class of processors, and the contenders
+#: that are left out where a size has many.
+CLASS_SIZES = (
+    *(Size("mlp", batch) for batch in (64, 256)),
+    Size("cnn", 512),
+    *(Size(model, 64) for model in ("lstm", "gru", "wrn-16-4", "vit-tiny")),
+    Size("resnet18", 32),
+)
+#: Environment variables that make every library leave out instructions of the processor.
+INSTRUCTIONS = {
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",
+    },
+}
 #: Seconds that a contender's turn should take at least, one step if a step takes longer.
 TURN = 0.25
 #: Seconds that it runs before: oneDNN compiles its kernels again for each size of a batch.
@@ -71,7 +92,8 @@ class Row:
         model, batch: see :class:`contenders.Size`. width: of the hidden layer, where not the
             paper's.
         optimizer: who. step_ms: median over the rounds; low_ms and high_ms its quartiles.
-        ratio: to plain torch with Adam; ratio_low and ratio_high its quartiles.
+        ratio: to the faster of plain torch with Adam, with and without kept memory; ratio_low and
+            ratio_high its quartiles.
         cpu_ms: CPU time of a step over all threads, median; cpu_ratio as ``ratio``.
         page_faults: minor page faults of a step, median.
         peak_mib: the most memory that its tensors took at a time, weights and state included
@@ -160,7 +182,7 @@ def measure(
     on_gpu = data.gain.is_cuda
     everybody = contenders(size, peers=peers, largest_gib=24 if on_gpu else 8, on_gpu=on_gpu)
     for name, build in everybody.items():
-        if names is not None and name != PLAIN and name not in names.split(","):
+        if names is not None and name not in (PLAIN, KEEPING, *names.split(",")):
             continue
         settings_of(name)
         try:
@@ -181,7 +203,9 @@ def measure(
             settings_of(name)
             step()  # memory settles
             taken[name].append(_run(step, turns[name], data))
-    return [_row(size, name, peaks[name], taken[name], taken[PLAIN]) for name in steps]
+    plain = [taken[name] for name in (PLAIN, KEEPING) if name in taken]
+    fastest = min(plain, key=lambda each: median(t.wall for t in each))
+    return [_row(size, name, peaks[name], taken[name], fastest) for name in steps]
 
 
 def _row(size: Size, name: str, peak: float, taken: list[Taken], plain: list[Taken]) -> Row:
@@ -233,6 +257,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Where the figures come from."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "forced": {name: os.environ[name] for name in INSTRUCTIONS["avx2"] if name in os.environ},
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -257,14 +283,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="turns of everybody (7)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    parser.add_argument(
+        "--class-table", action="store_true", help="a table of the page, all models"
+    )
+    parser.add_argument("--instructions", choices=INSTRUCTIONS, help="leave out the others")
     parser.add_argument("--warm", type=float, default=WARM, metavar="SECONDS", help="of each (3)")
     options = parser.parse_args()
+    forced = INSTRUCTIONS.get(options.instructions, {})
+    if any(os.environ.get(name) != value for name, value in forced.items()):
+        # Libraries read them when they are loaded.
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **forced})  # noqa: S606
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own messages
     warnings.filterwarnings("ignore", module="opacus")
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     device = torch.device(options.device)
-    models = options.model or ("mlp", "cnn")
     sizes = DEEP_SIZES + (HEADLINE if options.quick else HEADLINE + SWEEP)
+    models = options.model or ("mlp", "cnn")
+    if options.class_table:
+        sizes = CLASS_SIZES
+        models = options.model or tuple(dict.fromkeys(size.model for size in sizes))
     if options.batch:
         sizes = tuple(Size(model, options.batch) for model in models)
     rows: list[Row] = []

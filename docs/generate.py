@@ -15,14 +15,16 @@ from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import app
 from dpmac_cli.config import keywords
 from dpmac_cli.config.account_flags import FLAGS
-from dpmac_cli.config.defaults import EPSILON
+from dpmac_cli.config.best import EPSILON
+from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import Option, flag_name
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Settings
 from dpmac_cli.config.sources import EXCLUSIVE, INCOMPATIBLE
-from dpmac_cli.data.registry import DATASETS, STEPS_PER_EPOCH, Dataset
+from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import LEAST_CNN, Records, data_facts
+from dpmac_cli.data.splits import Records, data_facts
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 from dpmac_cli.tasks.classification import Classification
@@ -48,6 +50,10 @@ of `--config`, `batch_size=128` in [`resolve`](library.md#train). Flags win over
 is given as a flag alone, or as `true`. All settings are validated before anything is done, and all
 errors are reported at once. `dpmac compare` takes the same settings with several values each,
 except for those that [its section](commands.md#dpmac-compare) lists.
+"""
+PAPERS = """\
+With `--sigma` or `--recipe paper`, as in the paper. With `--epsilon`, see
+[the best recipe](#the-best-recipe).
 """
 KEYWORDS = '''\
 """Settings as keywords, for editors and type checkers. ``python docs/generate.py`` writes this."""
@@ -154,10 +160,6 @@ CHOICES = {
 }
 #: Settings whose defaults a data set brings, by the names of both.
 OF_DATA = ("model", "sigma", "batch_size", "epochs", "clip_norm", "h1", "h2", "physical_batch")
-#: Size of your own dataset, where it is large.
-MANY = 10**6
-#: What a rule says of them, in words.
-BY_RULE = {"sigma": f"for epsilon {EPSILON:g}", "batch_size": f"n/{STEPS_PER_EPOCH}"}
 
 
 def configuration() -> str:
@@ -170,8 +172,9 @@ def configuration() -> str:
             if setting.flag.group == panel
         ]
         parts += [f"## {panel}\n", table(("setting", "value", "default", "description"), rows)]
-    parts += ["## By data set\n", by_data_set(), samples_at_a_time()]
+    parts += ["## By data set\n", PAPERS, by_data_set(), samples_at_a_time()]
     parts += ["Learning rates:\n", learning_rates(), "## By optimizer\n", by_optimizer()]
+    parts += ["## The best recipe\n", by_best()]
     parts += ["## What does not go together\n", exclusions()]
     for title, known in CHOICES.items():
         named = [(f"`{name}`", said) for name, said in known.items()]
@@ -308,8 +311,8 @@ def by_data_set() -> str:
     return table(
         head,
         (
-            (name, *(of_data(facts, key) for key in OF_DATA), facts.augment)
-            for name, facts in _data_sets().items()
+            (f"`{name}`", *(shown(getattr(facts.defaults, key)) for key in OF_DATA), facts.augment)
+            for name, facts in DATASETS.items()
         ),
     )
 
@@ -324,26 +327,23 @@ def samples_at_a_time() -> str:
     )
 
 
-def of_data(facts: Dataset, name: str) -> str:
-    """A default that a data set brings."""
-    value = shown(getattr(facts.defaults, name))
-    return BY_RULE.get(name, value) if facts.train_size == MANY else value
-
-
 def _data_sets() -> dict[str, Dataset]:
     """Catalogue of datasets, and kinds of your own data."""
-    small = LEAST_CNN - 1
     return {
         **{f"`{name}`": facts for name, facts in DATASETS.items()},
-        f"your own images, {LEAST_CNN}x{LEAST_CNN} and more": _own((3, LEAST_CNN, LEAST_CNN)),
-        "your own images, smaller": _own((3, small, small)),
-        "your own rows of numbers": _own((9, 1, 1), levels=1),
+        "your own images, 500 of 32 x 32": _own(500, (3, 32, 32)),
+        "your own images, 50,000 of 28 x 28": _own(50_000, (1, 28, 28)),
+        "your own images, 50,000 of 64 x 64": _own(50_000, (3, 64, 64)),
+        **{
+            f"your own rows of numbers, {records:,}": _own(records, (9, 1, 1), levels=1)
+            for records in (100, 500, 3_000, 50_000)
+        },
     }
 
 
-def _own(shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
-    """Return facts of your own dataset with many records."""
-    labels, ends = np.zeros(MANY, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
+def _own(records: int, shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
+    """Return facts of your own dataset."""
+    labels, ends = np.zeros(records, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
     task = Classification(("a", "b"))
     return data_facts(Source(Path()), [Records(labels, labels)] * 2, shape, task, ends).facts
 
@@ -352,17 +352,29 @@ def learning_rates() -> str:
     """Of each optimizer on each data set."""
 
     def rate(optimizer: str, dataset: str) -> str:
-        if optimizer == "dp-adam" and dataset not in DATASETS:
-            return "by rule"
         chosen = OPTIMIZERS[optimizer]
         return shown(chosen.lr_on.get(dataset, chosen.lr))
 
-    rows = ((name, *(rate(o, name.strip("`")) for o in OPTIMIZERS)) for name in _data_sets())
-    return table(("", *(f"`{name}`" for name in OPTIMIZERS)), rows) + (
-        "\nYour own data and backbones are trained with `dp-adam`, `--ema 0.95`, epsilon "
-        f"{EPSILON:g} and, for your own data, delta 1e-5 or n^-1.1 if that is less. By rule: the "
-        "learning rate is 0.1/√d to one digit, at most 0.01, for records of d numbers (pixels "
-        "times channels, or columns), and 0.003 with `--features` or `--backbone`.\n"
+    rows = ((f"`{name}`", *(rate(o, name) for o in OPTIMIZERS)) for name in DATASETS)
+    return table(("", *(f"`{name}`" for name in OPTIMIZERS)), rows)
+
+
+def by_best() -> str:
+    """Values of the recipe best."""
+    names: tuple[SettingName, ...] = ("features", "model", "epochs", "lr", "ema")
+    rows = []
+    for name, facts in _data_sets().items():
+        dataset = name.strip("`") if name.strip("`") in DATASETS else "./own"
+        found = completed(Settings.model_validate({"dataset": dataset}), facts)
+        share = round(facts.train_size / found.batch_size)
+        cells = ["" if (value := getattr(found, n)) is None else shown(value) for n in names]
+        rows.append((name, *cells[:2], f"n/{share}", *cells[2:]))
+    head = ("", *(f"`--{flag_name(name)}`" for name in (*names[:2], "batch_size", *names[2:])))
+    return (
+        f"With `dp-adam` at epsilon {EPSILON:g}; other epsilons, numbers of records and networks "
+        "have other values, which a note before the first step names "
+        "([the rule](recipes.md#the-best-run-for-a-budget)). Delta is 1e-5; for your own data "
+        f"n^-1.1 if that is less.\n\n{table(head, rows)}"
     )
 
 
@@ -371,11 +383,11 @@ def by_optimizer() -> str:
     names = sorted(set().union(*(row.settings for row in OPTIMIZERS.values())))
     rows = []
     for optimizer, row in OPTIMIZERS.items():
-        hyper = resolve(dataset="mnist", optimizer=optimizer).plan.optimizer.hyper
+        hyper = resolve(dataset="mnist", optimizer=optimizer, recipe="paper").plan.optimizer.hyper
         cells = [shown(getattr(hyper, name)) if name in row.settings else "" for name in names]
         rows.append((f"`{optimizer}`", *cells))
     head = ("", *(f"`--{flag_name(name)}`" for name in names))
-    return f"Defaults on MNIST; an empty cell has no effect.\n\n{table(head, rows)}"
+    return f"Of the recipe `paper` on MNIST; an empty cell has no effect.\n\n{table(head, rows)}"
 
 
 def exclusions() -> str:
@@ -465,6 +477,39 @@ def keyword(setting: Option) -> str:
     return f"    {setting.name}: {kind} | None\n"
 
 
+def performance() -> str:
+    """Return the page of times with a table for each class of processors that was measured."""
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    begin, end = (f"<!-- step_time {word} -->\n" for word in ("begins", "ends"))
+    before, rest = text.split(begin)
+    found = [DOCS / "data" / f"step_time_{kind}.json" for kind in ("avx512", "avx2")]
+    tables = "".join(times(json.loads(file.read_text())) for file in found if file.exists())
+    return f"{before}{begin}{tables}{end}{rest.split(end)[1]}"
+
+
+def times(found: Mapping[str, Any]) -> str:
+    """Return the table of one class of processors."""
+    machine = found["machine"]
+    forced = ", ".join(f"`{name}={value}`" for name, value in machine["forced"].items())
+    said = f"{machine['device']}, {machine['instructions']}" + (f" by {forced}" if forced else "")
+    rows = [
+        (
+            row["model"],
+            str(row["batch"]),
+            row["optimizer"],
+            f"{row['step_ms']:.1f}",
+            f"{row['ratio']:.2f} ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})",
+            f"{row['cpu_ratio']:.2f}",
+            f"{row['peak_mib']:.0f}",
+            f"{row['page_faults']:,.0f}",
+        )
+        for row in found["rows"]
+    ]
+    heads = ("network", "batch", "optimizer", "step, ms", "times plain", "by CPU time")
+    made = table((*heads, "peak, MiB", "page faults a step"), rows)
+    return f"{said}; {machine['threads']} threads, torch {machine['torch']}:\n\n{made}\n"
+
+
 #: Pages by name, and what makes them.
 PAGES = {
     "configuration.md": configuration,
@@ -472,6 +517,7 @@ PAGES = {
     "report.md": report,
     "api.md": api,
     "silent-failures.md": silent,
+    "performance.md": performance,
 }
 
 if __name__ == "__main__":

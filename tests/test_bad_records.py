@@ -798,7 +798,7 @@ def test_text_of_parquet_that_is_not_utf8_is_left_out(tmp_path: Path) -> None:
         parquet.write_table(pa.concat_tables([plain, added]), tmp_path / "t.parquet")
         source = Source(tmp_path / "t.parquet", schema=SCHEMA, unit="unit", skip_bad=True)
         found.append(seen(source))
-        user_data._reader.cache_clear()
+        user_data._READERS.clear()
     assert found[0][1] == found[1][1]
     assert [len(facts.skipped) for facts, _ in found] == [1, 1]
 

@@ -87,7 +87,7 @@ def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finis
 def test_the_code_block_of_every_network_computes_what_the_network_does(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, dataset: str
 ) -> None:
-    config = resolve({"dataset": dataset, "model": model}).plan
+    config = resolve({"dataset": dataset, "model": model, "sigma": 6}).plan
     torch.manual_seed(0)
     data = load_data("digits", tmp_path, CPU)
     network = build_model(BuiltIn(model), config.data.facts.signature, seed=1).eval()

@@ -1,7 +1,9 @@
 """Settings from flags and YAML: who wins, what is refused, and what is written back."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -13,10 +15,11 @@ from PIL import Image
 from pydantic import Field
 
 from dpmac_cli.cli.options import parameter
+from dpmac_cli.config import resolve as resolving
 from dpmac_cli.config.fields import Flag, Option, flag_name, options
 from dpmac_cli.config.flags import near_setting
 from dpmac_cli.config.plan import RunPlan, TrainPlan
-from dpmac_cli.config.resolve import Resolved, change, resolve
+from dpmac_cli.config.resolve import Resolved, change
 from dpmac_cli.config.settings import RECIPE, Complete, Count, Settings
 from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.config.yaml_file import to_yaml
@@ -86,6 +89,7 @@ VALUES: Mapping[str, Any] = {
     "cover_scores": True,
     "score_every": 2,
     "lr_schedule": "cosine",
+    "recipe": "best",
     "warmup_steps": 3,
     "weight_decay": 0.01,
     "ema": 0.99,
@@ -146,8 +150,7 @@ _FIELDS = {
     "canaries": "privacy.audit.canaries",
     "guesses": "privacy.audit.guesses",
     "optimizer": "optimizer.name",
-    **{name: f"optimizer.hyper.{name}" for name in ("lr", "clip_norm", "beta1", "beta2", "gamma")},
-    **{name: f"optimizer.hyper.{name}" for name in ("gamma_prime", "h1", "h2", "kappa", "phi")},
+    **{part.name: f"optimizer.hyper.{part.name}" for part in fields(Hyperparameters)},
     "records_per_unit": "recipe.records",
     "lr_schedule": "recipe.schedule",
     "warmup_steps": "recipe.warmup",
@@ -157,7 +160,7 @@ _FIELDS = {
     "augment": "recipe.augment",
     "loss": "recipe.loss.name",
     "label_smoothing": "recipe.loss.smoothing",
-    **{name: f"run.{name}" for name in ("device", "seed", "secure", "physical_batch", "metric")},
+    **{part.name: f"run.{part.name}" for part in fields(RunPlan) if part.name in SETTINGS},
     "out": "run.folder.path",
     "force": "run.folder.force",
 }
@@ -166,6 +169,7 @@ UNPLANNED = ("json", "quiet", "debug", "epsilon")
 #: The value of each other setting as it was typed, read off a plan.
 PLANNED: Mapping[str, Callable[[Any], Any]] = {
     **{name: attrgetter(field) for name, field in _FIELDS.items()},
+    "recipe": lambda plan: plan.recorded["recipe"],
     "pretrained": lambda plan: str(plan.network.pretrained),
     "channels": lambda plan: str(plan.data.source.channels),
     "classes": lambda plan: ",".join(plan.data.source.classes),
@@ -178,6 +182,19 @@ PLANNED: Mapping[str, Callable[[Any], Any]] = {
     "score_every": lambda plan: plan.privacy.scores.every / plan.privacy.steps_per_epoch,
     "checkpoint_every": lambda plan: str(plan.run.checkpoints.steps),
 }
+
+
+def resolve(
+    flags: Mapping[str, Any] | None = None, file: Path | None = None, **keywords: Any
+) -> Resolved:
+    """Resolve settings, with the noise of the paper if a file names none: its plan is cheap."""
+    given = {**(flags or {}), **keywords}
+    body = "" if file is None or not file.is_file() else file.read_bytes().decode(errors="ignore")
+    if not given.keys() & {"recipe", "epsilon", "sigma"} and not re.search(
+        r"^(recipe|epsilon)\b", body, re.MULTILINE
+    ):
+        given = {"recipe": "paper", **given}
+    return resolving.resolve(given, file)
 
 
 @pytest.fixture

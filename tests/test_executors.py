@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -559,3 +560,21 @@ def test_a_run_takes_a_gpu_where_it_is_to_run_on_one() -> None:
     assert resource("auto", {"CPU": 4.0}) == "CPU"
     with pytest.raises(InputError, match="has no GPU"):
         resource("cuda", {"CPU": 4.0})
+
+
+def test_jobs_on_slurm_are_looked_at_often_and_those_of_other_programs_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from submitit.slurm.slurm import SlurmJob  # noqa: PLC0415
+
+    from dpmac_cli.studies import slurm  # noqa: PLC0415
+
+    jobs = [SlurmJob(tmp_path, f"7_{number}") for number in range(2)]
+    submitter = SimpleNamespace(map_array=lambda *_: jobs)
+    monkeypatch.setattr(slurm.Array, "submitter", lambda _: submitter)
+    runs = grid_in(tmp_path).runs
+    assert slurm.Array(runs, None, tmp_path, {"time": "60"})._submit(runs) == jobs
+    for job in jobs:
+        assert job.watcher._delay_s == 30
+        assert job.job_id in job.watcher._registered
+    assert SlurmJob.watcher._delay_s == 600

@@ -537,7 +537,7 @@ def test_a_study_tells_files_of_weights_apart_by_their_contents(public: Path, ne
 
 
 def test_runs_without_any_of_it_keep_their_names() -> None:
-    config = resolve({"dataset": "digits"}).plan
+    config = resolve({"dataset": "digits", "sigma": 6}).plan
     settings = {"features", "backbone", "backbone-size", "pretrained", "train"}
     assert not settings & config.recorded.keys()
 

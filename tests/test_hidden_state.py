@@ -2,6 +2,7 @@
 
 import functools
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -193,8 +194,14 @@ def test_what_remembers_results_is_neither_traced_nor_copied() -> None:
         check_model(net, SHAPE, CLASSES, isolated=True)
 
 
+OUTSIDE = nn.Parameter(torch.zeros(1))
+
+
 @pytest.mark.privacy
-@pytest.mark.parametrize("hidden", [random.Random(0), iter([]), functools.partial(next, iter([]))])
+@pytest.mark.parametrize(
+    "hidden",
+    [random.Random(0), iter([]), functools.partial(next, iter([])), weakref.ref(OUTSIDE)],
+)
 def test_state_in_c_is_not_trusted(hidden: object) -> None:
     net = Calling(torch.relu)
     net.hidden = hidden  # type: ignore[assignment]

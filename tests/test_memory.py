@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball
 from dpmac_cli.errors import RunError
 from dpmac_cli.training.loop import fit
@@ -128,11 +128,11 @@ def peak_with_views(views: int) -> int:
     )
     layers = find_layers(model)
     theta = flatten_parameters(layers)
-    clipped_sum = ClippedSum(model, layers, 16, views=views)
+    clipped_sum = ClippedChunkSum(model, layers, 16, views=views)
     x = torch.randn(16, views, 1, 8, 8) if views > 1 else torch.randn(16, 1, 8, 8)
     y = torch.zeros(x.shape[:2] if views > 1 else 16, dtype=torch.long)
     out, metric = torch.empty_like(theta), ball(1.0, theta)
-    return peak_bytes(lambda: clipped_sum.of(x, y, Metric(metric), out))
+    return peak_bytes(lambda: clipped_sum.of(x, y, RegionMetric(metric), out))
 
 
 def test_views_cost_activations_but_no_gradients_of_their_own() -> None:
@@ -161,7 +161,7 @@ def too_many(
     """
     whole, tried, sizes = trainer._sums.clipped_sum.of, itertools.count(), []
 
-    def of(x: Tensor, y: Tensor, metric: Metric, out: Tensor, samples: int) -> None:
+    def of(x: Tensor, y: Tensor, metric: RegionMetric, out: Tensor, samples: int) -> None:
         whole(x, y, metric, out, samples)
         if samples > most(next(tried)):
             out.fill_(torch.nan)

@@ -108,7 +108,7 @@ def test_every_bit_of_a_key_matters() -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("seed", [5, None])
 def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: str) -> None:
-    config = resolve({"dataset": "digits", "seed": seed, "sampler": sampler}).plan
+    config = resolve({"dataset": "digits", "sigma": 6, "seed": seed, "sampler": sampler}).plan
     trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
     keys, random = trainer.state.keys, trainer.randomness
     assert len(set(by_name(keys).values())) == len(STREAMS)

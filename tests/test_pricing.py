@@ -158,7 +158,7 @@ def test_every_fault_of_a_question_is_named_at_once(refused: Refused) -> None:
 def test_a_data_set_fills_in_what_is_not_given() -> None:
     whole = "--dataset-size 60000 --batch-size 256 --sigma 1 --epochs 5"
     assert ask(typed("--sigma 1")) == ask(typed(whole))
-    digits = ask(typed("--dataset digits --epsilon 2,3 --batch-size 9"))
+    digits = ask(typed("--dataset digits --recipe paper --epsilon 2,3 --batch-size 9"))
     assert (digits.dataset_size, digits.batch_size, digits.lengths) == (1437, 9, [("epochs", 20)])
     assert (digits.solve, digits.epsilon, digits.sigma) == ("sigma", (2.0, 3.0), None)
 

@@ -386,7 +386,7 @@ def test_a_gpu_processes_more_samples_at_a_time_unless_told_otherwise() -> None:
     """The settings of a run that left it open leave it open, too, on whatever device it goes on."""
 
     def sizes(**flags: Any) -> tuple[int, int]:
-        plan = resolve({"dataset": "cifar10", **flags}).plan
+        plan = resolve({"dataset": "cifar10", "sigma": 1, **flags}).plan
         again = change(plan.recorded, {}).plan
         assert again.recorded == plan.recorded
         assert (again.run.physical_batch, again.run.gpu_batch) == (
@@ -415,7 +415,8 @@ def test_views_take_their_share_of_the_physical_batch() -> None:
 
 def test_a_network_of_many_weights_works_on_more_small_images_at_a_time() -> None:
     for model, samples in {"cnn": 32, "wrn-16-4": 32, "resnet18": 128, "mlp": 1024}.items():
-        assert resolve({"dataset": "cifar10", "model": model}).plan.run.physical_batch == samples
+        plan = resolve({"dataset": "cifar10", "model": model, "sigma": 1}).plan
+        assert plan.run.physical_batch == samples
     assert MODELS["resnet18"].samples_at_a_time(224 * 224) < 32
     behind = resolve({"dataset": "cifar10", "backbone": "efficientnet-lite0", "model": "cnn"})
     assert behind.plan.run.physical_batch == 1024

@@ -315,6 +315,6 @@ def test_report_card_and_account_agree(tmp_path: Path) -> None:
 def test_the_report_counts_every_part_of_a_run() -> None:
     earlier, event = TrainingEvent(0.1, 2.0, 7), TrainingEvent(0.1, 1.5, 3)
     spent = Spent((earlier,), event, base=0, begun=3, seeded=False, secure=False)
-    plan = resolve({"dataset": "digits"}).plan
+    plan = resolve({"dataset": "digits", "sigma": 6}).plan
     assert privacy(plan, spent)["risk"] == assess_risk((earlier, event), 1437).values()
     assert privacy(resolve({"dataset": "digits", "no_dp": True}).plan, spent)["risk"] is None

@@ -35,7 +35,7 @@ def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     config = resolve({"device": "cpu", "data_dir": str(real_data_dir)}, file).plan
     assert config.data.dataset in file.stem
     text = file.read_text()
-    assert f"dpmac train --config sample_configs/{file.name}" in text
+    assert f"dpmac train --recipe {file.stem}" in text
     flags = {"device": "cpu", "data_dir": str(real_data_dir), "steps": "2", "quiet": True}
     if config.recipe.augmented:  # or a step would take minutes
         flags |= {"batch_size": "16"}
@@ -51,7 +51,7 @@ def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
 )
 def test_a_shipped_study_is_what_it_says(name: str, runs: int) -> None:
     [file] = [file for file in STUDIES if file.stem == name]
-    assert f"dpmac compare --config sample_configs/{file.name}" in file.read_text()
+    assert f"dpmac compare --recipe {file.stem}" in file.read_text()
     study = plan({}, file, Path("runs"))
     assert len(study.runs) == runs
     assert {run.plan.data.dataset for run in study.runs} == {

@@ -29,6 +29,33 @@ def test_a_contender_that_is_slower_than_its_warm_up_is_timed(tmp_path: Path) ->
     )
     assert run.returncode == 0, run.stderr
     rows = json.loads(file.read_text())["rows"]
-    assert [row["optimizer"] for row in rows] == ["plain-adam", "dp-adam"]
+    plain = ["plain-adam", "plain-adam, memory kept"]
+    assert [row["optimizer"] for row in rows] == [*plain, "dp-adam"]
     assert all(row["step_ms"] > 0 for row in rows)
-    assert rows[0]["ratio"] == 1
+    assert 1 in {row["ratio"] for row in rows[:2]}, "ratios are to the fastest of plain torch"
+
+
+SLOWER = """
+import regression
+from contenders import Size
+regression.STEPS, regression.SCATTER = 1, {scatter}
+regression.LIMITS = {{Size("mlp", 8): {{"dp-adam": {limit}}}}}
+regression.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "scatter", "code"), [(1e-6, 1e6, 1), (1e6, 1e6, 0), (1e-6, -1.0, 0)]
+)
+def test_a_step_that_became_slower_is_reported(limit: float, scatter: float, code: int) -> None:
+    """Unless times scatter too much to say."""
+    program = SLOWER.format(limit=limit, scatter=scatter)
+    run = subprocess.run(
+        [sys.executable, "-c", program, "--rounds", "2", "--warm", "1"],
+        cwd=BENCHMARKS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == code, run.stderr
+    assert ("skipped" in run.stdout) == (scatter < 0)

@@ -73,6 +73,18 @@ def test_padding_changes_no_bit(tiny: TextEncoder) -> None:
     assert torch.equal(features(longer)(inputs("encoder", short, 60))[:, :WIDTH], rows)
 
 
+def test_vectors_do_not_depend_on_the_number_of_threads(tiny: TextEncoder) -> None:
+    network, x, before = features(tiny), inputs("encoder", TEXTS), torch.get_num_threads()
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(network(x))
+        assert torch.get_num_threads() == count
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 @pytest.mark.privacy
 def test_masked_padding_has_no_influence(tiny: TextEncoder) -> None:
     """As on a GPU, where all texts have one shape."""

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shlex
 import shutil
 import stat
 from pathlib import Path
@@ -14,6 +15,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import torch
+import yaml
 from numpy.typing import NDArray
 from pyarrow import parquet
 from torch import Tensor
@@ -414,6 +416,36 @@ def test_limits_that_the_encoder_does_not_support_are_named() -> None:
     assert "--train" in refused(train="lora")
 
 
+GUIDE = (Path(__file__).parents[1] / "docs" / "own-texts.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_of_the_guide_lead_from_a_table_to_a_card() -> None:
+    (typed,) = re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
+    (schema,) = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
+    for name, count in ("notes.csv", 150), ("new.csv", 9):
+        with Path(name).open("w", newline="") as file:
+            write = csv.writer(file)
+            write.writerow(["note", "age", "patient", "outcome"])
+            for row, (text, kind) in enumerate(notes(count)):
+                write.writerow([text, 20 + row % 60, row // 3, CLASSES[kind]])
+    commands = [line for line in typed.splitlines() if line]
+    assert [line.split()[1] for line in commands] == ["schema", "train", "card", "predict"]
+    for line in commands:
+        words, _, file_name = line.replace("minilm", "./encoder").partition(" > ")
+        result = dpmac(*shlex.split(words)[1:])
+        assert result.exit_code == 0, result.output
+        if file_name:
+            draft = yaml.safe_load(result.stdout)
+            filled = yaml.safe_load(schema.replace("text: 128", "text: 32"))
+            assert draft["columns"].keys() == filled["columns"].keys()
+            assert draft["columns"]["note"] == {"text": 128}
+            Path("schema.yaml").write_text(yaml.safe_dump(filled, sort_keys=False))
+        if line.split()[1] == "card":
+            assert "given by `patient`" in result.stdout
+    with Path("predictions.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 9
+
+
 #: Phrases that occur in no other place.
 CANARIES = ("Zebraquark Mondlicht", "xylophonist 8461 Brückenpfeiler", "=HYPERLINK(0)")
 
@@ -494,15 +526,16 @@ def test_no_text_is_in_anything_that_is_written_or_said(
         (folder / f"{number}.txt").write_bytes(phrase.encode() + b"\xff" * (number == 0))
     (Path("folder/ward")).mkdir()
     said += dpmac("train", "--dataset", "folder", "--backbone", "./encoder").output
-    given = ArrayData([*CANARIES, None], [0, 1, 0, 1])
+    spoilt: Any = [*CANARIES, None]
+    given = ArrayData(spoilt, [0, 1, 0, 1])
     said += refused(given, tokens=16) + refused(given, backbone=None)
     with pytest.raises(InputError) as caught:
-        predict("run", [*CANARIES, None])
+        predict("run", spoilt)
     said += str(caught.value) + "".join(capfd.readouterr())
     tokenizer = read_encoder("encoder").tokenizer
     forms = [form.encode() for phrase in CANARIES for form in variants(phrase)]
-    for number in tokenizer.tokens(CANARIES, 16):
-        ids = np.array(number[1:8])
+    for tokens_of_one in tokenizer.tokens(CANARIES, 16):
+        ids = np.array(tokens_of_one[1:8])
         forms += [ids.astype(kind).tobytes() for kind in ("<i4", "<i8", "<f4", "<f8")]
         forms.append((ids / tokenizer.scale).astype("<f4").tobytes())
     given_files = {"notes.csv", "new.csv", "bad.csv", "folder"}
@@ -516,6 +549,6 @@ def test_no_text_is_in_anything_that_is_written_or_said(
 
 def variants(phrase: str) -> set[str]:
     """A phrase and its words, as they may be written."""
-    words = set(re.findall(r"\w{6,}", phrase)) | {phrase}
+    words = {phrase, *re.findall(r"\w{6,}", phrase)}
     lower = {word.lower() for word in words}
     return {form for word in words | lower for form in (word, json.dumps(word)[1:-1], word[::-1])}

@@ -44,13 +44,16 @@ def test_the_wheel_of_the_source_distribution_trains(tmp_path: Path) -> None:
         packed = {name for name in archive.namelist() if name.startswith("dpmac_cli/")}
         archive.extractall(tmp_path / "installed")
     ours = (ROOT / "dpmac_cli").rglob("*")
-    kinds = {".py", ".pyi", ".toml", ".jinja"}
+    kinds = {".py", ".pyi", ".toml", ".jinja", ".yaml"}
     wanted = {str(path.relative_to(ROOT)) for path in ours if path.suffix in kinds}
     assert packed == {*wanted, "dpmac_cli/py.typed"}
+    (tmp_path / "empty").mkdir()
     where = {"PYTHONPATH": str(tmp_path / "installed"), "PYTHONSAFEPATH": "1"}
     named = run("-c", "import dpmac_cli; print(dpmac_cli.__file__)", folder=tmp_path, **where)
     assert named.startswith(str(tmp_path / "installed"))
-    given = ("--dataset", "digits", "--sigma", "6", "--steps", "3", "--out", "run")
+    listed = run("-m", "dpmac_cli", "recipes", folder=tmp_path / "empty", **where)
+    assert "dpmac train --recipe mnist-scatter" in listed
+    given = ("--recipe", "digits", "--sigma", "6", "--steps", "3", "--out", "run")
     assert "privacy epsilon" in run("-m", "dpmac_cli", "train", *given, folder=tmp_path, **where)
     assert "<svg" in _page(tmp_path, where)
 

@@ -7,10 +7,11 @@ under add-or-remove-one adjacency. So at deltas that are too small for the float
 on first use.
 """
 
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -153,16 +154,27 @@ def _by_rdp(parts: Sequence[TrainingEvent], delta: float) -> float:
     from dp_accounting import GaussianDpEvent  # noqa: PLC0415  (a second to load)
     from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415  (a second to load)
 
-    # It leaves out the orders at which a series does not converge, with a warning each time.
-    logging.getLogger("absl").setLevel(logging.ERROR)
     by_rdp = rdp_privacy_accountant.RdpAccountant()
-    for event in parts:
-        by_rdp.compose(event.dp_event())
-    # One more Gaussian mechanism covers rounding: its divergence is ROUNDING per composition, times
-    # the order. Without it a divergence too small for float64 would cost nothing.
-    rounding = ROUNDING * sum(event.compositions for event in parts)
-    by_rdp.compose(GaussianDpEvent(math.sqrt(0.5 / rounding)))
-    return float(by_rdp.get_epsilon(delta))
+    # It leaves out the orders at which a series does not converge, with a warning each time.
+    with _only_errors(logging.getLogger("absl")):
+        for event in parts:
+            by_rdp.compose(event.dp_event())
+        # One more Gaussian mechanism covers rounding: its divergence is ROUNDING per composition,
+        # times the order. Without it a divergence too small for float64 would cost nothing.
+        rounding = ROUNDING * sum(event.compositions for event in parts)
+        by_rdp.compose(GaussianDpEvent(math.sqrt(0.5 / rounding)))
+        return float(by_rdp.get_epsilon(delta))
+
+
+@contextlib.contextmanager
+def _only_errors(logger: logging.Logger) -> Iterator[None]:
+    """Log no warnings, and restore the level of the logger afterwards."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def check_noise(events: Sequence[TrainingEvent]) -> None:

@@ -114,7 +114,7 @@ def _added(one: Float64Array, other: Float64Array) -> Float64Array:
     return total
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def likelihood_ratios(steps: int, noise_multiplier: float) -> Ratios:
     """Return the likelihood ratio of an epoch of t = ``steps`` >= 2, at sigma >= LEAST_NOISE."""
     sigma, t = noise_multiplier, steps

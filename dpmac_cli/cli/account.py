@@ -81,18 +81,21 @@ def account(run: Path | None, **given: Any) -> None:
     }
     errors = [*(fault for fault, is_so in faults.items() if is_so), *faults_of_picture(shown.plot)]
     rows: list[Row] = []
+    said: tuple[str, ...] = ()
     costs = out_of_reach = None
     with console.waiting(shown.json, "privacy cost"):
         if run is not None:
             rows, *costs = recount(run, flags, errors)
         else:
+            questions = account_flags.asked(flags, errors)
+            said = tuple(dict.fromkeys(note for one in questions for note in one.said))
             try:
-                rows.extend(account_flags.answer(account_flags.ask(flags, errors)))
+                rows.extend(account_flags.answer(*questions))
             except BudgetError as failure:
                 if not rows:
                     raise
                 out_of_reach = failure
-        notes = [*account_flags.account_notes(rows, accountant)]
+        notes = [*said, *account_flags.account_notes(rows, accountant)]
         if shown.risk:
             for number, row in enumerate(rows):
                 found = assess_risk(row.events, row.dataset_size or 1, row.unit)

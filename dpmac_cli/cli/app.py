@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperCommand
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, compare, data_commands, evaluate, runs, train
+from dpmac_cli.cli import account, compare, data_commands, evaluate, recipes, runs, train
 from dpmac_cli.cli.failures import reports_failures
 from dpmac_cli.config.fields import options
 from dpmac_cli.config.flags import other_names
@@ -45,6 +45,7 @@ for _name, _function in (
     ("predict", evaluate.predict),
     ("card", evaluate.card),
     ("report", evaluate.report),
+    ("recipes", recipes.recipes),
     ("runs", runs.runs),
     ("schema", data_commands.schema),
     ("cache", data_commands.cache),

@@ -1,12 +1,13 @@
 """Display of training runs and evaluations."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -36,6 +37,32 @@ def epsilon_or_dots(epsilon: float | None) -> str:
     return "..." if epsilon is None else statements.format_epsilon(epsilon)
 
 
+class InStep(ProgressColumn):
+    """Seconds since the last step ended, once they are more than one, and those of that step.
+
+    Only time is shown: how much of a batch is done would reveal its size, which is private.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step, self._began, self._usual = 0, time.perf_counter(), 0.0
+
+    def ended(self, step: int) -> None:
+        """Note that a step has ended."""
+        now = time.perf_counter()
+        if step > self._step:
+            self._usual = (now - self._began) / (step - self._step)
+        self._step, self._began = step, now
+
+    def render(self, task: Task) -> Text:
+        """Return the seconds, or nothing in a short step."""
+        seconds = time.perf_counter() - self._began
+        if seconds < 1 or task.finished:
+            return Text("")
+        usual = f" of about {self._usual:.0f}" if self._usual >= 1 else ""
+        return Text(f"this step {seconds:.0f}{usual} s", style="dim")
+
+
 class RunDisplay:
     """One line per evaluation and, on a terminal, a live bar of steps."""
 
@@ -50,7 +77,9 @@ class RunDisplay:
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[epsilon]}", style="bold"),
             TextColumn("{task.fields[accuracy]}", style="bold"),
+            in_step := InStep(),
         ]
+        self._in_step = in_step
         self._bar = bar(*columns, console=console, expand=True)
 
     def show(self, event: RunEvent) -> None:
@@ -92,6 +121,7 @@ class RunDisplay:
             note = f"note: epsilon will be {epsilon_or_dots(event.planned)}. {ABOVE}"
             self.console.print(Text(note, ATTENTION))
         step = event.event.step
+        self._in_step.ended(step)
         # An upper bound: between points of the schedule, show the next point's epsilon.
         spent = f"ε ≤ {epsilon_or_dots(event.epsilon)} of {epsilon_or_dots(event.planned)}"
         self._bar.update(

@@ -19,12 +19,16 @@ from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import ALIASES, LEAST_NOISE, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, accountant_note, price
 from dpmac_cli.config.checks import delta_note, misfits
+from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, unknown, valid_part
-from dpmac_cli.config.keywords import AccountName
-from dpmac_cli.config.settings import DELTA, Count, Length, Positive, Probability
+from dpmac_cli.config.keywords import AccountName, Keywords
+from dpmac_cli.config.named import BEST, PAPER
+from dpmac_cli.config.recipes import recipe_notes
+from dpmac_cli.config.settings import DELTA, Count, Length, Positive, Probability, Settings
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, raise_errors
+from dpmac_cli.models.registry import MODELS
 
 #: Settings to solve for, with the flags that must be left out.
 SOLVABLE: Mapping[str, tuple[AccountName, ...]] = {
@@ -44,6 +48,18 @@ class AccountFlags(Flags, frozen=True):
     dataset: Annotated[
         str, Choice(tuple(DATASETS)), Field(description="Dataset."), Flag(TRAINING)
     ] = "mnist"
+    recipe: Annotated[
+        str | None,
+        Choice((PAPER, BEST)),
+        Field(description="Recipe of the dataset that sets batch size and epochs."),
+        Flag(TRAINING, otherwise="best for the noise of an --epsilon, as in dpmac train"),
+    ] = None
+    model: Annotated[
+        str | None,
+        Choice(tuple(MODELS)),
+        Field(description="Network of that recipe."),
+        Flag(TRAINING, otherwise="the recipe's"),
+    ] = None
     dataset_size: Annotated[
         Count | None,
         Field(description="Number of training records n, for data that dpmac does not have."),
@@ -99,7 +115,10 @@ FLAGS: Mapping[AccountName, Option] = options(AccountFlags)
 
 @dataclass(frozen=True, kw_only=True)
 class AccountQuery:
-    """Flags of ``dpmac account`` with their defaults; None for the setting to solve for."""
+    """Flags of ``dpmac account`` with their defaults; None for the setting to solve for.
+
+    ``said`` are notes on the recipe that the defaults are from.
+    """
 
     dataset_size: int
     batch_size: int | None = None
@@ -111,6 +130,7 @@ class AccountQuery:
     delta: float
     sampler: str
     accountant: str
+    said: tuple[str, ...] = ()
 
     @property
     def lengths(self) -> list[tuple[str, int]]:
@@ -149,16 +169,20 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
         if 0 < sigma < SIGMA_MIN
     ]
     size, batch, epochs = typed.dataset_size, typed.batch_size, typed.epochs
+    said: tuple[str, ...] = ()
     if "dataset" in named or "dataset_size" not in named:
         facts = DATASETS.get(named.get("dataset", typed.dataset))
     else:
         facts = None
+        errors += [f"--{name} needs --dataset." for name in ("recipe", "model") if name in named]
     if facts is not None:
-        size = facts.train_size
+        size, run = facts.train_size, _run(typed, solve)
+        planned = completed(run, facts)
         if batch is None and solve != "batch-size":
-            batch = facts.defaults.batch_size
+            batch = planned.batch_size
         if epochs is None and typed.steps is None and solve != "steps":
-            epochs = (facts.defaults.epochs,)
+            epochs = None if planned.epochs is None else (planned.epochs,)
+        said = tuple(recipe_notes(run, facts))
     if size is not None and batch is not None:
         errors += misfits("the dataset", size, batch, epochs or ())
     raise_errors(errors)
@@ -174,7 +198,29 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
         delta=typed.delta,
         sampler=typed.sampler,
         accountant=typed.accountant,
+        said=said,
     )
+
+
+def asked(given: Mapping[str, str], found: Sequence[str] = ()) -> tuple[AccountQuery, ...]:
+    """Return a question for each target epsilon whose recipe may differ, as :func:`ask` does."""
+    question = ask(given, found)
+    if not question.said or len(question.epsilon or ()) < 2:
+        return (question,)
+    return tuple(ask({**given, "epsilon": target}) for target in given["epsilon"].split(","))
+
+
+def _run(flags: AccountFlags, solve: str | None) -> Settings:
+    """Return the settings of the run whose privacy cost is asked for, as ``dpmac train`` has."""
+    given: Keywords = {"dataset": flags.dataset, "recipe": flags.recipe, "model": flags.model}
+    given |= {"batch_size": flags.batch_size}
+    lengths = ((length or (0,))[0] or None for length in (flags.epochs, flags.steps))
+    given["epochs"], given["steps"] = lengths
+    if solve == "sigma" and flags.epsilon:
+        given["epsilon"] = flags.epsilon[0]
+    else:
+        given["sigma"] = 1.0
+    return Settings.model_validate(given)
 
 
 def _faults_of_solving(given: Mapping[AccountName, str], solve: str | None) -> Iterator[str]:
@@ -226,23 +272,24 @@ def _missing(given: Mapping[AccountName, str], solve: str | None) -> Iterator[st
             yield "--epochs or --steps"
 
 
-def answer(question: AccountQuery) -> Iterator[Row]:
-    """Yield the rows that answer a question, one for each combination of its values.
+def answer(*questions: AccountQuery) -> Iterator[Row]:
+    """Yield the rows that answer questions, one for each combination of the values of each.
 
     Raises:
         BudgetError: after all rows that can be computed, if some targets cannot be met.
     """
     out_of_reach: dict[str, None] = {}
-    for case in itertools.product(
-        question.sigma or (0.0,),
-        question.lengths or (("steps", 1),),
-        question.epsilon or (0.0,),
-        USED[question.accountant],
-    ):
-        try:
-            yield _solved(question, *case)
-        except BudgetError as failure:
-            out_of_reach[str(failure)] = None
+    for question in questions:
+        for case in itertools.product(
+            question.sigma or (0.0,),
+            question.lengths or (("steps", 1),),
+            question.epsilon or (0.0,),
+            USED[question.accountant],
+        ):
+            try:
+                yield _solved(question, *case)
+            except BudgetError as failure:
+                out_of_reach[str(failure)] = None
     if out_of_reach:
         raise BudgetError("\n".join(out_of_reach))
 

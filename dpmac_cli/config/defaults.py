@@ -1,10 +1,9 @@
 """Default values of settings, which depend on dataset, optimizer and other settings."""
 
-import math
-
 from dpmac_cli.config.keywords import Keywords
+from dpmac_cli.config.recipes import of_recipe
 from dpmac_cli.config.settings import DELTA, SETTINGS, Complete, Settings
-from dpmac_cli.data.registry import DATASETS, EPOCHS, STEPS_PER_EPOCH, Dataset
+from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, MODELS, SMALL, Trained
 
@@ -13,10 +12,6 @@ ROWS_AT_A_TIME = 1024
 #: Samples of at most 32 by 32 pixels to process at a time on a GPU: launching the operations of a
 #: chunk takes longer than the operations on fewer.
 ON_GPU = 512
-#: Default without --sigma or --epsilon, for your own data and with a backbone.
-EPSILON = 3.0
-#: Adam's learning rates on features of images, and of texts.
-OF_FEATURES, OF_TEXTS = 0.003, 0.005
 #: The paper does not state gamma'; this value reproduces Table I.
 GAMMA_PRIME = 1e-8
 #: With fewer guesses, even if all are right, an audit cannot show an epsilon above 1.8.
@@ -27,10 +22,8 @@ PIXELS_AT_A_TIME = 16 * 224**2
 
 def completed(given: Settings, facts: Dataset) -> Complete:
     """Return the values of all settings, given some of them; None if there is no value."""
-    own = given.dataset not in DATASETS
-    if own or given.backbone is not None:
-        given = _by_rule(given, facts)
-    if own:
+    given = given.filled(of_recipe(given, facts))
+    if given.dataset not in DATASETS:
         given = given.filled({"delta": min(DELTA, facts.train_size**-1.1)})
     found = given.filled(_depending(given, facts))
     batch = _samples_at_a_time(found, facts)
@@ -38,31 +31,6 @@ def completed(given: Settings, facts: Dataset) -> Complete:
     found = found.filled({"physical_batch": batch})
     values = {name: getattr(found, name) for name in SETTINGS}
     return Complete.model_validate({**values, "gpu_batch": gpu_batch})
-
-
-def _by_rule(given: Settings, facts: Dataset) -> Settings:
-    """Fill in defaults by dataset size, tuned on public data: see docs/recipes.md."""
-    found = given.filled(
-        {
-            "optimizer": "dp-adam",
-            "batch_size": -(-facts.train_size // STEPS_PER_EPOCH),
-            "epochs": None if given.steps is not None else EPOCHS,
-            "ema": 0.95,
-        }
-    )
-    if found.optimizer == "dp-adam":
-        fixed = given.backbone is not None or given.features is not None
-        lr = OF_FEATURES if fixed else _rate(math.prod(facts.shape))
-        found = found.filled({"lr": OF_TEXTS if facts.texts else lr})
-    if given.sigma is None and given.epsilon is None and not given.no_dp:
-        most = EPSILON if given.max_epsilon is None else given.max_epsilon
-        found = found.filled({"epsilon": min(EPSILON, most)})
-    return found
-
-
-def _rate(inputs: int) -> float:
-    """Return Adam's learning rate, to one digit, for records of ``inputs`` numbers."""
-    return float(f"{min(0.01, 0.1 / math.sqrt(inputs)):.0e}")
 
 
 def _depending(given: Settings, facts: Dataset) -> Keywords:

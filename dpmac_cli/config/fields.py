@@ -177,11 +177,11 @@ class Option:
 
 
 #: Flags by name. The type of the names does not matter here.
-Known = Mapping[Any, Option]
+KnownFlags = Mapping[Any, Option]
 
 
 @cache
-def options(model: type[BaseModel]) -> Known:
+def options(model: type[BaseModel]) -> KnownFlags:
     """Return the flags of a model by name, in the order of its fields."""
     return {name: _option(name, found) for name, found in model.model_fields.items()}
 

@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from dpmac_cli.config.fields import NUMBER, Known, Option, flag_name, options
+from dpmac_cli.config.fields import NUMBER, KnownFlags, Option, flag_name, options
 from dpmac_cli.errors import InputError
 
 Model = TypeVar("Model", bound="Flags")
@@ -99,7 +99,7 @@ def valid_part(
 
 
 def explain(
-    faults: Iterable[ErrorDetails], known: Known, origins: Mapping[str, str]
+    faults: Iterable[ErrorDetails], known: KnownFlags, origins: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Return pydantic's errors as sentences with the value, its origin and a remedy.
 
@@ -119,12 +119,12 @@ def explain(
     return tuple(said)
 
 
-def unknown(name: str, known: Known) -> str:
+def unknown(name: str, known: KnownFlags) -> str:
     """Return the error for a name that is not one of the ``known`` settings."""
     return f"There is no setting '{name}'.{near_setting(name, known)}"
 
 
-def near_setting(written: str, known: Known) -> str:
+def near_setting(written: str, known: KnownFlags) -> str:
     """Return a hint for an unknown name of a setting."""
     for name, ours in other_names(known).items():
         if name == flag_name(written):
@@ -132,7 +132,7 @@ def near_setting(written: str, known: Known) -> str:
     return near(written, map(flag_name, known))
 
 
-def other_names(known: Known) -> Mapping[str, str]:
+def other_names(known: KnownFlags) -> Mapping[str, str]:
     """Return the flags of some settings by the names that other libraries give them."""
     return {other: flag_name(name) for name, of in known.items() for other in of.flag.also}
 

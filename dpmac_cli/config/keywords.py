@@ -9,6 +9,7 @@ from dpmac_cli.dp.optimizers import Kappa
 #: Names of the settings of a training run.
 SettingName = Literal[
     "dataset",
+    "recipe",
     "model",
     "fix_norm",
     "isolate",
@@ -82,6 +83,8 @@ SettingName = Literal[
 #: Names of the flags of ``dpmac account``.
 AccountName = Literal[
     "dataset",
+    "recipe",
+    "model",
     "dataset_size",
     "batch_size",
     "epochs",
@@ -98,6 +101,7 @@ AccountName = Literal[
 class TrainingKeywords(TypedDict, total=False):
     """Settings of a training run, except for data, network and loss; None if not given."""
 
+    recipe: str | None
     fix_norm: bool | None
     isolate: bool | None
     features: str | None

@@ -27,6 +27,7 @@ from dpmac_cli.config.plan import (
     TrainPlan,
     unit_of_privacy,
 )
+from dpmac_cli.config.recipes import recipe_notes, with_file
 from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
 from dpmac_cli.config.sources import (
     SettingValue,
@@ -57,11 +58,14 @@ class Resolved:
 
     Attributes:
         settings: every setting, with its default, before noise was calibrated.
+        notes: probable mistakes.
+        chosen: what the recipe chose, with reasons.
     """
 
     plan: TrainPlan
     settings: Complete
     notes: tuple[str, ...]
+    chosen: tuple[str, ...] = ()
 
 
 def resolve(
@@ -115,7 +119,7 @@ def _resolved(
     earlier: tuple[TrainingEvent, ...] = (),
 ) -> Resolved:
     """Return a validated plan; ``errors`` were found before."""
-    given = combined(file, flags, errors)
+    given = with_file(combined(file, flags, errors), errors)
     settings, invalid = validated(given, errors)
     # Otherwise defaults would be another dataset's, or all images would be decoded first.
     if "dataset" in invalid or settings.skip_bad:
@@ -125,8 +129,9 @@ def _resolved(
     except InputError as failure:
         raise InputError([*errors, *failure.errors]) from failure
     errors += checks.lonely(given)
-    complete = completed(settings.replace(dataset=data.dataset), data.facts)
-    return _planned(complete, data, flags, errors, earlier)
+    settings = settings.replace(dataset=data.dataset)
+    resolved = _planned(completed(settings, data.facts), data, flags, errors, earlier)
+    return replace(resolved, chosen=tuple(recipe_notes(settings, data.facts)))
 
 
 def resolve_batches(

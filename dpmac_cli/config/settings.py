@@ -16,6 +16,7 @@ from dpmac_cli.accounting.events import ALIASES, SAMPLERS
 from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomePath, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.keywords import Keywords, SettingName
+from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import STANDARDS, TABLES, InMemoryData
 from dpmac_cli.data.table_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
@@ -114,6 +115,22 @@ class Settings(Flags, frozen=True):
         Field(description="Dataset to train on."),
         Flag(TASK, also=("data",), fixed=True, local=True),
     ] = "mnist"
+    recipe: Annotated[
+        str | None,
+        Choice((PAPER, BEST, *RECIPES)),
+        Field(
+            description=(
+                "Values of the settings that are not given: of the run in the paper, of the best "
+                "run for the epsilon, or of a recipe by name (dpmac recipes)."
+            )
+        ),
+        Flag(
+            TASK,
+            otherwise="paper with --sigma or --no-dp, best otherwise and for your own data",
+            fixed=True,
+            labels=False,
+        ),
+    ] = None
     model: Annotated[
         str | None,
         Choice(tuple(MODELS), OWN_MODEL),
@@ -641,6 +658,7 @@ class Complete(Settings, frozen=True):
 
     dataset: str  # name or path; in angle brackets for records in memory
     model: str
+    recipe: str  # PAPER or BEST
     batch_size: int
     lr: float
     clip_norm: float

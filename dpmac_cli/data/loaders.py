@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Generator, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def _part(name: str, data_dir: Path, which: str, download: bool) -> Records:
     given = getattr(datasets, DATASETS[name].torchvision)
     # torchvision would read a cache of MNIST in its first format with torch.load.
     kind: Any = type(given.__name__, (given,), {"_check_legacy_exist": lambda self: False})
-    part = {"split": which} if hasattr(kind, "split_list") else {"train": which == "train"}
+    by_name = "split" in signature(kind).parameters
+    part = {"split": which} if by_name else {"train": which == "train"}
     loaded = kind(data_dir, download=download, **part)
     labels = loaded.labels if hasattr(loaded, "labels") else loaded.targets
     return Records(channels_first(np.asarray(loaded.data)), labels)

@@ -1,7 +1,7 @@
 """Description of your own dataset: its path, how to read it, and its facts. Loads nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,9 @@ class DataFacts:
 
     ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.
     One record can change those, so they are public only by decision. ``skipped``, ``untested`` and
-    ``signs`` are never published, because one record can change them.
+    ``signs`` are never published, because one record can change them. ``reader`` is what the facts
+    were read with: as long as they are held, loading the records does not read the files again. It
+    is no fact: it is neither compared nor copied to other processes.
     """
 
     facts: Dataset
@@ -97,6 +99,11 @@ class DataFacts:
     skipped: tuple[str, ...] = ()  # records left out
     untested: tuple[str, ...] = ()  # classes without a test record
     signs: Signs = Signs()
+    reader: object = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the facts without their reader, which may hold the records."""
+        return {**vars(self), "reader": None}
 
 
 def listed(parts: Sequence[str]) -> str:

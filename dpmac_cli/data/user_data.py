@@ -3,10 +3,11 @@
 Never imports torch. All faults of the files are reported together.
 """
 
-import functools
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
 from dpmac_cli.data.image_folder import ImageFolder
@@ -21,7 +22,8 @@ from dpmac_cli.storage.progress import Computing
 
 def inspect(source: Source) -> DataFacts:
     """Return the facts of a dataset from names and headers. Raises InputError with all faults."""
-    return _reader_of(source).found
+    reader = _reader_of(source)
+    return replace(reader.found, reader=reader)
 
 
 def load(source: Source, facts: Dataset | None) -> Generator[Computing, None, list[Records]]:
@@ -43,16 +45,25 @@ def load(source: Source, facts: Dataset | None) -> Generator[Computing, None, li
 
 
 def _reader_of(source: Source) -> ImageFolder | ArrayFile:
-    """Return a dataset's reader, cached until its folders change, as scanning takes seconds."""
+    """Return a dataset's reader: that of facts that are still held, unless its folders changed."""
     path = source.path.resolve()
     # A folder's time changes when a file is added or removed.
     places = [path, *path.glob("*/"), *path.glob("*/*/")]
     changed = max((place.stat().st_mtime_ns for place in places if place.exists()), default=0)
-    return _reader(source, path, changed)
+    key = (source, path, changed)
+    if (reader := _READERS.get(key)) is None:
+        reader = _READERS[key] = _read(source)
+    return reader
 
 
-@functools.lru_cache(maxsize=8)
-def _reader(source: Source, _path: Path, _changed: int) -> ImageFolder | ArrayFile:
+#: Readers by dataset, its path and the time of its last change. The facts of a dataset hold them,
+#: because scanning takes seconds, and records must not outlive the plan that they were read for.
+_READERS: WeakValueDictionary[tuple[Source, Path, int], ImageFolder | ArrayFile] = (
+    WeakValueDictionary()
+)
+
+
+def _read(source: Source) -> ImageFolder | ArrayFile:
     in_memory = source.in_memory
     if in_memory is not None and in_memory.arrays is not None:
         return _of_arrays(source, dict(in_memory.arrays), in_memory.unusable or {})

@@ -13,12 +13,13 @@ from dpmac_cli.randomness.noise import SeededNormals
 GRID = 2.0**-40
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ellipsoid:
     """Clipping region {g : ||(g - m) / b||_2 <= 1}, public before a step begins.
 
     Stored as A = 1/b^2, which norms need. As in line 20 of Algorithm 1, it is a vector and a
-    factor, so changing the factor needs no pass over the vector.
+    factor, so changing the factor needs no pass over the vector. Not frozen: geometries compute the
+    region of the next step in its place, which takes half the time of new vectors or less.
     """
 
     centre: Tensor  # m, (d,); or () and 0 for a ball about the origin

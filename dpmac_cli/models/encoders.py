@@ -172,8 +172,8 @@ def read_encoder(named: str) -> EncoderFiles:
 
 def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
     if not folder.is_dir():
-        known = f"{', '.join(ENCODERS)}, or " * (not remedy)
-        raise InputError(f"{flag}: there is no such folder. Use {known}{FOLDER}.{remedy}")
+        others = f"{', '.join(ENCODERS)}, or " * (not remedy)
+        raise InputError(f"{flag}: there is no such folder. Use {others}{FOLDER}.{remedy}")
     absent = [n for n in (CONFIG, WEIGHTS, VOCABULARY) if not (folder / n).is_file()]
     raise_errors(
         f"{flag}: {folder} has no {name}, which every BERT encoder has. "
@@ -189,8 +189,8 @@ def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
         content = (folder / VOCABULARY).read_bytes()
         config["lower"] = _json(folder / TOKENIZER, flag).get("do_lower_case", True)
         size, checksum = len(content), hashlib.sha256(content).hexdigest()
-        known = {"vocabulary_bytes": size, "vocabulary_sha256": checksum}
-        form = BertForm.model_validate(config | known)
+        config |= {"vocabulary_bytes": size, "vocabulary_sha256": checksum}
+        form = BertForm.model_validate(config)
         return EncoderFiles(name, folder, form, tokenizer_of(content, form))
     except ValidationError as failure:
         first = failure.errors()[0]

@@ -23,7 +23,7 @@ from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 VERSION = 6
 #: Fixed number of images whose features are computed at a time.
 AT_A_TIME = 256
-#: Records between reports of progress if features are computed for each record separately.
+#: Records between reports of progress if the frozen part processes each one separately.
 SEPARATELY = 16
 #: Records whose features enter a file's name, because features also depend on the code.
 PROBED = 16
@@ -79,7 +79,7 @@ def _computed(parts: FrozenFeatures, data: Data, file: RowFile) -> Generator[Com
     """Compute the features that are missing from a file, for one split after the other."""
     missing, first = set(file.missing().tolist()), 0
     manner = _manner(parts, data)
-    count = SEPARATELY if parts.isolated else AT_A_TIME
+    count = SEPARATELY if parts.separate else AT_A_TIME
     yield Computing(len(file) - len(missing), len(file), file.path.parent)
     for split in (data.train, data.test):
         for begin in range(0, len(split), count):
@@ -96,7 +96,7 @@ def _computed(parts: FrozenFeatures, data: Data, file: RowFile) -> Generator[Com
 
 def _manner(parts: FrozenFeatures, data: Data) -> Manner:
     """Return a way to run the frozen part in which features do not depend on places in a batch."""
-    if parts.isolated:
+    if parts.isolated or parts.separate:
         return Manner()
     shape, generator = data.train.images.shape[1:], torch.Generator().manual_seed(0)
     base = torch.randn(PERIOD, *shape, generator=generator).to(data.gain)
@@ -113,6 +113,8 @@ def _features(parts: FrozenFeatures, images: Tensor) -> Tensor:
     The batch size is fixed, because rounding depends on it: adding a record must not change the
     features of others. Nor may their places; see :func:`_manner`.
     """
+    if parts.separate:
+        return parts.features(images)
     if parts.isolated:
         return torch.cat([parts.features(image) for image in torch.split(images, 1)])
     filling = images.new_zeros(AT_A_TIME - len(images), *images.shape[1:])

@@ -53,6 +53,8 @@ class FrozenFeatures(WithHead):
 
     #: Whether the features of the records are computed one record at a time.
     isolated = False
+    #: Whether the frozen part itself processes each record separately.
+    separate = False
 
     def __init__(self, frozen: nn.Module, head: nn.Module, stored: torch.dtype) -> None:
         super().__init__(frozen, head)

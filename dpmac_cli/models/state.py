@@ -1,6 +1,7 @@
 """Compare the state of a network with an earlier copy, part by part."""
 
 import warnings
+import weakref
 from collections import deque
 from enum import Enum
 from functools import partial
@@ -31,7 +32,7 @@ _CALLED = (
 
 def first_change(before: Any, after: Any) -> str | None:
     """Return the name of the first part that differs between an object and an earlier copy."""
-    was, found = dict(every_part(before)), dict(every_part(after))
+    was, found = dict(_parts(before)), dict(_parts(after))
     for path in was | found:
         if not (path in was and path in found and _equal(was[path], found[path])):
             return ".".join(map(str, path))
@@ -40,10 +41,22 @@ def first_change(before: Any, after: Any) -> str | None:
 
 def first_opaque(value: Any) -> str | None:
     """Return the name of the first part whose state cannot be compared, such as an iterator."""
-    for path, part in every_part(value):
+    for path, part in _parts(value):
         if not (isinstance(part, (*_COMPARED, *_CALLED)) or _is_transparent(part)):
             return ".".join(map(str, path))
     return None
+
+
+def _parts(value: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return every part by path, without weak references to other parts, which hold nothing.
+
+    torch's recurrent layers have such references to their weights.
+    """
+    parts = list(every_part(value))
+    own = {id(part) for _, part in parts}
+    return [
+        (p, part) for p, part in parts if not (isinstance(part, weakref.ref) and id(part()) in own)
+    ]
 
 
 def _is_transparent(value: Any) -> bool:

@@ -6,7 +6,8 @@ processed separately, at its own length; on a GPU all have one shape, and paddin
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -141,8 +142,26 @@ class TextFeatures(nn.Module):
             found: Tensor = self.network(ids, used)
             return found
         lengths = used.sum(1).tolist()
-        texts = zip(torch.split(ids, 1), lengths, strict=True)
-        return torch.cat([self.network(text[:, :length]) for text, length in texts])
+        texts = [row[:, :n] for row, n in zip(torch.split(ids, 1), lengths, strict=True)]
+        return torch.cat(_by_threads(self._vector, texts))
+
+    @torch.no_grad()  # which holds for one thread
+    def _vector(self, text: Tensor) -> Tensor:
+        vector: Tensor = self.network(text)
+        return vector
+
+
+def _by_threads(function: Callable[[Tensor], Tensor], items: Sequence[Tensor]) -> list[Tensor]:
+    """Call a function for each item. Each call computes on one thread, and threads share the items.
+
+    Results then do not depend on the number of threads, and no thread waits for another.
+    """
+    count = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(function, items))
+    finally:
+        torch.set_num_threads(count)
 
 
 def encoder_weights(encoder: TextEncoder) -> PublicWeights:

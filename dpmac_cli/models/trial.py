@@ -1,4 +1,4 @@
-"""Inputs of a trial run of a network: made-up samples, and losses of its outputs."""
+"""Made-up samples for validation, and losses of a network's outputs."""
 
 from dataclasses import dataclass
 

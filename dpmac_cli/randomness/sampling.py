@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
 
 #: Increasing indices of a step's records; shape (drawn,).
-Batch = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 
 class Sampler(Protocol):
     """Interface that draws one batch per step."""
 
-    def draw(self, step: int) -> Batch:
+    def draw(self, step: int) -> Indices:
         """Return the records of step t = 1, 2, ..., a function of the key and t."""
 
 
@@ -25,7 +25,7 @@ class SeededDraws:
     def __init__(self, size: int, stretch: Stretch) -> None:
         self._size, self._generator = size, stretch.generator()
 
-    def independently(self, rate: float) -> Batch:
+    def independently(self, rate: float) -> Indices:
         """Draw each record with probability ``rate`` in (0, 1], independently of the others.
 
         The number drawn is binomial, and all subsets of that size are equally likely.
@@ -44,7 +44,7 @@ class SecureDraws:
     def __init__(self, size: int, stretch: Stretch) -> None:
         self._size, self._stretch = size, stretch
 
-    def independently(self, rate: float) -> Batch:
+    def independently(self, rate: float) -> Indices:
         """Draw each record with probability ``rate``, rounded down to a multiple of 2^-64."""
         last = int(math.ldexp(rate, 64)) - 1  # the largest word to include; all for rate 1
         return np.flatnonzero(self._draw() <= np.uint64(last))
@@ -97,7 +97,7 @@ class KeyedSampler:
         self._steps = math.ceil(size / batch)
         self._epoch, self._dealt = -1, np.empty(0, np.int64)
 
-    def draw(self, step: int) -> Batch:
+    def draw(self, step: int) -> Indices:
         """Return the records of step t."""
         if self._name == "poisson":
             return self._choices(step).independently(self._rate)

@@ -125,33 +125,36 @@ def _processor() -> str:
 
 @functools.cache
 def _source(root: Path = Path(__file__).parents[1]) -> str:
-    """Return a digest of dpmac's own source files, without the terminal and help texts."""
+    """Return a digest of the source files of dpmac that a step can depend on."""
     files = sorted(file for file in root.rglob("*") if file.suffix in (".py", ".toml"))
-    parts = ((file.relative_to(root), file) for file in files)
-    return _sum(
-        b"".join(
-            bytes(part) + without_help(file.read_bytes())
-            for part, file in parts
-            if part.parts[0] != "cli"
-        )
-    )
+    content = b""
+    for file in files:
+        name = file.relative_to(root)
+        if name.parts[0] not in WITHOUT_STEPS:
+            source = file.read_bytes()
+            content += bytes(name) + (executed(source) if file.suffix == ".py" else source)
+    return _sum(content)
 
 
+#: Packages and modules that no step depends on: those that compute steps do not import them.
+WITHOUT_STEPS = ("cli", "studies", "release", "plots.py")
 #: Arguments of ``Field`` and ``Flag`` that are text for a person.
 HELP = ("description", "otherwise", "also", "metavar")
+#: Parts of a module that may have a docstring.
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def without_help(source: bytes) -> bytes:
-    """Return a module without the help texts of flags; any other file unchanged.
+def executed(source: bytes) -> bytes:
+    """Return a module without comments, docstrings, layout, and the help texts of flags.
 
     Defaults and limits stay: a resumed run may take a default from this version.
     """
-    if b"description=" not in source:
-        return source
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             node.keywords = [part for part in node.keywords if part.arg not in HELP]
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body[0] = ast.Pass()
     return ast.unparse(tree).encode()
 
 

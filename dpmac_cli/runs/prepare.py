@@ -92,8 +92,8 @@ def prepare(
     trained = model
     if parts is not None:
         # On a CPU, each text is processed at its own length.
-        separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
-        parts.isolated = separate or (network.features is None and kind == "isolated")
+        parts.separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
+        parts.isolated = network.features is None and kind == "isolated"
         data, sha256 = yield from featured(parts, data, _of_features(network), cache_folder())
         trained, fingerprints["features"] = parts.head, sha256
     return PreparedRun(
@@ -109,7 +109,7 @@ def prepare(
 
 @dataclass(frozen=True, kw_only=True)
 class _Built:
-    """A network, and what :class:`Task` says of how it was built."""
+    """A network, and what :class:`PreparedRun` says of how it was built."""
 
     model: nn.Module
     fingerprints: Mapping[str, str] = field(default_factory=dict)

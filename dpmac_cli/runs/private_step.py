@@ -25,10 +25,9 @@ from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError, ModelError, raise_errors
 from dpmac_cli.models.trial import Objective
 from dpmac_cli.randomness.keystream import Keys, make_keys
-from dpmac_cli.randomness.sampling import Batch as Records
-from dpmac_cli.randomness.sampling import Sampler
+from dpmac_cli.randomness.sampling import Indices, Sampler
 from dpmac_cli.runs.step_arguments import (
-    UNIT,
+    RECORD_UNIT,
     BatchLoss,
     StepKeywords,
     check_arguments,
@@ -46,8 +45,8 @@ from dpmac_cli.training.loading import (
     KeyedLoader,
     OneByOne,
     collate_of,
-    fingerprint,
     first_row,
+    records_fingerprint,
 )
 
 
@@ -94,7 +93,7 @@ class PrivateStep:
         check_arguments(model, loss, sampling, keywords)
         self._model, self._loss, self._sampling, self._rule = model, loss, sampling, rule
         self._earlier = carried_by(model, loss)
-        check_composable(self._earlier, UNIT)
+        check_composable(self._earlier, RECORD_UNIT)
         counted = tuple(training.done for training in self._earlier)
         resolved = resolve_batches(*settings_of(model, sampling, keywords), counted)
         recipe = replace(resolved.plan.recipe, ema=0.0)  # nothing is scored or published
@@ -212,7 +211,7 @@ class PrivateStep:
             )
         records = OneByOne(dataset, collate_of(collate_fn), self._keys.layers)
         row = first_row(records)
-        known = fingerprint(records, size)
+        known = records_fingerprint(records, size)
         if self._records not in ("", known):
             raise InputError(
                 "The dataset is not the one that this training began with, whose noise would be "
@@ -330,7 +329,7 @@ class PrivateStep:
     def _events(self) -> tuple[TrainingEvent, ...]:
         return (*(training.done for training in self._earlier), self.event)
 
-    def _records_of(self, batch: Batch) -> Records:
+    def _records_of(self, batch: Batch) -> Indices:
         """Return the numbers of the records of a batch, after checking it. Raises InputError."""
         if isinstance(self._sampling, OwnLoader):
             check_rows(batch, None if self._engine is None else self._engine.structure)

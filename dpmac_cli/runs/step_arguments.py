@@ -20,7 +20,7 @@ from dpmac_cli.tasks.classification import Classification
 #: A loss of the network and a batch: one number per record, shape (records,).
 BatchLoss = Callable[[Any, Any], Tensor]
 #: Unit of privacy of a batch's rows.
-UNIT = ("training record", "")
+RECORD_UNIT = ("training record", "")
 #: Name of the dataset in settings.
 BATCHES = "<batches>"
 #: Records to process at a time by default.

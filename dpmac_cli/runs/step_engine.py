@@ -12,12 +12,12 @@ from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.models.trial import Objective
-from dpmac_cli.models.validation import Independence, validated
+from dpmac_cli.models.validation import Independence, validated_network
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import Batch as Records
-from dpmac_cli.runs.step_arguments import UNIT, device_of
+from dpmac_cli.randomness.sampling import Indices
+from dpmac_cli.runs.step_arguments import RECORD_UNIT, device_of
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.chunks import BatchSum, Running
 from dpmac_cli.training.descent import Descent
@@ -30,9 +30,9 @@ from dpmac_cli.training.state import Randomness
 class Given:
     """Sampler of the records of a batch that was given."""
 
-    records: Records | None = None
+    records: Indices | None = None
 
-    def draw(self, step: int) -> Records:
+    def draw(self, step: int) -> Indices:
         """Return the records of the batch."""
         assert self.records is not None  # noqa: S101
         return self.records
@@ -56,7 +56,7 @@ class StepEngine:
     structure: Structure
     notes: tuple[str, ...] = field(default=())
 
-    def step(self, batch: Batch, records: Records) -> int:
+    def step(self, batch: Batch, records: Indices) -> int:
         """Take a step; return its number. For errors see :class:`.PrivateStep`."""
         self.given.records, self.sums.batch = records, batch
         descent = self.descent
@@ -93,12 +93,12 @@ def build_engine(
     Raises:
         ModelError: they cannot be clipped.
     """
-    kind, why = validated(objective, structure, isolated=plan.network.isolate)
+    kind, why = validated_network(objective, structure, isolated=plan.network.isolate)
     with full_float32():
         sums, descent, given = _built(objective, plan, structure, steps, keys, rule, kind)
     training = Training(
         event=plan.privacy.event,
-        unit=UNIT,
+        unit=RECORD_UNIT,
         private=True,
         seeded=plan.run.seed is not None,
         secure=plan.run.secure,

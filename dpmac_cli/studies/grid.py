@@ -14,6 +14,7 @@ from pydantic import Field
 from dpmac_cli.config.fields import Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, near, unknown
 from dpmac_cli.config.keywords import SettingName
+from dpmac_cli.config.named import PAPER, RECIPES, file_of
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, SETTINGS
@@ -37,6 +38,7 @@ STUDIED: Mapping[StudyName, Option] = {
 _SPLIT = "some records would be trained on in one run and tested on, without noise, in another"
 _OTHER = "For another value, compare again with another --out"
 ONE_VALUE: Mapping[StudyName, str] = {
+    "recipe": f"optimizers are compared within one recipe. {_OTHER}",
     "metric": "compare again to rank the same runs by another",
     "dataset": f"the epsilon of a study is for runs on the same records. {_OTHER}",
     "schema": f"another schema may split the records differently: {_SPLIT}. {_OTHER}",
@@ -135,8 +137,7 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
         InputError: lists every fault found.
     """
     errors: list[str] = []
-    found = {} if file is None else read_lists(Path(file), KNOWN, errors)
-    given = {name: [v for text in found[name] for v in _split(name, text)] for name in found}
+    given = {} if file is None else _read(Path(file), errors)
     names: dict[str, StudyName] = {name: name for name in KNOWN}
     errors += [unknown(name, KNOWN) for name in flags if name not in names]
     typed = {
@@ -146,8 +147,10 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     }
     if "model" not in typed:
         errors += faults_of_model(given.get("model", ()), f"model in {file}")
-    replaced = {name for group in EXCLUSIVE if not typed.keys().isdisjoint(group) for name in group}
-    given = {name: values for name, values in given.items() if name not in replaced} | typed
+    given = _over(given, typed)
+    if (recipe := given.get("recipe", [""])[0]) in RECIPES:
+        del given["recipe"]
+        given = _over(_read(file_of(recipe), errors), given)
     one = given.pop("optimizer", ["all"])  # as in the file of a single run
     errors += _faults_of_several(given)
     optimizers = _optimizers(given.pop("optimizers", one), errors)
@@ -156,6 +159,20 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     if errors:
         raise InputError([*errors, *_faults_of_values(varied)])
     return _build({**varied, "optimizer": optimizers}, seeds, Path(root))
+
+
+def _read(file: Path, errors: list[str]) -> dict[StudyName, list[str]]:
+    """Return the values of each setting of a YAML file, and add its faults to ``errors``."""
+    found = read_lists(file, KNOWN, errors)
+    return {name: [v for text in found[name] for v in _split(name, text)] for name in found}
+
+
+def _over(
+    below: Mapping[StudyName, list[str]], above: Mapping[StudyName, list[str]]
+) -> dict[StudyName, list[str]]:
+    """Merge settings, where those ``above`` take precedence, also over what they exclude."""
+    replaced = {name for group in EXCLUSIVE if not above.keys().isdisjoint(group) for name in group}
+    return {name: values for name, values in below.items() if name not in replaced} | dict(above)
 
 
 def _faults_of_several(given: Mapping[StudyName, list[str]]) -> Iterator[str]:
@@ -219,7 +236,7 @@ def _build(given: Mapping[SettingName, list[str]], seeds: tuple[int, ...], root:
         raise InputError(
             f"{count:,} combinations of values and seeds; a study has at most {MOST_RUNS:,}."
         )
-    column = "epsilon" if "epsilon" in given else "sigma"
+    column = _column(given)
     varied = [name for name, values in given.items() if len(values) > 1]
     axes: list[SettingName] = ["optimizer"]
     axes += [name for name in varied if name not in ("optimizer", column)]
@@ -243,6 +260,7 @@ def _build(given: Mapping[SettingName, list[str]], seeds: tuple[int, ...], root:
         plan = resolved.plan
         value = resolved.settings.epsilon or math.inf if column == "epsilon" else plan.privacy.sigma
         cells.setdefault((shown, value), plan)
+        notes |= dict.fromkeys(resolved.chosen)
         notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
     raise_errors(errors)
     runs = []
@@ -253,6 +271,12 @@ def _build(given: Mapping[SettingName, list[str]], seeds: tuple[int, ...], root:
             placed = seeded.placed(ChosenFolder(folder, force=True))
             runs.append(Run(placed, folder, seed, row, value))
     return Grid(tuple(runs), tuple(map(flag_name, axes)), column, seeds, tuple(notes))
+
+
+def _column(given: Mapping[SettingName, list[str]]) -> str:
+    """Return the setting whose values are columns: the noise, or a budget that it is chosen for."""
+    noise = not given.keys().isdisjoint(("sigma", "no_dp")) or given.get("recipe") == [PAPER]
+    return "epsilon" if "epsilon" in given or not noise else "sigma"
 
 
 def address(plan: TrainPlan, seed: int) -> str:

@@ -7,21 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import ray
+from ray.exceptions import RayError, RayTaskError
+
 from dpmac_cli.errors import InputError, explain_os_error
 from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.studies.local import train_job
 
-#: Disables Ray's usage statistics. Read when ray is imported.
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-
-import ray
-from ray.exceptions import RayError, RayTaskError
-
 #: Options of a cluster that dpmac starts: no dashboard, and little memory, as objects are small.
 OWN = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
 #: Environment variables to pass to tasks.
 PLACES = ("DPMAC_DATA_DIR", "DPMAC_CACHE_DIR")
+#: Environment variable that turns off Ray's usage statistics.
+STATISTICS = ("RAY_USAGE_STATS_ENABLED", "0")
 #: Seconds to wait for a cluster's answer.
 ANSWER = 5.0
 
@@ -34,25 +33,40 @@ def connected(address: str | None) -> Iterator[None]:
     """
     where = address or os.environ.get("RAY_ADDRESS") or "local"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # Ray would print messages to stdout, like the table.
-    ray._private.worker._worker_logs_enabled = False
-    try:
-        _reach(where)
-        own = OWN if where == "local" else {}
-        ray.init(where, log_to_driver=False, logging_level="CRITICAL", **own)
-    except (OSError, ValueError, RuntimeError) as failure:
-        why = str(failure).splitlines()[0]
-        raise InputError(
-            f"No Ray cluster can be used at {where} ({why}). Start one with ray start --head, or "
-            "leave out --cluster and RAY_ADDRESS."
-        ) from failure
-    finally:
-        for number, handler in handlers.items():  # Ray replaces the handlers
-            signal.signal(number, handler)
+    with _quiet():
+        try:
+            _reach(where)
+            own = OWN if where == "local" else {}
+            ray.init(where, log_to_driver=False, logging_level="CRITICAL", **own)
+        except (OSError, ValueError, RuntimeError) as failure:
+            why = str(failure).splitlines()[0]
+            raise InputError(
+                f"No Ray cluster can be used at {where} ({why}). Start one with ray start --head, "
+                "or leave out --cluster and RAY_ADDRESS."
+            ) from failure
+        finally:
+            for number, handler in handlers.items():  # Ray replaces the handlers
+                signal.signal(number, handler)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Turn off Ray's usage statistics and its messages on stdout, and restore both afterwards."""
+    worker, (name, off) = ray._private.worker, STATISTICS
+    messages, statistics = worker._worker_logs_enabled, os.environ.get(name)
+    worker._worker_logs_enabled = False
+    os.environ[name] = off
     try:
         yield
     finally:
-        ray.shutdown()
+        worker._worker_logs_enabled = messages
+        del os.environ[name]
+        if statistics is not None:
+            os.environ[name] = statistics
 
 
 def _reach(where: str) -> None:

@@ -21,8 +21,8 @@ from dpmac_cli.studies.local import train_job
 
 #: sbatch options that select the GPUs of a job.
 GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
-#: Checks jobs without a result at least twice a minute; submitit's default is every 10 minutes.
-SlurmJob.watcher = SlurmInfoWatcher(delay_s=30)
+#: Seconds between two checks of jobs without a result; submitit's default is 10 minutes.
+BETWEEN_CHECKS = 30
 
 
 def check() -> None:
@@ -55,6 +55,7 @@ class Array(Executor):
         super().__init__(runs, slots=len(runs))
         self._limit = {} if jobs is None else {"slurm_array_parallelism": jobs}
         self._where, self._options, self._cluster = where, dict(sbatch), cluster
+        self._watcher = SlurmInfoWatcher(delay_s=BETWEEN_CHECKS)
         if runs[0].plan.run.device == "cuda" and not sbatch.keys() & set(GPUS):
             self._options["gpus-per-node"] = "1"
 
@@ -68,7 +69,12 @@ class Array(Executor):
         return executor
 
     def _submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-        return list(self.submitter().map_array(_train, runs))
+        jobs = list(self.submitter().map_array(_train, runs))
+        for job in jobs:
+            if isinstance(job, SlurmJob):  # instead of the watcher that all programs' jobs share
+                job.watcher = self._watcher
+                job.watcher.register_job(job.job_id)
+        return jobs
 
     def _result(self, job: Any) -> Result | None:
         try:

@@ -16,7 +16,7 @@ METRICS: Mapping[str, EvaluationMetric] = {
 LOSSES = tuple(dict.fromkeys(loss for task in TASKS for loss in task.losses))
 
 
-def is_known(loss: str) -> bool:
+def value_is_known(loss: str) -> bool:
     """Return whether a loss is one of a task, not a user-supplied function."""
     return any(task.fits(loss) for task in TASKS)
 

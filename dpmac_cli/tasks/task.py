@@ -117,7 +117,7 @@ class Results(ABC):
         """Return all metrics of the task by name."""
 
     @abstractmethod
-    def intervals(self, metrics: Mapping[str, float]) -> dict[str, Interval]:
+    def intervals(self, metrics: Mapping[str, float]) -> "dict[str, Interval]":
         """Return 95% intervals of metrics, see :mod:`~dpmac_cli.tasks.intervals`."""
 
     @abstractmethod

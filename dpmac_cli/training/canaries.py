@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
-from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
+from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.keystream import Keys, generator
-from dpmac_cli.randomness.sampling import Batch
+from dpmac_cli.randomness.sampling import Indices
 
 #: Norm of every other canary's gradient; the clipping bound is 1.
 FAR = 100.0
@@ -82,7 +82,7 @@ class Canaries:
             "canary_coordinates": self._coordinates,
         }
 
-    def records(self, drawn: Batch) -> Batch:
+    def records(self, drawn: Indices) -> Indices:
         """Return the drawn records without canaries, which :meth:`add` handles."""
         # Leaving out absent canaries does not change the probabilities of other records.
         canaries = drawn[drawn >= self._first] - self._first
@@ -100,7 +100,9 @@ class Canaries:
         m, b = _place(region, self._coordinates)
         return ((heights - m).square() - m.square()) / b.square() + centre_norm.square()
 
-    def add(self, step: int, clipped: Tensor, clipped_sum: ClippedSum, metric: Metric) -> Tensor:
+    def add(
+        self, step: int, clipped: Tensor, clipped_sum: ClippedChunkSum, metric: RegionMetric
+    ) -> Tensor:
         """Add the clipped, centred gradients of the canaries that were drawn."""
         region, centre_norm = metric.region, metric.centre_norm(clipped_sum.layers)
         heights = self.heights(step, region, centre_norm)

@@ -22,7 +22,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     without_zeros,
 )
 from dpmac_cli.dp.clipping.batches import NOTHING, Structure, map_rows, samples_in, tensors_in
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import (
     blocks,
@@ -31,13 +31,13 @@ from dpmac_cli.dp.clipping.layers import (
     split_by_module,
     without_gradients,
 )
-from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.recorder import by_row
 from dpmac_cli.dp.losses import Loss, build_loss
 from dpmac_cli.errors import ModelError, RunError
 from dpmac_cli.models.unchanged import DURING, Unchanged
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.sampling import Batch
+from dpmac_cli.randomness.sampling import Indices
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.training.schedules import StepPlan
 
@@ -113,7 +113,7 @@ class ChunkedSum(ABC):
         run = None if isolated is None else Whole(isolated)
         self._network = model if run is None else run
         most = Manner(full=True).least(self.chunk)
-        self.clipped_sum = ClippedSum(model, found, most, how.views, batch, run, how.loss)
+        self.clipped_sum = ClippedChunkSum(model, found, most, how.views, batch, run, how.loss)
         self._sum = torch.empty_like(self.theta)
         model.train()  # as validated
         self.unchanged = Unchanged(model, self.trained, how.own)
@@ -121,7 +121,7 @@ class ChunkedSum(ABC):
         self.unchanged.check(DURING)
 
     @abstractmethod
-    def _read(self, drawn: Batch, part: slice, ahead: slice, step: int) -> tuple[Any, Any]:
+    def _read(self, drawn: Indices, part: slice, ahead: slice, step: int) -> tuple[Any, Any]:
         """Return inputs and labels of a part of the drawn samples; begin to read those ahead."""
 
     def _check_dtype(self) -> None:
@@ -148,7 +148,7 @@ class ChunkedSum(ABC):
 
         one_by_one = isolated is not None and not isolated.vmapped
         if one_by_one or self.chunk == 1 or not self._private:
-            return Manner(), ()
+            return Manner(), () if isolated is None else isolated.notes
         chunk, manner = self.chunk, None
         while manner is None:
             try:
@@ -172,7 +172,7 @@ class ChunkedSum(ABC):
             "network on each record separately."
         )
 
-    def of(self, drawn: Batch, step: int, metric: Metric, chunk: int) -> tuple[Tensor, int]:
+    def of(self, drawn: Indices, step: int, metric: RegionMetric, chunk: int) -> tuple[Tensor, int]:
         """Return the sum over a batch, shape (d,), and the chunk size that fits into memory.
 
         A chunk that runs out of memory is halved. Chunk sizes depend only on public numbers,
@@ -214,7 +214,7 @@ class ChunkedSum(ABC):
         return part.zero_() if total is None else total, chunk
 
     def _sum_chunk(
-        self, drawn: Batch, inputs: Any, labels: Any, step: int, metric: Metric, least: int
+        self, drawn: Indices, inputs: Any, labels: Any, step: int, metric: RegionMetric, least: int
     ) -> None:
         """Write the sum of a chunk, filled to ``least`` rows."""
         inputs, labels = fill_rows(inputs, least), fill_rows(labels, least)
@@ -242,7 +242,7 @@ class BatchSum(ChunkedSum):
     ) -> None:
         super().__init__(objective, inputs, Structure(NOTHING), how, layers)
 
-    def _read(self, drawn: Batch, part: slice, ahead: slice, step: int) -> tuple[Any, Any]:
+    def _read(self, drawn: Indices, part: slice, ahead: slice, step: int) -> tuple[Any, Any]:
         return map_rows(itemgetter(part), self.batch), NOTHING
 
 
@@ -277,7 +277,7 @@ class DataSum(ChunkedSum):
             layers,
         )
 
-    def _read(self, drawn: Batch, part: slice, ahead: slice, step: int) -> tuple[Tensor, Tensor]:
+    def _read(self, drawn: Indices, part: slice, ahead: slice, step: int) -> tuple[Tensor, Tensor]:
         """Return the records of units, and their augmented views, standardised, with labels."""
         recipe, rows, later = self._recipe, self._rows(drawn[part], step), drawn[ahead]
         images, labels = self._data.train.at(rows)
@@ -292,7 +292,7 @@ class DataSum(ChunkedSum):
             inputs, labels = (t.view(samples, -1, *t.shape[1:]) for t in (inputs, labels))
         return inputs, labels
 
-    def _rows(self, drawn: Batch, step: int) -> Batch:
+    def _rows(self, drawn: Indices, step: int) -> Indices:
         """Return the records of the drawn units, shape (units * K,)."""
         units = self._data.train.units
         if units is None:
@@ -301,7 +301,7 @@ class DataSum(ChunkedSum):
         *_, words = self._words(drawn, step, recipe.inputs + 1).T  # the others are for augmentation
         return units.records(drawn, words, recipe.records).reshape(-1)
 
-    def _words(self, drawn: Batch, step: int, count: int) -> NDArray[np.uint64]:
+    def _words(self, drawn: Indices, step: int, count: int) -> NDArray[np.uint64]:
         assert self._layers is not None, "views and records of units are drawn"  # noqa: S101
         return self._layers.words(step, drawn, count)
 

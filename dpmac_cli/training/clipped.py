@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.batches import Batch, Structure, samples_in
-from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.losses import returned
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.trial import Objective
 from dpmac_cli.models.unchanged import DURING
-from dpmac_cli.models.validation import validated
+from dpmac_cli.models.validation import validated_network
 from dpmac_cli.randomness.keystream import KEY_BYTES
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.training.chunks import BatchSum, Running
@@ -77,7 +77,7 @@ class ClippedSum:
         self._objective.train()
         sums.unchanged.check()
         sums.batch, self._calls = batch, self._calls + 1
-        metric = Metric(self.region)
+        metric = RegionMetric(self.region)
         with full_float32(), self._layers.of(self._calls):
             records = np.arange(samples_in(batch))
             total, self._chunk = sums.of(records, self._calls, metric, self._chunk)
@@ -98,7 +98,9 @@ class ClippedSum:
 
     def prepare(self, example: Batch) -> BatchSum:
         """Validate the network on the structure of a batch, whose values are not used."""
-        kind, why = validated(self._objective, Structure.of(example), isolated=self._isolate)
+        kind, why = validated_network(
+            self._objective, Structure.of(example), isolated=self._isolate
+        )
         how = Running(
             loss=returned,
             physical_batch=self._physical,

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from dpmac_cli.dp.algorithm import Algorithm
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.layers import blocks
-from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.geometry import part_of, pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import DivergedError, ModelError
 from dpmac_cli.models.unchanged import DURING
 from dpmac_cli.randomness.noise import SeededNormals
-from dpmac_cli.randomness.sampling import Batch
+from dpmac_cli.randomness.sampling import Indices
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import ChunkedSum
 from dpmac_cli.training.distributed import Ranks
@@ -79,7 +79,7 @@ class Descent:
             average=theta.clone() if plan.recipe.ema else None,
             extra={name: t for hook in hooks for name, t in hook.tensors().items()},
         )
-        self._metric = Metric(region)
+        self._metric = RegionMetric(region)
         self._blocks = blocks(theta.numel(), theta.device)
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class Descent:
             private = (self._release(clipped, block, noise) for block in self._blocks)
             self._end(list(map(self._update, private, self._blocks)))
 
-    def _draw(self) -> Batch:
+    def _draw(self) -> Indices:
         """Draw this rank's share of the batch: line 3."""
         sampler = self.randomness.sampler
         drawn = None if sampler is None else sampler.draw(self.state.step + 1)
@@ -108,7 +108,7 @@ class Descent:
             batch = hook.records(batch)
         return batch
 
-    def _clip_and_sum(self, batch: Batch) -> Tensor:
+    def _clip_and_sum(self, batch: Indices) -> Tensor:
         """Sum the clipped, centred gradients over all ranks, shape (d,): lines 4 to 8."""
         state, layers, step = self.state, self.randomness.layers, self.state.step + 1
         self._metric.refresh()

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from dpmac_cli.errors import InputError, RunError
-from dpmac_cli.randomness.sampling import Batch
+from dpmac_cli.randomness.sampling import Indices
 
 #: Timeout for waiting on another rank; computing features may take many minutes.
 PATIENCE = timedelta(hours=1)
@@ -60,7 +60,7 @@ class Ranks:
         """Return whether this is rank 0."""
         return self.rank == 0
 
-    def share(self, drawn: Batch | None) -> Batch:
+    def share(self, drawn: Indices | None) -> Indices:
         """Return this rank's share of rank 0's draw. Raises DismissedError for None.
 
         The rank of a record or unit depends only on its own number: if it went by the place in the
@@ -69,7 +69,7 @@ class Ranks:
         if self.size == 1 and drawn is not None:
             return drawn
         rows = self._told(None if drawn is None else torch.from_numpy(drawn), torch.int64)
-        mine: Batch = rows[rows % self.size == self.rank].numpy()
+        mine: Indices = rows[rows % self.size == self.rank].numpy()
         return mine
 
     def reduce(self, part: Tensor) -> Tensor:

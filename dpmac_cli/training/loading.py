@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,12 +45,12 @@ class Drawn(NamedTuple):
     """A batch as the loader gave it, and the records that it consists of."""
 
     step: int
-    records: sampling.Batch
+    records: sampling.Indices
     batch: Batch
     versions: tuple[tuple[int, int], ...]  # id and version counter of every tensor
 
     @staticmethod
-    def of(step: int, records: sampling.Batch, batch: Batch) -> "Drawn":
+    def of(step: int, records: sampling.Indices, batch: Batch) -> "Drawn":
         """Return a batch, with the state of its tensors."""
         return Drawn(step, records, batch, _state_of(batch))
 
@@ -80,7 +80,7 @@ class OneByOne:
     def __getitem__(self, item: Item) -> Any:
         """Return a record as a batch of one row, or its fault."""
         step, number = item
-        [[word]] = _draws(self.key).words(step, np.array([number]), 1)
+        [[word]] = LayerDraws(self.key).words(step, np.array([number]), 1)
         with _seeded(int(word)):
             try:
                 return _as_row(self.collate([self.dataset[number]]))
@@ -88,11 +88,6 @@ class OneByOne:
                 raise
             except Exception as failure:  # noqa: BLE001  (user code may raise anything)
                 return Fault(f"A record cannot be read: {type(failure).__name__}.")
-
-
-@cache
-def _draws(key: bytes) -> LayerDraws:
-    return LayerDraws(key)
 
 
 @contextmanager
@@ -154,7 +149,7 @@ class KeyedLoader:
 
     def batches(self, first: int, last: int) -> Iterator[Drawn]:
         """Yield the batches of some steps. Raises InputError if a record cannot be used."""
-        drawn: dict[int, sampling.Batch] = {}
+        drawn: dict[int, sampling.Indices] = {}
 
         def asked() -> Iterator[list[Item]]:
             for step in range(first, last + 1):
@@ -219,7 +214,7 @@ def first_row(records: OneByOne, number: int = 0) -> Batch:
     return row
 
 
-def fingerprint(records: OneByOne, size: int) -> str:
+def records_fingerprint(records: OneByOne, size: int) -> str:
     """Return the SHA-256 of a few records, by which another dataset is noticed. Private."""
     digest = hashlib.sha256(str(size).encode())
     for number in np.unique(np.linspace(0, size - 1, PROBES).astype(int)).tolist():

@@ -332,7 +332,7 @@ def test_targets_out_of_reach_do_not_hide_those_within() -> None:
 @pytest.mark.parametrize("solve", ["sigma", "steps", "batch-size"])
 def test_where_privacy_losses_end_rdp_goes_on_and_is_named(solve: str, delta: str) -> None:
     sigma = "" if solve == "sigma" else "--sigma 4"
-    line = f"--dataset digits --epsilon 3 {sigma} --solve {solve} --delta {delta}"
+    line = f"--dataset digits --recipe paper --epsilon 3 {sigma} --solve {solve} --delta {delta}"
     result = account(line)
     assert result.exit_code == 0, result.output
     assert f"delta {delta} is too small for privacy loss distributions" in result.stderr

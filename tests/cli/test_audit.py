@@ -158,7 +158,8 @@ def test_what_cannot_be_audited_is_refused(flags: tuple[str, ...], message: str)
 
 
 def test_more_canaries_than_parameters_are_exit_code_4() -> None:
-    result = dpmac("train", "--dataset", "digits", "--out", "run", "--canaries", "5000")
+    flags = ("--sigma", "1.5", "--canaries", "5000")
+    result = dpmac("train", "--dataset", "digits", "--out", "run", *flags)
     assert result.exit_code == 4
     assert (
         "--canaries 5,000: each canary needs its own parameter, but the model has only 4,810"

@@ -59,7 +59,8 @@ def test_help_lists_every_flag_and_exit_code() -> None:
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
-    result = dpmac("train", "--dataset", "digits", "--epochs", "2", "--optimizer", "dp-adam")
+    flags = ("--epochs", "2", "--optimizer", "dp-adam", "--sigma", "1.5")
+    result = dpmac("train", "--dataset", "digits", *flags)
     assert result.exit_code == 0
     assert result.stderr == ""
     assert "\x1b" not in result.stdout

@@ -1,6 +1,8 @@
 """What the clipped sums ought to be: float64, one gradient per sample, no cleverness."""
 
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -8,15 +10,20 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit, clip_weights
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit, clip_weights
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
+from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, PerSampleGradients
 from dpmac_cli.dp.mechanism import Ellipsoid
 
 
 def per_sample_gradients(model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor) -> Tensor:
-    """Gradients of the cross-entropy by vmap over the whole model, float64, (samples, d)."""
+    """Gradients of the cross-entropy by vmap over the whole model, float64, (samples, d).
+
+    torch's recurrent layers have no batching rule: they run on one sample after the other.
+    """
+    if any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()):
+        return torch.stack([_alone(model, layers, *pair) for pair in zip(x, y, strict=True)])
     named = {id(p): name for name, p in model.named_parameters()}
     names = [named[id(p)] for layer in layers for p in layer.parameters.values()]
     values = {name: p.detach().double() for name, p in model.named_parameters()}
@@ -29,6 +36,18 @@ def per_sample_gradients(model: nn.Module, layers: list[Layer], x: Tensor, y: Te
     with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
         gradients: dict[str, Tensor] = vmap(grad(loss), (None, 0, 0))(theta, _double(x), y)
     return torch.cat([gradients[name].flatten(1) for name in names], 1)
+
+
+def _alone(model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor) -> Tensor:
+    """Gradient of one sample's cross-entropy by autograd on a copy, float64, (d,)."""
+    named = {id(p): name for name, p in model.named_parameters()}
+    names = [named[id(p)] for layer in layers for p in layer.parameters.values()]
+    alone = deepcopy(model).double().requires_grad_(True)
+    with torch.enable_grad():
+        loss: Any = cross_entropy(alone(_double(x).unsqueeze(0)), y.unsqueeze(0))
+        loss.backward()
+    gradients = [alone.get_parameter(name).grad for name in names]
+    return torch.cat([cast("Tensor", g).flatten() for g in gradients])
 
 
 def _double(x: Tensor) -> Tensor:
@@ -49,14 +68,14 @@ class Subject:
     model: nn.Module
     layers: list[Layer]
     theta: Tensor
-    clipped_sum: ClippedSum
+    clipped_sum: ClippedChunkSum
     limit: float
     views: int = 1
 
     def add(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
         """sum of c_i (g_i - m) as computed, shape (d,)."""
         out = torch.full_like(self.theta, torch.nan)  # whatever was there before
-        self.clipped_sum.of(x, y, Metric(region), out)
+        self.clipped_sum.of(x, y, RegionMetric(region), out)
         return out
 
     def norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
@@ -82,7 +101,7 @@ class Subject:
     def squared_norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> SquaredNorms:
         """The norms that the program clips by."""
         return self.clipped_sum._squared_norms(
-            self.gradients(x, y, ball=region.is_ball), Metric(region)
+            self.gradients(x, y, ball=region.is_ball), RegionMetric(region)
         )
 
     def weights(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
@@ -116,7 +135,7 @@ def prepare(
     """A model as the engine prepares it, for chunks up to ``capacity``."""
     layers = find_layers(model, example)
     theta = flatten_parameters(layers)
-    clipped_sum = ClippedSum(model, layers, capacity, views, batch)
+    clipped_sum = ClippedChunkSum(model, layers, capacity, views, batch)
     return Subject(model, layers, theta, clipped_sum, clip_limit(max(capacity, batch or 0)), views)
 
 

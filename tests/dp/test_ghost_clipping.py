@@ -19,13 +19,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from dpmac_cli.dp.clipping import clipped_sum as clipping
 from dpmac_cli.dp.clipping import ghost_clipping, per_sample_gradients
-from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedSum, clip_limit
+from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.matmul import ONEDNN, products_by_onednn
-from dpmac_cli.dp.clipping.norms import ROW, Metric, SquaredNorms
+from dpmac_cli.dp.clipping.norms import ROW, RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample_gradients import (
     ByLayer,
     Instantiated,
@@ -233,7 +233,7 @@ def summed_terms(layer: Layer, uses: tuple[Use, ...], region: Ellipsoid, views: 
 
 def squared(form: PerSampleGradients, region: Ellipsoid, layer: Layer) -> SquaredNorms:
     dtype = torch.float64 if region.inverse.dtype == torch.float64 else None
-    return form.squared_norms(Metric(region, dtype).of(layer))
+    return form.squared_norms(RegionMetric(region, dtype).of(layer))
 
 
 # (1) Norms and sums against the oracle.
@@ -411,7 +411,7 @@ def assert_bounded(
     with going(way, kind, layer):
         found = squared(form, region, layer)
         again = form.select(torch.arange(len(g)) >= 0).squared_norms(
-            Metric(region, torch.float64).of(layer)
+            RegionMetric(region, torch.float64).of(layer)
         )
     for norms, dtype in ((found, torch.float32), (again, torch.float64)):
         assert (norms.value + norms.slack + unsure >= exact).all()
@@ -500,7 +500,7 @@ class Given:
 
     def __init__(self, layer: Layer, use: Use, capacity: int, batch: int) -> None:
         self.layer, self.use = layer, use
-        self.clipped_sum = ClippedSum(layer.module, [layer], capacity, batch=batch)
+        self.clipped_sum = ClippedChunkSum(layer.module, [layer], capacity, batch=batch)
         self.clipped_sum.gradients = self.gradients  # type: ignore[assignment, method-assign]
         self.limit = clip_limit(max(capacity, batch))
         self.chunk = capacity
@@ -521,7 +521,7 @@ class Given:
         total = torch.zeros(self.layer.stop, dtype=torch.float64)
         for part in torch.split(rows, self.chunk):
             out = torch.full((self.layer.stop,), torch.nan)
-            self.clipped_sum.of(part, torch.zeros_like(part), Metric(region), out)
+            self.clipped_sum.of(part, torch.zeros_like(part), RegionMetric(region), out)
             total += out.double()
         return total / region.scale.double()
 
@@ -673,7 +673,7 @@ def test_samples_beyond_reach_are_added_in_float64(
     given, rows = Given(layer, use, 40, 40), torch.arange(40)
     norms = whiten(g, region).norm(dim=1)
     form = given.gradients(rows, rows)
-    found = given.clipped_sum._squared_norms(form, Metric(region))
+    found = given.clipped_sum._squared_norms(form, RegionMetric(region))
     c = clipping.clip_weights(found, given.limit)[0]
     assert torch.equal(c * found.reach.sqrt() > REACH, far)
     exact = (c.unsqueeze(1) * whiten(g, region)).sum(0)
@@ -823,9 +823,9 @@ def test_only_plain_linear_layers_are_replaced_and_for_a_time() -> None:
 def test_a_step_multiplies_by_onednn() -> None:
     """Of the large products none is left to torch.mm, which is slower on many processors."""
     model = nn.Sequential(nn.Linear(90, 80), nn.ReLU(), nn.Linear(80, 70))
-    clip = ClippedSum(model, find_layers(model))
+    clip = ClippedChunkSum(model, find_layers(model))
     x, out = torch.randn(8, 90), torch.empty(80 * 91 + 70 * 81)
-    metric = Metric(ball(1.0, out))
+    metric = RegionMetric(ball(1.0, out))
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         clip.of(x, torch.arange(8), metric, out)
     names = {event.key for event in seen.key_averages()}

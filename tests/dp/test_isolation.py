@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy, layer_norm
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.clipping.layers import Layer, flatten_parameters, split_by_module
-from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.per_sample_gradients import Instantiated
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
@@ -244,11 +244,11 @@ class Alone:
             self.isolated.vmapped = False
         self.untouched = copy.deepcopy(model)
         self.theta = flatten_parameters(self.layers)
-        self.sum = ClippedSum(model, self.layers, 1024, views=views, per_sample=self.isolated)
+        self.sum = ClippedChunkSum(model, self.layers, 1024, views=views, per_sample=self.isolated)
 
     def add(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
         out = torch.full_like(self.theta, torch.nan)
-        self.sum.of(x, y, Metric(region), out)
+        self.sum.of(x, y, RegionMetric(region), out)
         return out
 
     def exact(self, x: Tensor, y: Tensor) -> Tensor:
@@ -306,6 +306,31 @@ def test_vmap_and_the_loop_agree(name: str, views: int) -> None:
     assert fast.isolated.vmapped
     assert not slow.isolated.vmapped
     torch.testing.assert_close(fast.add(x, y, region), slow.add(x, y, region))
+
+
+class NoRule(torch.autograd.Function):
+    """The identity, in torch's old style."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
+
+
+class ByNoRule(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = NoRule.apply(super().forward(x))
+        return out
+
+
+def test_a_function_without_a_rule_for_vmap_is_told_of() -> None:
+    for net, told in ((ByNoRule(5, 3), True), (nn.Linear(5, 3), False)):
+        isolated = Isolated(net, split_by_module(net), numbers(5))
+        assert isolated.vmapped is not told
+        assert any("generate_vmap_rule = True" in note for note in isolated.notes) is told
 
 
 def test_views_of_one_sample_may_be_mixed() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,9 +23,9 @@ from dpmac_cli.dp.clipping.clipped_sum import (
 )
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes
-from dpmac_cli.dp.clipping.layer_rules import Use
+from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
+from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.per_sample_gradients import (
     Instantiated,
@@ -158,6 +158,28 @@ def head(inputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, CLASSES))
 
 
+class Tied(nn.Module):
+    """An embedding whose weight is that of the head, as in GPT-2, and a head with a bias."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Embedding(CLASSES, 4, padding_idx=1), nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+        self.head.weight = self.table.weight
+        self.length = length
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.mix(self.table(tokens))))
+        return logits[:, : self.length].mean(1)
+
+
+def of_one_weight() -> nn.Module:
+    """Two layers with one weight, each with a bias of its own or none."""
+    first, second = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), head(5))
+
+
 def flat_kernels() -> nn.Module:
     """Kernels that hardly differ from their mean: one row below the least, and one above."""
     conv = StandardisedConv2d(2, 2, 3)
@@ -236,6 +258,9 @@ NETS: Mapping[str, Net] = {
         (2, 5, 5),
     ),
     "embedding": Net(lambda: nn.Sequential(nn.Embedding(10, 4), head(20)), (5,), tokens=10),
+    "tied": Net(lambda: Tied(5), (5,), tokens=CLASSES),
+    "tied-at-one-position": Net(lambda: Tied(1), (1,), tokens=CLASSES),
+    "layers-of-one-weight": Net(of_one_weight, (5,)),
     "attention": Net(
         lambda: nn.Sequential(SelfAttention(4, weights=False), nn.Tanh(), head(20)), (5, 4)
     ),
@@ -320,6 +345,44 @@ class Recurrent(nn.Module):
         return state
 
 
+class Through(nn.Module):
+    """All outputs of torch's recurrent layer and its last states, from a first one or zeros."""
+
+    def __init__(self, layer: Any, first: float | None = None) -> None:
+        super().__init__()
+        self.layer, self._first = layer, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer, given = self.layer, x if self.layer.batch_first else x.transpose(0, 1)
+        if self._first is None:
+            out, last = layer(given)
+        else:
+            states = (1 + layer.bidirectional) * layer.num_layers, len(x), layer.hidden_size
+            first = x.mean() * 0 + x.new_full(states, self._first)
+            several = isinstance(layer, nn.LSTM)
+            out, last = layer(given, (first, first.sin()) if several else first)
+        ends = last if isinstance(last, tuple) else (last,)
+        out = out if layer.batch_first else out.transpose(0, 1)
+        return torch.cat([out.flatten(1), *(end.transpose(0, 1).flatten(1) for end in ends)], 1)
+
+
+class CellByCell(nn.Module):
+    """torch's cell on one place of a sequence after another."""
+
+    def __init__(self, cell: Any, *, first: bool) -> None:
+        super().__init__()
+        self.cell, self._first = cell, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        if self._first:
+            zeros = x.new_full((len(x), self.cell.hidden_size), 0.3)
+            state = (zeros, zeros) if isinstance(self.cell, nn.LSTMCell) else zeros
+        for place in x.unbind(1):
+            state = self.cell(place) if state is None else self.cell(place, state)
+        return torch.cat(state, 1) if isinstance(state, tuple) else cast("Tensor", state)
+
+
 class Blend(nn.Module):
     """A layer with two inputs."""
 
@@ -366,6 +429,37 @@ AGAIN: Mapping[str, Net] = {
         lambda: nn.Sequential(Again(nn.Linear(4, 4), 3), MeanOverTime(), head(4)), (6, 4)
     ),
     "recurrent": Net(lambda: nn.Sequential(Recurrent(3, 4), head(4)), (5, 3)),
+    "lstm": Net(lambda: nn.Sequential(Through(nn.LSTM(3, 4, batch_first=True)), head(28)), (5, 3)),
+    "lstm-deep": Net(
+        lambda: nn.Sequential(Through(nn.LSTM(3, 2, 2, bidirectional=True), 0.5), head(36)), (5, 3)
+    ),
+    "lstm-frozen": Net(
+        lambda: nn.Sequential(
+            frozen(Through(nn.LSTM(3, 4, batch_first=True)), "layer.weight_ih_l0"), head(28)
+        ),
+        (5, 3),
+    ),
+    "gru": Net(lambda: nn.Sequential(Through(nn.GRU(3, 4, batch_first=True)), head(24)), (5, 3)),
+    "gru-deep": Net(
+        lambda: nn.Sequential(
+            Through(nn.GRU(3, 2, 2, batch_first=True, bias=False, bidirectional=True), 0.5),
+            head(28),
+        ),
+        (5, 3),
+    ),
+    "rnn": Net(lambda: nn.Sequential(Through(nn.RNN(3, 4)), head(24)), (5, 3)),
+    "rnn-relu": Net(
+        lambda: nn.Sequential(Through(nn.RNN(3, 4, nonlinearity="relu")), head(24)), (5, 3)
+    ),
+    "lstm-cell": Net(
+        lambda: nn.Sequential(CellByCell(nn.LSTMCell(3, 4), first=True), head(8)), (5, 3)
+    ),
+    "gru-cell": Net(
+        lambda: nn.Sequential(CellByCell(nn.GRUCell(3, 4), first=False), head(4)), (5, 3)
+    ),
+    "rnn-cell": Net(
+        lambda: nn.Sequential(CellByCell(nn.RNNCell(3, 4), first=False), head(4)), (5, 3)
+    ),
     "conv-at-two-scales": Net(
         lambda: nn.Sequential(
             nn.Conv2d(1, 2, 1), TwoScales(nn.Conv2d(2, 3, 3, padding=1)), head(3 * 20)
@@ -479,7 +573,10 @@ def assert_viewed_matches_oracle(name: str, kind: str, views: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "name",
-    ["sequence", "linear-no-bias", "mlp", "recurrent", "linear-twice", "attention", "transformer"],
+    [
+        *("sequence", "linear-no-bias", "mlp", "recurrent", "linear-twice", "attention"),
+        *("transformer", "lstm", "gru"),
+    ],
 )
 def test_pairs_of_positions_match_the_oracle(
     name: str, kind: str, views: int, monkeypatch: pytest.MonkeyPatch
@@ -733,7 +830,7 @@ def test_infinite_activations_times_zero_gradients(form: int, kind: str) -> None
     theta = torch.zeros(10)
     region = ball(1.0, theta) if kind == "ball" else ellipsoid(theta + 0.1, theta + 1)
     layer = find_layers(nn.Linear(4, 2))[0]
-    c, valid = clip_weights(gradients.squared_norms(Metric(region).of(layer)), clip_limit(1))
+    c, valid = clip_weights(gradients.squared_norms(RegionMetric(region).of(layer)), clip_limit(1))
     assert valid.tolist() == [True, False, True]
 
     gradients.weighted_sum(c.float(), valid, theta)
@@ -752,7 +849,7 @@ def test_chunks_add_up_to_the_batch(name: str, kind: str) -> None:
     subject, (x, y) = prepare(net.build()), net.batch()
     region = region_clipping_half(kind, subject.exact_gradients(x, y), subject.theta)
     whole = subject.add(x, y, region)
-    metric = Metric(region)
+    metric = RegionMetric(region)
     for size in (1, 3):
         out, one = torch.zeros_like(whole), torch.empty_like(whole)
         for part in torch.split(torch.arange(SAMPLES), size):
@@ -776,7 +873,7 @@ def test_pieces_add_up_to_the_whole(
     for kind in KINDS:
         assert_matches_oracle(subject, x, y, kind)
     (layer, form), odd = subject.gradients(x, y)[number], torch.arange(SAMPLES) % 2 == 1
-    metric = Metric(ball(1.0, subject.theta)).of(layer)
+    metric = RegionMetric(ball(1.0, subject.theta)).of(layer)
     chosen, everyone = form.select(odd).squared_norms(metric), form.squared_norms(metric)
     torch.testing.assert_close(chosen.value, everyone.value[odd])
 
@@ -972,18 +1069,35 @@ def test_layers_with_several_outputs_and_settings_match_the_oracle(
 
 
 @pytest.mark.privacy
-def test_a_shared_parameter_is_refused() -> None:
-    pair = Pair(lambda pair, x: pair.second(pair.first(x)))
-    pair.second.weight = pair.first.weight
-    with pytest.raises(ModelError, match=r"second\.weight is shared"):
-        find_layers(pair)
+def test_a_parameter_shared_by_other_layers_is_refused() -> None:
+    first, second = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1)
+    second.weight = first.weight
+    with pytest.raises(ModelError, match=r"0\.weight is shared by 0 and 1"):
+        find_layers(nn.Sequential(first, second))
 
 
-@pytest.mark.privacy
-def test_a_shared_module_is_refused() -> None:
-    shared = nn.Linear(4, 4)
-    with pytest.raises(ModelError, match=r"1\.\w+ is shared"):
-        find_layers(nn.Sequential(shared, shared))
+def test_a_module_under_two_names_is_one_layer_that_is_called_twice() -> None:
+    torch.manual_seed(0)
+    shared, last = nn.Linear(5, 5), head(5)
+    named = prepare(nn.Sequential(shared, nn.Tanh(), shared, last).double())
+    pair = Pair(lambda pair, x: last(shared(torch.tanh(shared(x)))))
+    pair.first, pair.second = shared, last  # type: ignore[assignment]
+    assert [layer.name for layer in named.layers] == ["0", "3.1"]
+    x, y = torch.randn(7, 5).double(), torch.arange(7) % CLASSES
+    _, uses = record_uses(named.model, named.layers, x, y)
+    g = torch.cat([instantiate(*pair) for pair in zip(named.layers, uses, strict=True)], 1)
+    parameters = [p.requires_grad_(True) for p in (*shared.parameters(), *last.parameters())]
+    for row in range(7):
+        alone = torch.nn.functional.cross_entropy(pair(x[row : row + 1]), y[row : row + 1])
+        expected = torch.autograd.grad(alone, parameters)
+        torch.testing.assert_close(g[row], torch.cat([e.flatten() for e in expected]))
+
+
+def test_a_large_tied_weight_is_instantiated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.HELD", 20)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 30)
+    net = NETS["tied"]
+    assert_matches_oracle(prepare(net.build().double()), *net.batch(), "ball")
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:

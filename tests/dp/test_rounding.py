@@ -17,7 +17,7 @@ from dpmac_cli.dp.clipping.clipped_sum import SLACK_SHARE, clip_limit, clip_weig
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
-from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms, sum_rounded_up
+from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms, sum_rounded_up
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.per_sample_gradients import total_squared_norms
 from dpmac_cli.dp.geometry import part_of
@@ -101,7 +101,7 @@ class Case:
     def float32_norms(self) -> SquaredNorms:
         """Norms as the layers give them, nothing done again."""
         gradients = self.subject.gradients(self.x, self.y, ball=self.region.is_ball)
-        return total_squared_norms(gradients, Metric(self.region))
+        return total_squared_norms(gradients, RegionMetric(self.region))
 
 
 @pytest.mark.privacy
@@ -186,7 +186,7 @@ def test_the_slack_grows_with_the_layer() -> None:
     layer = find_layers(nn.Linear(1000, 10, bias=False))[0]
     m = torch.randn(10_000)
     squared = OuterProducts(delta.unsqueeze(1), a.unsqueeze(1), False).squared_norms(
-        Metric(ellipsoid(m, torch.ones_like(m))).of(layer)
+        RegionMetric(ellipsoid(m, torch.ones_like(m))).of(layer)
     )
     s1 = delta.double().square().sum(1) * a.double().square().sum(1)
     reach = (s1.sqrt() + m.double().norm()).square()
@@ -209,7 +209,7 @@ def test_the_slack_of_what_is_written_out_is_a_bound() -> None:
     case = Case(sequence(), 1000.0, 1e-3, size=12)
     form = case.subject.forms(case.x, case.y)[0]
     layer = case.subject.layers[0]
-    plain = form.squared_norms(Metric(case.region).of(layer))
+    plain = form.squared_norms(RegionMetric(case.region).of(layer))
     part = slice(layer.start, layer.stop)
     region = part_of(case.region, part)
     gradients = case.subject.stored_gradients(case.x, case.y)[:, part]
@@ -289,7 +289,7 @@ def test_the_slack_of_pairs_of_terms_is_a_bound(
     if kind == "ellipsoid":
         region = ellipsoid(torch.randn(3000), torch.exp(torch.randn(3000)))
     monkeypatch.setattr(UseSizes, "pairs", 0)
-    found = by_position(layer, a, delta).squared_norms(Metric(region).of(layer))
+    found = by_position(layer, a, delta).squared_norms(RegionMetric(region).of(layer))
     exact = whiten((delta.double().mT @ a.double()).flatten(1), region).square().sum(1)
     assert ((found.value - exact).abs() <= found.slack + 1e-12 * exact).all()
 
@@ -374,7 +374,7 @@ def test_squares_that_underflow_are_not_free(kind: str, delta: float, a: float) 
     small = torch.full((1,), 1e-6)
     region = ball(1e-6, small) if kind == "ball" else ellipsoid(torch.zeros(1), small)
     pair = OuterProducts(torch.full((1, 1, 1), delta), torch.full((1, 1, 1), a), False)
-    c, _ = clip_weights(pair.squared_norms(Metric(region).of(layer)), clip_limit(1))
+    c, _ = clip_weights(pair.squared_norms(RegionMetric(region).of(layer)), clip_limit(1))
     assert float(c) * delta * a / 1e-6 <= 1
 
 

@@ -761,7 +761,7 @@ SITUATIONS = (
     S("running statistics in a buffer, isolated", RunningMean, isolate=True),
     S("GRU written with linear layers that its steps share", lambda: Cells(LinearCell)),
     S("nn.GRUCell in a loop", lambda: Cells(nn.GRUCell)),
-    S("nn.GRU", Recurrent, refused="such as the last state of nn.GRU.*--isolate"),
+    S("nn.GRU", Recurrent),
     S("nn.GRU, isolated", Recurrent, isolate=True),
     S("a record that gives infinity", Divides),
     S("a record that gives NaN", Logarithm),

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.attention import calling_projections
 from dpmac_cli.dp.clipping.batches import Batch, samples_in, shapes_of, tensors_in
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import products_by_onednn
-from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
+from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, choose_form, total_squared_norms
+from dpmac_cli.dp.clipping.projections import calling_projections
 from dpmac_cli.dp.clipping.recorder import by_row, record_uses
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.torch_errors import code_of_network
@@ -41,7 +41,7 @@ LEAST_WEIGHT = 1e-30
 PerSample = Callable[[Batch, Batch], tuple[Tensor, Sequence[Sequence[Use] | Tensor]]]
 
 
-class ClippedSum:
+class ClippedChunkSum:
     """Compute the sum of clipped, centred gradients of a chunk of samples.
 
     Args:
@@ -63,7 +63,7 @@ class ClippedSum:
         loss: Loss = plain,
     ) -> None:
         self._per_sample = per_sample or self._recorded
-        linear = [layer.module for layer in layers]
+        linear = {user.module for layer in layers for user in layer.users}
         self._record = partial(
             record_uses,
             model,
@@ -77,7 +77,7 @@ class ClippedSum:
         self._limit = clip_limit(max(capacity, batch or 0))
 
     def of(
-        self, x: Batch, y: Batch, metric: Metric, out: Tensor, samples: int | None = None
+        self, x: Batch, y: Batch, metric: RegionMetric, out: Tensor, samples: int | None = None
     ) -> None:
         """Write the sum of c_i (g_i - m) into ``out``, with each ||c_i (g_i - m)/b|| <= 1.
 
@@ -103,7 +103,7 @@ class ClippedSum:
         with code_of_network(x):  # norms and sums may run the network's code again
             self._sum(x, y, rows if samples is None else samples, metric, out)
 
-    def _sum(self, x: Batch, y: Batch, samples: int, metric: Metric, out: Tensor) -> None:
+    def _sum(self, x: Batch, y: Batch, samples: int, metric: RegionMetric, out: Tensor) -> None:
         gradients = self.gradients(x, y, ball=metric.region.is_ball)
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
@@ -143,8 +143,9 @@ class ClippedSum:
             given = [g if isinstance(g, Tensor) else [use.inputs for use in g] for g in found]
             return losses, given
         rows, labels = by_row(x, self.views), by_row(y, self.views)
-        calls = ((layer.name, layer.module, layer.attention) for layer in self.layers)
-        by_onednn = products_by_onednn(layer.module for layer in self.layers)
+        calls = ((layer.name, layer.module, layer.composite) for layer in self.layers)
+        called = {user.module for layer in self.layers for user in layer.users}
+        by_onednn = products_by_onednn(called)
         with torch.enable_grad(), calling_projections(calls), by_onednn:
             outputs = self._model(rows)
             return outputs, self._loss(outputs, labels)
@@ -157,14 +158,14 @@ class ClippedSum:
         nothing = torch.zeros_like(squares)
         return clip_weights(SquaredNorms(squares, nothing, nothing), self._limit)[0]
 
-    def _squared_norms(self, gradients: ByLayer, metric: Metric) -> SquaredNorms:
+    def _squared_norms(self, gradients: ByLayer, metric: RegionMetric) -> SquaredNorms:
         squared = total_squared_norms(gradients, metric)
         # Rows that are not clipped even with the slack need no more precise norm.
         clipped = squared.value + squared.slack > self._limit**2
         rows = clipped & (squared.slack > SLACK_SHARE * squared.value)
         if bool(rows.any()):
             chosen = [(layer, form.select(rows)) for layer, form in gradients]
-            exact = total_squared_norms(chosen, Metric(metric.region, torch.float64))
+            exact = total_squared_norms(chosen, RegionMetric(metric.region, torch.float64))
             squared.value[rows] = exact.value
             squared.slack[rows] = exact.slack
         return squared

@@ -29,6 +29,13 @@ from dpmac_cli.torch_errors import code_of_network, out_of_memory
 WRITTEN_OUT = 1 << 22
 #: Structure of labels that are classes.
 CLASS = Structure(torch.zeros(1, dtype=torch.long), keep=True)
+#: What torch says of a function that vmap cannot run.
+NEEDS_A_RULE = ("generate_vmap_rule", "setup_context")
+NO_RULE = (
+    "The network has a torch.autograd.Function without a rule for vmap, so it runs on one record "
+    "after the other, which can be hundreds of times slower. If its forward and backward consist "
+    "of torch operations, define setup_context in it and set generate_vmap_rule = True."
+)
 
 
 class Isolated:
@@ -70,6 +77,7 @@ class Isolated:
         self._calls: list[tuple[str, torch.Size, torch.Size]] = []  # name, input's, output's shape
         # Seeds of the next chunk's samples, if they are looped: without them, seeds go by position.
         self.seeds: list[int] = []
+        self.notes: tuple[str, ...] = ()  # how to make the network run faster
         with forked(), torch.no_grad():
             seed_all(0)
             x, y = inputs.made_up(2, double=True), labels.made_up(2, double=True)
@@ -229,6 +237,8 @@ class Isolated:
         except Exception as failure:
             if out_of_memory(failure):
                 raise
+            if any(word in str(failure) for word in NEEDS_A_RULE):
+                self.notes = (NO_RULE,)
             return False
 
 

@@ -55,10 +55,11 @@ class Use:
     inputs: tuple[Tensor, ...]  # each (samples * views, ...)
     delta: Tensor  # gradients of the loss w.r.t. the output, (samples * views, ...)
     call: Call = Call()
+    user: Layer | None = None  # the layer that was called, if several share the parameter
 
     def part(self, rows: slice) -> "Use":
         """Return a slice of the rows."""
-        return Use(tuple(x[rows] for x in self.inputs), self.delta[rows], self.call)
+        return Use(tuple(x[rows] for x in self.inputs), self.delta[rows], self.call, self.user)
 
 
 def in_groups(uses: Sequence[Use], views: int, samples: int) -> Iterator[list[Use]]:
@@ -90,7 +91,7 @@ def instantiate(
     return g
 
 
-def is_plain(layer: Layer, use: Use) -> bool:
+def has_plain_use(layer: Layer, use: Use) -> bool:
     """Return whether a layer has one input and one output, and no parameters that rules ignore."""
     known = layer.parameters.keys() <= {"weight", "bias", "gain"}
     return use.call == Call() and known and not layer.direct
@@ -100,10 +101,11 @@ def _write(
     layer: Layer, use: Use, views: int, through: Standardisation | None, out: Tensor
 ) -> None:
     """Write the gradients of one use to ``out``, shape (samples, d_layer)."""
+    layer = use.user or layer
     if layer.direct:
         out.copy_(use.delta.reshape(len(out), views, -1).sum(1))
         return
-    rule = LAYER_RULES.get(type(layer.module)) if is_plain(layer, use) else None
+    rule = LAYER_RULES.get(type(layer.module)) if has_plain_use(layer, use) else None
     gradients = rule(layer, use.inputs[0], use.delta, views) if rule else None
     if gradients is None:
         gradients = _by_vmap(layer, use, views)

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 from torch.nn.utils.parametrize import is_parametrized
 
-from dpmac_cli.dp.clipping.attention import projections, self_attentions
 from dpmac_cli.dp.clipping.batches import Batch
 from dpmac_cli.dp.clipping.direct_parameters import copied_parameters
+from dpmac_cli.dp.clipping.projections import plainly_called, projections
 from dpmac_cli.errors import ModelError
 
 #: Coordinates that a CPU processes at a time. With fewer, the overhead of operations exceeds the
 #: gain from the cache (measured from 2^15 to 2^20 coordinates).
 BLOCK = 400_000
+#: Modules that may share a weight: their gradients, by their rules, are added.
+TIEABLE = (nn.Linear, nn.Embedding)
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,13 @@ class Layer:
     start: int = 0
     stop: int = 0
     direct: bool = False  # a single parameter that the module's forward reads directly
-    attention: nn.Module | None = None  # attention layer, if the module is its projection
+    composite: nn.Module | None = None  # attention or recurrent layer that this is a projection of
+    tied: tuple["Layer", ...] = ()  # every module with the parameter, if several have it
+
+    @property
+    def users(self) -> tuple["Layer", ...]:
+        """Return the layers whose modules are called: several if they share the parameter."""
+        return self.tied or (self,)
 
     @property
     def slices(self) -> dict[str, slice]:
@@ -50,22 +58,16 @@ def blocks(size: int, device: torch.device, about: int | None = None) -> list[sl
 def find_layers(model: nn.Module, example: Batch | None = None) -> list[Layer]:
     """Split a model's trainable parameters into layers, in the order of ``model.parameters()``.
 
-    Parameters that a module's forward reads directly, and projections of self-attention, become
-    separate layers if ``example``, random inputs of at least two samples, shows that this works;
-    otherwise their module is one layer. Raises ModelError if two modules share a parameter, or
-    nothing is trainable.
+    Parameters that a module's forward reads directly, and projections of attention and recurrent
+    layers, become separate layers if ``example``, random inputs of at least two samples, shows that
+    this works; otherwise their module is one layer. A parameter that :data:`TIEABLE` modules share
+    is a layer of all of them. Raises ModelError if others share a parameter, or nothing is
+    trainable.
     """
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    shared = sorted(set(names) - {name for name, _ in model.named_parameters()})
-    if shared:
-        raise ModelError(
-            f"The parameter {shared[0]} is shared with another layer. Per-layer clipping needs "
-            "each parameter to be in one layer. Copy it: "
-            f"{shared[0]} = nn.Parameter({shared[0]}.detach().clone()). Or call one layer twice."
-        )
-    with self_attentions(model) as attentions:
-        alone = set() if example is None else copied_parameters(model, example)
-    return _side_by_side(_owners(model, "", alone | attentions))
+    alone = set() if example is None else copied_parameters(model, example)
+    if example is not None:
+        alone |= plainly_called(model, example)
+    return _side_by_side(_with_ties(list(_owners(model, "", alone, set()))))
 
 
 def split_by_module(model: nn.Module) -> list[Layer]:
@@ -99,17 +101,50 @@ def _side_by_side(owners: Iterable[Layer]) -> list[Layer]:
     return layers
 
 
-def _owners(module: nn.Module, name: str, apart: set[int]) -> Iterator[Layer]:
-    """Yield modules that directly have parameters, without the modules inside them.
+def _with_ties(owners: list[Layer]) -> Iterator[Layer]:
+    """Yield owners, with a layer of its own for each parameter that several of them have.
+
+    It comes where the first of them was. Raises ModelError if their gradients cannot be added.
+    """
+    users: dict[int, list[Layer]] = {}
+    for owner in owners:
+        for key, p in owner.parameters.items():
+            if p.requires_grad:
+                users.setdefault(id(p), []).append(replace(owner, parameters={key: p}))
+    for owner in owners:
+        own = {k: p for k, p in owner.parameters.items() if len(users.get(id(p), ())) < 2}
+        for key, p in owner.parameters.items():
+            tied = users.get(id(p), [])
+            if len(tied) > 1 and tied[0].module is owner.module:
+                name = f"{owner.name}.{key}".strip(".")
+                if not all(map(_is_tieable, tied)):
+                    raise ModelError(
+                        f"The parameter {name} is shared by {tied[0].name} and {tied[1].name}, "
+                        "whose calls do not give its gradient. Only nn.Linear and nn.Embedding can "
+                        f"share one. Copy it: nn.Parameter({name}.detach().clone())."
+                    )
+                yield replace(owner, name=name, parameters={key: p}, tied=tuple(tied))
+        yield replace(owner, parameters=own)
+
+
+def _is_tieable(user: Layer) -> bool:
+    return type(user.module) in TIEABLE and not user.direct and user.composite is None
+
+
+def _owners(module: nn.Module, name: str, apart: set[int], seen: set[nn.Module]) -> Iterator[Layer]:
+    """Yield modules that directly have parameters, without the modules inside them, once each.
 
     If all parameters of a module are in ``apart``, by id, each becomes a separate owner. Attention
-    layers in it are replaced with their projections.
+    and recurrent layers in it are replaced with their projections.
     """
     prefix = f"{name}." if name else ""
+    if module in seen:
+        return
+    seen.add(module)
     if id(module) in apart:
         for key, linear in projections(module).items():
             own = dict(linear.named_parameters())
-            yield Layer(prefix + key, linear, own, attention=module)
+            yield Layer(prefix + key, linear, own, composite=module)
         return
     held = dict(module.named_parameters(recurse=False))
     own = {key: p for key, p in held.items() if p.requires_grad}
@@ -119,7 +154,7 @@ def _owners(module: nn.Module, name: str, apart: set[int]) -> Iterator[Layer]:
     for key, p in own.items():
         yield Layer(prefix + key, module, {key: p}, direct=True)
     for key, child in module.named_children():
-        yield from _owners(child, prefix + key, apart)
+        yield from _owners(child, prefix + key, apart, seen)
 
 
 def flatten_parameters(layers: list[Layer]) -> Tensor:

@@ -41,11 +41,12 @@ class SquaredNorms:
         return SquaredNorms(*map(torch.cat, fields))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LayerMetric:
     """Whitened metric of one layer. Norms computed with A must be divided by ``factor``.
 
-    A ball has one A for all coordinates and no centre.
+    A ball has one A for all coordinates and no centre. Not frozen: ``inverse`` and ``centre`` are
+    views of the ellipsoid, so the metric holds until that changes.
     """
 
     inverse: Tensor  # A = factor / b^2, (d_layer,), or () for a ball
@@ -66,7 +67,7 @@ class LayerMetric:
         return row_sums(squares.mul_(self.inverse[part]))
 
 
-class Metric:
+class RegionMetric:
     """Metrics of all layers for one step's ellipsoid, computed once and used by every chunk.
 
     By default in the dtype of the ellipsoid.

@@ -10,9 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.ghost_clipping import DEVICE_PIECE, PositionProducts, sizes
-from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
+from dpmac_cli.dp.clipping.layer_rules import Use, has_plain_use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, Metric, SquaredNorms, kept, roundoff
+from dpmac_cli.dp.clipping.norms import (
+    ROW,
+    LayerMetric,
+    Mask,
+    RegionMetric,
+    SquaredNorms,
+    kept,
+    roundoff,
+)
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 
 #: Numbers to instantiate at a time on a CPU, to fit in its cache.
@@ -46,7 +54,7 @@ class PerSampleGradients(Protocol):
 ByLayer = Sequence[tuple[Layer, PerSampleGradients]]
 
 
-def total_squared_norms(gradients: ByLayer, metric: Metric) -> SquaredNorms:
+def total_squared_norms(gradients: ByLayer, metric: RegionMetric) -> SquaredNorms:
     """Return ||(g_i - m)/b||^2 over several layers, each with its part of the metric."""
     return reduce(add, [form.squared_norms(metric.of(layer)) for layer, form in gradients])
 
@@ -115,8 +123,17 @@ def choose_form(
     """
     if isinstance(uses, Tensor):
         return held(uses)
+    if (
+        len(uses) > 1
+        and type(layer.module) is nn.Linear
+        and all(has_plain_use(layer, u) for u in uses)
+    ):
+        uses = [_one_after_another(uses)]
     delta = uses[0].delta
     samples, size = len(delta) // views, layer.stop - layer.start
+    if layer.tied:
+        few = samples * size <= HELD
+        return held(instantiate(layer, uses, views)) if few else in_pieces(layer, uses, views)
     found = sizes(layer, uses, views)
     small = samples * size <= _piece(delta)
     if found is not None:
@@ -131,6 +148,15 @@ def choose_form(
         return in_pieces(layer, uses, views)
     # A few samples at a time, whose gradients stay in the cache while they are written.
     return held(instantiate(layer, uses, views, max(2, _piece(delta) // 4 // size)))
+
+
+def _one_after_another(uses: Sequence[Use]) -> Use:
+    """Return several uses of a Linear layer as one use at all their positions."""
+
+    def joined(parts: Iterable[Tensor]) -> Tensor:
+        return torch.cat([x.reshape(len(x), -1, x.shape[-1]) for x in parts], 1)
+
+    return Use((joined(use.inputs[0] for use in uses),), joined(use.delta for use in uses))
 
 
 def _piece(like: Tensor) -> int:

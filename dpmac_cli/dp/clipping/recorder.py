@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dpmac_cli.dp.clipping.attention import calling_projections
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, samples_in
 from dpmac_cli.dp.clipping.direct_parameters import Copies, PullBack
 from dpmac_cli.dp.clipping.layer_rules import Call, Use
 from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.clipping.projections import calling_projections
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 
@@ -27,6 +27,7 @@ class _Record:
     versions: tuple[int, ...]
     edge: GradientEdge
     pull_back: PullBack = Tensor.detach  # map of a gradient w.r.t. copies
+    user: Layer | None = None  # the layer that was called, if several share the parameter
 
 
 def record_uses(
@@ -57,13 +58,14 @@ def record_uses(
     samples = samples_in(rows)
     hooked: list[list[_Record]] = [[] for _ in layers]
     hooks = [
-        layer.module.register_forward_hook(_recording(layer.name, records), with_kwargs=True)
+        user.module.register_forward_hook(_recording(user, layer, records), with_kwargs=True)
         for layer, records in zip(layers, hooked, strict=True)
+        for user in layer.users
         if not layer.direct
     ]
     direct = [next(iter(layer.parameters.values())) for layer in layers if layer.direct]
     copies = Copies(iter(direct), samples)
-    calls = [(layer.name, layer.module, layer.attention) for layer in layers]
+    calls = [(layer.name, layer.module, layer.composite) for layer in layers]
     try:
         with torch.enable_grad():
             with calling_projections(calls), running(), copies if direct else nullcontext():
@@ -109,8 +111,9 @@ def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
     ]
 
 
-def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
+def _recording(called: Layer, layer: Layer, records: list[_Record]) -> Callable[..., Any]:
     """Return a forward hook that records uses of a layer and starts the graph at its outputs."""
+    name, user = called.name, called if layer.tied else None
 
     def record(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -136,7 +139,7 @@ def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
         for number, start in enumerate(started):
             if start is not None and start.requires_grad:
                 call = Call(positional, named, number if several else None)
-                records.append(_Record(call, read, versions, _edge_of(start)))
+                records.append(_Record(call, read, versions, _edge_of(start), user=user))
         return tuple(started) if several else started[0]
 
     return record
@@ -169,15 +172,16 @@ def _start(name: str, output: Any, several: bool, samples: int) -> Any:
         raise ModelError(
             f"The layer {name} must return one tensor or a tuple of tensors, not a "
             f"{type(output).__name__}{' in a tuple' if several else ''}. Return a tensor, or "
-            "tuple(tensors), from its forward; instead of nn.LSTM, call nn.LSTMCell in a loop."
+            "tuple(tensors), from its forward, and call nn.LSTM with tensors, not packed sequences."
         )
     if not output.is_floating_point():
         return output
     if output.ndim == 0 or len(output) != samples:
         raise ModelError(
             f"The layer {name} returns a tensor that does not have one row per sample in its first "
-            "dimension, such as the last state of nn.GRU. This is not supported; call nn.GRUCell "
-            "in a loop instead: h = self.cell(x[:, t], h)."
+            "dimension. This is not supported, except for the last states of nn.LSTM, nn.GRU and "
+            "nn.RNN without dropout. Between such layers, put nn.Dropout; or call nn.GRUCell in a "
+            "loop: h = self.cell(x[:, t], h)."
         )
     if output.requires_grad:
         return output
@@ -194,7 +198,9 @@ def _checked_uses(
             f"The input of layer {layer.name} was changed in place after the layer read it. "
             "Use the out-of-place operation (x = x + y instead of x += y)."
         )
-    uses = [Use(r.inputs, r.pull_back(delta), r.call) for r, delta in found if delta is not None]
+    uses = [
+        Use(r.inputs, r.pull_back(delta), r.call, r.user) for r, delta in found if delta is not None
+    ]
     if not uses:
         raise ModelError(
             f"The layer {layer.name} has trainable parameters, but no call of it affects the "
@@ -203,10 +209,11 @@ def _checked_uses(
         )
     rows = {len(x) if x.ndim else 0 for use in uses for x in (*use.inputs, use.delta)}
     if rows != {batch}:
+        name = layer.name if layer.composite is None else layer.name.rpartition(".")[0]
         raise ModelError(
-            f"The layer {layer.name} does not have one row per sample: its first dimension must "
+            f"The layer {name} does not have one row per sample: its first dimension must "
             "be the samples. Keep other dimensions after it: "
-            f"self.{layer.name}(x), not self.{layer.name}(x.flatten(0, 1)); for attention, "
-            "batch_first=True."
+            f"self.{name}(x), not self.{name}(x.flatten(0, 1)); for attention and recurrent "
+            "layers, batch_first=True."
         )
     return uses

@@ -1,0 +1,84 @@
+"""dpmac recipes: the recipes by name, what each reaches, and the command that runs it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from dpmac_cli.cli import console
+from dpmac_cli.cli.options import take, with_options
+from dpmac_cli.config.fields import options
+from dpmac_cli.config.flags import Flags
+from dpmac_cli.config.named import BEST, PAPER, RECIPES, NamedRecipe
+from dpmac_cli.config.settings import Debug, PrintJson
+from dpmac_cli.storage.files import to_json
+
+#: Width of a table that is not on a terminal: no command needs more.
+UNLIMITED = 10_000
+#: Recipes without a file, with the command that runs each.
+RULES = {
+    BEST: ("the best run for an epsilon, by rule", "dpmac train --dataset NAME --epsilon 3"),
+    PAPER: ("the run of the paper at a noise multiplier", "dpmac train --dataset NAME --sigma 0.8"),
+}
+
+
+class RecipesFlags(Flags, frozen=True):
+    """Flags of ``dpmac recipes``."""
+
+    json: PrintJson = False
+    debug: Debug = False
+
+
+@with_options(options(RecipesFlags))
+def recipes(**given: Any) -> None:
+    """List recipes: what each reaches, its epsilon, its time, and the command that runs it.
+
+    --epsilon means the recipe best: the best run for this budget, by one rule. --sigma means the
+    recipe paper: the run that the paper describes. The others are files of settings by name.
+
+    Example: dpmac recipes
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
+    """
+    flags = take(RecipesFlags, given)
+    if flags.json:
+        console.print_result(to_json({"recipes": [*_values()]}))
+        return
+    out = console.stdout()
+    if not out.is_terminal:
+        out.width = UNLIMITED
+    out.print(_table())
+    out.print(Text("accuracy: test accuracy in percent. minutes: on two cores, from Enter."))
+
+
+def _values() -> Iterator[dict[str, str]]:
+    """Yield the recipes as JSON values."""
+    for name, (about, command) in RULES.items():
+        yield {"name": name, "about": about, "command": command}
+    for name, recipe in RECIPES.items():
+        yield {"name": name, **_cells(recipe), "about": recipe.about, "command": recipe.line(name)}
+
+
+def _cells(recipe: NamedRecipe) -> dict[str, str]:
+    """Return the values of the columns between name and command."""
+    return {column: getattr(recipe, column) for column in COLUMNS}
+
+
+#: Columns of numbers, and the extra of the package that a recipe needs.
+COLUMNS = ("accuracy", "epsilon", "minutes", "extra")
+
+
+def _table() -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("recipe", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "extra" else "right", no_wrap=True)
+    table.add_column("to run it", overflow="fold")
+    for row in _values():
+        table.add_row(
+            Text(row["name"], style="bold"),
+            *(row.get(column, "") for column in COLUMNS),
+            row["command"],
+        )
+    return table

@@ -1,0 +1,149 @@
+"""The best recipe for a budget: one rule from public facts, tuned as docs/recipes.md describes.
+
+It depends on the number of records, their shape, epsilon and the kind of network, never on the
+contents of a record.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from dpmac_cli.config.keywords import Keywords, SettingName
+from dpmac_cli.config.settings import Settings
+from dpmac_cli.data.registry import Dataset
+from dpmac_cli.models.registry import MODELS, Scattered
+from dpmac_cli.tasks.classification import Classification
+
+#: Epsilon without --sigma or --epsilon.
+EPSILON = 3.0
+#: Largest number of scattering features per image: 50 kB in the cache.
+MOST_FEATURES = 25_000
+#: Settings of which each decides what a network takes instead of scattering features.
+_OF_NETWORK: tuple[SettingName, ...] = (
+    "model",
+    "features",
+    "backbone",
+    "pretrained",
+    "augmentations",
+    "augment",
+)
+#: Features above which a head is wide, and inputs of a record up to which it is a small one.
+WIDE, FEW_INPUTS = 8192, 256
+#: n epsilon below which noise allows only few steps, and from which a table is large enough for a
+#: hidden layer.
+FEW, LARGE = 30_000, 2_000
+#: Learning rates of Adam's rules, as multiples of dp-adam's: those that were best on fixed features
+#: (docs/recipes.md). Rates of the others depend on the scale of the gradients.
+RATES: Mapping[str, float] = {
+    "dp-adam": 1,
+    "dp-adambc": 1 / 3,
+    "dp-macadam": 1 / 3,
+    "dp-macadambc": 1 / 3,
+}
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Batch, epochs, averaging, and learning rate of dp-adam, of a kind of network."""
+
+    share: int  # steps per epoch: the expected batch is n / share
+    epochs: int
+    rate: float
+    ema: float
+
+
+def best(given: Settings, facts: Dataset) -> Keywords:
+    """Return the settings of the best recipe, to be filled in where none is given."""
+    chosen = _network(given, facts) | _budget(given)
+    way = training(given.filled(chosen), facts)
+    optimizer = given.optimizer if "optimizer" in given.explicit else "dp-adam"
+    chosen |= {
+        "optimizer": optimizer,
+        "batch_size": math.ceil(facts.train_size / way.share),
+        "epochs": None if given.steps is not None else way.epochs,
+        "ema": way.ema,
+    }
+    if optimizer in RATES:
+        chosen["lr"] = float(f"{RATES[optimizer] * way.rate:.2g}")
+    return chosen
+
+
+def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
+    """Yield what the recipe chose, with reasons; the rate of a given optimizer separately."""
+    rule = best(given, facts)
+    way = training(given.filled(rule), facts)
+    chosen = {name: value for name, value in rule.items() if name not in given.explicit and value}
+    said = {
+        "features": f"--features {{}} (images of at most {MOST_FEATURES:,} features)",
+        "batch_size": f"batch {{:,}} (n / {way.share})",
+        "epochs": "{} epochs",
+        "optimizer": "{}",
+        "lr": "learning rate {:g}",
+        "ema": "EMA {:g}",
+    }
+    parts = {name: text.format(chosen[name]) for name, text in said.items() if name in chosen}
+    rate = parts.pop("lr", None) if "optimizer" in given.explicit else None
+    if parts:
+        yield ", ".join(parts.values())
+    if rate is not None:
+        yield f"{rate} for {given.optimizer}"
+
+
+def _network(given: Settings, facts: Dataset) -> Keywords:
+    """Return features of small images and a network for tables, unless an input is given."""
+    typed = any(name in given.explicit for name in _OF_NETWORK)
+    if typed or not isinstance(facts.task, Classification):
+        return {}
+    if facts.holds == "numbers" and _is_small(facts):
+        large = _scale(given, facts) >= LARGE
+        return {"model": "mlp-small" if large else "linear"}
+    kind = Scattered("scatter" if facts.shape[0] == 1 else "scatter-mirror")
+    if facts.holds != "images" or kind.fault(facts.shape) is not None:
+        return {}
+    inputs = math.prod(kind.shape_of(facts.shape))
+    return {} if inputs > MOST_FEATURES else {"features": kind.kind}
+
+
+def _budget(given: Settings) -> Keywords:
+    """Return the default of epsilon, unless noise or another target is given."""
+    if given.sigma is not None or given.epsilon is not None or given.no_dp:
+        return {}
+    most = EPSILON if given.max_epsilon is None else given.max_epsilon
+    return {"epsilon": min(EPSILON, most)}
+
+
+def training(given: Settings, facts: Dataset) -> Regime:
+    """Return how to train a network: a head of fixed features, a perceptron or another one."""
+    if given.backbone is not None:
+        return Regime(12, 20, 0.005 if facts.texts else 0.003, 0.95)
+    if given.features is not None:
+        features = math.prod(Scattered(given.features).shape_of(facts.shape))
+        return _of_features(features, _scale(given, facts))
+    kind = MODELS.get(given.model or facts.defaults.model)
+    if kind is not None and kind.builder == "perceptron":
+        return _of_perceptron(math.prod(facts.shape), _scale(given, facts))
+    return Regime(12, 20, min(0.01, 0.1 / math.sqrt(math.prod(facts.shape))), 0.95)
+
+
+def _of_features(features: int, scale: float) -> Regime:
+    """Return how to train a linear layer on scattering features."""
+    if scale < FEW:
+        return Regime(6, 20, min(0.01, max(0.003, 0.18 / math.sqrt(features))), 0.9)
+    return Regime(6, 20, 0.003, 0.95) if features > WIDE else Regime(12, 80, 0.002, 0.98)
+
+
+def _of_perceptron(inputs: int, scale: float) -> Regime:
+    """Return how to train a perceptron: few steps on many records each, unless noise is small."""
+    if inputs > FEW_INPUTS:
+        return Regime(8, 10, 0.42 / math.sqrt(inputs), 0.9)
+    return Regime(3, 20, 0.03, 0.9) if scale < FEW else Regime(12, 20, 0.01, 0.95)
+
+
+def _scale(given: Settings, facts: Dataset) -> float:
+    """Return n epsilon: noise matters as much for half of the records as for half of epsilon."""
+    return facts.train_size * (given.epsilon or EPSILON)
+
+
+def _is_small(facts: Dataset) -> bool:
+    """Return whether a record has few inputs, such as a row of a table."""
+    return math.prod(facts.shape) <= FEW_INPUTS

@@ -1,0 +1,84 @@
+"""A small causal language model, trained whole and with LoRA: benchmarks/language_model.py."""
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli import ClippedSum, ball
+from dpmac_cli.dp.clipping.clipped_sum import clip_limit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from language_model import Gpt, Texts, run, text_loss, with_lora
+
+WORDS, LENGTH, COUNT, RADIUS = 20, 7, 6, 0.05
+
+
+def model(*, lora: bool) -> nn.Module:
+    torch.manual_seed(0)
+    made: nn.Module = Gpt(WORDS, LENGTH, 2, 8)
+    if lora:
+        made = with_lora(made, 2)
+        for name, p in made.named_parameters():
+            if p.requires_grad and name.endswith("up.weight"):
+                nn.init.normal_(p, std=0.1)
+    return made
+
+
+def texts(count: int = COUNT) -> dict[str, Tensor]:
+    records = Texts(count, WORDS, LENGTH, seed=1)
+    assert len({int(mask.sum()) for mask in records.mask}) > 1, "of unequal length"
+    return {"input_ids": records.ids, "attention_mask": records.mask}
+
+
+def without(batch: dict[str, Tensor], row: int) -> dict[str, Tensor]:
+    return {name: torch.cat([t[:row], t[row + 1 :]]) for name, t in batch.items()}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("physical", [256, 2])
+def test_a_document_moves_the_sum_by_at_most_the_radius(lora: bool, physical: int) -> None:
+    net, batch = model(lora=lora), texts()
+    clipped = ClippedSum(net, text_loss, ball(RADIUS), batch_size=COUNT, physical_batch=physical)
+    total = clipped(batch).clone()
+    assert not clipped.notes, "proven independent across texts"
+    moved = [float((total - clipped(without(batch, i))).double().norm()) for i in range(COUNT)]
+    assert 0.99 * RADIUS < max(moved) <= RADIUS
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_every_parameter_gets_its_clipped_gradient(lora: bool) -> None:
+    """Against autograd, one text after the other, in float64."""
+    net, batch = model(lora=lora).double(), texts()
+    exact, radius = copy.deepcopy(net), RADIUS * clip_limit(COUNT)
+    region = ball(RADIUS, torch.zeros(1).double())
+    clipped = ClippedSum(net, text_loss, region, batch_size=COUNT)
+    total = clipped.by_parameter(clipped(batch))
+    named = {name: p for name, p in exact.named_parameters() if p.requires_grad}
+    assert named.keys() == total.keys()
+    expected = {name: torch.zeros_like(p) for name, p in named.items()}
+    for row in range(COUNT):
+        one = {name: t[row : row + 1] for name, t in batch.items()}
+        g = torch.autograd.grad(text_loss(exact, one).sum(), list(named.values()))
+        norm = torch.cat([part.flatten() for part in g]).norm()
+        for name, part in zip(named, g, strict=True):
+            expected[name] += part * (radius / norm).clamp(max=1)
+    for name, part in total.items():
+        assert torch.allclose(part, expected[name], rtol=1e-6, atol=1e-9), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [True, False])
+def test_perplexity_falls_under_epsilon_8(lora: bool) -> None:
+    small: dict[str, Any] = {"words": 40, "length": 8, "layers": 1, "width": 16, "records": 2000}
+    small |= {"batch": 128, "steps": 30, "public": 60, "lr": 0.01, "lora_lr": 0.01, "changed": 0.5}
+    found = run(argparse.Namespace(**small), lora=lora)
+    assert found["perplexity after"] < 0.95 * found["perplexity before"]
+    assert found["epsilon"] <= 8
+    assert found["notes"] == ()
