@@ -154,7 +154,7 @@ def test_the_generated_pages_are_up_to_date() -> None:
 
 
 def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
-    x, y = np.random.default_rng(0).random((900, 4)), np.arange(900) % 3
+    x, y = np.random.default_rng(0).random((600, 4)), np.arange(600) % 3
     np.savez(tmp_path / "rows.npz", x=x, y=y, x_test=x, y_test=y)
     resolved = resolve(dataset=str(tmp_path / "rows.npz"), feature_range="0,1")
     one = resolved.plan
@@ -162,7 +162,7 @@ def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
     (row,) = re.findall(r"^\| your own rows of numbers, 500 \|  \| (.+) \|$", text, re.MULTILINE)
     model, batch, *told = row.split(" | ")
     share = round(500 / math.ceil(500 / int(batch.removeprefix("n/"))))
-    assert (one.recorded["model"], one.privacy.batch_size) == (model, math.ceil(900 / share))
+    assert (one.recorded["model"], one.privacy.batch_size) == (model, math.ceil(600 / share))
     values = (one.recorded["epochs"], one.optimizer.hyper.lr, one.recipe.ema)
     assert values == tuple(map(float, told))
     said = " ".join((ROOT / "docs" / "own-data.md").read_text().split())

@@ -58,7 +58,10 @@ def set_scene(folder: Path) -> None:
     np.savez(folder / "gap.npz", x=np.zeros((30, 4), np.float32), y=np.arange(30) % 2 * 999_999)
     np.savez(folder / "unlabelled.npz", x=np.zeros((30, 4), np.float32))
     with contextlib.chdir(folder):
-        assert say("train --dataset digits --steps 3 --seed 0 --out run --quiet") == ("", 0)
+        assert say("train --dataset digits --sigma 1.5 --steps 3 --seed 0 --out run --quiet") == (
+            "",
+            0,
+        )
 
 
 def say(typed: str) -> tuple[str, int]:
