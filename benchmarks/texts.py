@@ -5,7 +5,7 @@
 FOLDER has NAME.train.csv.xz and NAME.test.csv.xz with the columns text and label. Features are
 computed once and kept in the cache. A line has the set, the features, epsilon (null without
 privacy), the seed, test accuracy in percent, and the CPU time of the run in seconds. What is in the
-file is not run again. At the end the table of docs/recipes.md is printed.
+file is not run again. At the end a table is printed.
 """
 
 import argparse
@@ -97,7 +97,8 @@ def main() -> None:
     parser.add_argument("--encoders", default="minilm")
     parser.add_argument("--tokens", type=int, default=128)
     given = parser.parse_args()
-    lines = [json.loads(line) for line in given.file.read_text().splitlines()]
+    before = given.file.read_text() if given.file.exists() else ""
+    lines = [json.loads(line) for line in before.splitlines()]
     known = {(n["set"], n["features"], n["epsilon"], n["seed"]) for n in lines}
     for name in given.sets.split(","):
         sides = read(given.folder, name)

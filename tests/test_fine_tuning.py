@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.custom_layers import ConstantNorm
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.errors import ModelError
@@ -171,7 +171,7 @@ def test_gradients_are_those_of_vmap(name: str, part: str) -> None:
     expected = torch.cat([by_name[n].flatten(1) for n in trained], 1)
     layers = find_layers(model, x)
     flatten_parameters(layers)
-    gradients = ClippedSum(model, layers).gradients(x, y, ball=True)
+    gradients = ClippedChunkSum(model, layers).gradients(x, y, ball=True)
     for row in range(6):
         weights, out = torch.zeros(6).double(), torch.empty(expected.shape[1]).double()
         weights[row] = 1

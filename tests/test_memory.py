@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball
@@ -128,7 +128,7 @@ def peak_with_views(views: int) -> int:
     )
     layers = find_layers(model)
     theta = flatten_parameters(layers)
-    clipped_sum = ClippedSum(model, layers, 16, views=views)
+    clipped_sum = ClippedChunkSum(model, layers, 16, views=views)
     x = torch.randn(16, views, 1, 8, 8) if views > 1 else torch.randn(16, 1, 8, 8)
     y = torch.zeros(x.shape[:2] if views > 1 else 16, dtype=torch.long)
     out, metric = torch.empty_like(theta), ball(1.0, theta)

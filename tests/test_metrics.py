@@ -12,8 +12,7 @@ from sklearn import metrics as sklearn
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dpmac_cli.tasks.classification import SeveralLabels
-from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.tasks.classification import Classification, SeveralLabels
 from dpmac_cli.tasks.metrics import (
     Answers,
     all_metrics,
@@ -24,7 +23,7 @@ from dpmac_cli.tasks.metrics import (
 from dpmac_cli.training.evaluation import Evaluation
 from tests.helpers import answers_of, class_task
 
-CHOSEN = [name for name, metric in METRICS.items() if metric.chosen]
+CHOSEN = [metric.name for metric in Classification.metrics if metric.chosen]
 LABELS = SeveralLabels(("a", "b", "c"))
 
 
@@ -64,7 +63,8 @@ def test_metrics_are_scikit_learns(classes: int, share: float | None) -> None:
 
 
 def test_every_metric_that_can_be_shown_is_computed() -> None:
-    assert METRICS.keys() == all_metrics(scored(*drawn(3))).keys()
+    names = {metric.name for metric in Classification.metrics}
+    assert names == all_metrics(scored(*drawn(3))).keys()
 
 
 def test_a_case_worked_by_hand() -> None:

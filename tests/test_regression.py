@@ -23,7 +23,7 @@ from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.data.user_data import inspect
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.losses import HUBER, build_loss
 from dpmac_cli.dp.mechanism import GRID
@@ -397,7 +397,7 @@ def test_per_sample_gradients_are_those_of_autograd(name: str) -> None:
         )
     theta = flatten_parameters(layers)
     total = torch.empty_like(theta)
-    gradients = ClippedSum(model, layers, loss=loss).gradients(x, y, ball=True)
+    gradients = ClippedChunkSum(model, layers, loss=loss).gradients(x, y, ball=True)
     weights = torch.rand(7, dtype=torch.float64)
     for layer, form in gradients:
         form.weighted_sum(weights, None, total[layer.start : layer.stop])

@@ -16,7 +16,7 @@ from torch import Tensor
 import dpmac_cli
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.randomness.keystream import STREAMS
 from dpmac_cli.randomness.noise import Noise
@@ -394,15 +394,15 @@ def test_a_budget_covers_what_a_fork_inherits() -> None:
 @pytest.mark.privacy
 def test_halved_chunks_are_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken again in whole chunks, the step would round another sum under the same noise."""
-    calls, of = iter(range(1, 10**9)), ClippedSum.of
+    calls, of = iter(range(1, 10**9)), ClippedChunkSum.of
 
-    def scarce(clipped_sum: ClippedSum, x: Tensor, *args: Any) -> None:
+    def scarce(clipped_sum: ClippedChunkSum, x: Tensor, *args: Any) -> None:
         if next(calls) > 10 and len(x) > 50:
             raise MemoryError
         of(clipped_sum, x, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ClippedSum, "of", scarce)
+        patch.setattr(ClippedChunkSum, "of", scarce)
         events = run.train(start(out="run", physical_batch=100, checkpoint_every="20"))
         reduced = next(event for event in events if isinstance(event, Reduced))
         events.close()  # type: ignore[attr-defined]
@@ -526,7 +526,7 @@ def test_what_computes_otherwise_draws_with_new_keys(
         ("dp/rules.py", '"""Moments of the private mean', '"""Averages of the private mean', True),
         ("dp/geometry.py", "# lines 19, 20", "# the last lines", True),
         ("dp/geometry.py", "region.centre.lerp_", "region.centre.lerp", False),
-        ("dp/rules.py", "eta", "2 * eta", False),
+        ("dp/rules.py", "1 - self.beta1", "1 + self.beta1", False),
         ("dp/mechanism.py", "noise_multiplier", "sigma", False),
         ("data/datasets.toml", "60_000", "60_001", False),
     ],

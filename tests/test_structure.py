@@ -90,10 +90,6 @@ SHARED_NAMES = {
     "train": "commands are named like the functions that they run",
     "predict": "commands are named like the functions that they run",
     "evaluate": "commands are named like the functions that they run",
-    "ClippedSum": "the public one validates a network for the one of the engine",
-    **dict.fromkeys(
-        ("is_known", "is_plain", "weights", "forward"), "kinds of layers have one interface"
-    ),
 }
 
 

@@ -22,7 +22,7 @@ from dpmac_cli.data import user_data
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import units_of
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
@@ -443,7 +443,7 @@ def test_the_attack_finds_a_build_that_clips_each_record_of_a_unit(
     broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claims 1.4. A canary is a unit of 8 records."""
-    clip = ClippedSum.of
+    clip = ClippedChunkSum.of
 
     def one_by_one(self: Any, x: Any, y: Any, metric: Any, out: Any, samples: int) -> None:
         self.views, self._capacity = 1, 10**9
@@ -451,7 +451,7 @@ def test_the_attack_finds_a_build_that_clips_each_record_of_a_unit(
         clip(self, x[:samples].flatten(0, 1), y[:samples].flatten(0, 1), metric, out)
 
     if broken:
-        monkeypatch.setattr(ClippedSum, "of", one_by_one)
+        monkeypatch.setattr(ClippedChunkSum, "of", one_by_one)
     data: dict[str, Any] = {"dataset": str(write_npz()), "model": "mlp", "optimizer": "dp-sgd"}
     audit = {"canaries": 2000, "batch_size": 10, "steps": 400, "sigma": 1.0, "seed": 0}
     found = run.finish(run.train(resolve(data | audit | {"out": "run"}).plan))

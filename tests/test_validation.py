@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torchvision.models import VisionTransformer
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters, split_by_module
 from dpmac_cli.dp.clipping.norms import RegionMetric
@@ -62,7 +62,7 @@ def clipped_sum(
     layers = split_by_module(model) if isolated else find_layers(model)
     one_by_one = Isolated(model, layers, numbers(*SHAPE)) if isolated else None
     theta = flatten_parameters(layers)
-    clipped = ClippedSum(model, layers, len(x) + 1, per_sample=one_by_one)
+    clipped = ClippedChunkSum(model, layers, len(x) + 1, per_sample=one_by_one)
     out = torch.empty_like(theta)
     clipped.of(x, y, RegionMetric(ball(radius, theta)), out)
     names = [f"{layer.name}.{key}".strip(".") for layer in layers for key in layer.parameters]

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.batches import Structure, tensors_in
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.errors import DpmacError, ModelError
@@ -340,7 +340,7 @@ def _check_backward(model: nn.Module, trial: Trial) -> None:
     theta = flatten_parameters(layers)
     total = torch.empty_like(theta)
     with _same_draws():
-        gradients = ClippedSum(model, layers, loss=trial.loss).gradients(x, y, ball=True)
+        gradients = ClippedChunkSum(model, layers, loss=trial.loss).gradients(x, y, ball=True)
     for layer, form in gradients:
         form.weighted_sum(theta.new_ones(FEW), None, total[layer.start : layer.stop])
     trained = [p.requires_grad_() for layer in layers for p in layer.parameters.values()]

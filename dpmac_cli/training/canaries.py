@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.errors import ModelError
@@ -101,7 +101,7 @@ class Canaries:
         return ((heights - m).square() - m.square()) / b.square() + centre_norm.square()
 
     def add(
-        self, step: int, clipped: Tensor, clipped_sum: ClippedSum, metric: RegionMetric
+        self, step: int, clipped: Tensor, clipped_sum: ClippedChunkSum, metric: RegionMetric
     ) -> Tensor:
         """Add the clipped, centred gradients of the canaries that were drawn."""
         region, centre_norm = metric.region, metric.centre_norm(clipped_sum.layers)

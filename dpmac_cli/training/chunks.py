@@ -22,7 +22,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     without_zeros,
 )
 from dpmac_cli.dp.clipping.batches import NOTHING, Structure, map_rows, samples_in, tensors_in
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import (
     blocks,
@@ -113,7 +113,7 @@ class ChunkedSum(ABC):
         run = None if isolated is None else Whole(isolated)
         self._network = model if run is None else run
         most = Manner(full=True).least(self.chunk)
-        self.clipped_sum = ClippedSum(model, found, most, how.views, batch, run, how.loss)
+        self.clipped_sum = ClippedChunkSum(model, found, most, how.views, batch, run, how.loss)
         self._sum = torch.empty_like(self.theta)
         model.train()  # as validated
         self.unchanged = Unchanged(model, self.trained, how.own)

@@ -20,7 +20,7 @@ from typer.testing import Result
 
 from dpmac_cli import torch_errors as faults
 from dpmac_cli.data import loaders as data
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.release import publish, run
 from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import checkpoint, folder
@@ -230,10 +230,10 @@ def test_what_is_a_bug_is_not_laid_on_the_device() -> None:
 
 def short_of_memory(most: int, from_step: int, patch: pytest.MonkeyPatch) -> None:
     """Have memory run out in chunks of more than so many samples, from a step on."""
-    sum_of, steps = ClippedSum.of, {"taken": 0}
+    sum_of, steps = ClippedChunkSum.of, {"taken": 0}
     take = Trainer.step
 
-    def of(self: ClippedSum, x: Any, *args: Any) -> None:
+    def of(self: ClippedChunkSum, x: Any, *args: Any) -> None:
         if len(x) > most and steps["taken"] >= from_step - 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         sum_of(self, x, *args)
@@ -242,7 +242,7 @@ def short_of_memory(most: int, from_step: int, patch: pytest.MonkeyPatch) -> Non
         steps["taken"] = trainer.state.step
         take(trainer)
 
-    patch.setattr(ClippedSum, "of", of)
+    patch.setattr(ClippedChunkSum, "of", of)
     patch.setattr(Trainer, "step", taken)
 
 

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit, clip_weights
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit, clip_weights
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, PerSampleGradients
@@ -68,7 +68,7 @@ class Subject:
     model: nn.Module
     layers: list[Layer]
     theta: Tensor
-    clipped_sum: ClippedSum
+    clipped_sum: ClippedChunkSum
     limit: float
     views: int = 1
 
@@ -135,7 +135,7 @@ def prepare(
     """A model as the engine prepares it, for chunks up to ``capacity``."""
     layers = find_layers(model, example)
     theta = flatten_parameters(layers)
-    clipped_sum = ClippedSum(model, layers, capacity, views, batch)
+    clipped_sum = ClippedChunkSum(model, layers, capacity, views, batch)
     return Subject(model, layers, theta, clipped_sum, clip_limit(max(capacity, batch or 0)), views)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.nn.utils.parametrizations import weight_norm
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.per_sample_gradients import choose_form
 from dpmac_cli.dp.clipping.recorder import record_uses
@@ -142,7 +142,7 @@ def test_gradients_by_copies_are_those_of_autograd(name: str, views: int) -> Non
     x, y = samples(views)
     g = oracle(model, layers, x, y)
     subject = Subject(
-        model, layers, theta, ClippedSum(model, layers, SAMPLES, views=views), 1.0, views
+        model, layers, theta, ClippedChunkSum(model, layers, SAMPLES, views=views), 1.0, views
     )
     torch.testing.assert_close(subject.stored_gradients(x, y), g, rtol=1e-10, atol=1e-12)
     region = ball(float(g.norm(dim=1).median()), theta)

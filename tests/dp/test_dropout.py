@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.projections import calling_projections, plainly_called
 from dpmac_cli.errors import ModelError
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_the_losses_that_were_drawn(name: str) -> None:
     expected = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
     theta = flatten_parameters(layers)
-    subject = Subject(model, layers, theta, ClippedSum(model, layers, SAMPLES), 1.0)
+    subject = Subject(model, layers, theta, ClippedChunkSum(model, layers, SAMPLES), 1.0)
     torch.manual_seed(1)
     found = subject.stored_gradients(x, y)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
@@ -127,7 +127,7 @@ def test_attention_that_is_not_plain_cannot_drop() -> None:
     model(x)
     layers = find_layers(model, x[:2])
     flatten_parameters(layers)
-    subject = Subject(model, layers, torch.zeros(1), ClippedSum(model, layers, SAMPLES), 1.0)
+    subject = Subject(model, layers, torch.zeros(1), ClippedChunkSum(model, layers, SAMPLES), 1.0)
     with pytest.raises(ModelError, match=r"0\.attention \(MultiheadAttention\).*dropout=0"):
         subject.stored_gradients(x, y)
 
@@ -141,6 +141,6 @@ def test_a_call_in_another_way_than_on_the_example_is_an_error() -> None:
     layers = find_layers(model, x[:2])
     flatten_parameters(layers)
     middle.given = lambda x: (x, x.flip(1), x)
-    subject = Subject(model, layers, torch.zeros(1), ClippedSum(model, layers, SAMPLES), 1.0)
+    subject = Subject(model, layers, torch.zeros(1), ClippedChunkSum(model, layers, SAMPLES), 1.0)
     with pytest.raises(ModelError, match=r"layer 0\.attention was called differently"):
         subject.stored_gradients(x, y)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dpmac_cli.dp.clipping import clipped_sum as clipping
 from dpmac_cli.dp.clipping import ghost_clipping, per_sample_gradients
-from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedSum, clip_limit
+from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
@@ -500,7 +500,7 @@ class Given:
 
     def __init__(self, layer: Layer, use: Use, capacity: int, batch: int) -> None:
         self.layer, self.use = layer, use
-        self.clipped_sum = ClippedSum(layer.module, [layer], capacity, batch=batch)
+        self.clipped_sum = ClippedChunkSum(layer.module, [layer], capacity, batch=batch)
         self.clipped_sum.gradients = self.gradients  # type: ignore[assignment, method-assign]
         self.limit = clip_limit(max(capacity, batch))
         self.chunk = capacity
@@ -823,7 +823,7 @@ def test_only_plain_linear_layers_are_replaced_and_for_a_time() -> None:
 def test_a_step_multiplies_by_onednn() -> None:
     """Of the large products none is left to torch.mm, which is slower on many processors."""
     model = nn.Sequential(nn.Linear(90, 80), nn.ReLU(), nn.Linear(80, 70))
-    clip = ClippedSum(model, find_layers(model))
+    clip = ClippedChunkSum(model, find_layers(model))
     x, out = torch.randn(8, 90), torch.empty(80 * 91 + 70 * 81)
     metric = RegionMetric(ball(1.0, out))
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:

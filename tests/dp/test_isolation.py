@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, layer_norm
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.clipping.layers import Layer, flatten_parameters, split_by_module
@@ -244,7 +244,7 @@ class Alone:
             self.isolated.vmapped = False
         self.untouched = copy.deepcopy(model)
         self.theta = flatten_parameters(self.layers)
-        self.sum = ClippedSum(model, self.layers, 1024, views=views, per_sample=self.isolated)
+        self.sum = ClippedChunkSum(model, self.layers, 1024, views=views, per_sample=self.isolated)
 
     def add(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
         out = torch.full_like(self.theta, torch.nan)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, log_softmax, nll_loss, softmax
 
 from dpmac_cli.dp.clipping.batches import Structure
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters, split_by_module
 from dpmac_cli.dp.clipping.norms import RegionMetric
@@ -77,7 +77,7 @@ def gradients(loss: Loss, *, several: bool, isolated: bool) -> Tensor:
         layers = find_layers(model, x)
     theta = flatten_parameters(layers)
     out = torch.empty_like(theta)
-    ClippedSum(model, layers, SAMPLES, per_sample=runs, loss=loss).of(
+    ClippedChunkSum(model, layers, SAMPLES, per_sample=runs, loss=loss).of(
         x, y, RegionMetric(ball(1e4, theta)), out
     )
     return out

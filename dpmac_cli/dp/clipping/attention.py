@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
-TYPES = frozenset({nn.MultiheadAttention})
+ATTENTIONS = frozenset({nn.MultiheadAttention})
 #: Keyword arguments that a call may have, besides values that do not change attention.
 FREE = {"need_weights", "average_attn_weights"}
 
 
-def weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
+def attention_weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Return weight and bias of attention's two projections."""
     outer = module.out_proj
     return {
@@ -23,7 +23,7 @@ def weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
     }
 
 
-def is_known(module: Any) -> bool:
+def is_known_attention(module: Any) -> bool:
     """Return whether a module is torch's batch-first attention with plain parameters."""
     return (
         module.batch_first
@@ -35,13 +35,13 @@ def is_known(module: Any) -> bool:
     )
 
 
-def is_plain(_: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+def is_plain_attention(_: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     """Return whether a call is self-attention without a mask."""
     plain = all(v is None or v is False for name, v in named.items() if name not in FREE)
     return plain and len(inputs) == 3 and len({*map(id, inputs)}) == 1 and inputs[0].ndim == 3
 
 
-def forward(
+def attend(
     module: Any, calls: Mapping[str, nn.Module], *inputs: Any, **named: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the result of ``nn.MultiheadAttention.forward`` for plain self-attention."""

@@ -41,7 +41,7 @@ LEAST_WEIGHT = 1e-30
 PerSample = Callable[[Batch, Batch], tuple[Tensor, Sequence[Sequence[Use] | Tensor]]]
 
 
-class ClippedSum:
+class ClippedChunkSum:
     """Compute the sum of clipped, centred gradients of a chunk of samples.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import unfold
 from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
-from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, is_plain
+from dpmac_cli.dp.clipping.layer_rules import Use, has_plain_use, in_groups
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import FEW_TERMS, matmul
 from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, SquaredNorms, kept, roundoff
@@ -75,7 +75,7 @@ class UseSizes(NamedTuple):
 def sizes(layer: Layer, uses: Sequence[Use], views: int) -> UseSizes | None:
     """Return the sizes of a layer whose gradients are sums of outer products; None for others."""
     module: Any = layer.module
-    if "weight" not in layer.parameters or not all(is_plain(layer, use) for use in uses):
+    if "weight" not in layer.parameters or not all(has_plain_use(layer, use) for use in uses):
         return None
     linear = type(module) is nn.Linear
     if not linear:

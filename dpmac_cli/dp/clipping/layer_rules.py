@@ -91,7 +91,7 @@ def instantiate(
     return g
 
 
-def is_plain(layer: Layer, use: Use) -> bool:
+def has_plain_use(layer: Layer, use: Use) -> bool:
     """Return whether a layer has one input and one output, and no parameters that rules ignore."""
     known = layer.parameters.keys() <= {"weight", "bias", "gain"}
     return use.call == Call() and known and not layer.direct
@@ -105,7 +105,7 @@ def _write(
     if layer.direct:
         out.copy_(use.delta.reshape(len(out), views, -1).sum(1))
         return
-    rule = LAYER_RULES.get(type(layer.module)) if is_plain(layer, use) else None
+    rule = LAYER_RULES.get(type(layer.module)) if has_plain_use(layer, use) else None
     gradients = rule(layer, use.inputs[0], use.delta, views) if rule else None
     if gradients is None:
         gradients = _by_vmap(layer, use, views)

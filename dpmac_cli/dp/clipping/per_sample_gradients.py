@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.ghost_clipping import DEVICE_PIECE, PositionProducts, sizes
-from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate, is_plain
+from dpmac_cli.dp.clipping.layer_rules import Use, has_plain_use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import (
     ROW,
@@ -123,7 +123,11 @@ def choose_form(
     """
     if isinstance(uses, Tensor):
         return held(uses)
-    if len(uses) > 1 and type(layer.module) is nn.Linear and all(is_plain(layer, u) for u in uses):
+    if (
+        len(uses) > 1
+        and type(layer.module) is nn.Linear
+        and all(has_plain_use(layer, u) for u in uses)
+    ):
         uses = [_one_after_another(uses)]
     delta = uses[0].delta
     samples, size = len(delta) // views, layer.stop - layer.start

@@ -36,19 +36,19 @@ class Composite:
 
 KINDS = (
     Composite(
-        attention.TYPES,
-        attention.is_known,
-        attention.is_plain,
-        attention.weights,
-        attention.forward,
+        attention.ATTENTIONS,
+        attention.is_known_attention,
+        attention.is_plain_attention,
+        attention.attention_weights,
+        attention.attend,
         "(x, x, x), without a mask",
     ),
     Composite(
-        recurrent.TYPES,
-        recurrent.is_known,
-        recurrent.is_plain,
-        recurrent.weights,
-        recurrent.forward,
+        recurrent.RECURRENT,
+        recurrent.is_known_recurrent,
+        recurrent.is_plain_recurrent,
+        recurrent.recurrent_weights,
+        recurrent.recur,
         "(x) or (x, state) with tensors",
     ),
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 #: Gates from the input and from the states, and the states; to the next states, output first.
-Step = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+_Step = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 def _lstm(x: Tensor, h: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -36,14 +36,14 @@ def _relu(x: Tensor, h: Tensor, _: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 CELLS = frozenset({nn.LSTMCell, nn.GRUCell, nn.RNNCell})
-TYPES = CELLS | {nn.LSTM, nn.GRU, nn.RNN}
-_STEPS: Mapping[type[nn.Module], Step] = {
+RECURRENT = CELLS | {nn.LSTM, nn.GRU, nn.RNN}
+_STEPS: Mapping[type[nn.Module], _Step] = {
     **dict.fromkeys((nn.LSTMCell, nn.LSTM), _lstm),
     **dict.fromkeys((nn.GRUCell, nn.GRU), _gru),
 }
 
 
-def is_known(module: Any) -> bool:
+def is_known_recurrent(module: Any) -> bool:
     """Return whether a module has plain parameters and no dropout between its layers."""
     names = {f"{kind}{end}" for end in _ends(module) for kind in _KINDS[: 4 if module.bias else 2]}
     plain = {name for name, _ in module.named_parameters()} == names
@@ -52,7 +52,7 @@ def is_known(module: Any) -> bool:
     return plain and not module.dropout and not module.proj_size
 
 
-def is_plain(module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+def is_plain_recurrent(module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     """Return whether a call has a batch of inputs, and perhaps of states, as tensors."""
     if named or not 1 <= len(inputs) <= 2 or not isinstance(inputs[0], Tensor):
         return False
@@ -61,7 +61,7 @@ def is_plain(module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> 
     return all(isinstance(x, Tensor) and x.ndim == ndim for x in (inputs[0], *states))
 
 
-def weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
+def recurrent_weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Return weight and bias of the projections of inputs and states, layer by layer."""
     return {
         kind + end: (
@@ -73,7 +73,7 @@ def weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
     }
 
 
-def forward(
+def recur(
     module: Any, calls: Mapping[str, nn.Module], x: Tensor, given: Any = None, /
 ) -> Tensor | tuple[Tensor, ...] | tuple[Tensor, Any]:
     """Compute the result of the module's own forward."""
@@ -117,7 +117,7 @@ def _through_time(
     return torch.stack(outputs[::-1] if backwards else outputs, 1), states
 
 
-def _step_of(module: Any) -> Step:
+def _step_of(module: Any) -> _Step:
     by_name = _relu if getattr(module, "nonlinearity", "") == "relu" else _tanh
     return _STEPS.get(type(module), by_name)
 
