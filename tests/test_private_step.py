@@ -1,6 +1,7 @@
 """A private step on the batches of a program: any network, any loss, any dataset."""
 
 import copy
+import functools
 import json
 import os
 import random
@@ -327,8 +328,7 @@ CHANCE = random.Random(0)
 def weighted(model: nn.Module, batch: dict[str, Tensor], *, power: float = 1.0) -> Tensor:
     """A loss with a global, a default value, a helper and a set of constants."""
     known = {name for name in batch if name in {"input_ids", "attention_mask"}}
-    assert len(known) == 2
-    return scaled(loss(model, batch)) ** power * WEIGHT
+    return scaled(loss(model, batch)) ** power * WEIGHT * len(known)
 
 
 def scaled(losses: Tensor) -> Tensor:
@@ -364,10 +364,15 @@ def saved_after(step: PrivateStep, steps: int) -> dict[str, Any]:
     return step.state_dict()
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def after_two() -> dict[str, Any]:
+    return saved_after(made(), 2)
+
+
+@pytest.fixture
 def saved() -> dict[str, Any]:
     """State after two of six steps."""
-    return saved_after(made(), 2)
+    return copy.deepcopy(after_two())
 
 
 def continued(saved: dict[str, Any], **changes: Any) -> PrivateStep:
@@ -383,7 +388,7 @@ def test_a_state_is_refused_by_other_code(
     """Whatever computes the sums: code, globals, defaults, class attributes, software, rules."""
     here = sys.modules[__name__]
     changes: list[tuple[Any, str, Any, str]] = [
-        (here, "loss", lambda model, batch: loss(model, batch), "loss.global loss"),
+        (here, "loss", classify, "loss.global loss"),
         (here, "scaled", twice, "loss.global scaled"),
         (here, "WEIGHT", 2.0, "loss.global WEIGHT"),
         (weighted, "__kwdefaults__", {"power": 2.0}, "loss.__kwdefaults__"),
@@ -425,6 +430,12 @@ def test_a_state_is_refused_by_another_constant_in_a_closure_or_a_network() -> N
     with pytest.raises(InputError, match=r"network\.shift"):
         started_with(torch.ones(1), 1.0).load_state_dict(state)
     started_with(torch.ones(1), 0.0).load_state_dict(state)
+    one, two = (
+        PrivateStep(reader(), own, sampling=POISSON, **SETTINGS)
+        for own in (lambda m, b: loss(m, b) * 2.0, lambda m, b: loss(m, b) * 3.0)
+    )
+    with pytest.raises(InputError, match="without any noise"):
+        two.load_state_dict(saved_after(one, 1))
 
 
 @pytest.mark.privacy
@@ -437,6 +448,7 @@ def test_code_that_cannot_be_compared_is_not_saved() -> None:
 ELSEWHERE = """
 import sys, torch
 from tests.test_private_step import Notes, continued, trained
+torch.set_num_threads(1)
 print(trained(continued(torch.load(sys.argv[1], weights_only=False)), Notes()).tolist())
 """
 
@@ -455,8 +467,7 @@ def test_another_process_has_the_same_code(saved: dict[str, Any], tmp_path: Path
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    # Its threads may be others, and with them its noise: but it is accepted.
-    assert len(json.loads(run.stdout)) == len(weights(reader()))
+    assert json.loads(run.stdout) == trained(continued(saved), Notes()).tolist()
 
 
 def noise_of(step: PrivateStep, *, lr: float | None = None, write: float = 0.0) -> list[Tensor]:
@@ -554,6 +565,19 @@ def test_a_network_with_saved_parameters_carries_their_cost(saved: dict[str, Any
     assert new.epsilon == total_epsilon((POISSON.event(1.0, 4),), new.delta) > step.epsilon
     with pytest.raises(ModelError, match="belongs to another network"):
         PrivateStep.load_parameters(nn.Linear(2, 2), saved, taken=4)
+
+
+@pytest.mark.privacy
+def test_a_state_keeps_its_number_of_steps() -> None:
+    """Of what the budget left after earlier training, which the new PrivateStep does not know."""
+    first = made()
+    trained(first, Notes())
+    limited: dict[str, Any] = {"steps": 40, "max_epsilon": first.epsilon * 1.3, "seed": 4}
+    second = PrivateStep(first.model, weighted, sampling=POISSON, **{**SETTINGS, **limited})
+    again = made(**limited)
+    assert len(second) < len(again)
+    again.load_state_dict(saved_after(second, 1))
+    assert len(again) == len(second)
 
 
 class Made(Dataset[dict[str, Tensor]]):
