@@ -1,7 +1,12 @@
 """A private step on the batches of a program: any network, any loss, any dataset."""
 
 import copy
+import functools
+import json
 import os
+import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,7 @@ from dpmac_cli import (
     total_epsilon,
 )
 from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.randomness.noise import SeededNormals
 
 WORDS, LENGTH, RECORDS, BATCH = 20, 6, 200, 12
 SETTINGS: dict[str, Any] = {"sigma": 1.0, "steps": 6, "lr": 0.01, "seed": 3}
@@ -311,6 +317,267 @@ def test_a_training_that_was_killed_goes_on_exactly(optimizer: str, isolate: boo
     again.load_state_dict(saved[0])
     with pytest.raises(InputError, match="not the one that this training began with"):
         again.loader(Notes())
+
+
+# The noise of a step is never added to two different sums.
+
+WEIGHT = 1.0
+CHANCE = random.Random(0)
+
+
+def weighted(model: nn.Module, batch: dict[str, Tensor], *, power: float = 1.0) -> Tensor:
+    """A loss with a global, a default value, a helper and a set of constants."""
+    known = {name for name in batch if name in {"input_ids", "attention_mask"}}
+    return scaled(loss(model, batch)) ** power * WEIGHT * len(known)
+
+
+def scaled(losses: Tensor) -> Tensor:
+    return losses * 1.0
+
+
+def twice(losses: Tensor) -> Tensor:
+    return losses * 2.0
+
+
+def undecided(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return loss(model, batch) * (1.0 if CHANCE is None else 2.0)
+
+
+def slow(theta: Tensor, eta: float, private: Any, moments: Any) -> None:
+    theta.sub_(private.value, alpha=eta / 2)
+
+
+def forward_otherwise(self: Any, *, input_ids: Tensor, attention_mask: Tensor) -> Any:
+    mask = attention_mask.unsqueeze(2).float()
+    mean = (self.words(input_ids) * mask).sum(1) / mask.sum(1).clamp(min=1)
+    return {"logits": self.head(torch.sin(mean))}
+
+
+def made(**changes: Any) -> PrivateStep:
+    return PrivateStep(reader(), weighted, sampling=POISSON, **{**SETTINGS, **changes})
+
+
+def saved_after(step: PrivateStep, steps: int) -> dict[str, Any]:
+    for batch in step.loader(Notes()):
+        if step(batch) == steps:
+            break
+    return step.state_dict()
+
+
+@functools.cache
+def after_two() -> dict[str, Any]:
+    return saved_after(made(), 2)
+
+
+@pytest.fixture
+def saved() -> dict[str, Any]:
+    """State after two of six steps."""
+    return copy.deepcopy(after_two())
+
+
+def continued(saved: dict[str, Any], **changes: Any) -> PrivateStep:
+    step = made(**changes)
+    step.load_state_dict(copy.deepcopy(saved))
+    return step
+
+
+@pytest.mark.privacy
+def test_a_state_is_refused_by_other_code(
+    saved: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever computes the sums: code, globals, defaults, class attributes, software, rules."""
+    here = sys.modules[__name__]
+    changes: list[tuple[Any, str, Any, str]] = [
+        (here, "loss", classify, "loss.global loss"),
+        (here, "scaled", twice, "loss.global scaled"),
+        (here, "WEIGHT", 2.0, "loss.global WEIGHT"),
+        (weighted, "__kwdefaults__", {"power": 2.0}, "loss.__kwdefaults__"),
+        (weighted, "__code__", loss.__code__, "loss"),
+        (Reader, "forward", forward_otherwise, "forward"),
+        (Reader, "bias", 0.5, "class Reader"),
+        (torch, "__version__", "0.1", "torch"),
+        (nn.Linear, "forward", lambda layer, x: x @ layer.weight.T, "class Linear"),
+    ]
+    for owner, name, value, said in changes:
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, value, raising=False)
+            with pytest.raises(InputError, match="without any noise") as caught:
+                continued(saved)
+            assert said in str(caught.value), said
+    with pytest.raises(InputError, match="without any noise"):
+        continued(saved, rule=slow)
+    network = reader()
+    network.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(InputError, match="_forward_pre_hooks"):
+        PrivateStep(network, weighted, sampling=POISSON, **SETTINGS).load_state_dict(saved)
+    continued(saved)
+
+
+@pytest.mark.privacy
+def test_a_state_is_refused_by_another_constant_in_a_closure_or_a_network() -> None:
+    def started_with(factor: Tensor, shift: float) -> PrivateStep:
+        network = reader()
+        network.register_buffer("shift", torch.full((1,), shift), persistent=False)
+
+        def own(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            return loss(model, batch) * factor
+
+        return PrivateStep(network, own, sampling=POISSON, **SETTINGS)
+
+    state = saved_after(started_with(torch.ones(1), 0.0), 1)
+    with pytest.raises(InputError, match=r"loss\.factor"):
+        started_with(torch.full((1,), 2.0), 0.0).load_state_dict(state)
+    with pytest.raises(InputError, match=r"network\.shift"):
+        started_with(torch.ones(1), 1.0).load_state_dict(state)
+    started_with(torch.ones(1), 0.0).load_state_dict(state)
+    one, two = (
+        PrivateStep(reader(), own, sampling=POISSON, **SETTINGS)
+        for own in (lambda m, b: loss(m, b) * 2.0, lambda m, b: loss(m, b) * 3.0)
+    )
+    with pytest.raises(InputError, match="without any noise"):
+        two.load_state_dict(saved_after(one, 1))
+
+
+@pytest.mark.privacy
+def test_code_that_cannot_be_compared_is_not_saved() -> None:
+    step = PrivateStep(reader(), undecided, sampling=POISSON, **SETTINGS)
+    with pytest.raises(InputError, match=r"loss\.global CHANCE cannot be compared"):
+        saved_after(step, 1)
+
+
+ELSEWHERE = """
+import sys, torch
+from tests.test_private_step import Notes, continued, trained
+torch.set_num_threads(1)
+print(trained(continued(torch.load(sys.argv[1], weights_only=False)), Notes()).tolist())
+"""
+
+
+@pytest.mark.privacy
+def test_another_process_has_the_same_code(saved: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever its hash seed and its addresses."""
+    torch.save(saved, tmp_path / "state")
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "state")]
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+        cwd=Path(__file__).parents[1],
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == trained(continued(saved), Notes()).tolist()
+
+
+def noise_of(step: PrivateStep, *, lr: float | None = None, write: float = 0.0) -> list[Tensor]:
+    """The noise of the remaining steps, after the learning rate or a weight was set."""
+    drawn: list[Tensor] = []
+    standard_normal = SeededNormals.standard_normal
+
+    def spied(self: SeededNormals, *given: Any) -> Tensor:
+        drawn.append(standard_normal(self, *given))
+        return drawn[-1].clone()
+
+    if lr is not None:
+        step.lr = lr
+    with torch.no_grad():
+        next(step.model.parameters()).data[0, 0] += write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SeededNormals, "standard_normal", spied)
+        trained(step, Notes())
+    return drawn
+
+
+def shared(one: list[Tensor], other: list[Tensor]) -> list[bool]:
+    """Whether the noise of each step is the same; otherwise no number of it is."""
+    pairs = list(zip(one, other, strict=True))
+    same = [a.equal(b) for a, b in pairs]
+    assert [bool(a.eq(b).any()) for a, b in pairs] == same
+    return same
+
+
+@pytest.mark.privacy
+def test_continuations_share_noise_only_where_their_sums_are_the_same(
+    saved: dict[str, Any],
+) -> None:
+    """A learning rate changes the sums after its step; a weight that is written, this sum too."""
+    plain = noise_of(continued(saved))
+    assert shared(plain, noise_of(continued(saved), lr=SETTINGS["lr"])) == [True] * 4
+    fast, faster = (noise_of(continued(saved), lr=lr) for lr in (0.02, 0.04))
+    assert shared(fast, noise_of(continued(saved, lr=0.5), lr=0.02)) == [True] * 4
+    for one, other in ((plain, fast), (plain, faster), (fast, faster)):
+        assert shared(one, other) == [True, False, False, False]
+    written, more = (noise_of(continued(saved), write=by) for by in (0.5, 0.75))
+    for one, other in ((plain, written), (plain, more), (written, more)):
+        assert shared(one, other) == [False] * 4
+
+
+@pytest.mark.privacy
+def test_a_state_remembers_what_was_set(saved: dict[str, Any]) -> None:
+    """Saved right after a rate and a weight were set, or a step later, it continues exactly."""
+    step, states = continued(saved), []
+    step.lr = 0.05
+    with torch.no_grad():
+        next(step.model.parameters())[0, 0] += 0.5
+    states.append(copy.deepcopy(step.state_dict()))
+    for batch in step.loader(Notes()):
+        step(batch)
+        states.append(copy.deepcopy(step.state_dict()))
+    for state in states[:2]:
+        again = continued(state)
+        assert again.lr == 0.05
+        assert trained(again, Notes()).equal(weights(step.model))
+
+
+@pytest.mark.privacy
+def test_steps_that_cannot_be_repeated_get_new_noise(saved: dict[str, Any]) -> None:
+    """On another machine, and with a loader that may draw other batches."""
+    other = {**saved, "environment": {**saved["environment"], "threads": 77}}
+    step = continued(other)
+    assert "threads" in step.notes[-1]
+    assert "does not count" in step.notes[-1]
+    assert shared(noise_of(step), noise_of(continued(saved))) == [False] * 4
+
+    def own() -> PrivateStep:
+        return PrivateStep(reader(), weighted, sampling=OwnLoader(POISSON), **SETTINGS)
+
+    batch = torch.utils.data.default_collate([Notes()[i] for i in range(BATCH)])
+    first, second = own(), own()
+    first(batch)
+    second.load_state_dict(first.state_dict())
+    assert "your own loader" in second.notes[-1]
+    first(batch)
+    second(batch)
+    assert not weights(first.model).equal(weights(second.model))
+
+
+@pytest.mark.privacy
+def test_a_network_with_saved_parameters_carries_their_cost(saved: dict[str, Any]) -> None:
+    step = continued(saved)
+    network = reader()
+    for taken in (1, 7):
+        with pytest.raises(InputError, match=f"taken is {taken}"):
+            PrivateStep.load_parameters(network, saved, taken=taken)
+    PrivateStep.load_parameters(network, saved, taken=4)
+    assert weights(network).equal(weights(step.model))
+    new = PrivateStep(network, loss, sampling=POISSON, **SETTINGS)
+    assert new.epsilon == total_epsilon((POISSON.event(1.0, 4),), new.delta) > step.epsilon
+    with pytest.raises(ModelError, match="belongs to another network"):
+        PrivateStep.load_parameters(nn.Linear(2, 2), saved, taken=4)
+
+
+@pytest.mark.privacy
+def test_a_state_keeps_its_number_of_steps() -> None:
+    """Of what the budget left after earlier training, which the new PrivateStep does not know."""
+    first = made()
+    trained(first, Notes())
+    limited: dict[str, Any] = {"steps": 40, "max_epsilon": first.epsilon * 1.3, "seed": 4}
+    second = PrivateStep(first.model, weighted, sampling=POISSON, **{**SETTINGS, **limited})
+    again = made(**limited)
+    assert len(second) < len(again)
+    again.load_state_dict(saved_after(second, 1))
+    assert len(again) == len(second)
 
 
 class Made(Dataset[dict[str, Tensor]]):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
@@ -16,19 +16,13 @@ from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.plan import PrivacyPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.dp.clipping.batches import (
-    Batch,
-    Structure,
-    map_rows,
-    samples_in,
-)
+from dpmac_cli.dp.clipping.batches import Batch, Structure, samples_in
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError, ModelError
 from dpmac_cli.models.trial import Objective
 from dpmac_cli.randomness.keystream import KEY_BYTES, Keys, make_keys
 from dpmac_cli.randomness.sampling import Indices, Sampler
 from dpmac_cli.runs import step_state
-from dpmac_cli.runs.environment import environment
 from dpmac_cli.runs.step_arguments import (
     RECORD_UNIT,
     BatchLoss,
@@ -272,26 +266,15 @@ class PrivateStep:
         if self._engine is None:
             raise InputError("There is no state before the first step. Save it after a step.")
         step_state.check_readable(self._program)
-        engine = self._engine
-        engine.history.before_step()  # a written parameter is in the state
-        state, structure, trained = engine.descent.state, engine.structure, engine.sums.trained
         return {
-            "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
-            "numbers": state.numbers(),
+            **step_state.saved_of(self._model, self._engine),
             "begun": self._begun,
             "earlier": [training.as_json() for training in self._earlier],
             "settings": dict(self._plan.recorded),
             "lr": self.lr,
-            "last lr": engine.history.rate,
             "steps": self._steps,
             "program": self._program,
-            "environment": environment(device_of(self._model)),
-            "training": engine.training.as_json(),
-            "places": step_state.places_of(self._model, trained),
-            "structure": map_rows(Tensor.cpu, structure.template),
-            "public": structure.keep,
             "records": self._records,
-            "fixed": step_state.fixed_of(self._model, trained),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli.dp.clipping.batches import map_rows
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.models.fingerprint import UNREADABLE, fingerprint
 from dpmac_cli.runs.environment import differences, environment, repeatable
 from dpmac_cli.runs.step_arguments import device_of
+from dpmac_cli.runs.step_engine import StepEngine
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.training.lineage import Training, attach
 
@@ -110,12 +112,27 @@ def fixed_of(model: nn.Module, trained: set[int]) -> str:
     return digest(fixed, {})
 
 
-def places_of(model: nn.Module, trained: set[int]) -> dict[str, tuple[Any, ...]]:
-    """Return where the trained parameters are in theta: shape, strides and offset by name."""
+def saved_of(model: nn.Module, engine: StepEngine) -> dict[str, Any]:
+    """Return what is saved of a network and its engine, with tensors on the CPU.
+
+    ``places`` says where parameters are in theta: shape, strides and offset by name.
+    """
+    engine.history.before_step()  # parameters that were written are part of the state
+    state, structure, trained = engine.descent.state, engine.structure, engine.sums.trained
     return {
-        name: (tuple(p.shape), p.stride(), p.storage_offset())
-        for name, p in model.named_parameters()
-        if id(p) in trained
+        "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
+        "numbers": state.numbers(),
+        "last lr": engine.history.rate,
+        "environment": environment(device_of(model)),
+        "training": engine.training.as_json(),
+        "structure": map_rows(Tensor.cpu, structure.template),
+        "public": structure.keep,
+        "fixed": fixed_of(model, trained),
+        "places": {
+            name: (tuple(p.shape), p.stride(), p.storage_offset())
+            for name, p in model.named_parameters()
+            if id(p) in trained
+        },
     }
 
 
