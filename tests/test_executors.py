@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
@@ -284,14 +285,22 @@ def assert_told_nothing_private(grid: Grid, folder_of_jobs: Path, count: int) ->
 
 
 @pytest.mark.privacy
-def test_ray_is_told_to_report_no_use_before_it_is_loaded() -> None:
+def test_ray_is_told_to_report_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     need("ray")
     from dpmac_cli.studies import ray_cluster  # noqa: PLC0415
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("RAY_USAGE_STATS_ENABLED", "1")
-        importlib.reload(ray_cluster)
-        assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    told: list[str] = []
+
+    def init(*_: Any, **__: Any) -> None:
+        told.append(os.environ["RAY_USAGE_STATS_ENABLED"])
+        raise RuntimeError("not here")
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(InputError, match="not here"), ray_cluster.connected(None):
+        pass
+    assert told == ["0"]
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1"
 
 
 @pytest.mark.long

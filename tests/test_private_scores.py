@@ -216,7 +216,10 @@ def test_defaults_are_covered_to_a_point_and_a_half(dataset: str, size: int) -> 
 
 # Runs.
 
-COVERED: dict[str, Any] = {"cover_scores": True, "epsilon": "3", "steps": 36}
+COVERED: dict[str, Any] = {
+    **{"cover_scores": True, "epsilon": "3", "steps": 36},
+    "recipe": "paper",
+}
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -231,7 +234,7 @@ def test_only_scores_that_are_paid_for_are_shown(monkeypatch: pytest.MonkeyPatch
         exact.append(result.accuracy)
         return release_score(result, *args, **rest)
 
-    monkeypatch.setattr("dpmac_cli.training.trainer.release", kept)
+    monkeypatch.setattr("dpmac_cli.training.trainer.release_score", kept)
     events, finished = train_events(digits_config(**COVERED, score_every="2"))
     updates = [event.event for event in events if isinstance(event, Update)]
     shown = [event.result for event in updates if isinstance(event, Evaluated)]

@@ -54,7 +54,7 @@ ALSO_SHOWN: Mapping[str, str] = {
     ),
     "tests/test_executors.py"
     "::test_a_ray_of_our_own_tells_nobody_leaves_signals_alone_and_begins_no_more_than_it_should": (
-        "tests/test_executors.py::test_ray_is_told_to_report_no_use_before_it_is_loaded"
+        "tests/test_executors.py::test_ray_is_told_to_report_no_use"
     ),
     "tests/test_fuzz.py::test_no_damage_of_any_kind_breaks_a_promise": (
         "tests/test_flips.py::test_a_flipped_byte_changes_no_resumed_run"

@@ -117,8 +117,10 @@ def training(given: Settings, facts: Dataset) -> Regime:
     if given.backbone is not None:
         return Regime(12, 20, 0.005 if facts.texts else 0.003, 0.95)
     if given.features is not None:
-        features = math.prod(Scattered(given.features).shape_of(facts.shape))
-        return _of_features(features, _scale(given, facts))
+        kind_of_features = Scattered(given.features)
+        if kind_of_features.fault(facts.shape) is None:
+            features = math.prod(kind_of_features.shape_of(facts.shape))
+            return _of_features(features, _scale(given, facts))
     kind = MODELS.get(given.model or facts.defaults.model)
     if kind is not None and kind.builder == "perceptron":
         return _of_perceptron(math.prod(facts.shape), _scale(given, facts))

@@ -40,7 +40,8 @@ def test_a_signal_while_starting_ends_it_quietly(module: str, number: int, tmp_p
         f"        if name == {module!r}: os.kill(os.getpid(), {int(number)})\n"
         "sys.meta_path.insert(0, Finder())"
     )
-    done = hooked(hook, "train", "--dataset", "mnist", "--data-dir", str(tmp_path))
+    flags = ("--dataset", "mnist", "--sigma", "1", "--data-dir", str(tmp_path))
+    done = hooked(hook, "train", *flags)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted.\n")
     assert os.listdir() == []
 
