@@ -408,6 +408,17 @@ def earlier(out: Path | None) -> dict[str, Verdict]:
     return {row["name"]: Verdict(**row) for row in rows}
 
 
+def write_places(mutants: Sequence[Mutant], known: Known) -> None:
+    """Write where the mutants of the last complete round are now, and leave the rest as it was."""
+    by_name = {mutant.name: mutant for mutant in mutants}
+    kept = [
+        by_name[name].placed(known, verdict) if name in by_name else verdict
+        for name, verdict in earlier(RECORD).items()
+    ]
+    write(RECORD, kept)
+    write_page(SHOWN, kept)
+
+
 def write_all(
     verdicts: Mapping[str, Verdict],
     mutants: Sequence[Mutant],
@@ -435,7 +446,7 @@ def main() -> None:
     options = parser.parse_args()
     mutants, known = read_table(), known_definitions(ROOT)
     if options.places:
-        write_all(earlier(RECORD), mutants, known, RECORD, SHOWN)
+        write_places(mutants, known)
         sys.exit()
     chosen = [m for m in mutants if options.only in f"{m.name}\n{m.place(known)}"]
     if options.check:

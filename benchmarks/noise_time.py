@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 
 import numpy as np
@@ -37,7 +38,7 @@ def main() -> None:
         [torch.empty(n, dtype=d) for n in counts] for d in (torch.float32, torch.float64)
     )
     key = make_keys(0).noise
-    ways = {
+    ways: dict[str, Callable[[int], object]] = {
         "key stream": lambda step: KeyStream(key).at(step).generate_state(SIZE * 6 // 8, np.int64),
         "float32": lambda step: drawn(Noise(key), step, single),
         "float64": lambda step: drawn(Noise(key), step, double),

@@ -9,7 +9,7 @@ from torch.nn.functional import one_hot
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.tasks.intervals import clopper_pearson, of_shares, widened
 from dpmac_cli.tasks.metrics import all_metrics, intervals
-from dpmac_cli.training import covered
+from dpmac_cli.training import private_scores
 from dpmac_cli.training.evaluation import Evaluation
 from tests.helpers import answers_of
 from tests.helpers import class_task as as_task
@@ -108,7 +108,7 @@ def test_the_balanced_accuracy_without_noise_is_in_its_interval(sigma: float) ->
     for _ in range(300):
         noisy = np.stack([right, wrong]) + draws.normal(0, sigma, (2, 3))
         rates = np.clip(noisy[0] / np.maximum(noisy.sum(0), 1), 0, 1)
-        low, high = covered._around(noisy, sigma, float(rates.mean()))
+        low, high = private_scores._around(noisy, sigma, float(rates.mean()))
         assert low < high
         inside += low <= true <= high
     assert inside / 300 >= 0.93

@@ -34,8 +34,8 @@ from dpmac_cli.release import run
 from dpmac_cli.tasks.known import METRICS, task_of
 from dpmac_cli.tasks.regression import Counts, Regression
 from dpmac_cli.tasks.task import number
-from dpmac_cli.training.covered import counts, release
 from dpmac_cli.training.evaluation import Evaluation
+from dpmac_cli.training.private_scores import counts, release_score
 from tests.helpers import load
 from tests.typed import dpmac
 
@@ -532,7 +532,9 @@ def test_one_unit_moves_the_covered_error_by_at_most_one(task: Regression, group
 def test_the_noise_of_a_covered_error_has_the_promised_distribution() -> None:
     result, sigma, size = evaluated(PLAIN, 400), 3.0, 400
     noise = Noise(bytes(32), secure=True)
-    found = [release(result, None, Scores(sigma, 1), noise.at(step)) for step in range(1, 1501)]
+    found = [
+        release_score(result, None, Scores(sigma, 1), noise.at(step)) for step in range(1, 1501)
+    ]
     deviation = found[0].noise
     assert deviation == pytest.approx(sigma * PLAIN.width / size)
     errors = np.array([score.score for score in found]) - result.metric("mae")

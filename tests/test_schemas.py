@@ -100,8 +100,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             said = f"label: {{column: age, range: [0, 99], kind: {kind}}}"
             file = root / f"{kind}.yaml"
             file.write_text(f"{said}\n{NUMBERS}")
-            of_table["schema"] = str(file)
-            train_digits(dataset=str(root / "t.csv"), out=root / kind, model="linear", **of_table)
+            numbers = {**of_table, "schema": str(file), "model": "linear"}
+            train_digits(dataset=str(root / "t.csv"), out=root / kind, **numbers)
         of_text = {**of_table, "backbone": str(write_encoder(root / "encoder"))}
         (root / "schema.yaml").write_text(TEXT_SCHEMA)
         train_digits(dataset=str(root / "t.csv"), out=root / "texts", **of_text)

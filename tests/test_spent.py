@@ -36,8 +36,8 @@ from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Grid, plan
 from dpmac_cli.studies.results import collect
 from dpmac_cli.studies.tables import remarks
-from dpmac_cli.training import covered, trainer
-from dpmac_cli.training.covered import CoveredScore
+from dpmac_cli.training import private_scores, trainer
+from dpmac_cli.training.private_scores import PrivateScore
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import RATE, SIGMA, after, digits_config
 from tests.tiers import rest_long
@@ -95,8 +95,8 @@ class Truth:
             replace(*args)
             self.tick()
 
-        def scored(*args: Any) -> CoveredScore:
-            score = covered.release(*args)
+        def scored(*args: Any) -> PrivateScore:
+            score = private_scores.release_score(*args)
             self.scores[repr(score)] = args[2].noise_multiplier
             self.tick()
             return score

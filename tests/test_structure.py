@@ -90,9 +90,6 @@ SHARED_NAMES = {
     "train": "commands are named like the functions that they run",
     "predict": "commands are named like the functions that they run",
     "evaluate": "commands are named like the functions that they run",
-    **dict.fromkeys(
-        ("is_known", "is_plain", "weights", "forward"), "kinds of layers have one interface"
-    ),
 }
 
 

@@ -24,7 +24,7 @@ from dpmac_cli.storage.progress import LISTENER, Computing
 from dpmac_cli.tasks import task as results
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training import evaluation, loop
-from dpmac_cli.training.covered import CoveredScore
+from dpmac_cli.training.private_scores import PrivateScore
 
 #: Epsilon above which a note is printed.
 WEAK = 10
@@ -203,7 +203,7 @@ def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Tex
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
         f"epsilon {epsilon_or_dots(epsilon)}" if private else ("no privacy", "red"),
     )
-    if not (isinstance(result, CoveredScore) and math.isnan(result.share)):  # none released
+    if not (isinstance(result, PrivateScore) and math.isnan(result.share)):  # none released
         shown = METRICS[metric]
         line.append(f"  test {shown.title} ").append(shown.text(result.metric(metric)), "bold")
     return line

@@ -5,8 +5,8 @@ from typing import Any
 from dpmac_cli.config.plan import PrivacyPlan
 from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.tasks.known import METRICS
-from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.loop import Evaluated
+from dpmac_cli.training.private_scores import PrivateScore
 
 
 def metrics_line(
@@ -24,6 +24,6 @@ def metrics_line(
         "test_loss": finite_or_none(result.loss),
         "test_samples": result.samples,
         "seconds": round(evaluated.seconds, 3),
-        **(result.values() if isinstance(result, CoveredScore) else {}),
+        **(result.values() if isinstance(result, PrivateScore) else {}),
         **evaluated.public,
     }

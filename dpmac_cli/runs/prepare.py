@@ -197,7 +197,8 @@ def _check_passed_in(network: NetworkPlan, facts: Dataset, model: object) -> nn.
     if network.features is not None or network.pretrained is not None:
         raise InputError(
             "features and pretrained are for a network that dpmac builds: leave them out, or "
-            "do the same in your own network."
+            "do the same in your own network. A plan for an epsilon has features of small images "
+            'unless it names a network: resolve(..., model="cnn").'
         )
     if not isinstance(model, nn.Module):
         raise ModelError(

@@ -119,7 +119,7 @@ class Regression(Task):
     def decoded(self, scaled: "Tensor") -> "Tensor":
         """Return numbers in the units of the target, in its range, float64."""
         low, high = self._ends
-        moved = low + (scaled.double().clamp(-1, 1) + 1) / 2 * (high - low)
+        moved = low + (scaled.double() + 1) / 2 * (high - low)
         found = moved.expm1() if self.transform == "log1p" else moved
         return found.clamp(self.low, self.high)
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.evaluation import Evaluation
+from dpmac_cli.training.private_scores import PrivateScore
 from dpmac_cli.training.trainer import Trainer
 
 #: Seconds between progress events.
@@ -27,7 +27,7 @@ class Evaluated:
     step: int
     epoch: float  # t / ceil(n/B)
     seconds: float  # training time so far, without evaluation
-    result: Evaluation | CoveredScore
+    result: Evaluation | PrivateScore
     last: bool  # whether no step follows in this session
     public: dict[str, float] = field(default_factory=dict)  # from :meth:`Trainer.public_values`
 

@@ -13,10 +13,10 @@ from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
-from dpmac_cli.training.covered import CoveredScore, release
 from dpmac_cli.training.descent import Descent
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
+from dpmac_cli.training.private_scores import PrivateScore, release_score
 from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
 
@@ -79,7 +79,7 @@ class Trainer(Descent):
             scored = duplicate(model) if self.plan.isolated else model
             return evaluate(scored, self.data, self.data.test)
 
-    def score(self) -> Evaluation | CoveredScore:
+    def score(self) -> Evaluation | PrivateScore:
         """Return the scores to report: exact ones, or noisy ones for covered test records.
 
         Raises ValueError if the scores of this step were released before.
@@ -88,7 +88,7 @@ class Trainer(Descent):
         if scores is None:
             return self.evaluate()
         if not scores.due(step, self.plan.steps):
-            return CoveredScore(self.data.task, math.nan, self.data.test.size)
+            return PrivateScore(self.data.task, math.nan, self.data.test.size)
         assert self.randomness.scores is not None  # noqa: S101  (only the first rank scores)
         result = self.evaluate()
-        return release(result, self.data.test.units, scores, self.randomness.scores.at(step))
+        return release_score(result, self.data.test.units, scores, self.randomness.scores.at(step))

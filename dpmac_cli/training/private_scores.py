@@ -26,7 +26,7 @@ DRAWS = 4000
 
 
 @dataclass(frozen=True)
-class CoveredScore:
+class PrivateScore:
     """Noisy score on the test records. Anything computed from it has no further privacy cost.
 
     Attributes:
@@ -124,9 +124,9 @@ def counts(result: Evaluation, units: Units | None, *, by_class: bool) -> NDArra
     return shares
 
 
-def release(
+def release_score(
     result: Evaluation, units: Units | None, scores: Scores, noise: SeededNormals
-) -> CoveredScore:
+) -> PrivateScore:
     """Return the score with fresh Gaussian noise.
 
     Args:
@@ -143,10 +143,10 @@ def release(
     share = float(np.clip(right.sum() / len(cells), 0.0, 1.0))
     deviation = sigma * math.sqrt(len(right)) / len(cells)
     if not by_class:
-        return CoveredScore(result.task, share, len(cells), deviation)
+        return PrivateScore(result.task, share, len(cells), deviation)
     rates = np.clip(right / np.maximum(right + wrong, 1.0), 0.0, 1.0)
     around = _around(np.stack([right, wrong]), sigma, float(rates.mean()))
-    return CoveredScore(result.task, share, len(cells), deviation, tuple(rates.tolist()), around)
+    return PrivateScore(result.task, share, len(cells), deviation, tuple(rates.tolist()), around)
 
 
 def _around(noisy: NDArray[np.float64], sigma: float, value: float) -> Interval:

@@ -30,9 +30,9 @@ from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.files import read_lines
 from dpmac_cli.tasks.classification import SeveralLabels
 from dpmac_cli.tasks.intervals import REACH
-from dpmac_cli.training.covered import CoveredScore, counts, release
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.loop import Evaluated
+from dpmac_cli.training.private_scores import PrivateScore, counts, release_score
 from tests.digits_runs import SEED, after, digits_config, same_weights, train_digits, train_events
 from tests.helpers import class_task
 from tests.test_replaced import killed_at
@@ -109,7 +109,8 @@ def test_the_noise_has_the_promised_distribution(by_class: bool) -> None:
     result, sigma, size = outputs(400), 3.0, 400
     noise = Noise(bytes(32), secure=True)
     found = [
-        release(result, None, Scores(sigma, 1, by_class), noise.at(step)) for step in range(1, 2001)
+        release_score(result, None, Scores(sigma, 1, by_class), noise.at(step))
+        for step in range(1, 2001)
     ]
     deviation = found[0].noise
     assert deviation == pytest.approx(sigma * (CLASSES**0.5 if by_class else 1) / size)
@@ -125,7 +126,7 @@ def test_the_noise_has_the_promised_distribution(by_class: bool) -> None:
 def test_a_score_is_a_share() -> None:
     noise = Noise(bytes(32), secure=True)
     few = [
-        release(outputs(4), None, Scores(50.0, 1, by_class), noise.at(step))
+        release_score(outputs(4), None, Scores(50.0, 1, by_class), noise.at(step))
         for step, by_class in enumerate([False, True] * 20)
     ]
     assert {0.0, 1.0} <= {score.accuracy for score in few}
@@ -226,15 +227,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def test_only_scores_that_are_paid_for_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = []
 
-    def kept(result: Evaluation, *args: Any, **rest: Any) -> CoveredScore:
+    def kept(result: Evaluation, *args: Any, **rest: Any) -> PrivateScore:
         exact.append(result.accuracy)
-        return release(result, *args, **rest)
+        return release_score(result, *args, **rest)
 
     monkeypatch.setattr("dpmac_cli.training.trainer.release", kept)
     events, finished = train_events(digits_config(**COVERED, score_every="2"))
     updates = [event.event for event in events if isinstance(event, Update)]
     shown = [event.result for event in updates if isinstance(event, Evaluated)]
-    assert [type(result) for result in shown] == [CoveredScore] * 3
+    assert [type(result) for result in shown] == [PrivateScore] * 3
     accuracies = [line["test_accuracy"] for line in lines(finished.folder)]
     assert [value is None for value in accuracies] == [True, False, False]
     assert len(exact) == 2
