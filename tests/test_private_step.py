@@ -339,6 +339,11 @@ def twice(losses: Tensor) -> Tensor:
     return losses * 2.0
 
 
+def halved(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return cross_entropy(model(**inputs)["logits"], batch["labels"], reduction="none") / 2
+
+
 def undecided(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss(model, batch) * (1.0 if CHANCE is None else 2.0)
 
@@ -388,7 +393,7 @@ def test_a_state_is_refused_by_other_code(
     """Whatever computes the sums: code, globals, defaults, class attributes, software, rules."""
     here = sys.modules[__name__]
     changes: list[tuple[Any, str, Any, str]] = [
-        (here, "loss", classify, "loss.global loss"),
+        (here, "loss", halved, "loss.global loss"),
         (here, "scaled", twice, "loss.global scaled"),
         (here, "WEIGHT", 2.0, "loss.global WEIGHT"),
         (weighted, "__kwdefaults__", {"power": 2.0}, "loss.__kwdefaults__"),

@@ -324,7 +324,8 @@ class PrivateStep:
                 "Build the network as in the program that saved it."
             )
         engine.descent.state.restore(saved["tensors"], saved["numbers"], exactly=True)
-        engine.training.begun, engine.history.rate = saved["begun"], saved["last lr"]
+        engine.training.begun = saved["begun"]
+        engine.history.rate = saved["last lr"]
         engine.history.remember()
         if why := step_state.why_not_repeated(device, saved["environment"], drawn=drawn):
             engine.history.diverge(secrets.token_bytes(KEY_BYTES))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dpmac_cli.dp.clipping.batches import map_rows
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import InputError, ModelError, raise_errors
-from dpmac_cli.models.fingerprint import UNREADABLE, fingerprint
+from dpmac_cli.models.code_digests import UNREADABLE, code_digests
 from dpmac_cli.runs.environment import differences, environment, repeatable
 from dpmac_cli.runs.step_arguments import device_of
 from dpmac_cli.runs.step_engine import StepEngine
@@ -41,7 +41,7 @@ def program_of(model: nn.Module, loss: object, rule: Rule | None) -> dict[str, s
     found = environment(device_of(model)) | {"Python": python_version()}
     software = {name: str(found[name]) for name in SOFTWARE}
     parts = {"network": model, "loss": loss, "rule": rule}
-    return software | fingerprint(parts, set(map(id, apart)))
+    return software | code_digests(parts, set(map(id, apart)))
 
 
 def check_readable(program: Mapping[str, str]) -> None:

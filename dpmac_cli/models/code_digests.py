@@ -73,7 +73,7 @@ CODE = (
 VALUES_OF_TORCH = ("torch.distributions",)
 
 
-def fingerprint(roots: Mapping[str, Any], apart: Collection[int]) -> dict[str, str]:
+def code_digests(roots: Mapping[str, Any], apart: Collection[int]) -> dict[str, str]:
     """Return a digest of everything that the results of some objects depend on, by path.
 
     Args:
