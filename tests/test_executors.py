@@ -284,16 +284,6 @@ def assert_told_nothing_private(grid: Grid, folder_of_jobs: Path, count: int) ->
 
 
 @pytest.mark.privacy
-def test_ray_is_told_to_report_no_use_before_it_is_loaded() -> None:
-    need("ray")
-    from dpmac_cli.studies import ray_cluster  # noqa: PLC0415
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("RAY_USAGE_STATS_ENABLED", "1")
-        importlib.reload(ray_cluster)
-        assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
-
-
 @pytest.mark.long
 def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     jobs: Jobs, tmp_path: Path
