@@ -15,7 +15,7 @@ from torch import Tensor
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import encoders
 from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
-from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
+from dpmac_cli.models.text_encoder import Bert, TextFeatures, encoder_weights
 from tests.test_wordpiece import TEXTS
 from tests.tiny_bert import CONFIG, WIDTH, weights, write_encoder
 
@@ -66,11 +66,16 @@ def test_a_vector_depends_on_one_text_alone_bit_for_bit(tiny: TextEncoder) -> No
 
 
 @pytest.mark.privacy
-def test_padding_changes_no_bit(tiny: TextEncoder) -> None:
+def test_padding_changes_no_bit(tiny: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Any = Bert.forward
     short = tuple(text for text in TEXTS if len(text) < 10)
     rows = features(tiny)(inputs("encoder", short))[:, :WIDTH]
     longer = read_encoder("encoder").of(((1, 60), (62, 60)))
+    seen: list[Tensor] = []
+    monkeypatch.setattr(Bert, "forward", lambda _, ids, used=None: seen.append(ids) or real(_, ids))
     assert torch.equal(features(longer)(inputs("encoder", short, 60))[:, :WIDTH], rows)
+    assert all(len(ids) == 1 and ids.all() for ids in seen)  # without padding
+    assert len(seen) == 2 * len(short)
 
 
 def test_vectors_do_not_depend_on_the_number_of_threads(tiny: TextEncoder) -> None:

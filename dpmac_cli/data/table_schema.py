@@ -113,7 +113,8 @@ class Label(_Declared):
         if self.range is None:
             if len(self.classes) < 2:
                 raise ValueError("classes: needs at least two names")
-            if self.model_fields_set & {"transform", "kind", "outside"}:
+            # A schema in a report has all fields.
+            if (self.transform, self.kind, self.outside) != ("none", "number", "accept"):
                 raise ValueError("transform, kind and outside are for numbers, not for classes")
             return self
         for fault in faults_of_range(*self.range, self.transform, self.kind):

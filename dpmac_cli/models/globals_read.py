@@ -34,14 +34,15 @@ def _names_in(code: CodeType) -> tuple[frozenset[str], ...]:
     return frozenset(read), frozenset(attributes), frozenset(imported)
 
 
-def _is_installed(name: Any, path: str) -> bool:
+def is_installed(name: Any, path: str) -> bool:
+    """Return whether a module is Python's, torch's, dpmac's, or of an installed package."""
     top = str(name).partition(".")[0]
     here = top in ("torch", "dpmac_cli") or (top in sys.stdlib_module_names and top != "__main__")
     return here or any(part in path for part in INSTALLED)
 
 
 def _is_of_library(function: FunctionType) -> bool:
-    return _is_installed(function.__globals__.get("__name__"), function.__code__.co_filename)
+    return is_installed(function.__globals__.get("__name__"), function.__code__.co_filename)
 
 
 def globals_read(function: FunctionType) -> Mapping[str, tuple[dict[str, Any], str]]:
@@ -62,7 +63,7 @@ def globals_read(function: FunctionType) -> Mapping[str, tuple[dict[str, Any], s
         if not isinstance(module, ModuleType) or id(module) in seen:
             continue
         seen.add(id(module))
-        if not _is_installed(module.__name__, getattr(module, "__file__", None) or ""):
+        if not is_installed(module.__name__, getattr(module, "__file__", None) or ""):
             inner = {f"{name}.{attribute}": attribute for attribute in attributes}
             found |= {path: (vars(module), attribute) for path, attribute in inner.items()}
             modules |= {path: vars(module).get(key) for path, key in inner.items()}

@@ -95,9 +95,9 @@ class _Watched:
         for part in parts:
             if isinstance(part, Tensor):
                 self.tensors.append(part)
-                maps += [hooks for hooks in _hooks_of(part) if hooks is not None]
+                maps += [hooks for hooks in hooks_of(part) if hooks is not None]
             elif isinstance(part, type):
-                if not _is_of_torch(part):
+                if not is_of_torch(part):
                     maps.append(vars(part))
                 elif issubclass(part, nn.Module):
                     self._kinds.append(part)
@@ -237,7 +237,7 @@ class Unchanged:
 def _check_surroundings() -> None:
     """Raise ModelError if the program has modes or hooks that act on operations of a step."""
     modes: list[Any] = [*_function_modes(), *_dispatch_modes()]
-    found = [type(mode).__name__ for mode in modes if not _is_of_torch(type(mode))]
+    found = [type(mode).__name__ for mode in modes if not is_of_torch(type(mode))]
     saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in saved or ()):
         found.append("saved_tensors_hooks")
@@ -248,11 +248,13 @@ def _check_surroundings() -> None:
         )
 
 
-def _is_of_torch(kind: type) -> bool:
+def is_of_torch(kind: type) -> bool:
+    """Return whether a class is torch's or Python's own."""
     return kind.__module__.partition(".")[0] in ("torch", "builtins")
 
 
-def _hooks_of(tensor: Tensor) -> tuple[Any, Any]:
+def hooks_of(tensor: Tensor) -> tuple[Any, Any]:
+    """Return the hooks of a tensor: before and after its gradient is added up."""
     return tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
 
 
@@ -260,17 +262,17 @@ def _dicts_of(part: Any) -> list[Any]:
     """Return the dicts that hold an object's attributes, and those of a module's contents."""
     if isinstance(part, nn.Module):
         return [vars(part), part._parameters, part._buffers, part._modules]
-    watched = isinstance(part, FunctionType) or _inside(part)
+    watched = isinstance(part, FunctionType) or inside(part)
     return [vars(part)] if watched and hasattr(part, "__dict__") else []
 
 
-def _inside(part: Any) -> Mapping[Any, Any]:
+def inside(part: Any) -> Mapping[Any, Any]:
     """Return the parts to watch of an object: none of those that torch or C code maintains."""
     kind = type(part)
     if isinstance(part, nn.Module):
         return {**parts_of(part), f"class {kind.__name__}": kind, **_code_of(kind)}
     if isinstance(part, type):
-        return {} if _is_of_torch(part) else _inside_class(part)
+        return {} if is_of_torch(part) else _inside_class(part)
     if isinstance(part, (dict, list, tuple, deque, FunctionType)):
         read = globals_read(part) if isinstance(part, FunctionType) else {}
         values = {f"global {name}": held.get(key) for name, (held, key) in read.items()}
@@ -285,7 +287,7 @@ def _inside(part: Any) -> Mapping[Any, Any]:
 
 def _code_of(kind: type) -> Mapping[Any, Any]:
     """Return the methods that a module's forward may call, which may read globals."""
-    methods = {} if _is_of_torch(kind) else called(kind)
+    methods = {} if is_of_torch(kind) else called(kind)
     return {f"class {kind.__name__}.{name}": method for name, method in methods.items()}
 
 
@@ -312,7 +314,7 @@ def watched(network: nn.Module, loss: Any) -> Iterator[tuple[tuple[Any, ...], An
             continue
         seen.add(id(part))
         yield path, part
-        found += [((*path, key), inner) for key, inner in _inside(part).items()]
+        found += [((*path, key), inner) for key, inner in inside(part).items()]
 
 
 def _described(
@@ -324,7 +326,7 @@ def _described(
         if isinstance(part, Tensor):
             dense = part.layout == torch.strided
             where = (part.data_ptr(), part.stride()) if dense else ()
-            hooks = tuple(tuple(map(id, (held or {}).values())) for held in _hooks_of(part))
+            hooks = tuple(tuple(map(id, (held or {}).values())) for held in hooks_of(part))
             place = (tuple(part.shape), part.dtype, part.device, *where)
             yield path, _Form(id(part), id(part) in trained, part.requires_grad, hooks, place)
         elif isinstance(part, PLAIN):
@@ -348,7 +350,7 @@ def _described(
 
 
 def _of_class(kind: type) -> dict[str, Any]:
-    if _is_of_torch(kind):
+    if is_of_torch(kind):
         return dict(zip(CALLS, _calls(kind), strict=True)) if issubclass(kind, nn.Module) else {}
     return {name: value for name, value in vars(kind).items() if not name.startswith(LATE)}
 

@@ -1,8 +1,9 @@
 """Secret keys of a run, and random bits as a function of a key and the step."""
 
+import hmac
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,16 @@ class Keys:
     def as_json(self) -> dict[str, Any]:
         """Return the keys as JSON values, as secret as the keys."""
         return {n: v.hex() if isinstance(v, bytes) else v for n, v in asdict(self).items()}
+
+    def diverged(self, step: int, value: bytes) -> "Keys":
+        """Return keys whose noise is independent of this one's, by a value that a step had.
+
+        Continuations from one state then share the noise of further steps only if they had the same
+        values in the same steps. The noise key is a keyed hash, HMAC-SHA-256.
+        """
+        return replace(
+            self, noise=hmac.digest(self.noise, step.to_bytes(8, "big") + value, "sha256")
+        )
 
     @classmethod
     def of_json(cls, saved: Mapping[str, Any]) -> "Keys":

@@ -1,5 +1,6 @@
 """Train any network with any loss privately, on the batches of a program."""
 
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Unpack
@@ -22,10 +23,12 @@ from dpmac_cli.dp.clipping.batches import (
     samples_in,
 )
 from dpmac_cli.dp.rules import Rule
-from dpmac_cli.errors import BudgetError, InputError, ModelError, raise_errors
+from dpmac_cli.errors import BudgetError, InputError, ModelError
 from dpmac_cli.models.trial import Objective
-from dpmac_cli.randomness.keystream import Keys, make_keys
+from dpmac_cli.randomness.keystream import KEY_BYTES, Keys, make_keys
 from dpmac_cli.randomness.sampling import Indices, Sampler
+from dpmac_cli.runs import step_state
+from dpmac_cli.runs.environment import environment
 from dpmac_cli.runs.step_arguments import (
     RECORD_UNIT,
     BatchLoss,
@@ -37,7 +40,6 @@ from dpmac_cli.runs.step_arguments import (
     settings_of,
 )
 from dpmac_cli.runs.step_engine import StepEngine, build_engine
-from dpmac_cli.storage.digest import digest
 from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable
 from dpmac_cli.training.loading import (
     Collate,
@@ -107,6 +109,7 @@ class PrivateStep:
         self._drawn: Drawn | None = None
         self._engine: StepEngine | None = None
         self._records = ""  # identifies the dataset
+        self._program: dict[str, str] = {}  # identifies what computes a step
         if example is not None:
             self._prepare(Structure(checked_example(example, device_of(model)), keep=True))
 
@@ -268,7 +271,10 @@ class PrivateStep:
         """
         if self._engine is None:
             raise InputError("There is no state before the first step. Save it after a step.")
-        state, structure = self._engine.descent.state, self._engine.structure
+        step_state.check_readable(self._program)
+        engine = self._engine
+        engine.history.before_step()  # a written parameter is in the state
+        state, structure, trained = engine.descent.state, engine.structure, engine.sums.trained
         return {
             "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
             "numbers": state.numbers(),
@@ -276,24 +282,37 @@ class PrivateStep:
             "earlier": [training.as_json() for training in self._earlier],
             "settings": dict(self._plan.recorded),
             "lr": self.lr,
+            "last lr": engine.history.rate,
+            "steps": self._steps,
+            "program": self._program,
+            "environment": environment(device_of(self._model)),
+            "training": engine.training.as_json(),
+            "places": step_state.places_of(self._model, trained),
             "structure": map_rows(Tensor.cpu, structure.template),
             "public": structure.keep,
             "records": self._records,
-            "fixed": self._fixed(self._engine),
+            "fixed": step_state.fixed_of(self._model, trained),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue a training exactly: further steps equal those of the program that saved it.
 
-        The network, the loss, the records and the settings must be those of that program, because
-        the same noise is used again. Only continue it once.
+        The same noise is used again, and where it is added to two different sums, their difference
+        reveals records without any noise. So software, settings, and the code and values of
+        network, loss and rule are compared. **The records must be the same too, and nothing but 16
+        of them is compared**: do not change the dataset, its transforms or ``collate_fn``.
+
+        A learning rate that is set, or a parameter that is written, gives further steps other
+        noise than without. On a GPU, on another machine and with your own loader, steps cannot be
+        repeated exactly, so they get new noise, with a note. Steps that another program took after
+        it saved the state are then not counted: see :meth:`load_parameters`. Only continue once.
 
         Args:
             saved: a state of :meth:`state_dict`.
 
         Raises:
-            InputError: this training has begun, or has other settings, or the network is not the
-                same in what is not trained.
+            InputError: this training has begun, or has other settings, software or code, or the
+                network is not the same in what is not trained.
             ModelError: the network has other parameters.
         """
         if self._begun or self._earlier:
@@ -301,24 +320,50 @@ class PrivateStep:
                 "A state is loaded into a new PrivateStep on a network that was not trained "
                 "before. Create both again."
             )
+        program = step_state.program_of(self._model, self._loss, self._rule)
+        step_state.check_program(program, saved.get("program", {}))
         self._earlier = tuple(map(Training.of_json, saved["earlier"]))
-        self._check_settings(saved["settings"])
+        free = {"lr"} | ({"sigma"} if self._earlier else set())  # it covers earlier events
+        step_state.check_settings(self._plan.recorded, saved["settings"], free)
         event = replace(self.privacy.event, noise_multiplier=saved["settings"]["sigma"])
         self.privacy = replace(self.privacy, event=event)
         self._plan = replace(self._plan, privacy=self.privacy)
-        self.lr = saved["lr"]
+        self.lr, self._steps = saved["lr"], saved["steps"]
         self._keys, self._records = Keys.of_json(saved["numbers"]["keys"]), saved["records"]
         for training in self._earlier:
             attach(self._model, training)
         structure = Structure(saved["structure"], saved["public"])
-        engine = self._prepare(structure.to(device_of(self._model)))
-        if self._fixed(engine) != saved["fixed"]:
+        device, drawn = device_of(self._model), isinstance(self._sampling, BatchSampling)
+        engine = self._prepare(structure.to(device))
+        if step_state.fixed_of(self._model, engine.sums.trained) != saved["fixed"]:
             raise InputError(
                 "The frozen parameters or buffers of the network are not those of the saved state. "
                 "Build the network as in the program that saved it."
             )
         engine.descent.state.restore(saved["tensors"], saved["numbers"], exactly=True)
-        engine.training.begun = saved["begun"]
+        engine.training.begun, engine.history.rate = saved["begun"], saved["last lr"]
+        engine.history.remember()
+        if why := step_state.why_not_repeated(device, saved["environment"], drawn=drawn):
+            engine.history.diverge(secrets.token_bytes(KEY_BYTES))
+            self._notes = (*self._notes, step_state.new_noise_note(why, self.taken))
+
+    @staticmethod
+    def load_parameters(model: nn.Module, saved: Mapping[str, Any], *, taken: int) -> None:
+        """Copy the parameters of a saved training into a network, with their privacy cost.
+
+        A new :class:`PrivateStep` on the network then trains it further with new noise, and its
+        epsilon also counts the steps taken: with any other loss, code or settings.
+
+        Args:
+            model: network with the trained parameters of the saved one.
+            saved: a state of :meth:`state_dict`.
+            taken: number of steps that were taken, also by programs after they saved the state.
+
+        Raises:
+            InputError: the state has more steps, or the training fewer.
+            ModelError: the network has other parameters.
+        """
+        step_state.load_parameters(model, saved, taken)
 
     @property
     def _begun(self) -> int:
@@ -344,25 +389,6 @@ class PrivateStep:
             )
         return drawn.records
 
-    def _fixed(self, engine: StepEngine) -> str:
-        """Return the SHA-256 of everything in the network that is not trained."""
-        fixed = {
-            name: tensor
-            for name, tensor in self._model.state_dict(keep_vars=True).items()
-            if id(tensor) not in engine.sums.trained
-        }
-        return digest({name: t.detach().cpu() for name, t in fixed.items()}, {})
-
-    def _check_settings(self, saved: Mapping[str, Any]) -> None:
-        """Raise InputError if a saved training has other settings."""
-        free = {"lr"} | ({"sigma"} if self._earlier else set())  # it covers earlier events
-        mine = dict(self._plan.recorded)
-        names = [n for n in {**mine, **saved} if n not in free and mine.get(n) != saved.get(n)]
-        raise_errors(
-            f"{name} is {mine.get(name)}, but {saved.get(name)} in the saved state. Use the same."
-            for name in names
-        )
-
     def _prepare(self, structure: Structure) -> StepEngine:
         """Validate the network and the loss, and build what takes the steps."""
         now = carried_by(self._model, self._loss)
@@ -371,6 +397,7 @@ class PrivateStep:
                 "The network was trained by another PrivateStep or make_private since this one was "
                 "created, so its epsilon does not count those steps. Create this one again."
             )
+        self._program = step_state.program_of(self._model, self._loss, self._rule)
         self._engine = build_engine(
             Objective(self._model, self._loss),
             self._plan,

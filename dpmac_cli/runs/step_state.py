@@ -1,0 +1,151 @@
+"""Saved states of private steps: what they must have in common with the program that loads them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from platform import python_version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.dp.rules import Rule
+from dpmac_cli.errors import InputError, ModelError, raise_errors
+from dpmac_cli.models.fingerprint import UNREADABLE, fingerprint
+from dpmac_cli.runs.environment import differences, environment, repeatable
+from dpmac_cli.runs.step_arguments import device_of
+from dpmac_cli.storage.digest import digest
+from dpmac_cli.training.lineage import Training, attach
+
+#: Software that must be the same: its versions and source decide what is computed.
+SOFTWARE = ("dpmac", "source of dpmac", "torch", "numpy", "Python")
+#: Largest number of changed parts that a message names.
+NAMED = 4
+#: Remedy if a training cannot be continued exactly.
+AGAIN = (
+    "PrivateStep.load_parameters(network, state, taken=N) copies the saved parameters into a "
+    "network, with the privacy cost of the N steps taken so far. Then create a new PrivateStep on "
+    "it: it draws new noise, and its epsilon also counts those steps."
+)
+
+
+def program_of(model: nn.Module, loss: object, rule: Rule | None) -> dict[str, str]:
+    """Return digests by name of the software and code that compute a step.
+
+    Parameters and buffers of the network are not included: see :func:`fixed_of`.
+    """
+    apart = [*model.state_dict(keep_vars=True).values(), *model.parameters()]
+    if isinstance(loss, nn.Module):
+        apart += [p for p in loss.parameters() if p.requires_grad]
+    found = environment(device_of(model)) | {"Python": python_version()}
+    software = {name: str(found[name]) for name in SOFTWARE}
+    parts = {"network": model, "loss": loss, "rule": rule}
+    return software | fingerprint(parts, set(map(id, apart)))
+
+
+def check_readable(program: Mapping[str, str]) -> None:
+    """Raise InputError if a part of a program cannot be compared with that of another one."""
+    unreadable = [name for name, value in program.items() if value == UNREADABLE]
+    if unreadable:
+        raise InputError(
+            f"{_listed(unreadable)} cannot be compared with that of another program, so this "
+            "training cannot be continued by one: with other code, the same noise would be added "
+            "to other sums. Keep only tensors, numbers, text, functions and plain objects in the "
+            "network and the loss."
+        )
+
+
+def check_program(now: Mapping[str, str], saved: Mapping[str, str]) -> None:
+    """Raise InputError if a saved training computed its steps with other code or software."""
+    check_readable(now)
+    changed = [name for name in {**saved, **now} if now.get(name) != saved.get(name)]
+    if changed:
+        raise InputError(
+            f"The code that computes a step is not that of the saved state: {_listed(changed)} "
+            "changed. The noise of steps that the other program took would be added to other "
+            "sums, and the difference of the two reveals records without any noise. Use the same "
+            f"network, loss and versions. {AGAIN}"
+        )
+
+
+def check_settings(mine: Mapping[str, Any], saved: Mapping[str, Any], free: set[str]) -> None:
+    """Raise InputError if a saved training has other settings, except for those that are free."""
+    names = [n for n in {**mine, **saved} if n not in free and mine.get(n) != saved.get(n)]
+    raise_errors(
+        f"{name} is {mine.get(name)}, but {saved.get(name)} in the saved state. Use the same."
+        for name in names
+    )
+
+
+def why_not_repeated(device: torch.device, saved: Mapping[str, Any], *, drawn: bool) -> str:
+    """Return why further steps cannot repeat those of another program; "" if they do.
+
+    Args:
+        device: device of the network.
+        saved: environment of the other program.
+        drawn: whether dpmac draws the batches.
+    """
+    changed = sorted(differences(environment(device), saved))
+    if changed:
+        return f"the machine or its settings changed ({', '.join(changed)})"
+    if not repeatable(device):
+        return "steps on a GPU cannot be repeated bit for bit"
+    return "" if drawn else "the batches of your own loader may be others"
+
+
+def new_noise_note(why: str, taken: int) -> str:
+    """Return a note on a continuation with new noise, from the number of steps in the state."""
+    return (
+        f"New noise is drawn after step {taken}: {why}. Epsilon does not count steps that another "
+        f"program took after it saved this state. If it took any, do not continue it: {AGAIN}"
+    )
+
+
+def fixed_of(model: nn.Module, trained: set[int]) -> str:
+    """Return the SHA-256 of everything in a network that is not trained."""
+    fixed = {
+        name: tensor.detach().cpu()
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if id(tensor) not in trained
+    }
+    return digest(fixed, {})
+
+
+def places_of(model: nn.Module, trained: set[int]) -> dict[str, tuple[Any, ...]]:
+    """Return where the trained parameters are in theta: shape, strides and offset by name."""
+    return {
+        name: (tuple(p.shape), p.stride(), p.storage_offset())
+        for name, p in model.named_parameters()
+        if id(p) in trained
+    }
+
+
+@torch.no_grad()
+def load_parameters(model: nn.Module, saved: Mapping[str, Any], taken: int) -> None:
+    """Copy saved parameters into a network, which then carries their privacy cost.
+
+    For arguments and errors see :meth:`.PrivateStep.load_parameters`.
+    """
+    training = Training.of_json(saved["training"])
+    if not training.begun <= taken <= training.event.steps:
+        raise InputError(
+            f"taken is {taken}, but the state holds {training.begun} of {training.event.steps} "
+            "steps. Set it to the number of steps that were taken, also after the state was saved."
+        )
+    mine: dict[str, Tensor] = dict(model.named_parameters())
+    odd = [n for n, (shape, *_) in saved["places"].items() if shape != tuple(_shape(mine.get(n)))]
+    if odd:
+        raise ModelError(f"The saved state belongs to another network: {_listed(odd)} differ.")
+    for name, place in saved["places"].items():
+        mine[name].copy_(saved["tensors"]["theta"].as_strided(*place))
+    for each in (*map(Training.of_json, saved["earlier"]), replace(training, begun=taken)):
+        attach(model, each)
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...]:
+    return () if tensor is None else tuple(tensor.shape)
+
+
+def _listed(names: list[str]) -> str:
+    named = ", ".join(names[:NAMED])
+    rest = len(names) - NAMED
+    return named if rest <= 0 else f"{named} and {rest} more"
