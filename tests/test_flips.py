@@ -63,9 +63,11 @@ def finish(events: Iterator[RunEvent]) -> tuple[Started, Finished]:
 def result(where: Path) -> Result:
     report = json.loads((where / folder.REPORT).read_bytes())
     lines = files.read_lines(where / folder.METRICS)
+    # The score where the run was stopped may be its best.
+    best = ("best_accuracy", "best_epoch")
     return {
         "privacy": report["privacy"],
-        "test": report["test"],
+        "test": {key: value for key, value in report["test"].items() if key not in best},
         "metrics": [
             {key: value for key, value in line.items() if key != "seconds"}
             for line in lines

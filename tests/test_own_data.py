@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.splits import Records, split
 from dpmac_cli.data.user_data import inspect
@@ -422,12 +423,12 @@ def test_a_link_to_itself_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.privacy
 def test_a_file_that_is_written_while_a_run_begins_is_named(tmp_path: Path) -> None:
-    source = Source(folder(tmp_path))
-    facts = inspect(source).facts
+    plan = resolve(dataset=folder(tmp_path), sigma=1).plan
+    assert isinstance(plan.data.source, Source)
     picture(tmp_path / "cat" / "0.png", 77)
     os.utime(tmp_path / "cat" / "0.png", (1, 1))
     with pytest.raises(InputError, match=r"cat/0\.png changed while the run began"):
-        load(source, facts)
+        load(plan.data.source, plan.data.facts)
 
 
 @pytest.mark.privacy

@@ -522,7 +522,6 @@ def test_what_computes_otherwise_draws_with_new_keys(
         ("config/settings.py", "    ] = 1e-08", "    ] = 1e-07", False),
         ("cli/train.py", "Train a classifier", "Fit a classifier", True),
         ("release/report.toml", "Noise comes from", "The noise is from", True),
-        ("plots.py", "import", "# plots\nimport", True),
         ("dp/rules.py", '"""Moments of the private mean', '"""Averages of the private mean', True),
         ("dp/geometry.py", "# lines 19, 20", "# the last lines", True),
         ("dp/geometry.py", "region.centre.lerp_", "region.centre.lerp", False),

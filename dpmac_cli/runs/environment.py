@@ -136,8 +136,8 @@ def _source(root: Path = Path(__file__).parents[1]) -> str:
     return _sum(content)
 
 
-#: Packages and modules that no step depends on: those that compute steps do not import them.
-WITHOUT_STEPS = ("cli", "studies", "release", "plots.py")
+#: Packages that no step depends on: those that compute steps do not import them.
+WITHOUT_STEPS = ("cli", "studies", "release")
 #: Arguments of ``Field`` and ``Flag`` that are text for a person.
 HELP = ("description", "otherwise", "also", "metavar")
 #: Parts of a module that may have a docstring.
