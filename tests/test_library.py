@@ -294,8 +294,9 @@ def test_a_run_on_the_callers_own_records_is_resumed_with_those_only() -> None:
 @pytest.mark.privacy
 def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
     """A target for epsilon is no sigma of 0."""
-    own = {"dataset": "digits", "model": "linear", "recipe": "paper"}
-    config = resolve(**own, epsilon=0.1, steps=3, device="cpu").plan
+    config = resolve(
+        dataset="digits", model="linear", recipe="paper", epsilon=0.1, steps=3, device="cpu"
+    ).plan
     trainer = make_trainer(config, model=net())
     assert trainer.mechanism.noise_multiplier == config.privacy.sigma > 4
     assert total_epsilon((config.privacy.event,), config.privacy.delta) <= 0.1
