@@ -83,8 +83,12 @@ BAD = [
     Bad(f"{STUDY} --out run", 2, ["--out run", "do not belong to a study"]),
     Bad("compare --dataset mnist --data-dir empty --out new", 2, ["empty/MNIST/raw"]),
     # Privacy budgets
-    Bad(f"{TRAIN} --max-epsilon 0.001", 3, ["--max-epsilon", "allows no further step"]),
-    Bad(f"{TRAIN} --max-epsilon 0.001 --delta 1e-16", 3, ["--max-epsilon", "allows no further"]),
+    Bad(f"{TRAIN} --sigma 0.8 --max-epsilon 0.001", 3, ["--max-epsilon", "allows no further step"]),
+    Bad(
+        f"{TRAIN} --sigma 0.8 --max-epsilon 0.001 --delta 1e-16",
+        3,
+        ["--max-epsilon", "allows no further"],
+    ),
     Bad(f"{TRAIN} --epsilon 0.001 --delta 1e-16", 3, ["with rdp", "larger epsilon"]),
     Bad(
         "train --dataset digits --steps 5000 --epsilon 1e-6", 3, ["epsilon 1e-06", "larger epsilon"]
