@@ -194,6 +194,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         "multilabel": False,
         "held_out": False,
         "test_note": None,
+        "text_note": None,
         "taken_from_records": ["channels", "image size", "classes"],
         "schema": None,
         "public_note": (

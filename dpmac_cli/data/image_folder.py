@@ -273,7 +273,7 @@ def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:
         return "is a folder, but images must be directly in the folder of their class"
     if not _is_image(entry.name):
         text = entry.name.lower().endswith(".txt")
-        return "is a text, which needs --backbone minilm" if text else "is not an image"
+        return "is not an image (texts need --backbone minilm)" if text else "is not an image"
     regular = stat.S_ISREG(facts.st_mode)
     return ImageFile.of(entry.path, label, facts) if regular else "is not a regular file"
 
