@@ -29,6 +29,7 @@ from dpmac_cli import (
     train,
 )
 from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.schema import Source
 from tests.digits_runs import after
 
 QUICK = {"sigma": 4, "epochs": 2, "batch_size": 32, "model": "mlp", "seed": 1}
@@ -122,8 +123,9 @@ def test_data_frames_are_read_as_their_schema_says(kind: Any, tmp_path: Path) ->
     )
     assert torch.equal(ours.images, theirs.images)
     assert torch.equal(ours.labels, theirs.labels)
-    schemas = [plan.data.source.schema for plan in (held, filed) if plan.data.own]
-    assert schemas[0] == schemas[1] is not None
+    sources = [plan.data.source for plan in (held, filed)]
+    ours_of, theirs_of = (source.schema for source in sources if isinstance(source, Source))
+    assert ours_of == theirs_of is not None
     with pytest.raises(InputError, match=r"schema: columns\.mean radius: needs either a range"):
         from_dataframe(given, {**schema, "columns": {"mean radius": {}}})
     with pytest.raises(InputError, match="There is no column mean radius"):
