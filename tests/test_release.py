@@ -71,6 +71,7 @@ def test_header_holds_the_public_facts(run: Path) -> None:
         "model",
         "input",
         "classes",
+        "target",
         "privacy",
         "statement",
     }
