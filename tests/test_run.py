@@ -158,7 +158,7 @@ def test_the_noise_found_for_a_target_is_the_noise_added(monkeypatch: pytest.Mon
         return trainer
 
     monkeypatch.setattr("dpmac_cli.runs.train.make_trainer", watch)
-    finished = train_digits(epsilon=0.5, physical_batch=32)
+    finished = train_digits(epsilon=0.5, recipe="paper", physical_batch=32)
     (mechanism,) = mechanisms
     assert mechanism.noise_multiplier == finished.report["privacy"]["noise_multiplier"]
     assert mechanism.expected_batch == 128

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpmac_cli.accounting.events import SAMPLERS
@@ -61,6 +62,11 @@ def randomness(finished: Finished) -> Mapping[str, Any]:
 # What it chooses.
 
 
+def in_blocks(size: int) -> int:
+    """Return a number of bytes, rounded up to whole blocks of AES."""
+    return -(-size // 16) * 16
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_secure_draws_all_of_a_run_from_keys_of_their_own(
@@ -72,9 +78,9 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
     class Kept(Stretch):
         keys: KeyStream
 
-        def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
-            filled.append((self.keys, n_words))
-            return super().generate_state(n_words, dtype)
+        def fill(self, out: NDArray[np.uint8], size: int) -> None:
+            filled.append((self.keys, size))
+            super().fill(out, size)
 
     def kept(keys: KeyStream, step: int, part: int = 0) -> Stretch:
         stretch = Kept(at(keys, step, part)._cipher)
@@ -82,7 +88,7 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
         return stretch
 
     monkeypatch.setattr(KeyStream, "at", kept)
-    config = resolve({"dataset": "digits", "secure": True, "sampler": sampler}).plan
+    config = resolve({"dataset": "digits", "sigma": 1, "secure": True, "sampler": sampler}).plan
     trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
     noise, keys = trainer.randomness.noise, trainer.state.keys
     assert type(trainer.mechanism) is SecureMechanism
@@ -90,11 +96,12 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
     assert keys.noise != keys.sampler
     trainer.step()
     assert noise._secure
-    pairs = (trainer.state.theta.numel() + 1) // 2
-    assert filled.count((noise._keys, pairs)) == 8
-    draws = [stream for stream, count in filled if stream is not noise._keys and count == 1437]
-    assert len(draws) == len(filled) - 8
-    assert {stream._cipher.key for stream in draws} == {keys.sampler}
+    d = trainer.state.theta.numel()
+    drawn = [size for stream, size in filled if stream is noise._keys]
+    assert drawn == [in_blocks(8 * ((d + 1) // 2))] * 2 + [in_blocks(4 * d)]
+    others = [(stream, size) for stream, size in filled if stream is not noise._keys]
+    assert {size for _, size in others} == {in_blocks(8 * 1437)}
+    assert {stream._cipher.key for stream, _ in others} == {keys.sampler}
     assert noise._keys._cipher.key == keys.noise
 
 

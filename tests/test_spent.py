@@ -102,7 +102,7 @@ class Truth:
             return score
 
         monkeypatch.setattr(GaussianMechanism, "release", released)
-        monkeypatch.setattr(trainer, "release", scored)
+        monkeypatch.setattr(trainer, "release_score", scored)
         monkeypatch.setattr(os, "replace", replaced)
 
     def tick(self) -> None:
