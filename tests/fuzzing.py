@@ -619,6 +619,8 @@ compare_lines = lines(
 
 PRICED: Mapping[str, Sequence[str]] = {
     "dataset": ("digits", "mnist", "cifar10", "mnits"),
+    "model": ("linear", "mlp", "cnn", "mpl"),
+    "recipe": ("paper", "best", "bset"),
     "dataset-size": ("1", "1000", "60000", "1000000000", "0"),
     "batch-size": ("1", "100", "1000", "1000000000", "0"),
     "epochs": ("0", "1", "5", "1,2", "10000001"),
