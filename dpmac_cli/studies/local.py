@@ -18,7 +18,7 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.decoding import usable_cores
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
-from dpmac_cli.errors import DpmacError, explain_os_error
+from dpmac_cli.errors import DpmacError, explain_os_error, named_as_flags
 from dpmac_cli.release.run import RunEvent, resume, train
 from dpmac_cli.runs.checkpoint import fingerprints
 from dpmac_cli.runs.environment import choose_device
@@ -57,6 +57,7 @@ def train_job(run: Run, threads: int, data: Data | None = None) -> Result:
     return train_run(run, data, stop)
 
 
+@named_as_flags()  # the command that started this process shows its failures
 def train_run(run: Run, data: Data | None, stop: Callable[[], bool]) -> tuple[str | None, int]:
     """Train a run, or resume it if that is exact.
 
