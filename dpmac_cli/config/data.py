@@ -37,13 +37,15 @@ def resolve_data(
         for name, entry in found.items()
         if name == "dataset" or SETTINGS[name].flag.group == DATA
     }
-    given, _ = validated(combined(recorded, from_flags(settings, errors), errors), errors)
-    raise_errors(errors)
-    if isinstance(given.dataset, str) and given.dataset.startswith("<") and file is not None:
+    entries = combined(recorded, from_flags(settings, errors), errors)
+    dataset = entries["dataset"].value if "dataset" in entries else None
+    if isinstance(dataset, str) and dataset.startswith("<") and file is not None:
         raise InputError(
             f"{file.parent} was trained on records in memory of a program. Add --dataset with the "
             "path of a file of them, or score it with dpmac_cli.score."
         )
+    given, _ = validated(entries, errors)
+    raise_errors(errors)
     return plan_data(given, texts)
 
 
