@@ -84,7 +84,10 @@ def rare(count: int = 6000) -> ArrayData:
 @pytest.mark.long
 def test_class_weights_find_more_of_what_is_rare(tmp_path: Path) -> None:
     balanced, sensitivity = [], []
-    common: dict[str, Any] = {"epsilon": 3, "epochs": 10, "model": "linear", "lr": 0.05, "seed": 1}
+    common: dict[str, Any] = {
+        **{"epsilon": 3, "epochs": 10, "batch_size": 400, "ema": 0.95},
+        **{"model": "linear", "lr": 0.05, "seed": 1},
+    }
     for name, weights in (("plain", None), ("weighted", "1,40")):
         out = tmp_path / name
         plan = resolve(common, dataset=rare(), class_weights=weights, out=out).plan
