@@ -373,7 +373,8 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
         "data_dir": "there",
     }
     in_panel = {n for n, s in SETTINGS.items() if s.flag.group == DATA} | {"data_dir"}
-    assert every.keys() | {"unit"} == in_panel  # which is refused where it does nothing
+    # Units and tokens are refused where they do nothing.
+    assert every.keys() | {"unit", "tokens"} == in_panel
     split_off, always = {"test_fraction", "split_seed"}, {"schema", "data_dir", "records_per_unit"}
     idle = {
         "photos": {*split_off, "feature_range", *always},
