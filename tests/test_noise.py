@@ -392,7 +392,7 @@ def test_secure_draws_hide_the_words_that_they_come_from(monkeypatch: pytest.Mon
     """The attack of Holohan and Braghin, where it is easiest: radii far out have wide gaps.
 
     Both normals of a pair reveal its u. Who knows the rest of a sum would see which of two sums
-    leaves noise that can occur. What is left of u must be uniform.
+    leaves noise that can occur. The remainder of u must be uniform.
     """
     count, kinds = 20_000, list[Any]()
 

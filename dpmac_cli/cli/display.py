@@ -45,7 +45,9 @@ class InStep(ProgressColumn):
 
     def __init__(self) -> None:
         super().__init__()
-        self._step, self._began, self._usual = 0, time.perf_counter(), 0.0
+        self._step = 0
+        self._began = time.perf_counter()
+        self._usual = 0.0
 
     def ended(self, step: int) -> None:
         """Note that a step has ended."""
