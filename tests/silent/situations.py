@@ -728,7 +728,7 @@ SITUATIONS = (
     S("LoRA, of layers", LoRALayers),
     S("LoRA, of raw parameters", LoRAParameters),
     S("in-place ReLU", InPlace),
-    S("one Parameter in two layers", Tied, refused="again.weight is shared .*--isolate"),
+    S("one Parameter in two layers", Tied),
     S("one Parameter in two layers, isolated", Tied, isolate=True),
     S("one module called twice", CalledTwice),
     S(
