@@ -147,7 +147,8 @@ def test_a_kill_loses_no_image_that_was_decoded(
 ) -> None:
     photos(Path("photos"), 300)
     slow = (
-        "import time\nfrom pathlib import Path\nfrom dpmac_cli.data import decoding as d, user_data\n"
+        "import time\nfrom pathlib import Path\n"
+        "from dpmac_cli.data import decoding as d, user_data\n"
         "from dpmac_cli.data.schema import Source\nd.FEW = 1000\n"
         "plain = d.decode\ndef decode(*a):\n    time.sleep(0.01)\n    return plain(*a)\n"
         "d.decode = decode\nlist(user_data.load(Source(Path('photos')), None))\n"
