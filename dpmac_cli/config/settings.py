@@ -17,9 +17,9 @@ from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomeP
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
+from dpmac_cli.data.column_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import STANDARDS, TABLES, InMemoryData
-from dpmac_cli.data.table_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Kappa
 from dpmac_cli.models.encoders import ENCODERS
 from dpmac_cli.models.encoders import FOLDER as ENCODER_FOLDER

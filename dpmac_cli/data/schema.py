@@ -53,6 +53,7 @@ class Source:
     schema: "TableSchema | None" = None  # schema of a table
     in_memory: InMemoryData | None = None
     unit: str | None = None  # column, or pattern of paths, that gives the unit of each record
+    encoding: str = "utf-8"  # encoding of a CSV
     skip_bad: bool = False  # leave out unusable records instead of rejecting the dataset
     texts: TextReader | None = None  # how texts are read; None for images and numbers
 
@@ -72,6 +73,14 @@ class Source:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Records that are left out: one description each, and why, with their numbers."""
+
+    records: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Signs:
     """Signs that records are not what they seem, for the person who types the command."""
 
@@ -85,8 +94,8 @@ class DataFacts:
     """Facts of a dataset, read once, when a run is configured.
 
     ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.
-    One record can change those, so they are public only by decision. ``skipped``, ``untested`` and
-    ``signs`` are never published, because one record can change them. ``reader`` is what the facts
+    One record can change those, so they are public only by decision. ``skipped``, ``why``,
+    ``untested`` and ``signs`` are never published, because one record can change them. ``reader`` is what the facts
     were read with: as long as they are held, loading the records does not read the files again. It
     is no fact: it is neither compared nor copied to other processes.
     """
@@ -97,6 +106,7 @@ class DataFacts:
     unit: str = ""  # description of the unit of privacy; "" if it is one record
     inferred: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()  # records left out
+    why: tuple[str, ...] = ()  # reasons for that, with the number of records
     untested: tuple[str, ...] = ()  # classes without a test record
     signs: Signs = Signs()
     reader: object = field(default=None, compare=False, repr=False)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.complaints import NAMED
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import check_classes, check_name
-from dpmac_cli.data.table_schema import faults_of_range
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
 from dpmac_cli.tasks.regression import Counts, Regression
 from dpmac_cli.tasks.task import Task

@@ -28,8 +28,8 @@ from dpmac_cli.accounting.pricing import Row, price
 from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import account_flags
 from dpmac_cli.config.settings import DELTA
+from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.registry import Signature
-from dpmac_cli.data.table_schema import faults_of_range
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.encoders import BertForm
 from dpmac_cli.runs import folder, ledger
