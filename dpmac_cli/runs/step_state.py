@@ -113,7 +113,7 @@ def fixed_of(model: nn.Module, trained: set[int]) -> str:
 
 
 class SavedEngine(TypedDict):
-    """What is saved of a network and its engine, with tensors on the CPU.
+    """Saved values of a network and its engine, with tensors on the CPU.
 
     ``places`` says where parameters are in theta: shape, strides and offset by name.
     """

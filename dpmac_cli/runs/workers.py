@@ -32,7 +32,7 @@ SHARED: tuple[Fingerprint, ...] = (
 
 
 class Brief(TypedDict):
-    """What rank 0 tells the other ranks of a run."""
+    """Message of rank 0 to the other ranks of a run."""
 
     config: dict[str, Any]
     folder: str

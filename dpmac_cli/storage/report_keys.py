@@ -23,14 +23,14 @@ class UnitPart(TypedDict):
 
 
 class SeedPart(TypedDict):
-    """Whether a seed was chosen."""
+    """Policy of the seed."""
 
     given: bool
     statement: str
 
 
 class RiskPart(TypedDict):
-    """What epsilon means for one record."""
+    """Meaning of epsilon for one record."""
 
     statement: str
 

@@ -20,7 +20,7 @@ Interval = tuple[float, float]
 
 
 class TaskFacts(TypedDict):
-    """What a model file says of its task: names of classes, or the target and its range."""
+    """Facts of the task in a model file: names of classes, or the target and its range."""
 
     classes: Sequence[str]
     multilabel: bool
