@@ -27,6 +27,7 @@ from dpmac_cli.models.validation import (
 )
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
+from dpmac_cli.runs.checkpoint import Fingerprint
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing
@@ -50,7 +51,7 @@ class PreparedRun:
     trained: nn.Module
     data: Data
     independence: Independence
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[Fingerprint, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     built_by: str = ""
 
@@ -112,7 +113,7 @@ class _Built:
     """A network, and what :class:`PreparedRun` says of how it was built."""
 
     model: nn.Module
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[Fingerprint, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     built_by: str = ""
 
@@ -142,12 +143,13 @@ def _of_features(network: NetworkPlan) -> dict[str, object]:
     return settings if network.features is None else settings | network.features.values
 
 
-def record_sums(data: Data) -> dict[str, str]:
+def record_sums(data: Data) -> dict[Fingerprint, str]:
     """Return checksums of user-supplied records and of their assignment to units."""
-    sums = {"data": fingerprint(data.train, data.test)}
-    for name, split in (("units", data.train), ("test units", data.test)):
-        if split.units is not None:
-            sums[name] = split.units.sha256()
+    sums: dict[Fingerprint, str] = {"data": fingerprint(data.train, data.test)}
+    if data.train.units is not None:
+        sums["units"] = data.train.units.sha256()
+    if data.test.units is not None:
+        sums["test units"] = data.test.units.sha256()
     return sums
 
 
@@ -180,7 +182,7 @@ def _build(plan: TrainPlan, keys: Keys) -> _Built:
         isolated=network.isolate,
     )
     check_publishable(model)
-    sums, notes, built_by = dict[str, str](), tuple[str, ...](), ""
+    sums, notes, built_by = dict[Fingerprint, str](), tuple[str, ...](), ""
     if isinstance(network.model, UserModel):
         sums["network"] = build.source_sum(network.model)
         seen = build.seen_by_network(facts.signature, network.features)
@@ -211,9 +213,9 @@ def _check_passed_in(network: NetworkPlan, facts: Dataset, model: object) -> nn.
     return model
 
 
-def _data_sums(plan: DataPlan, data: Data | None) -> dict[str, str]:
+def _data_sums(plan: DataPlan, data: Data | None) -> dict[Fingerprint, str]:
     """Return checksums of the facts of user-supplied data, for resuming."""
-    facts, sums = plan.facts, {}
+    facts, sums = plan.facts, dict[Fingerprint, str]()
     if plan.own:
         sums["classes"] = digest({}, facts.task.declared)
         sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.events import TrainingEvent
@@ -60,8 +61,8 @@ class Training:
     @classmethod
     def of_json(cls, saved: Mapping[str, Any]) -> "Training":
         """Return the training from the result of :meth:`as_json`."""
-        event, unit = TrainingEvent(**saved["event"]), tuple(saved["unit"])
-        return cls(**{**saved, "event": event, "unit": unit})
+        training: Training = TypeAdapter(cls).validate_python(saved)
+        return training
 
 
 def attach(network: nn.Module, training: Training) -> None:
