@@ -13,7 +13,7 @@ from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.config.sources import SettingValue
-from dpmac_cli.data.schema import TABLES, DataFacts, Source, listed
+from dpmac_cli.data.schema import TABLES, DataFacts, LeftOut, Source, counted, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.tasks.known import value_is_known
 from dpmac_cli.training.schedules import LossKind, Recipe
@@ -163,7 +163,7 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
     """Yield notes on what was found in the records."""
     found, dataset, private = data.found, data.dataset, privacy.private
     if found.skipped:
-        yield f"{len(found.skipped)} records of {dataset} are left out: {found.skipped[0]}."
+        yield LeftOut(found.skipped, found.why).note(dataset)
     if found.inferred and private:
         yield (
             f"{listed(found.inferred).capitalize()} of {dataset} were taken from its "
@@ -177,8 +177,9 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
             "common part of their names: --unit 'patient([0-9]+)'."
         )
     if found.signs.copies and private:
+        verb = "is an exact copy" if found.signs.copies == 1 else "are exact copies"
         yield (
-            f"{found.signs.copies} records of {dataset} are exact copies of others. If they "
+            f"{counted(found.signs.copies, 'record')} of {dataset} {verb} of others. If they "
             "come from one person, epsilon protects each copy, but not the person: leave them out, "
             f"or name the unit of each record: {_unit_remedy(data.source)}."
         )
@@ -249,6 +250,8 @@ def _idle_on(data: DataPlan, settings: Iterable[SettingName]) -> dict[SettingNam
         idle |= dict.fromkeys(_OF_SPLIT, f"{dataset}, which has its own test set")
     if not source.path.is_dir():
         idle |= {"levels": f"{dataset}, which is not a folder of images"}
+    if source.path.suffix not in (".csv", ".tsv"):
+        idle |= {"encoding": f"{dataset}, which is not a CSV"}
     if source.path.suffix not in TABLES:
         idle |= {"schema": f"{dataset}, which is not a table"}
     if not facts.is_images:

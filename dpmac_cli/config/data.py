@@ -108,6 +108,7 @@ def _source(settings: Settings, in_memory: InMemoryData | None) -> Source:
         schema=schema,
         in_memory=in_memory,
         unit=settings.unit,
+        encoding=settings.encoding,
         skip_bad=settings.skip_bad,
     )
 

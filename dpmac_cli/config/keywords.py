@@ -33,6 +33,7 @@ SettingName = Literal[
     "standardise",
     "feature_range",
     "schema",
+    "encoding",
     "tokens",
     "unit",
     "records_per_unit",
@@ -124,6 +125,7 @@ class TrainingKeywords(TypedDict, total=False):
     standardise: str | None
     feature_range: str | None
     schema: str | Path | None
+    encoding: str | None
     tokens: int | None
     unit: str | None
     records_per_unit: int | None

@@ -13,8 +13,9 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults, units_in
+from dpmac_cli.data.complaints import escaped
 from dpmac_cli.data.decoding import DIM, decode
-from dpmac_cli.data.schema import Signs, Source
+from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source
 from dpmac_cli.data.splits import Records, data_facts, split
 from dpmac_cli.data.stacking import key_of, labels_in, masks, numbers_in, stacked
 from dpmac_cli.data.targets import CLASSES, DECLARED, are_numbers, targets_in
@@ -34,7 +35,7 @@ ARRAYS = (
 class ArrayFile:
     """Dataset from the arrays of an .npz or a table, which are named as in :data:`ARRAYS`.
 
-    ``skipped`` lists records that were left out when they were read, and ``unusable`` says which
+    ``left_out`` lists records that were left out when they were read, and ``unusable`` says which
     rows of an array could not be. ``found_classes`` are names of folders; they are used if no
     classes are declared.
     """
@@ -43,7 +44,7 @@ class ArrayFile:
         self,
         source: Source,
         arrays: ArrayDict,
-        skipped: tuple[str, ...] = (),
+        left_out: LeftOut = NONE_LEFT_OUT,
         unusable: Mapping[str, Faults] | None = None,
         found_classes: Sequence[str] = (),
     ) -> None:
@@ -51,7 +52,8 @@ class ArrayFile:
             arrays[CLASSES] = np.array(source.classes)
         if source.feature_range is not None:
             arrays["low"], arrays["high"] = map(np.array, source.feature_range)
-        skipped += _leave_out_bad(arrays, source, _made_canonical(arrays, unusable or {}))
+        more = _leave_out_bad(arrays, source, _made_canonical(arrays, unusable or {}))
+        left_out += more
         self._sides = [
             Records(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
             for side in SIDES
@@ -84,7 +86,7 @@ class ArrayFile:
             self._ends,
             held_out=held_out,
             inferred=inferred,  # an array's type declares its shape
-            skipped=skipped,
+            left_out=left_out,
             signs=Signs(copies=len(contents) - len(set(contents)), dim=_dim(x)),
         )
 
@@ -161,15 +163,13 @@ def _made_canonical(arrays: ArrayDict, unusable: Mapping[str, Faults]) -> dict[s
     return faults
 
 
-def _leave_out_bad(
-    arrays: ArrayDict, source: Source, unusable: Mapping[str, Faults]
-) -> tuple[str, ...]:
+def _leave_out_bad(arrays: ArrayDict, source: Source, unusable: Mapping[str, Faults]) -> LeftOut:
     """With --skip-bad, remove unusable records in place and return a description of each.
 
     ``unusable`` says, for each side, which records cannot be used and why. Raises InputError with
     every reason why the arrays cannot be used as a dataset.
     """
-    faults, skipped = list[str](), list[str]()
+    faults, skipped, why = list[str](), list[str](), list[str]()
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InputError(f"{source.path}: x_test and y_test must both be given; one is missing.")
     sides = [side for side in SIDES if f"x{side}" in arrays]
@@ -185,24 +185,26 @@ def _leave_out_bad(
             twice = np.isin(trained, tested)
             reasons["unit contains a unit that has test records"] = twice
         bad = np.logical_or.reduce([*reasons.values()])
+        found = [
+            f"{what} in {at.sum()} of {len(at)} rows, such as row {at.argmax()}"
+            for what, at in reasons.items()
+            if at.any()
+        ]
         if source.skip_bad:
+            why += found
             skipped += [f"row {row} of x{side}" for row in np.flatnonzero(bad)]
             together = [f"{name}{side}" for name in ("x", "y", "unit") if f"{name}{side}" in arrays]
             arrays |= {name: arrays[name][~bad] for name in together}
         else:
-            faults += [
-                f"{what} in {at.sum()} of {len(at)} rows, such as row {at.argmax()}. Add "
-                "--skip-bad to leave them out"
-                for what, at in reasons.items()
-                if at.any()
-            ]
-    faults += strange + [f"x{side} is empty" for side in sides if not arrays[f"x{side}"].size]
+            faults += [f"{what}. Add --skip-bad to leave them out" for what in found]
+    left = "; ".join(["", *map(escaped, why)])
+    faults += strange + [f"x{side} is empty{left}" for side in sides if not arrays[f"x{side}"].size]
     if not faults:
         faults += targets_in(arrays).faults_together(arrays)
     if _is_numbers(arrays["x"]):
         faults += _faults_of_range(arrays, source)
     raise_errors(f"{source.path}: {fault}." for fault in faults)
-    return tuple(skipped)
+    return LeftOut(tuple(skipped), tuple(why))
 
 
 def _bad_records(arrays: ArrayDict, side: str, unusable: Faults) -> dict[str, NDArray[np.bool_]]:

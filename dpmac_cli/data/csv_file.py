@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
+from dpmac_cli.data.schema import UTF8
 from dpmac_cli.errors import InputError
-
-UTF8 = "utf-8"
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,3 @@ class CsvFile:
 def has_lines(encoding: str) -> bool:
     """Return whether each line of a text in this encoding can be decoded by itself."""
     return all(sign.encode(encoding) == sign.encode("ascii") for sign in "\n\r,;\t")
-
-
-def is_encoding(name: str) -> bool:
-    """Return whether a name is one of an encoding of text."""
-    try:
-        return bool("text".encode(name))
-    except (LookupError, ValueError):
-        return False

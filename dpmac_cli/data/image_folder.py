@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.class_folders import TESTS, splits_of, units_by_pattern, visible
-from dpmac_cli.data.complaints import complaints, refuse
+from dpmac_cli.data.complaints import complaints, left_out, refuse
 from dpmac_cli.data.decoding import (
     DIM,
     ImageFile,
@@ -98,7 +98,7 @@ class ImageFolder:
             Classification(tuple(self._classes)),
             held_out=held_out,
             inferred=tuple(name for name, value in schema.items() if value is None),
-            skipped=tuple(self._skipped),
+            left_out=left_out(self._skipped),
             signs=Signs(
                 "" if source.unit else _repeated(names),
                 0 if source.unit else self._copies(rows),

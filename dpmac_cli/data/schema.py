@@ -11,8 +11,8 @@ from dpmac_cli.data.wordpiece import TextReader
 if TYPE_CHECKING:
     from dpmac_cli.data.table_schema import TableSchema
 
-#: File name suffixes of tables.
-TABLES = (".csv", ".tsv", ".parquet")
+#: File name suffixes of tables, and encoding of those that are text.
+TABLES, UTF8 = (".csv", ".tsv", ".parquet"), "utf-8"
 
 #: Public constants that images in [0, 1] may be standardised with: means and deviations.
 STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -53,7 +53,7 @@ class Source:
     schema: "TableSchema | None" = None  # schema of a table
     in_memory: InMemoryData | None = None
     unit: str | None = None  # column, or pattern of paths, that gives the unit of each record
-    encoding: str = "utf-8"  # encoding of a CSV
+    encoding: str = UTF8  # encoding of a CSV
     skip_bad: bool = False  # leave out unusable records instead of rejecting the dataset
     texts: TextReader | None = None  # how texts are read; None for images and numbers
 
@@ -79,6 +79,22 @@ class LeftOut:
     records: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
 
+    def __add__(self, other: "LeftOut") -> "LeftOut":
+        return LeftOut(self.records + other.records, self.reasons + other.reasons)
+
+    def note(self, dataset: str) -> str:
+        """Return a sentence on how many records of a dataset are left out, and why."""
+        verb, number = "is" if len(self.records) == 1 else "are", len(self.records)
+        return f"{counted(number, 'record')} of {dataset} {verb} left out: {self.why}."
+
+    @property
+    def why(self) -> str:
+        """Return the reasons as a text."""
+        return "; ".join(self.reasons)
+
+
+NONE_LEFT_OUT = LeftOut()
+
 
 @dataclass(frozen=True)
 class Signs:
@@ -95,9 +111,9 @@ class DataFacts:
 
     ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.
     One record can change those, so they are public only by decision. ``skipped``, ``why``,
-    ``untested`` and ``signs`` are never published, because one record can change them. ``reader`` is what the facts
-    were read with: as long as they are held, loading the records does not read the files again. It
-    is no fact: it is neither compared nor copied to other processes.
+    ``untested`` and ``signs`` are never published, because one record can change them. ``reader``
+    is what the facts were read with: as long as they are held, loading the records does not read
+    the files again. It is no fact: it is neither compared nor copied to other processes.
     """
 
     facts: Dataset
@@ -114,6 +130,19 @@ class DataFacts:
     def __getstate__(self) -> dict[str, Any]:
         """Return the facts without their reader, which may hold the records."""
         return {**vars(self), "reader": None}
+
+
+def is_encoding(name: str) -> bool:
+    """Return whether a name is one of an encoding of text."""
+    try:
+        return bool("text".encode(name))
+    except (LookupError, ValueError):
+        return False
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and a noun: "1 record", "1,200 records"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def listed(parts: Sequence[str]) -> str:

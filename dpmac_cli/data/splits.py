@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.complaints import escaped, refuse
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
-from dpmac_cli.data.schema import STANDARDS, DataFacts, Source
+from dpmac_cli.data.schema import NONE_LEFT_OUT, STANDARDS, DataFacts, LeftOut, Source
 from dpmac_cli.errors import InputError
 from dpmac_cli.tasks.task import Task
 
@@ -89,7 +89,7 @@ def data_facts(
     shape: tuple[int, int, int],
     task: Task,
     ends: NDArray[np.float64] | None = None,
-    skipped: Iterable[str] = (),
+    left_out: LeftOut = NONE_LEFT_OUT,
     **rest: Any,
 ) -> DataFacts:
     """Return facts like those of the registry, with conservative defaults.
@@ -97,7 +97,7 @@ def data_facts(
     Args:
         sides: training and test records. shape, task: shape and task of all of them.
         ends: limits of the range of numbers, shape (2, columns); None for images.
-        skipped: descriptions of records that are left out.
+        left_out: records that are left out.
         rest: see :class:`DataFacts`.
 
     Raises:
@@ -128,8 +128,8 @@ def data_facts(
     untested = task.untested(sides[1].y)
     unit = "" if sides[0].units is None else source.unit or "unit"
     name = source.path.resolve().stem.strip("<>")
-    skipped = tuple(map(escaped, skipped))
-    return DataFacts(facts, name, unit=unit, untested=untested, skipped=skipped, **rest)
+    skipped, why = (tuple(map(escaped, some)) for some in (left_out.records, left_out.reasons))
+    return DataFacts(facts, name, unit=unit, untested=untested, skipped=skipped, why=why, **rest)
 
 
 def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dpmac_cli.data.canonical import UNUSABLE, text_of, unit_name, units_in
 from dpmac_cli.data.column_schema import Column, Label, Written
 from dpmac_cli.data.complaints import refuse
-from dpmac_cli.data.schema import LeftOut, Source
+from dpmac_cli.data.schema import UTF8, LeftOut, Source
 from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.wordpiece import TextReader
@@ -28,7 +28,7 @@ except ModuleNotFoundError as missing_extra:
         "Tables require pyarrow, which is not installed: pip install 'dpmac[tables]'"
     ) from missing_extra
 
-from dpmac_cli.data.csv_file import UTF8, CsvFile, has_lines
+from dpmac_cli.data.csv_file import CsvFile, has_lines
 from dpmac_cli.data.table_columns import (
     BoolArray,
     Cells,
@@ -52,7 +52,7 @@ NO_CELLS = (
 
 
 @dataclass(frozen=True)
-class NewRecords:
+class TableInputs:
     """Inputs of unlabelled records.
 
     Attributes:
@@ -116,10 +116,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
         tested = places_of(rows.cells[schema.test.column], schema.test.values) >= 0
         sides = {"": good & ~tested, "_test": good & tested}
     if len(good) and not all(some.any() for some in sides.values()):
-        refuse(
-            [f"No record of {path} remains to {'test' if sides[''].any() else 'train'} on"],
-            f" {'; '.join(left_out.reasons)}." if left_out.reasons else "",
-        )
+        part = "test" if sides[""].any() else "train"
+        refuse([f"{path} has no record left to {part} on", *left_out.reasons])
     arrays: dict[str, NDArray[Any]] = dict(ends)
     for suffix, some in sides.items():
         arrays |= {f"{name}{suffix}": values[some] for name, values in of_records.items()}
@@ -151,7 +149,7 @@ def read_inputs(
     named_by: str | None = None,
     skip_bad: bool = False,
     encoding: str = UTF8,
-) -> NewRecords:
+) -> TableInputs:
     """Return the inputs of unlabelled records. Raises InputError with every fault found.
 
     Args:
@@ -176,7 +174,7 @@ def read_inputs(
     good, left_out = _left_out(bad, rows)
     ids = [rows.cells[name].cast(pa.string()).fill_null("").to_numpy(False)[good] for name in kept]
     which = np.flatnonzero(good).tolist()
-    return NewRecords(inputs[good], which, ids[0].tolist() if ids else None, left_out)
+    return TableInputs(inputs[good], which, ids[0].tolist() if ids else None, left_out)
 
 
 def _left_out(bad: dict[str, BoolArray], rows: _Rows) -> tuple[BoolArray, LeftOut]:
@@ -214,6 +212,11 @@ def column_kinds(path: Path, encoding: str = UTF8) -> dict[str, str | None]:
     return dict(columns)
 
 
+def has_semicolons(path: Path, encoding: str = UTF8) -> bool:
+    """Return whether the columns of a CSV are separated by semicolons."""
+    return path.suffix != ".parquet" and CsvFile(path, encoding).delimiter() == ";"
+
+
 def _check_no_line_hidden(
     file: CsvFile, records: int, columns: Sequence[Column], label: Label | None = None
 ) -> None:
@@ -249,9 +252,7 @@ def _check_points(file: CsvFile, schema: TableSchema, cells: Cells) -> None:
 
     One record can make this fail, so it is only for tables that any record can make fail.
     """
-    if file.path.suffix == ".parquet":
-        return
-    semicolons = file.delimiter() == ";"
+    semicolons = has_semicolons(file.path, file.encoding)
     forms: dict[str, Written] = {
         column.name: column for column in schema.columns if column.type in ("number", "integer")
     }

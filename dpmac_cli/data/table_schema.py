@@ -148,31 +148,32 @@ def schema_of(given: Any, origin: str) -> TableSchema:
 
 def draft(
     file: Path,
-    numeric: Mapping[str, bool | None],
+    kinds: Mapping[str, str | None],
     label: str | None,
     drop: tuple[str, ...] = (),
-    texts: tuple[str, ...] = (),
+    semicolons: bool = False,
 ) -> str:
     """Return a draft of a schema for a table.
 
     Args:
         file: the table.
-        numeric: whether each column holds numbers; None if the file does not declare it.
+        kinds: type of each column, as in :class:`Column`; None if it is not declared.
         label: column to predict.
         drop: columns to leave out.
-        texts: columns of texts.
+        semicolons: whether the columns of a CSV are separated by semicolons.
     """
     from jinja2 import Template  # noqa: PLC0415  (only drafts need it)
 
     text = Path(__file__).with_name("schema.yaml.jinja").read_text("utf-8")
     template: Template = Template(text, trim_blocks=True)
-    used = {_quoted(name): n for name, n in numeric.items() if name not in (label, *drop)}
     return template.render(
         file=file.name,
+        csv=file.suffix != ".parquet",
+        semicolons=semicolons,
         label=label and _quoted(label),
-        columns=used,
+        label_kind=kinds.get(label or ""),
+        columns={_quoted(name): kind for name, kind in kinds.items() if name not in (label, *drop)},
         drop=map(_quoted, drop),
-        texts=[_quoted(name) for name in texts],
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.canonical import units_in
-from dpmac_cli.data.class_folders import TESTS, is_hidden, splits_of, units_by_pattern, visible
+from dpmac_cli.data.canonical import Faults, units_in
+from dpmac_cli.data.class_folders import TESTS, splits_of, units_by_pattern, visible
 from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.texts import as_inputs, is_blank
@@ -104,13 +104,14 @@ def _units(
     return units, kept
 
 
-def read_new_files(folder: Path, reader: TextReader) -> tuple[NDArray[np.float64], list[str]]:
-    """Return the tokens and the names of all texts in a folder and below. Raises InputError."""
-    faults = list[str]()
-    below = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    names = sorted(str(name) for name in below if not any(map(is_hidden, name.parts)))
-    strange = [name for name in names if not name.lower().endswith(SUFFIX)]
-    refuse([f"{folder / name} is not a file of text" for name in strange], " Remove such files.")
-    texts = [_read(folder / name, faults) or "" for name in names]
-    refuse(faults, " Correct or remove them.")
-    return as_inputs(texts, reader), names
+def read_new_files(
+    folder: Path, names: Sequence[str], reader: TextReader
+) -> tuple[NDArray[np.float64], Faults]:
+    """Return the tokens of texts in a folder, and why some of them cannot be used."""
+    texts, faults = list[str](), Faults()
+    for row, name in enumerate(names):
+        found = list[str]()
+        texts.append(_read(folder / name, found) or "")
+        if found:
+            faults[row] = found[0]
+    return as_inputs(texts, reader), faults

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
+from dpmac_cli.data.complaints import left_out
 from dpmac_cli.data.image_folder import ImageFolder
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import TABLES, DataFacts, Source
@@ -75,7 +76,7 @@ def _read(source: Source) -> ImageFolder | ArrayFile:
         if source.texts is None:
             return ImageFolder(source)
         arrays, skipped, names = read_folder(source)
-        return ArrayFile(source, arrays, skipped, found_classes=names)
+        return ArrayFile(source, arrays, left_out(skipped), found_classes=names)
     if not source.path.is_file():
         raise InputError(f"--dataset {source.path}: no such file or folder.")
     if source.path.suffix == ".npz":

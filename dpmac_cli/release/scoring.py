@@ -38,6 +38,8 @@ def score(
     data_dir: Path | str | None = None,
     device: str = "auto",
     factory: str | None = None,
+    *,
+    encoding: str | None = None,
 ) -> Scored:
     """Score a published model on the whole test split.
 
@@ -48,6 +50,7 @@ def score(
         data_dir: folder of datasets; None for DPMAC_DATA_DIR or the cache.
         device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
+        encoding: encoding of a CSV; None for that of the training table.
 
     Raises:
         InputError: a file is missing or damaged.
@@ -55,7 +58,7 @@ def score(
     """
     where = choose_device(device)
     file, facts = read_facts(Path(path))
-    plan = _chosen(file, facts, {"dataset": dataset, "data_dir": data_dir})
+    plan = _chosen(file, facts, {"dataset": dataset, "data_dir": data_dir, "encoding": encoding})
     known = plan.facts
     released = load_model(file, plan.found.name, where, signature=known.signature, factory=factory)
     data = load_data(plan.source, plan.folder, where, facts=known)
