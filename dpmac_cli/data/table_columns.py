@@ -1,6 +1,6 @@
 """Columns of a table as inputs and targets, as their schema declares them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,12 @@ def kind_of(kind: pa.DataType) -> str:
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return "date"
     return "number" if is_number(kind) or pa.types.is_decimal(kind) else "category"
+
+
+def decoded(text: pa.Array) -> Iterator[str | None]:
+    """Yield text cells; bytes that are not UTF-8 are replaced."""
+    raw = text.cast(pa.binary()).to_pylist()
+    yield from (None if cell is None else cell.decode(errors="replace") for cell in raw)
 
 
 def without_missing(cells: pa.Array) -> pa.Array:
@@ -96,7 +102,8 @@ def column_inputs(
             values = _date_inputs(column, dates[column.name], reference)
         else:
             values = READERS[column.type](column, own, missing, bad)
-        if strict and column.choices and column.outside == "accept":
+        one_hot = column.type in ("category", "integer") and column.outside == "accept"
+        if strict and one_hot:
             _refuse_strangers(column, own, values[0][:, -1], bad)
         parts.append(_with_missing(column, values, missing, bad))
     x, low, high = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
@@ -173,8 +180,8 @@ def _boolean_input(
     column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
 ) -> Inputs:
     """Return one input, 0 for the first of two categories and 1 for the second."""
-    names = pa.array([name.lower() for name in column.categories])
-    found = compute.index_in(compute.utf8_lower(text_cells(cells)), names)
+    names = compute.ascii_lower(pa.array(column.categories))
+    found = compute.index_in(compute.ascii_lower(text_cells(cells)), names)
     strange = np.asarray(found.is_null()) & ~missing
     _add(bad, f"neither {' nor '.join(column.categories)} in {column.name}", strange, cells)
     values = np.asarray(found.cast(pa.float64()).fill_null(0.5))
@@ -194,7 +201,7 @@ def _dates(column: Column, cells: pa.Array, bad: dict[str, BoolArray]) -> NDArra
     """Return days since 1970-01-01, NaN where there is no date."""
     missing, typed = _missing(cells), pa.types.is_temporal(cells.type)
     text = compute.if_else(pa.array(missing), None, text_cells(cells))
-    days = read_dates(text, column, typed)
+    days = read_dates(decoded(text), column, typed)
     broken = np.isnan(days) & ~missing
     formats = [f'format: "{written}"' for written in formats_of(_first(cells, broken) or "")]
     hint = f" (declare how it is written: {' or '.join(formats[:2])})" if formats else ""
@@ -264,8 +271,7 @@ def _first(cells: pa.Array, records: BoolArray) -> str | None:
     """Return the text of the first of some cells."""
     if not records.any():
         return None
-    text: str | None = text_cells(cells.slice(int(records.argmax()), 1))[0].as_py()
-    return text
+    return next(decoded(text_cells(cells.slice(int(records.argmax()), 1))))
 
 
 def _add(
@@ -300,8 +306,7 @@ def _tokens(
     column: Column, cells: pa.Array, bad: dict[str, BoolArray], reader: TextReader
 ) -> Inputs:
     """Return the tokens of texts, and the range of their numbers."""
-    raw = cells.cast(pa.binary()).to_pylist()
-    texts = ["" if text is None else text.decode(errors="replace") for text in raw]
+    texts = [text or "" for text in decoded(cells)]
     missing = np.array([is_blank(text) for text in texts], np.bool_)
     inputs = as_inputs(texts, reader, column.text)
     low, high = (np.full(column.text or 0, end) for end in reader.ends)

@@ -1,11 +1,10 @@
 """Dates and times of tables as inputs: read as declared, and clipped to a public range."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from dpmac_cli.data.column_schema import EPOCH, ISO_DATE, Column
@@ -21,21 +20,19 @@ SUGGESTED = (
 Part = tuple[NDArray[np.float64], float, float]
 
 
-def read_dates(text: pa.Array, column: Column, typed: bool) -> NDArray[np.float64]:
+def read_dates(text: Iterable[str | None], column: Column, typed: bool) -> NDArray[np.float64]:
     """Return days since 1970-01-01 with the time of day as a fraction; NaN where a cell is no date.
 
     The time is as written: a time zone is not converted.
 
     Args:
-        text: trimmed cells, shape (records,).
+        text: trimmed cells.
         column: how dates are written, and their range.
         typed: the table stores dates as such, so they are not written in the column's format.
     """
     low, _ = column.ends
-    return np.array(
-        [_days(cell, None if typed else column.format, low) for cell in text.to_pylist()],
-        np.float64,
-    )
+    written = None if typed else column.format
+    return np.array([_days(cell, written, low) for cell in text], np.float64)
 
 
 def _days(cell: str | None, written: str | None, low: float) -> float:

@@ -33,6 +33,7 @@ from dpmac_cli.data.table_columns import (
     BoolArray,
     Cells,
     column_inputs,
+    decoded,
     kind_of,
     places_of,
     targets_of,
@@ -172,9 +173,12 @@ def read_inputs(
         refuse([*rows.ragged, *_reasons(bad)], remedy)
         _check_no_line_hidden(CsvFile(path, encoding), len(rows), columns)
     good, left_out = _left_out(bad, rows)
-    ids = [rows.cells[name].cast(pa.string()).fill_null("").to_numpy(False)[good] for name in kept]
     which = np.flatnonzero(good).tolist()
-    return TableInputs(inputs[good], which, ids[0].tolist() if ids else None, left_out)
+    ids = None
+    for name in kept:
+        texts = [text or "" for text in decoded(rows.cells[name].cast(pa.string()))]
+        ids = [texts[row] for row in which]
+    return TableInputs(inputs[good], which, ids, left_out)
 
 
 def _left_out(bad: dict[str, BoolArray], rows: _Rows) -> tuple[BoolArray, LeftOut]:
@@ -343,7 +347,10 @@ def _read_rows(
 def _unreadable(path: Path | str, failure: Exception, encoding: str = UTF8) -> InputError:
     why = str(failure).strip().partition("\n")[0].rstrip(".")
     if isinstance(failure, UnicodeError) or NOT_DECODED in why:
-        why = f"it is not text in {encoding.upper()}: add its encoding, such as --encoding cp1252"
+        why = (
+            f"it is not text in {encoding.upper()}: save it with that encoding, or declare its own,"
+            " such as --encoding cp1252"
+        )
     return InputError(f"{path} cannot be read as a table: {why}.")
 
 
@@ -357,8 +364,7 @@ def _unit_values(cells: pa.Array) -> Iterator[Any]:
     if pa.types.is_floating(cells.type):
         yield from cells.to_numpy(zero_copy_only=False)
         return
-    raw = text_cells(cells).cast(pa.binary()).to_pylist()
-    yield from (None if value is None else value.decode(errors="replace") for value in raw)
+    yield from decoded(text_cells(cells))
 
 
 def _reasons(bad: dict[str, BoolArray]) -> Iterator[str]:
