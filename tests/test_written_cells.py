@@ -390,6 +390,7 @@ def test_schemas_of_earlier_models_can_be_read() -> None:
     assert [column.type for column in schema_of(given, "it").columns] == ["number", "category"]
 
 
+@pytest.mark.privacy
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "utf-8", "utf-16"])
 def test_a_table_is_read_in_its_encoding(tmp_path: Path, encoding: str, skip_bad: bool) -> None:
