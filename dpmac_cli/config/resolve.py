@@ -122,7 +122,7 @@ def _resolved(
     given = with_file(combined(file, flags, errors), errors)
     settings, invalid = validated(given, errors)
     # Otherwise defaults would be another dataset's, or all images would be decoded first.
-    if "dataset" in invalid or settings.skip_bad:
+    if {"dataset", "encoding"} & {*invalid} or settings.skip_bad:
         raise_errors(errors)
     try:
         data = plan_data(settings)
