@@ -119,7 +119,7 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "unit": {"dataset": PICTURES},
     "records_per_unit": {"dataset": PICTURES, "unit": "[0-9]+"},
     "schema": {"dataset": TABLE},
-    "encoding": {"dataset": TABLE},
+    "encoding": {"dataset": TABLE, "schema": "schema.yaml"},
     "tokens": {"dataset": TEXTS, "backbone": "./encoder"},
     "guesses": {"canaries": 100},
     "force": {"out": "out"},

@@ -339,7 +339,12 @@ def test_whole_numbers_become_one_input_each() -> None:
     x, bad = read({"type": "integer", "range": ["1", "3"]}, "1", "3.0", "9", "2.5")
     assert x[:3].tolist() == [[1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     assert bad == {"no whole number in c: '2.5'": [3]}
-    of = {"type": "integer", "range": ["1", "3"], "outside": "refuse", "missing": "input"}
+    of: dict[str, Any] = {
+        "type": "integer",
+        "range": ["1", "3"],
+        "outside": "refuse",
+        "missing": "input",
+    }
     x, bad = read(of, "2", "", "4")
     assert x.tolist() == [[0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
     assert bad == {"a value that the schema does not declare in c: '4'": [2]}
@@ -383,7 +388,13 @@ def test_a_declaration_that_cannot_be_meant_is_explained(of: dict[str, Any], sai
 
 def test_schemas_of_earlier_models_can_be_read() -> None:
     """Their columns have no type, and all other keys."""
-    of = {"range": None, "categories": [], "text": None, "missing": "refuse", "outside": "accept"}
+    of: dict[str, Any] = {
+        "range": None,
+        "categories": [],
+        "text": None,
+        "missing": "refuse",
+        "outside": "accept",
+    }
     number, named = {**of, "name": "a", "range": [0, 1]}, {**of, "name": "b", "categories": ["x"]}
     label = {**LABEL, "range": None, "transform": "none", "kind": "number", "outside": "accept"}
     given = {"label": label, "columns": [number, named], "drop": [], "test": None}
@@ -445,7 +456,7 @@ def quoted(where: Path, marks: tuple[int, ...]) -> Source:
 def test_records_that_stray_quotation_marks_hide_are_refused(tmp_path: Path) -> None:
     of = quoted(tmp_path, (50, 250))
     said = refused(of)
-    assert "t.csv has 100 records, but 299 lines that look like records" in said
+    assert "t.csv has 100 records, but 299 lines look like records" in said
     assert "Line 52 cannot be read" in said
     kept = inspect(Source(of.path, schema=of.schema, skip_bad=True))
     assert (kept.facts.train_size + kept.facts.test_size, len(kept.skipped)) == (299, 1)

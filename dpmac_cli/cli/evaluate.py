@@ -209,7 +209,7 @@ def evaluate(run: Path, **given: Any) -> None:
             encoding=flags.encoding,
         )
     if flags.dataset is not None and scored.held_out:
-        part = f"{scored.result.samples:,} records that the run's split holds out"
+        part = f"{counted(scored.result.samples, 'record')} that the run's split holds out"
         console.print_notes([f"{flags.dataset} has no test set: only the {part} are scored."])
     _show(scored, flags.plot, flags.json)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dpmac_cli.data.canonical import Faults, units_in
 from dpmac_cli.data.complaints import escaped
 from dpmac_cli.data.decoding import DIM, decode
-from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source
+from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source, counted
 from dpmac_cli.data.splits import Records, data_facts, split
 from dpmac_cli.data.stacking import key_of, labels_in, masks, numbers_in, stacked
 from dpmac_cli.data.targets import CLASSES, DECLARED, are_numbers, targets_in
@@ -277,7 +277,8 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
     if wrong := list(targets_in(arrays, side).faults_of_array(arrays, side)):
         yield from wrong
     elif x.shape[:1] != y.shape[:1]:
-        yield f"x{side} has {len(x)} records, but y{side} has {len(y)} labels"
+        sizes = counted(len(x), "record"), counted(len(y), "label")
+        yield "x{0} has {1}, but y{0} has {2}".format(side, *sizes)
     elif y.shape[1:] != arrays["y"].shape[1:]:
         yield f"y{side} has labels of shape {y.shape[1:]}, but y has {arrays['y'].shape[1:]}"
 

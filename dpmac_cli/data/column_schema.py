@@ -104,7 +104,7 @@ Ends = Annotated[tuple[float, float] | tuple[date, date], BeforeValidator(_ends)
 
 
 class Written(Declared):
-    """How numbers are written in a table.
+    """Form in which numbers are written in a table.
 
     Attributes:
         decimal: sign before the decimals; a point by default.

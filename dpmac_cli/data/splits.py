@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.complaints import escaped, refuse
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
-from dpmac_cli.data.schema import NONE_LEFT_OUT, STANDARDS, DataFacts, LeftOut, Source
+from dpmac_cli.data.schema import NONE_LEFT_OUT, STANDARDS, DataFacts, LeftOut, Source, counted
 from dpmac_cli.errors import InputError
 from dpmac_cli.tasks.task import Task
 
@@ -69,7 +69,7 @@ def split(
     train, test = records.at(~held_out), records.at(held_out)
     if not (len(train.y) and len(test.y)):
         raise InputError(
-            f"--test-fraction {source.test_fraction:g} of {len(held_out)} records leaves no "
+            f"--test-fraction {source.test_fraction:g} of {counted(len(held_out), 'record')} leaves no "
             "training or no test records. Add records, or use another --test-fraction "
             "or --split-seed."
         )

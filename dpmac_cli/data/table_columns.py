@@ -38,7 +38,7 @@ def kind_of(kind: pa.DataType) -> str:
     return "number" if is_number(kind) or pa.types.is_decimal(kind) else "category"
 
 
-def decoded(text: pa.Array) -> Iterator[str | None]:
+def decoded_cells(text: pa.Array) -> Iterator[str | None]:
     """Yield text cells; bytes that are not UTF-8 are replaced."""
     raw = text.cast(pa.binary()).to_pylist()
     yield from (None if cell is None else cell.decode(errors="replace") for cell in raw)
@@ -201,7 +201,7 @@ def _dates(column: Column, cells: pa.Array, bad: dict[str, BoolArray]) -> NDArra
     """Return days since 1970-01-01, NaN where there is no date."""
     missing, typed = _missing(cells), pa.types.is_temporal(cells.type)
     text = compute.if_else(pa.array(missing), None, text_cells(cells))
-    days = read_dates(decoded(text), column, typed)
+    days = read_dates(decoded_cells(text), column, typed)
     broken = np.isnan(days) & ~missing
     formats = [f'format: "{written}"' for written in formats_of(_first(cells, broken) or "")]
     hint = f" (declare how it is written: {' or '.join(formats[:2])})" if formats else ""
@@ -271,7 +271,7 @@ def _first(cells: pa.Array, records: BoolArray) -> str | None:
     """Return the text of the first of some cells."""
     if not records.any():
         return None
-    return next(decoded(text_cells(cells.slice(int(records.argmax()), 1))))
+    return next(decoded_cells(text_cells(cells.slice(int(records.argmax()), 1))))
 
 
 def _add(
@@ -306,7 +306,7 @@ def _tokens(
     column: Column, cells: pa.Array, bad: dict[str, BoolArray], reader: TextReader
 ) -> Inputs:
     """Return the tokens of texts, and the range of their numbers."""
-    texts = [text or "" for text in decoded(cells)]
+    texts = [text or "" for text in decoded_cells(cells)]
     missing = np.array([is_blank(text) for text in texts], np.bool_)
     inputs = as_inputs(texts, reader, column.text)
     low, high = (np.full(column.text or 0, end) for end in reader.ends)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dpmac_cli.data.canonical import UNUSABLE, text_of, unit_name, units_in
 from dpmac_cli.data.column_schema import Column, Label, Written
 from dpmac_cli.data.complaints import refuse
-from dpmac_cli.data.schema import UTF8, LeftOut, Source
+from dpmac_cli.data.schema import UTF8, LeftOut, Source, counted
 from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.wordpiece import TextReader
@@ -33,7 +33,7 @@ from dpmac_cli.data.table_columns import (
     BoolArray,
     Cells,
     column_inputs,
-    decoded,
+    decoded_cells,
     kind_of,
     places_of,
     targets_of,
@@ -176,7 +176,7 @@ def read_inputs(
     which = np.flatnonzero(good).tolist()
     ids = None
     for name in kept:
-        texts = [text or "" for text in decoded(rows.cells[name].cast(pa.string()))]
+        texts = [text or "" for text in decoded_cells(rows.cells[name].cast(pa.string()))]
         ids = [texts[row] for row in which]
     return TableInputs(inputs[good], which, ids, left_out)
 
@@ -244,7 +244,7 @@ def _check_no_line_hidden(
     if alone > records:
         first = next(iter(broken.values()), "")
         raise InputError(
-            f"{file.path} has {records} records, but {alone} lines that look like records: stray "
+            f"{file.path} has {counted(records, 'record')}, but {alone:,} lines look like records: stray "
             f"quotation marks hide {alone - records} or more of them in a cell ({first} by "
             "itself). Correct them, or add --skip-bad to read each line by itself and leave out "
             "lines with stray marks."
@@ -364,7 +364,7 @@ def _unit_values(cells: pa.Array) -> Iterator[Any]:
     if pa.types.is_floating(cells.type):
         yield from cells.to_numpy(zero_copy_only=False)
         return
-    yield from decoded(text_cells(cells))
+    yield from decoded_cells(text_cells(cells))
 
 
 def _reasons(bad: dict[str, BoolArray]) -> Iterator[str]:

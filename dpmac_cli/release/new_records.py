@@ -35,7 +35,7 @@ REMEDY = " Correct or remove them, or add --skip-bad to leave them out."
 
 @dataclass(frozen=True)
 class Reading:
-    """How new records are read.
+    """Choices about how new records are read.
 
     Attributes:
         skip_bad: leave out unusable records instead of rejecting all.
