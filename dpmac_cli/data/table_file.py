@@ -244,8 +244,8 @@ def _check_no_line_hidden(
     if alone > records:
         first = next(iter(broken.values()), "")
         raise InputError(
-            f"{file.path} has {counted(records, 'record')}, but {alone:,} lines look like records: stray "
-            f"quotation marks hide {alone - records} or more of them in a cell ({first} by "
+            f"{file.path} has {counted(records, 'record')}, but {alone:,} lines look like records: "
+            f"stray quotation marks hide {alone - records} or more of them in a cell ({first} by "
             "itself). Correct them, or add --skip-bad to read each line by itself and leave out "
             "lines with stray marks."
         )
