@@ -68,9 +68,9 @@ def split(
     held_out = np.array([int.from_bytes(word, "big") < most for word in words])
     train, test = records.at(~held_out), records.at(held_out)
     if not (len(train.y) and len(test.y)):
+        held = f"--test-fraction {source.test_fraction:g} of {counted(len(held_out), 'record')}"
         raise InputError(
-            f"--test-fraction {source.test_fraction:g} of {counted(len(held_out), 'record')} leaves "
-            "no training or no test records. Add records, or use another --test-fraction "
+            f"{held} leaves no training or no test records. Add records, or use another --test-fraction "
             "or --split-seed."
         )
     if classes is not None:
