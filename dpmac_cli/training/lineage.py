@@ -86,6 +86,16 @@ def carried_by(network: nn.Module, loss: Any = None) -> tuple[Training, ...]:
     return tuple(found.values())
 
 
+def check_counted(network: nn.Module, loss: Any, earlier: Sequence[Training]) -> None:
+    """Raise ModelError if a network or its loss was trained besides some earlier trainings."""
+    now = carried_by(network, loss)
+    if {training.number for training in now} - {training.number for training in earlier}:
+        raise ModelError(
+            "The network was trained by another PrivateStep or make_private since this one was "
+            "created, so its epsilon does not count those steps. Create this one again."
+        )
+
+
 def check_composable(earlier: Sequence[Training], unit: tuple[str, str]) -> None:
     """Raise ModelError if the cost of earlier trainings cannot be added to that of a new one."""
     if any(not training.private for training in earlier):
