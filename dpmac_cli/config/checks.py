@@ -173,8 +173,9 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
     if found.signs.repeated and private:
         yield (
             f"Names such as {found.signs.repeated} suggest several images per person, but epsilon "
-            "protects single images. To protect all images of a person, add a pattern for the "
-            "common part of their names: --unit 'patient([0-9]+)'."
+            "protects single images. To protect all images of a person, add --unit folder if each "
+            "person has a folder, or a pattern for the common part of their names: --unit "
+            "'patient([0-9]+)'."
         )
     if found.signs.copies and private:
         yield (
@@ -211,7 +212,7 @@ def _unit_remedy(source: str | Source) -> str:
         return "unit= with one item per record"
     path = source.path
     if path.is_dir():
-        return "--unit 'patient([0-9]+)'"
+        return "--unit folder, or --unit 'patient([0-9]+)'"
     return "--unit COLUMN" if path.suffix in TABLES else "an array unit"
 
 
