@@ -305,7 +305,8 @@ def in_folders(persons: int = 24) -> Path:
 def test_records_of_a_folder_are_one_unit_at_any_depth_and_in_every_class() -> None:
     source = Source(in_folders(), unit="folder", test_fraction=0.3)
     train, test = outcome(user_data.load(source, None))
-    assert train.units is not None and test.units is not None
+    assert train.units is not None
+    assert test.units is not None
     assert len(train.y) + len(test.y) == 72
     counted = Counter([*train.units.tolist(), *test.units.tolist()])
     assert counted == {f"p{person:02}": 3 for person in range(24)}
@@ -459,13 +460,14 @@ def test_covered_scores_do_not_go_on_with_other_units(continued: Any) -> None:
 def test_the_commands_of_the_guide_work_as_they_stand() -> None:
     guide = (Path(__file__).parents[1] / "docs" / "units.md").read_text()
     commands = re.findall(r"^dpmac train .*$", guide, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 6
     write_npz()
     write_table()
     Path("schema.yaml").rename("visits.yaml")
     draws = np.random.default_rng(0)
     for number in range(80):
-        place = Path("scans", "ill" if number % 2 else "well", f"patient{number % 20}_{number}.png")
+        person = f"patient{number % 20}"
+        place = Path("scans", "ill" if number % 2 else "well", person, f"{person}_{number}.png")
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draws.integers(0, 256, (64, 64), dtype=np.uint8)).save(place)
     for command in commands:

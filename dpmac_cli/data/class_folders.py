@@ -128,7 +128,8 @@ def _by_pattern(names: Sequence[str], pattern: str) -> list[str]:
     except re.error as failure:
         raise InputError(
             f"--unit {pattern} is not a valid regular expression ({failure}). To match the 17 "
-            "in patient17.png, use --unit 'patient([0-9]+)'; for one folder per unit, --unit folder."
+            "in patient17.png, use --unit 'patient([0-9]+)'. For a folder per unit, use --unit "
+            "folder."
         ) from failure
     found = [compiled.search(name) for name in names]
     return [(match and match[min(compiled.groups, 1)]) or "" for match in found]
