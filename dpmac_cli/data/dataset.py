@@ -116,7 +116,7 @@ class Data:
 
     train: Split  # the private records
     test: Split  # records the guarantee does not cover
-    gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1)
+    gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1); see in_form
     offset: Tensor
     task: Task  # what the targets are
 
@@ -128,6 +128,19 @@ class Data:
     def standardised(self, images: Tensor) -> Tensor:
         """Return (images / levels - mean) / std in float32, in the shape of the images."""
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
+
+
+    def in_form(self, form: tuple[int, ...]) -> "Data":
+        """Return the same numbers with records of another shape, such as (columns,)."""
+        if self.train.images.shape[1:] == form:
+            return self
+        ones = [1] * (len(form) - 1)  # of gain and offset, which have one number per channel
+        parts = {
+            name: replace(part, images=part.images.reshape(len(part), *form))
+            for name, part in (("train", self.train), ("test", self.test))
+        }
+        gain, offset = self.gain.reshape(-1, *ones), self.offset.reshape(-1, *ones)
+        return replace(self, **parts, gain=gain, offset=offset)
 
 
 def fingerprint(*splits: Split) -> str:

@@ -90,6 +90,7 @@ def data_facts(
     task: Task,
     ends: NDArray[np.float64] | None = None,
     skipped: Iterable[str] = (),
+    own: tuple[int, ...] = (),
     **rest: Any,
 ) -> DataFacts:
     """Return facts like those of the registry, with conservative defaults.
@@ -98,6 +99,7 @@ def data_facts(
         sides: training and test records. shape, task: shape and task of all of them.
         ends: limits of the range of numbers, shape (2, columns); None for images.
         skipped: descriptions of records that are left out.
+        own: shape of numbers in their array; () for images.
         rest: see :class:`DataFacts`.
 
     Raises:
@@ -124,6 +126,7 @@ def data_facts(
     facts = Dataset(
         *(train, test, shape, task, *constants, defaults, "your own", levels),
         texts=source.layout,
+        own=own,
     )
     untested = task.untested(sides[1].y)
     unit = "" if sides[0].units is None else source.unit or "unit"

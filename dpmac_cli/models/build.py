@@ -23,7 +23,7 @@ from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze, with_features
 from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
 from dpmac_cli.models.text_encoder import TextFeatures
-from dpmac_cli.models.validation import MIXING_LAYERS, check_model
+from dpmac_cli.models.validation import MIXING_LAYERS, check_model, form_of
 from dpmac_cli.torch_errors import what_failed
 
 
@@ -69,7 +69,11 @@ def build_model(
             freeze(network, trained, signature.shape)
         if not isinstance(network, FrozenFeatures):
             head_only = trained is not None and trained.part == "head"
-            check(network, signature.shape, frozen=head_only, built_in=own or features is not None)
+            built_in = own or features is not None
+            may_vary = not built_in and trained is None
+            forms = signature.forms if may_vary else (signature.shape,)
+            form = form_of(network, forms, signature.outputs)
+            check(network, form, frozen=head_only, built_in=built_in)
     return network
 
 

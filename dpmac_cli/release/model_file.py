@@ -6,7 +6,7 @@ and facts.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ def load_model(
     name = dataset or facts.dataset
     if signature is None:
         signature = facts.signature if dataset is None else DATASETS[dataset].signature
+    signature = replace(signature, own=() if facts.form == facts.shape else facts.form)
     reference, features = _network(file, facts, factory), _features(file, facts)
     misfit = f"{file} ({facts.model}, trained on {facts.dataset}) does not fit {name}"
     wanted = {"an image": f"{signature.shape}"}

@@ -127,7 +127,8 @@ def predict(
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
     batches = (torch.from_numpy(at(some)).to(where) for some in places(len(names), facts.shape))
     inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
-    for logits in outputs(released.model, inputs):
+    formed = (each.reshape(len(each), *facts.form) for each in inputs)
+    for logits in outputs(released.model, formed):
         found.append(facts.task.answers(logits).cpu())
         done = sum(map(len, found))
         LISTENER.get()(Computing(done, len(names), file, what="predictions"))

@@ -234,6 +234,7 @@ class PrivateTraining:
 
     def standardise(self, x: Tensor) -> Tensor:
         """Standardise records of the dataset, as for the network's inputs."""
+        x = x.reshape(len(x), *self._task.form)
         return self._task.data.standardised(x.to(self._trainer.state.theta.device))
 
     def evaluate(self) -> Evaluation:

@@ -65,7 +65,10 @@ def score(
             f"{facts.task.summary}."
         )
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
-    result = evaluate(released.model, replace(data, gain=gain, offset=offset), data.test)
+    data = replace(data, gain=gain, offset=offset)
+    if known.own:
+        data = data.in_form(facts.form)
+    result = evaluate(released.model, data, data.test)
     covered = facts.covered_scores is not None
     return Scored(result, plan.found.name, file, covered, plan.found.held_out)
 
