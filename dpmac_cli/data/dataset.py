@@ -22,10 +22,11 @@ IN_MEMORY, GPU_SHARE = 1e9, 0.25
 
 @dataclass(frozen=True)
 class Split:
-    """Images and labels on the device. Rows of numbers are float32, (records, columns, 1, 1).
+    """Images and labels on the device.
 
     Attributes:
-        images: uint8, shape (records, channels, height, width).
+        images: uint8, shape (records, channels, height, width). Rows of numbers are float32,
+            (records, columns, 1, 1), or have the shape that a network of yours takes.
         labels: targets of the task: int64, shape (records,); or with several labels per record
             uint8, (records, labels).
         sha256: checksum of the images, if the file that they come from has one.
