@@ -40,6 +40,11 @@ def named(text: str) -> str:
     return "".join(pieces)
 
 
+def as_typed(in_command: str, in_program: str) -> str:
+    """Return the text for the person who typed a command, or for the author of a program."""
+    return in_command if _IN_COMMAND.get() else in_program
+
+
 def _as_keyword(flag: re.Match[str]) -> str:
     return flag[1].replace("-", "_") + "=" * (flag[2] is not None)
 

@@ -3,8 +3,8 @@
 import importlib.util
 import json
 import re
-import shutil
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -130,18 +130,17 @@ class Data:
         """Return (images / levels - mean) / std in float32, in the shape of the images."""
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
 
-
     def in_form(self, form: tuple[int, ...]) -> "Data":
         """Return the same numbers with records of another shape, such as (columns,)."""
         if self.train.images.shape[1:] == form:
             return self
         ones = [1] * (len(form) - 1)  # of gain and offset, which have one number per channel
-        parts = {
-            name: replace(part, images=part.images.reshape(len(part), *form))
-            for name, part in (("train", self.train), ("test", self.test))
-        }
+        train, test = (
+            replace(part, images=part.images.reshape(len(part), *form))
+            for part in (self.train, self.test)
+        )
         gain, offset = self.gain.reshape(-1, *ones), self.offset.reshape(-1, *ones)
-        return replace(self, **parts, gain=gain, offset=offset)
+        return replace(self, train=train, test=test, gain=gain, offset=offset)
 
 
 def fingerprint(*splits: Split) -> str:

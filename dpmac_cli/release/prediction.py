@@ -26,6 +26,7 @@ from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_new
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs import folder
@@ -103,6 +104,7 @@ def predict(
     data: Path | str | NDArray[Any] | Sequence[str],
     device: str = "auto",
     factory: str | None = None,
+    network: Network | None = None,
 ) -> Predictions:
     """Predict the classes of new records.
 
@@ -112,6 +114,7 @@ def predict(
             training data; or the array x itself, or a list of texts.
         device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
+        network: instead, a network of the program: see :func:`load_model`.
 
     Raises:
         InputError: a file is missing or damaged, or records do not match the training data.
@@ -119,7 +122,7 @@ def predict(
     """
     where, faults, found = choose_device(device), list[str](), list[Tensor]()
     file, facts = read_facts(Path(run))
-    released = load_model(file, device=where, factory=factory)
+    released = load_model(file, device=where, factory=factory, network=network)
     schema, reader = released.facts["dataset"].get("schema"), text_reader(file, facts)
     names, at, ids = _records(data, file, facts, schema, reader, faults)
     if not len(names):

@@ -77,10 +77,7 @@ def prepare(
     :func:`make_trainer`.
     """
     network, facts, passed_in = plan.network, plan.data.facts, model is not None
-    if model is None:
-        built = _build(plan, keys)
-    else:
-        built = _Built(model=_check_passed_in(plan, model))
+    built = _build(plan, keys) if model is None else _Built(model=_check_passed_in(plan, model))
     own = passed_in or isinstance(network.model, UserModel)
     form = form_of(built.model, forms_of(plan, own=own), facts.task.outputs)
     model = built.model.to(device)
