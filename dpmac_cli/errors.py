@@ -45,6 +45,12 @@ def as_typed(in_command: str, in_program: str) -> str:
     return in_command if _IN_COMMAND.get() else in_program
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things in words: "1 record", "2,000 records", "2 classes"."""
+    ending = "es" if what.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {what}{ending * (number != 1)}"
+
+
 def _as_keyword(flag: re.Match[str]) -> str:
     return flag[1].replace("-", "_") + "=" * (flag[2] is not None)
 

@@ -25,6 +25,7 @@ from dpmac_cli import (
     predict,
     score,
 )
+from dpmac_cli.errors import counted
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.notebook import as_html
 from dpmac_cli.training.private_scores import PrivateScore
@@ -182,3 +183,11 @@ def test_text_is_escaped() -> None:
     assert Page(page).tags == {"div", "strong", "table", "tbody", "tr", "th", "td"}
     run = replace(trained()[1], folder=Path("<img src=x onerror=alert(1)>"))
     assert "<img src=x" in shown(run)
+
+
+@pytest.mark.parametrize(
+    ("number", "what", "said"),
+    [(1, "record", "1 record"), (2000, "unit", "2,000 units"), (0, "class", "0 classes")],
+)
+def test_one_thing_is_singular(number: int, what: str, said: str) -> None:
+    assert counted(number, what) == said

@@ -61,8 +61,8 @@ def _explanation(failure: Exception) -> errors.DpmacError:
         return errors.InputError(errors.explain_os_error(failure))
     if isinstance(failure, UnicodeEncodeError):
         return errors.InputError(
-            f"{failure.object!a} cannot be written in {failure.encoding}. Rename the file or folder "
-            "of this name, or set the environment variable PYTHONUTF8=1."
+            f"{failure.object!a} cannot be written in {failure.encoding}. Rename the file or "
+            "folder of this name, or set the environment variable PYTHONUTF8=1."
         )
     return errors.DpmacError(
         f"dpmac failed unexpectedly ({type(failure).__name__}: {failure}). "

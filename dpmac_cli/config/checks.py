@@ -14,6 +14,7 @@ from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.data.schema import TABLES, DataFacts, Source, listed
+from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.tasks.known import value_is_known
 from dpmac_cli.training.schedules import LossKind, Recipe
@@ -163,7 +164,9 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
     """Yield notes on what was found in the records."""
     found, dataset, private = data.found, data.dataset, privacy.private
     if found.skipped:
-        yield f"{len(found.skipped)} records of {dataset} are left out: {found.skipped[0]}."
+        left = counted(len(found.skipped), "record")
+        are = "is" if len(found.skipped) == 1 else "are"
+        yield f"{left} of {dataset} {are} left out: {found.skipped[0]}."
     if found.inferred and private:
         yield (
             f"{listed(found.inferred).capitalize()} of {dataset} were taken from its "

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dpmac_cli.data.complaints import escaped, refuse
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import STANDARDS, DataFacts, Source
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, counted
 from dpmac_cli.tasks.task import Task
 
 #: Smallest height and width that the convolutional network can halve twice.
@@ -69,7 +69,7 @@ def split(
     train, test = records.at(~held_out), records.at(held_out)
     if not (len(train.y) and len(test.y)):
         raise InputError(
-            f"--test-fraction {source.test_fraction:g} of {len(held_out)} records leaves no "
+            f"--test-fraction {source.test_fraction:g} of {counted(len(held_out), 'record')} leaves no "
             "training or no test records. Add records, or use another --test-fraction "
             "or --split-seed."
         )
@@ -109,7 +109,7 @@ def data_facts(
     owners = [set(units.tolist()) for _, _, units in sides if units is not None]
     if len(owners) == 2 and (both := set.intersection(*owners)):
         raise InputError(
-            f"{source.path}: {len(both)} units, such as {min(both)}, have training and test "
+            f"{source.path}: {counted(len(both), 'unit')}, such as {min(both)}, {'has' if len(both) == 1 else 'have'} training and test "
             "records: use different units for testing."
         )
     train, test = (len(y if units is None else np.unique(units)) for _, y, units in sides)

@@ -13,6 +13,7 @@ from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.units import Units
 from dpmac_cli.dp.clipping.batch_invariance import LEAST_ROWS, fill_rows
 from dpmac_cli.dp.losses import build_loss
+from dpmac_cli.errors import counted
 from dpmac_cli.tasks.notebook import Row, as_html, of_score
 from dpmac_cli.tasks.task import Results, Task
 from dpmac_cli.torch_errors import code_of_network
@@ -89,11 +90,11 @@ class Evaluation:
         """Return the score, the loss and the number of records in words, for a notebook."""
         metric, values = self.task.headline, self.results.metrics()
         ends = self.results.intervals({metric.name: values[metric.name]}).get(metric.name)
-        units = "" if self.units is None else f" of {len(self.units):,} units"
+        units = "" if self.units is None else f" of {counted(len(self.units), 'unit')}"
         return [
             of_score(metric, values[metric.name], ends),
             ("test loss", f"{self.loss:.4f}"),
-            ("tested on", f"{self.samples:,} records{units}"),
+            ("tested on", f"{counted(self.samples, 'record')}{units}"),
         ]
 
     def _repr_html_(self) -> str:

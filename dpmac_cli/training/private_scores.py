@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dpmac_cli.accounting.events import Scores
 from dpmac_cli.data.units import Units
 from dpmac_cli.dp.mechanism import GRID
+from dpmac_cli.errors import counted
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.tasks.intervals import REACH, TAIL, clopper_pearson, widened
 from dpmac_cli.tasks.notebook import as_html, of_score
@@ -63,7 +64,10 @@ class PrivateScore:
         """Return the score and the number of units, for a notebook."""
         score = None if math.isnan(self.score) else self.score
         ends = None if score is None else self.score_interval
-        rows = [of_score(self.task.headline, score, ends), ("tested on", f"{self.samples:,} units")]
+        rows = [
+            of_score(self.task.headline, score, ends),
+            ("tested on", counted(self.samples, "unit")),
+        ]
         return as_html("Score with noise", rows, "Epsilon covers the test records.")
 
     @property
