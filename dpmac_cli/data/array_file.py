@@ -24,6 +24,9 @@ from dpmac_cli.errors import InputError, raise_errors
 FARTHEST, NARROWEST = 1e30, 1e-30
 #: What the names of arrays end with: of training records, and of test records.
 SIDES = ("", "_test")
+#: Dimensions of an array of numbers up to which a network of yours gets records in their shape.
+#: With four they are images, with channels first.
+MOST_OWN = 3
 ArrayDict = dict[str, NDArray[Any]]
 ARRAYS = (
     *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
@@ -85,6 +88,7 @@ class ArrayFile:
             held_out=held_out,
             inferred=inferred,  # an array's type declares its shape
             skipped=skipped,
+            own=() if self._ends is None or x.ndim > MOST_OWN else x.shape[1:],
             signs=Signs(copies=len(contents) - len(set(contents)), dim=_dim(x)),
         )
 

@@ -27,6 +27,7 @@ from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_new
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs import folder
@@ -104,6 +105,7 @@ def predict(
     data: Path | str | NDArray[Any] | Sequence[str],
     device: str = "auto",
     factory: str | None = None,
+    network: Network | None = None,
 ) -> Predictions:
     """Predict the classes of new records.
 
@@ -113,6 +115,7 @@ def predict(
             training data; or the array x itself, or a list of texts.
         device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
+        network: instead, a network of the program: see :func:`load_model`.
 
     Raises:
         InputError: a file is missing or damaged, or records do not match the training data.
@@ -120,7 +123,7 @@ def predict(
     """
     where, faults, found = choose_device(device), list[str](), list[Tensor]()
     file, facts = read_facts(Path(run))
-    released = load_model(file, device=where, factory=factory)
+    released = load_model(file, device=where, factory=factory, network=network)
     reader = text_reader(file, facts)
     names, at, ids = _records(data, file, facts, reader, faults)
     if not len(names):
@@ -128,7 +131,8 @@ def predict(
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
     batches = (torch.from_numpy(at(some)).to(where) for some in places(len(names), facts.shape))
     inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
-    for logits in outputs(released.model, inputs):
+    formed = (each.reshape(len(each), *facts.form) for each in inputs)
+    for logits in outputs(released.model, formed):
         found.append(facts.task.answers(logits).cpu())
         done = sum(map(len, found))
         LISTENER.get()(Computing(done, len(names), file, what="predictions"))

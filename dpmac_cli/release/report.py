@@ -182,6 +182,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int)
         },
         "input": {
             "levels": facts.levels,
+            "record": list(task.form or facts.shape),
             "texts": [list(place) for place in facts.texts],
             **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },

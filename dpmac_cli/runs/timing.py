@@ -12,9 +12,11 @@ from dpmac_cli.config.plan import AuditPlan, TrainPlan
 from dpmac_cli.data.dataset import Data, Split, standardisation
 from dpmac_cli.models import build
 from dpmac_cli.models.features import FrozenFeatures
+from dpmac_cli.models.registry import UserModel
+from dpmac_cli.models.validation import form_of
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.prepare import PreparedRun
+from dpmac_cli.runs.prepare import PreparedRun, forms_of
 from dpmac_cli.runs.setup import make_trainer
 
 #: Seconds besides training, scoring and features: start, validation and the files of the run.
@@ -119,7 +121,9 @@ def _task(plan: TrainPlan, records: int, device: torch.device) -> PreparedRun:
             like = model.features(_images(plan, 2, device))
         x = torch.randn(records, *like.shape[1:], device=device)
     else:
+        forms = forms_of(plan, own=isinstance(plan.network.model, UserModel))
         x = _images(plan, records, device)
+        x = x.reshape(records, *form_of(model, forms, task.outputs))
     targets = task.examples()[1]
     split = Split(x, targets[torch.arange(records) % len(targets)].to(device))
     return PreparedRun(
