@@ -31,7 +31,8 @@ from dpmac_cli.models.registry import (
     parse_model,
 )
 from dpmac_cli.models.scattering import Scattering
-from dpmac_cli.models.validation import check_model, independence
+from dpmac_cli.models.independence import independence
+from dpmac_cli.models.validation import check_model
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release import run
 from dpmac_cli.release.model_file import load_model

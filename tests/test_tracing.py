@@ -17,7 +17,7 @@ from dpmac_cli.models.tracing import (
     check_uniform,
 )
 from dpmac_cli.models.trial import Trial
-from dpmac_cli.models.validation import independence
+from dpmac_cli.models.independence import independence
 from tests.tiers import one_in
 
 SHAPE, CLASSES = (4, 6, 6), 3

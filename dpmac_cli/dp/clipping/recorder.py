@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dpmac_cli.dp.clipping.batches import Batch, map_rows, samples_in
+from dpmac_cli.dp.clipping.batches import Batch, by_row, samples_in
 from dpmac_cli.dp.clipping.direct_parameters import Copies, PullBack
 from dpmac_cli.dp.clipping.layer_rules import Call, Use
 from dpmac_cli.dp.clipping.layers import Layer
@@ -89,11 +89,6 @@ def record_uses(
     deltas = iter(found)
     by_layer = [[(record, next(deltas)) for record in records] for records in recorded]
     return losses, [_checked_uses(*pair, samples) for pair in zip(layers, by_layer, strict=True)]
-
-
-def by_row(batch: Batch, views: int) -> Batch:
-    """Return a batch of shape (samples, views, ...) with one row per view."""
-    return batch if views == 1 else map_rows(lambda t: t.flatten(0, 1), batch)
 
 
 def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
