@@ -156,7 +156,11 @@ def convolutions() -> Iterator[tuple[Any, ...]]:
         yield f"Conv{dims}, depthwise", depthwise, shape
         yield f"ConvTranspose{dims}", partial(transposed, channels, 8, 3), shape
         options = {"stride": 2, "output_padding": 1, "padding": 1}
-        yield f"ConvTranspose{dims}, stride 2", partial(transposed, channels, 8, 3, **options), shape
+        yield (
+            f"ConvTranspose{dims}, stride 2",
+            partial(transposed, channels, 8, 3, **options),
+            shape,
+        )
         yield f"LazyConv{dims}, not called", partial(lazy, 8, 3), shape, "is unknown"
 
 
@@ -180,7 +184,11 @@ def norms() -> Iterator[tuple[Any, ...]]:
     yield "LayerNorm", lambda: nn.LayerNorm(16), SEQUENCE
     yield "LayerNorm, of two dimensions", lambda: nn.LayerNorm((12, 16)), SEQUENCE
     yield "LayerNorm, without bias", lambda: nn.LayerNorm(16, bias=False), SEQUENCE
-    yield "LayerNorm, not affine", lambda: after(nn.LayerNorm(16, elementwise_affine=False)), SEQUENCE
+    yield (
+        "LayerNorm, not affine",
+        lambda: after(nn.LayerNorm(16, elementwise_affine=False)),
+        SEQUENCE,
+    )
     yield "RMSNorm", lambda: nn.RMSNorm(16), SEQUENCE
     yield "RMSNorm, of two dimensions", lambda: nn.RMSNorm((12, 16)), SEQUENCE
     yield "RMSNorm, with eps", lambda: nn.RMSNorm(16, eps=1e-3), SEQUENCE
@@ -208,7 +216,12 @@ def embeddings() -> Iterator[tuple[Any, ...]]:
         part=nn.EmbeddingBag(TOKENS, 16, mode="sum"),
     )
     yield "EmbeddingBag, per_sample_weights", weighed, words, several
-    yield "EmbeddingBag, offsets", lambda: Do(_offsets, part=nn.EmbeddingBag(TOKENS, 16)), words, several
+    yield (
+        "EmbeddingBag, offsets",
+        lambda: Do(_offsets, part=nn.EmbeddingBag(TOKENS, 16)),
+        words,
+        several,
+    )
 
 
 def _offsets(self: Any, x: Tensor) -> Any:
@@ -231,8 +244,16 @@ def recurrent() -> Iterator[tuple[Any, ...]]:
             lambda s, x: s.part(x.transpose(0, 1))[0].transpose(0, 1), part=kind(16, 8)
         )
         yield f"{name}, samples second", second, SEQUENCE
-    yield "LSTM, proj_size", lambda: first_of(nn.LSTM(16, 8, batch_first=True, proj_size=4)), SEQUENCE
-    yield "LSTM, packed sequence", lambda: Do(_packed, part=nn.LSTM(16, 8, batch_first=True)), SEQUENCE
+    yield (
+        "LSTM, proj_size",
+        lambda: first_of(nn.LSTM(16, 8, batch_first=True, proj_size=4)),
+        SEQUENCE,
+    )
+    yield (
+        "LSTM, packed sequence",
+        lambda: Do(_packed, part=nn.LSTM(16, 8, batch_first=True)),
+        SEQUENCE,
+    )
     for cell in (nn.RNNCell, nn.LSTMCell, nn.GRUCell):
         yield cell.__name__, lambda cell=cell: Do(_cells, part=cell(16, 8)), SEQUENCE
 
@@ -284,7 +305,11 @@ def attentions() -> Iterator[tuple[Any, ...]]:
     yield "MultiheadAttention over the batch", over, SEQUENCE, "mixes"
     encoder = partial(nn.TransformerEncoderLayer, 16, 4, 32, batch_first=True)
     yield "TransformerEncoderLayer", partial(encoder, dropout=0.0), SEQUENCE
-    yield "TransformerEncoderLayer, norm_first", partial(encoder, dropout=0.0, norm_first=True), SEQUENCE
+    yield (
+        "TransformerEncoderLayer, norm_first",
+        partial(encoder, dropout=0.0, norm_first=True),
+        SEQUENCE,
+    )
     yield "TransformerEncoderLayer, dropout", encoder, SEQUENCE
     mask = lambda: Do(lambda s, x: s.part(x, _causal(x)), part=encoder(dropout=0.0))  # noqa: E731
     yield "TransformerEncoderLayer, causal mask", mask, SEQUENCE
@@ -317,7 +342,9 @@ class Attention(nn.Module):
         self.bias = nn.Parameter(torch.zeros(4, 12, 12)) if relative else None
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(2, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(x).unflatten(2, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         if self.rotary:
             angles = torch.arange(12, device=x.device, dtype=x.dtype).unsqueeze(1) / 10
             q, k = (_rotated(t, angles) for t in (q, k))
@@ -366,19 +393,37 @@ def parameters() -> Iterator[tuple[Any, ...]]:
     yield "an Embedding and a head of one weight", TiedWords, (12,), tokens
     again = lambda s, x: s.part(s.part(x).tanh())  # noqa: E731
     yield "one Linear layer, called twice", lambda: Do(again, part=nn.Linear(16, 16)), VECTOR
-    uncalled = lambda: Do(lambda s, x: F.linear(x, s.part.weight), part=nn.Linear(16, 8, bias=False))  # noqa: E731
+    uncalled = lambda: Do(
+        lambda s, x: F.linear(x, s.part.weight), part=nn.Linear(16, 8, bias=False)
+    )  # noqa: E731
     yield "F.linear(x, layer.weight)", uncalled, SEQUENCE
     both = lambda s, x: s.part(x) @ s.part.weight  # noqa: E731
     yield "layer(x) @ layer.weight", lambda: Do(both, part=nn.Linear(16, 8)), SEQUENCE
     conv = lambda: Do(lambda s, x: F.conv2d(x, s.part.weight), part=nn.Conv2d(8, 4, 3, bias=False))  # noqa: E731
     yield "F.conv2d(x, layer.weight)", conv, IMAGE
     yield "x @ self.p", lambda: Do(lambda s, x: x @ s.p, p=raw(16, 8)), SEQUENCE
-    yield "the same, beside a Linear layer", lambda: _beside(lambda s, x: x @ s.p, raw(16, 16)), SEQUENCE
-    yield "einsum with self.p", lambda: _beside(lambda s, x: torch.einsum("bti,io->bto", x, s.p), raw(16, 16)), SEQUENCE
+    yield (
+        "the same, beside a Linear layer",
+        lambda: _beside(lambda s, x: x @ s.p, raw(16, 16)),
+        SEQUENCE,
+    )
+    yield (
+        "einsum with self.p",
+        lambda: _beside(lambda s, x: torch.einsum("bti,io->bto", x, s.p), raw(16, 16)),
+        SEQUENCE,
+    )
     yield "x + self.p", lambda: _beside(lambda s, x: x + s.p, raw(12, 16)), SEQUENCE
     yield "x * self.p (LayerScale)", lambda: _beside(lambda s, x: x * s.p, raw(16)), SEQUENCE
-    yield "x + self.p[:n]", lambda: _beside(lambda s, x: x + s.p[: x.shape[1]], raw(20, 16)), SEQUENCE
-    yield "x * self.p.exp() (temperature)", lambda: _beside(lambda s, x: x * s.p.exp(), raw()), SEQUENCE
+    yield (
+        "x + self.p[:n]",
+        lambda: _beside(lambda s, x: x + s.p[: x.shape[1]], raw(20, 16)),
+        SEQUENCE,
+    )
+    yield (
+        "x * self.p.exp() (temperature)",
+        lambda: _beside(lambda s, x: x * s.p.exp(), raw()),
+        SEQUENCE,
+    )
     token = lambda s, x: torch.cat([s.p.expand(x.shape[0], -1, -1), x], 1)  # noqa: E731
     yield "a class token", lambda: _beside(token, raw(1, 1, 16)), SEQUENCE
     several = lambda: nn.ParameterList([raw(16, 16), raw(16, 16)])  # noqa: E731
@@ -399,7 +444,12 @@ def parameters() -> Iterator[tuple[Any, ...]]:
     )
     yield "weight_norm", lambda: parametrizations.weight_norm(nn.Linear(16, 8)), SEQUENCE
     yield "orthogonal", lambda: parametrizations.orthogonal(nn.Linear(16, 16)), SEQUENCE
-    yield "spectral_norm", lambda: parametrizations.spectral_norm(nn.Linear(16, 8)), SEQUENCE, "A forward pass changes"
+    yield (
+        "spectral_norm",
+        lambda: parametrizations.spectral_norm(nn.Linear(16, 8)),
+        SEQUENCE,
+        "A forward pass changes",
+    )
     yield "LoRA of Linear layers", LoRA, SEQUENCE
     yield "LoRA of parameters", partial(LoRA, raw=True), SEQUENCE
 
@@ -446,32 +496,100 @@ class LoRA(nn.Module):
 
 
 def networks() -> Iterator[tuple[Any, ...]]:
-    block = lambda: Do(lambda s, x: x + s.two(F.gelu(s.one(s.norm(x)))), norm=nn.LayerNorm(16), one=nn.Linear(16, 32), two=nn.Linear(32, 16))  # noqa: E731
+    block = lambda: Do(
+        lambda s, x: x + s.two(F.gelu(s.one(s.norm(x)))),
+        norm=nn.LayerNorm(16),
+        one=nn.Linear(16, 32),
+        two=nn.Linear(32, 16),
+    )  # noqa: E731
     yield "residual block", block, SEQUENCE
-    yield "checkpointed block", lambda: Do(lambda s, x: checkpoint(s.part, x, use_reentrant=False), part=block()), SEQUENCE
+    yield (
+        "checkpointed block",
+        lambda: Do(lambda s, x: checkpoint(s.part, x, use_reentrant=False), part=block()),
+        SEQUENCE,
+    )
     gate = lambda s, x: x * s.two(F.relu(s.one(x.mean((2, 3))))).sigmoid()[:, :, None, None]  # noqa: E731
-    yield "squeeze and excitation", lambda: Do(gate, one=nn.Linear(8, 4), two=nn.Linear(4, 8)), IMAGE
+    yield (
+        "squeeze and excitation",
+        lambda: Do(gate, one=nn.Linear(8, 4), two=nn.Linear(4, 8)),
+        IMAGE,
+    )
     pooled = lambda s, x: (s.score(x).softmax(1) * x).sum(1)  # noqa: E731
     yield "attention pooling", lambda: Do(pooled, score=nn.Linear(16, 1)), SEQUENCE
-    mixture = lambda s, x: (s.gate(x).softmax(-1).unsqueeze(-1) * torch.stack([e(x) for e in s.experts], -2)).sum(-2)  # noqa: E731
+    mixture = lambda s, x: (
+        s.gate(x).softmax(-1).unsqueeze(-1) * torch.stack([e(x) for e in s.experts], -2)
+    ).sum(-2)  # noqa: E731
     experts = lambda: nn.ModuleList(nn.Linear(16, 8) for _ in range(3))  # noqa: E731
-    yield "mixture of experts, soft", lambda: Do(mixture, gate=nn.Linear(16, 3), experts=experts()), SEQUENCE
-    yield "mixture of experts, routed", lambda: Do(_routed, gate=nn.Linear(16, 3), experts=experts()), SEQUENCE
-    yield "output with .logits", lambda: Do(lambda s, x: SimpleNamespace(logits=s.part(x)), part=nn.Linear(16, 8)), SEQUENCE
+    yield (
+        "mixture of experts, soft",
+        lambda: Do(mixture, gate=nn.Linear(16, 3), experts=experts()),
+        SEQUENCE,
+    )
+    yield (
+        "mixture of experts, routed",
+        lambda: Do(_routed, gate=nn.Linear(16, 3), experts=experts()),
+        SEQUENCE,
+    )
+    yield (
+        "output with .logits",
+        lambda: Do(lambda s, x: SimpleNamespace(logits=s.part(x)), part=nn.Linear(16, 8)),
+        SEQUENCE,
+    )
     folded = lambda s, x: s.part(x.flatten(0, 1)).unflatten(0, (-1, 12))  # noqa: E731
     yield "Linear on positions as rows", lambda: Do(folded, part=nn.Linear(16, 8)), SEQUENCE
-    yield "an encoder called with names", lambda: Do(lambda s, x: s.part(inputs=x, mask=x > 0), part=Masked()), SEQUENCE
+    yield (
+        "an encoder called with names",
+        lambda: Do(lambda s, x: s.part(inputs=x, mask=x > 0), part=Masked()),
+        SEQUENCE,
+    )
     yield "forward hook that scales", _hooked, SEQUENCE
-    yield "custom autograd.Function", lambda: Do(lambda s, x: Doubled.apply(s.part(x)), part=nn.Linear(16, 8)), VECTOR
-    yield "the same, with a rule for vmap", lambda: Do(lambda s, x: DoubledAnywhere.apply(s.part(x)), part=nn.Linear(16, 8)), VECTOR
-    yield "FFT layer", lambda: _beside(lambda s, x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * s.p[0], n=12, dim=1), raw(1, 1)), SEQUENCE
+    yield (
+        "custom autograd.Function",
+        lambda: Do(lambda s, x: Doubled.apply(s.part(x)), part=nn.Linear(16, 8)),
+        VECTOR,
+    )
+    yield (
+        "the same, with a rule for vmap",
+        lambda: Do(lambda s, x: DoubledAnywhere.apply(s.part(x)), part=nn.Linear(16, 8)),
+        VECTOR,
+    )
+    yield (
+        "FFT layer",
+        lambda: _beside(
+            lambda s, x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * s.p[0], n=12, dim=1), raw(1, 1)
+        ),
+        SEQUENCE,
+    )
     scan = lambda s, x: s.out((s.one(x).sigmoid() * s.two(x)).cumsum(1))  # noqa: E731
-    yield "linear recurrence", lambda: Do(scan, one=nn.Linear(16, 8), two=nn.Linear(16, 8), out=nn.Linear(8, 8)), SEQUENCE
-    unet = lambda s, x: s.up(torch.cat([x, F.interpolate(s.down(F.max_pool2d(x, 2)).relu(), scale_factor=2)], 1))  # noqa: E731
-    yield "U-Net of one level", lambda: Do(unet, down=nn.Conv2d(8, 8, 3, padding=1), up=nn.Conv2d(16, 8, 3, padding=1)), IMAGE
-    yield "if x.max() > 1", lambda: Do(lambda s, x: s.part(x / 2 if x.max() > 1 else x), part=nn.Linear(16, 8)), VECTOR
-    yield "x - x.mean(0)", lambda: Do(lambda s, x: s.part(x - x.mean(0)), part=nn.Linear(16, 8)), VECTOR
-    yield "similarity to the other records", lambda: Do(lambda s, x: s.part(x) @ s.part(x).T, part=nn.Linear(16, 8)), VECTOR, "returns"
+    yield (
+        "linear recurrence",
+        lambda: Do(scan, one=nn.Linear(16, 8), two=nn.Linear(16, 8), out=nn.Linear(8, 8)),
+        SEQUENCE,
+    )
+    unet = lambda s, x: s.up(
+        torch.cat([x, F.interpolate(s.down(F.max_pool2d(x, 2)).relu(), scale_factor=2)], 1)
+    )  # noqa: E731
+    yield (
+        "U-Net of one level",
+        lambda: Do(unet, down=nn.Conv2d(8, 8, 3, padding=1), up=nn.Conv2d(16, 8, 3, padding=1)),
+        IMAGE,
+    )
+    yield (
+        "if x.max() > 1",
+        lambda: Do(lambda s, x: s.part(x / 2 if x.max() > 1 else x), part=nn.Linear(16, 8)),
+        VECTOR,
+    )
+    yield (
+        "x - x.mean(0)",
+        lambda: Do(lambda s, x: s.part(x - x.mean(0)), part=nn.Linear(16, 8)),
+        VECTOR,
+    )
+    yield (
+        "similarity to the other records",
+        lambda: Do(lambda s, x: s.part(x) @ s.part(x).T, part=nn.Linear(16, 8)),
+        VECTOR,
+        "returns",
+    )
 
 
 def _routed(self: Any, x: Tensor) -> Any:
