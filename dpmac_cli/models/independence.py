@@ -15,7 +15,7 @@ from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
-from dpmac_cli.errors import ModelError
+from dpmac_cli.errors import ModelError, named
 from dpmac_cli.models import tracing
 from dpmac_cli.models.hooks import UnprovenError, check_global_hooks, check_hooks
 from dpmac_cli.models.state import first_opaque
@@ -93,7 +93,7 @@ def validated_network(
     try:
         check_trial(objective, trial)
     except ModelError as failure:
-        return "isolated", (ALONE.format(str(failure).removesuffix(ISOLATE)),)
+        return "isolated", (ALONE.format(str(failure).removesuffix(named(ISOLATE))),)
     kind, why = independence_on(objective, trial)
     return kind, () if kind == "traced" else (ALONE.format(why),)
 
@@ -159,23 +159,32 @@ def check_gradients(model: nn.Module, trial: Trial, count: int) -> None:
         own = slice(layer.start, layer.stop)
         off = float((total[own] - whole[own]).norm() / whole[own].norm().clamp(min=1e-12))
         if off > 1e-6:
-            raise ModelError(
-                f"The calls of layer {layer.name} do not give its complete gradient: "
-                f"{_why_incomplete(layer)}"
-            )
+            raise _incomplete(layer)
 
 
-def _why_incomplete(layer: Layer) -> str:
+class _IncompleteError(ModelError):
+    """The calls of a layer do not give its gradient. ``mixing``: the cause if samples are mixed."""
+
+    mixing = ""
+
+
+def _incomplete(layer: Layer) -> ModelError:
     """Return why the calls of a layer do not account for its gradient, and what to do."""
+    said = f"The calls of layer {layer.name} do not give its complete gradient"
     if layer.module._forward_hooks:
-        return (
-            "it has a forward hook, which changes its output after it was recorded. Put what the "
-            "hook does into the network's forward."
+        return ModelError(
+            f"{said}: it has a forward hook, which changes its output after it was recorded. Put "
+            "what the hook does into the network's forward."
         )
-    return (
-        "its parameters are also used without calling it (for example "
+    found = _IncompleteError(
+        f"{said}: its parameters are also used without calling it (for example "
         f"F.linear(x, self.{layer.name}.weight)). Call the layer instead."
     )
+    found.mixing = (
+        f"They are mixed in or after the layer {layer.name}. For attention and recurrent layers, "
+        "which work along positions, use batch_first=True."
+    )
+    return found
 
 
 @torch.enable_grad()
@@ -212,7 +221,7 @@ def check_unmixed(model: nn.Module, trial: Trial, failure: ModelError) -> None:
             if not torch.allclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True):
                 raise ModelError(
                     "The network mixes samples: its output for a sample changes if others of the "
-                    f"batch do. {failure}{ISOLATE}"
+                    f"batch do. {getattr(failure, 'mixing', failure)}{ISOLATE}"
                 )
 
 

@@ -113,6 +113,8 @@ def explained(trial: Trial, remedy: str = "") -> Iterator[None]:
         yield
     except (Exception, SystemExit) as failure:
         reason = failure.__cause__ if isinstance(failure, DpmacError) else failure
+        if reason is None and not remedy:
+            raise
         if reason is None:
             raise ModelError(f"{failure}{remedy}") from None
         raise ModelError(
@@ -198,11 +200,13 @@ def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = 
 
 
 def prepared(model: nn.Module, frozen: bool) -> nn.Module:
-    """Set a model to the mode in which it runs, and turn its dropout layers into identities."""
+    """Set a model to the mode in which it runs, and turn dropout into the identity."""
     model = model.train(not frozen)
     for module in model.modules():
         if type(module) in DROPOUT:
             module.forward = lambda x: x  # still in training mode, which other code may check
+        if isinstance(module, nn.RNNBase):
+            module.dropout = 0.0
     return model
 
 

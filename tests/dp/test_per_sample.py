@@ -582,6 +582,13 @@ AGAIN: Mapping[str, Net] = {
         ),
         (5, 3),
     ),
+    "lstm-projected": Net(
+        lambda: nn.Sequential(
+            Through(nn.LSTM(3, 4, 2, batch_first=True, proj_size=2, bidirectional=True)),
+            head(44),
+        ),
+        (5, 3),
+    ),
     "gru": Net(lambda: nn.Sequential(Through(nn.GRU(3, 4, batch_first=True)), head(24)), (5, 3)),
     "gru-deep": Net(
         lambda: nn.Sequential(

@@ -173,8 +173,7 @@ class _Started(torch.autograd.Function):
 _REMEDY = {
     **dict.fromkeys(
         RECURRENT,
-        "Last states are only supported without dropout and proj_size. Between such layers, put "
-        "nn.Dropout; or call nn.GRUCell in a loop: h = self.cell(x[:, t], h).",
+        "Call it with tensors, samples first (batch_first=True), instead of packed sequences.",
     ),
     nn.EmbeddingBag: "Call it with one row of tokens per sample, without offsets.",
 }
