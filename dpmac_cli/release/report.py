@@ -177,7 +177,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int)
             "parameters": task.parameters,
             "fix_norm": plan.network.fix_norm,
             "built_by": task.built_by or None,
-            "independence": {"kind": kind, "statement": TEXTS.independence[kind]},
+            "independence": {"kind": kind, "statement": _independence(task)},
             **_public_part(plan.network, plan.recorded, task, trained),
         },
         "input": {
@@ -192,6 +192,11 @@ def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int)
         "statement": statement,
         "audit": audit if canaries else None,
     }
+
+
+def _independence(task: PreparedRun) -> str:
+    """Return how samples are known to be independent; and why alone, if nobody asked for it."""
+    return " ".join(filter(None, (TEXTS.independence[task.independence], task.why)))
 
 
 def _dataset(plan: DataPlan, privacy: PrivacyPlan) -> dict[str, Any]:
