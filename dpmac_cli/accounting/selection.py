@@ -30,7 +30,7 @@ from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.errors import raise_errors
 
 #: Limits of the mean number of trials.
-FEWEST, MOST = 2, 1_000
+LEAST_MEAN, MOST_MEAN = 2, 1_000
 #: Largest number of trials, as a multiple of the mean, unless it is given.
 LONGEST = 4
 #: Type I errors between which a trial's trade-off curve is bounded, and the least above 0.
@@ -59,9 +59,10 @@ class Trials:
 
     def __post_init__(self) -> None:
         errors = []
-        if not FEWEST <= self.mean <= MOST:
+        if not LEAST_MEAN <= self.mean <= MOST_MEAN:
             errors.append(
-                f"The mean number of trials must be from {FEWEST} to {MOST:,}, not {self.mean:g}."
+                f"The mean number of trials must be from {LEAST_MEAN} to {MOST_MEAN:,}, not "
+                f"{self.mean:g}."
             )
         if self.most is not None and self.most <= self.mean:
             errors.append(

@@ -13,7 +13,7 @@ from dpmac_cli.accounting.accountants import (
     SIGMA_MIN,
 )
 from dpmac_cli.accounting.events import ALIASES, SAMPLERS
-from dpmac_cli.accounting.selection import FEWEST, LONGEST, MOST, Trials, trials_of
+from dpmac_cli.accounting.selection import LEAST_MEAN, LONGEST, MOST_MEAN, Trials, trials_of
 from dpmac_cli.config.checks import misfits
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
@@ -36,7 +36,7 @@ SOLVABLE: Mapping[str, tuple[AccountName, ...]] = {
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
 TRAINING, TARGET, METHOD = "Training", "AccountQuery", "Method"
 #: Flags of searches.
-MeanTrials = Annotated[float, Field(ge=FEWEST, le=MOST)]
+MeanTrials = Annotated[float, Field(ge=LEAST_MEAN, le=MOST_MEAN)]
 MostTrials = Annotated[
     Count | None,
     Field(description="Largest number of trials."),
