@@ -249,7 +249,7 @@ class _Clock:
         It is the longest time that was announced, or a multiple of it. Raises KeyboardInterrupt.
         """
         longest = self._plan.longest
-        end = longest * math.ceil(self.seconds / longest)
+        end = longest * max(1, math.ceil(self.seconds / longest))
         while not self._plan.stop_early and (left := end - self.seconds) > 0:
             yield self.tick()
             if self.stop():
