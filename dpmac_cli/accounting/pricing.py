@@ -64,7 +64,7 @@ class Row:
 
     @property
     def done(self) -> Done:
-        """What the privacy cost is of."""
+        """Return the events or the search that the privacy cost is of."""
         return self.search or self.events
 
 

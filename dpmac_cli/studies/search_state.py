@@ -34,7 +34,7 @@ class SearchState:
     Attributes:
         plan: checksum of what was planned, which must not change.
         remaining: number of trials that have not ended. It begins with the secret number of trials
-            that was drawn, which is kept nowhere else.
+            that was drawn, which is not saved elsewhere.
         setting: settings of the current trial; None before they are drawn.
         verdict: what is being done with the current trial, or the best; "" if nothing is.
         seconds: time that the search has taken.

@@ -259,7 +259,7 @@ class _Clock:
 
 
 def _trial(plan: TunePlan, secret: SecretFolder, clock: _Clock, data: Data) -> Iterator[Searching]:
-    """Run one trial to its end, and keep it if it is the best. Raises KeyboardInterrupt."""
+    """Run one trial completely, and keep it if it is the best. Raises KeyboardInterrupt."""
     if clock.state.verdict == "":
         if clock.state.setting is None:
             clock.write(setting=plan.space.draw())
