@@ -35,6 +35,8 @@ LEAST_MEAN, MOST_MEAN = 2, 1_000
 LONGEST = 4
 #: Type I errors between which a trial's trade-off curve is bounded, and the least above 0.
 PLACES, LEAST = 4_000, 1e-9
+#: What rounding of probabilities and slopes may take from the surcharge.
+MARGIN = 1e-9
 #: Every k-th point of a trial's privacy curve is used for its trade-off curve.
 THINNING = 4
 
@@ -206,7 +208,7 @@ def _surcharge(trials: Trials, candidates: tuple[tuple[TrainingEvent, ...], ...]
     # Both rise with q: between two places, g(q) is at most that of the one and g(q') at least that
     # of the other.
     below = trials.slope(np.clip([beta(alpha) for alpha in alphas[1:]], 0.0, 1.0))
-    return float(np.log(above / below).max())
+    return float(np.log(above / below).max()) + MARGIN
 
 
 #: What was done to the records: events that all were released, or a search.

@@ -116,6 +116,8 @@ def tune(search: list[str] | None, **given: Any) -> None:
         from dpmac_cli.studies import tune as tuning  # noqa: PLC0415  (loads torch)
 
         plan = tuning.plan_tune(space, flags.out, stop_early=flags.stop_early)
+    if not shown.quiet:
+        console.print_notes(space.notes)
     screen = console.for_display(shown.quiet, json)
     screen.print(*_plan_lines(plan), sep="\n")
     if flags.dry_run:

@@ -99,6 +99,7 @@ class SearchSpace:
         search: trials and candidates, from which the privacy cost follows.
         plans: a plan for each candidate.
         target: epsilon of the whole search, which its cost does not exceed.
+        notes: what the recipe chose, and probable mistakes.
     """
 
     given: Mapping[SettingName, Any]
@@ -108,6 +109,7 @@ class SearchSpace:
     search: Search
     plans: tuple[TrainPlan, ...]
     target: float
+    notes: tuple[str, ...] = ()
 
     @property
     def delta(self) -> float:
@@ -169,7 +171,7 @@ def plan_search(
     raise_errors(errors)
     shared: dict[SettingName, Any] = {n: value for n, value in given.items() if n != "epsilon"}
     settings = tuple(_combinations(dimensions))
-    data, target = _checked(shared, given.get("epsilon"), file, settings)
+    data, target, notes = _checked(shared, given.get("epsilon"), file, settings)
     kinds = tuple(_kinds(shared, settings, file, data, target))
 
     def plans_at(epsilon: float) -> tuple[TrainPlan, ...]:
@@ -189,6 +191,7 @@ def plan_search(
         search=search_of(epsilon),
         plans=plans_at(epsilon),
         target=target,
+        notes=notes,
     )
 
 
@@ -267,12 +270,13 @@ def _checked(
     epsilon: Any,
     file: Path | None,
     settings: Sequence[Setting],
-) -> tuple[DataPlan, float]:
-    """Validate every combination; return the dataset and the target epsilon.
+) -> tuple[DataPlan, float, tuple[str, ...]]:
+    """Validate every combination; return the dataset, the target epsilon and notes.
 
     Raises InputError with every fault found.
     """
     errors: dict[str, None] = {}
+    notes: dict[str, None] = {}
     data, target = None, EPSILON
     for setting in settings:
         at = shared if epsilon is None else {**shared, "epsilon": epsilon}
@@ -282,9 +286,11 @@ def _checked(
             errors |= dict.fromkeys(failure.errors)
             continue
         data, target = found.plan.data, found.settings.epsilon or EPSILON
+        said = (*found.chosen, *found.notes)
+        notes |= dict.fromkeys(note for note in said if "no effect" not in note)
     raise_errors(errors)
     assert data is not None  # noqa: S101  (there is at least one combination)
-    return data, target
+    return data, target, tuple(notes)
 
 
 def _kinds(
