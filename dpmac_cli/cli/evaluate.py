@@ -28,8 +28,8 @@ from dpmac_cli.config.settings import (
     Quiet,
 )
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import UTF8, counted
-from dpmac_cli.errors import MISFIT, raise_errors
+from dpmac_cli.data.schema import UTF8
+from dpmac_cli.errors import MISFIT, counted, raise_errors
 from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.release.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD

@@ -13,7 +13,8 @@ from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.config.sources import SettingValue
-from dpmac_cli.data.schema import TABLES, DataFacts, LeftOut, Source, counted, listed
+from dpmac_cli.data.schema import TABLES, DataFacts, LeftOut, Source, listed
+from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.tasks.known import value_is_known
 from dpmac_cli.training.schedules import LossKind, Recipe
@@ -173,8 +174,9 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
     if found.signs.repeated and private:
         yield (
             f"Names such as {found.signs.repeated} suggest several images per person, but epsilon "
-            "protects single images. To protect all images of a person, add a pattern for the "
-            "common part of their names: --unit 'patient([0-9]+)'."
+            "protects single images. To protect all images of a person, add --unit folder if each "
+            "person has a folder, or a pattern for the common part of their names: --unit "
+            "'patient([0-9]+)'."
         )
     if found.signs.copies and private:
         verb = "is an exact copy" if found.signs.copies == 1 else "are exact copies"
@@ -212,7 +214,7 @@ def _unit_remedy(source: str | Source) -> str:
         return "unit= with one item per record"
     path = source.path
     if path.is_dir():
-        return "--unit 'patient([0-9]+)'"
+        return "--unit folder, or --unit 'patient([0-9]+)'"
     return "--unit COLUMN" if path.suffix in TABLES else "an array unit"
 
 

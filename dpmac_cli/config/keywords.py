@@ -94,6 +94,8 @@ AccountName = Literal[
     "epsilon",
     "solve",
     "delta",
+    "tune",
+    "most_trials",
     "sampler",
     "accountant",
 ]

@@ -325,8 +325,9 @@ class Settings(Flags, frozen=True):
         str | None,
         Field(
             description=(
-                "Column of a table, or pattern of file paths, that gives the unit of each record,"
-                " such as a patient. Epsilon protects a unit with all of its records."
+                "What gives the unit of each record, such as a patient: a column of a table, a"
+                " pattern of file paths, or folder for each folder below a class. Epsilon protects"
+                " a unit with all of its records."
             )
         ),
         Flag(DATA, comma=True, otherwise="each record is a unit, unless an .npz has an array unit"),

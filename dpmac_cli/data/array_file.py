@@ -15,16 +15,19 @@ from numpy.typing import NDArray
 from dpmac_cli.data.canonical import Faults, units_in
 from dpmac_cli.data.complaints import escaped
 from dpmac_cli.data.decoding import DIM, decode
-from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source, counted
+from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source
 from dpmac_cli.data.splits import Records, data_facts, split
 from dpmac_cli.data.stacking import key_of, labels_in, masks, numbers_in, stacked
 from dpmac_cli.data.targets import CLASSES, DECLARED, are_numbers, targets_in
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError, counted, raise_errors
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
 #: What the names of arrays end with: of training records, and of test records.
 SIDES = ("", "_test")
+#: Dimensions of an array of numbers up to which a network of yours gets records in their shape.
+#: With four they are images, with channels first.
+MOST_OWN = 3
 ArrayDict = dict[str, NDArray[Any]]
 ARRAYS = (
     *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
@@ -87,6 +90,7 @@ class ArrayFile:
             held_out=held_out,
             inferred=inferred,  # an array's type declares its shape
             left_out=left_out,
+            own=() if self._ends is None or x.ndim > MOST_OWN else x.shape[1:],
             signs=Signs(copies=len(contents) - len(set(contents)), dim=_dim(x)),
         )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.errors import counted
 
 if TYPE_CHECKING:
     from dpmac_cli.data.table_schema import TableSchema
@@ -138,11 +139,6 @@ def is_encoding(name: str) -> bool:
         return bool("text".encode(name))
     except (LookupError, ValueError):
         return False
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number and a noun: "1 record", "1,200 records"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from dpmac_cli.data.canonical import UNUSABLE, text_of, unit_name, units_in
 from dpmac_cli.data.column_schema import Column, Label, Written
 from dpmac_cli.data.complaints import refuse
-from dpmac_cli.data.schema import UTF8, LeftOut, Source, counted
+from dpmac_cli.data.schema import UTF8, LeftOut, Source
 from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.wordpiece import TextReader
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, counted
 
 try:
     import pyarrow as pa

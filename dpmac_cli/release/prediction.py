@@ -14,6 +14,7 @@ from torch import Tensor
 from dpmac_cli.data.complaints import left_out, refuse
 from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut
+from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.new_records import REMEDY, Reading, read_unlabelled
 from dpmac_cli.runs.environment import choose_device
@@ -86,6 +87,7 @@ def predict(
     data: Path | str | NDArray[Any] | Sequence[str],
     device: str = "auto",
     factory: str | None = None,
+    network: Network | None = None,
     *,
     skip_bad: bool = False,
     id_column: str | None = None,
@@ -99,6 +101,7 @@ def predict(
             training data; or the array x itself, or a list of texts.
         device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
+        network: instead, a network of the program: see :func:`load_model`.
         skip_bad: leave out unusable records instead of rejecting all.
         id_column: column of a table to keep beside each record; by default ``id``.
         encoding: encoding of a CSV; by default that of the training table.
@@ -109,7 +112,7 @@ def predict(
     """
     where, found = choose_device(device), list[Tensor]()
     file, facts = read_facts(Path(run))
-    released = load_model(file, device=where, factory=factory)
+    released = load_model(file, device=where, factory=factory, network=network)
     reading = Reading(skip_bad, id_column, encoding)
     records = read_unlabelled(data, file, facts, text_reader(file, facts), reading)
     _check_some_left(data, len(records.names), records.skipped)
@@ -119,7 +122,8 @@ def predict(
     some = places(len(records.names), facts.shape)
     batches = (torch.from_numpy(records.at(rows)).to(where) for rows in some)
     inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
-    for logits in outputs(released.model, inputs):
+    formed = (each.reshape(len(each), *facts.form) for each in inputs)
+    for logits in outputs(released.model, formed):
         found.append(facts.task.answers(logits).cpu())
         done = sum(map(len, found))
         LISTENER.get()(Computing(done, len(records.names), file, what="predictions"))

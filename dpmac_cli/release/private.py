@@ -32,6 +32,7 @@ from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.setup import make_trainer, unit_of
 from dpmac_cli.storage.progress import outcome
+from dpmac_cli.tasks.notebook import as_html, of_privacy
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, check_composable
@@ -174,6 +175,17 @@ class PrivateTraining:
             "network.",
         )
 
+    def _repr_html_(self) -> str:
+        """Return the privacy so far, for a notebook."""
+        privacy, facts = self.plan.privacy, self.plan.data.facts
+        counted = "units" if self.plan.data.found.unit else "records"
+        rows = of_privacy(
+            private=privacy.private, epsilon=self.epsilon, delta=privacy.delta, unit=privacy.unit
+        )
+        done = f"{self._begun:,} of {self._steps:,}"
+        rows += [("trains on", f"{facts.train_size:,} {counted}"), ("steps", done)]
+        return as_html("Private training", rows)
+
     def __len__(self) -> int:
         """Return the total number of steps."""
         return self._steps
@@ -234,6 +246,7 @@ class PrivateTraining:
 
     def standardise(self, x: Tensor) -> Tensor:
         """Standardise records of the dataset, as for the network's inputs."""
+        x = x.reshape(len(x), *self._task.form)
         return self._task.data.standardised(x.to(self._trainer.state.theta.device))
 
     def evaluate(self) -> Evaluation:

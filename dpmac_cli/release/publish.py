@@ -12,6 +12,8 @@ from dpmac_cli.runs.environment import device_name
 from dpmac_cli.runs.session import Session
 from dpmac_cli.storage import files
 from dpmac_cli.storage.report_keys import ReportKeys
+from dpmac_cli.tasks.notebook import as_html, of_report
+from dpmac_cli.training.evaluation import EXACT
 
 State = Literal["finished", "interrupted", "budget-spent"]
 
@@ -23,6 +25,13 @@ class Finished:
     report: dict[str, Any]
     folder: Path
     state: State
+
+    def _repr_html_(self) -> str:
+        """Return the numbers that matter, for a notebook."""
+        note = f"The report, the model card and the model are in {self.folder}."
+        if not self.report["privacy"]["covered_scores"]:
+            note = f"{EXACT} {note}"
+        return as_html(f"Run, {self.state}", of_report(self.report), note)
 
 
 def publish(session: Session, total_seconds: float) -> Finished:

@@ -19,7 +19,7 @@ from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import by_flag, by_setting
 from dpmac_cli.dp.clipping.batches import Batch, Structure, samples_in
 from dpmac_cli.dp.rules import Rule
-from dpmac_cli.errors import BudgetError, InputError, ModelError
+from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.models.trial import Objective
 from dpmac_cli.randomness.keystream import KEY_BYTES, Keys, make_keys
 from dpmac_cli.randomness.sampling import Indices, Sampler
@@ -35,7 +35,7 @@ from dpmac_cli.runs.step_arguments import (
     settings_of,
 )
 from dpmac_cli.runs.step_engine import StepEngine, build_engine
-from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable
+from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable, check_counted
 from dpmac_cli.training.loading import (
     Collate,
     Drawn,
@@ -382,12 +382,7 @@ class PrivateStep:
 
     def _prepare(self, structure: Structure) -> StepEngine:
         """Validate the network and the loss, and build what takes the steps."""
-        now = carried_by(self._model, self._loss)
-        if {t.number for t in now} - {t.number for t in self._earlier}:
-            raise ModelError(
-                "The network was trained by another PrivateStep or make_private since this one was "
-                "created, so its epsilon does not count those steps. Create this one again."
-            )
+        check_counted(self._model, self._loss, self._earlier)
         self._program = step_state.program_of(self._model, self._loss, self._rule)
         self._engine = build_engine(
             Objective(self._model, self._loss),
