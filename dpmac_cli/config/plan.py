@@ -7,6 +7,7 @@ from typing import Any
 
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
@@ -190,7 +191,7 @@ class TrainPlan:
 
     Attributes:
         recipe: training settings besides the optimizer.
-        recorded: contents of config.yaml, by the names of the flags.
+        recorded: settings that describe the run, which config.yaml and checkpoints keep.
     """
 
     data: DataPlan
@@ -199,7 +200,7 @@ class TrainPlan:
     optimizer: OptimizerPlan
     recipe: Recipe
     run: RunPlan
-    recorded: Mapping[str, Any] = field(hash=False, repr=False)
+    recorded: Mapping[SettingName, Any] = field(hash=False, repr=False)
 
     def on(self, device: str) -> "TrainPlan":
         """Return the plan of the same run on another device."""

@@ -674,6 +674,6 @@ class Complete(Settings, frozen=True):
 
 SETTINGS: Mapping[SettingName, Option] = options(Settings)
 #: Defaults of a run without a recipe.
-RECIPE_DEFAULTS: Mapping[str, object] = {
+RECIPE_DEFAULTS: Mapping[SettingName, object] = {
     name: option.default for name, option in SETTINGS.items() if option.flag.group == RECIPE
 }

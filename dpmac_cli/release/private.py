@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.keywords import Keywords, TrainingKeywords
+from dpmac_cli.config.keywords import Keywords, SettingName, TrainingKeywords
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
@@ -105,7 +105,7 @@ class PrivateTraining:
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
         if own is not None:  # the report names it
             called = f"{own.__module__}:{getattr(own, '__qualname__', type(own).__qualname__)}"
-            recorded = {**plan.recorded, "loss": called}
+            recorded: dict[SettingName, Any] = {**plan.recorded, "loss": called}
             recipe = replace(plan.recipe, loss=LossKind(called))
             plan = replace(plan, recipe=recipe, recorded=recorded)
         if plan.privacy.private:
@@ -239,7 +239,7 @@ class PrivateTraining:
     def lr(self, rate: float) -> None:
         Settings(lr=rate)  # raises InputError
         hyper = replace(self.plan.optimizer.hyper, lr=float(rate))
-        recorded = {**self.plan.recorded, "lr": hyper.lr}
+        recorded: dict[SettingName, Any] = {**self.plan.recorded, "lr": hyper.lr}
         optimizer = replace(self.plan.optimizer, hyper=hyper)
         self._plan = replace(self.plan, optimizer=optimizer, recorded=recorded)
         self._trainer.algorithm = replace(self._trainer.algorithm, hyper=hyper)

@@ -161,6 +161,7 @@ class Facts(BaseModel):
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
     classes: tuple[PrintableText, ...]
     target: Target | None = None
+    table: dict[str, Any] | None = _at("dataset", "schema", default=None)
     shape: tuple[CountInFile, CountInFile, CountInFile] = _at("input", "shape")
     record: tuple[CountInFile, ...] | None = _at("input", "record", default=None)
     levels: CountInFile = _at("input", "levels")
@@ -174,7 +175,7 @@ class Facts(BaseModel):
     def task(self) -> Task:
         """Task that the model was trained for."""
         target = None if self.target is None else dict(self.target)
-        return task_of({**vars(self), "target": target})
+        return task_of({"classes": self.classes, "multilabel": self.multilabel, "target": target})
 
     @property
     def signature(self) -> Signature:

@@ -16,18 +16,13 @@ from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
+from dpmac_cli.models.independence import ALONE, Independence, independence
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
 from dpmac_cli.models.trial import Trial
-from dpmac_cli.models.validation import (
-    ALONE,
-    Independence,
-    check_model,
-    check_precision,
-    form_of,
-    independence,
-)
+from dpmac_cli.models.validation import check_model, check_precision, form_of
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
+from dpmac_cli.runs.checkpoint import Fingerprint
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing
@@ -40,7 +35,8 @@ class PreparedRun:
     Attributes:
         model: the whole network, which takes images and is published.
         trained: the part that is trained on ``data``, without frozen features.
-        independence: reason why the network is independent across samples.
+        independence: reason why the network is independent across samples. why: reason why it runs
+            on each sample alone, if that was not asked for.
         fingerprints: SHA-256 of everything that must be unchanged to resume a run: your own
             records with their classes and constants, your own network, the file of public weights,
             and the features. Private, like the records. notes: messages for the user.
@@ -52,10 +48,11 @@ class PreparedRun:
     trained: nn.Module
     data: Data
     independence: Independence
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[Fingerprint, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     built_by: str = ""
     form: tuple[int, ...] = ()
+    why: str = ""
 
     @property
     def parameters(self) -> int:
@@ -82,7 +79,7 @@ def prepare(
     form = form_of(built.model, forms_of(plan, own=own), facts.task.outputs)
     model = built.model.to(device)
     parts = None if passed_in else _parts(network, facts, model)
-    kind, why = _independence(network, facts, model, parts, form, own=own)
+    kind, why = independence_of(network, facts, model, parts, form, own=own)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(network, facts, model, parts, form)
     fingerprints = {**built.fingerprints, **_data_sums(plan.data, data)}
@@ -105,9 +102,10 @@ def prepare(
         data=data,
         independence=kind,
         fingerprints=fingerprints,
-        notes=(*built.notes, *why),
+        notes=(*built.notes, ALONE.format(why)) if why else built.notes,
         built_by=built.built_by,
         form=form,
+        why=why,
     )
 
 
@@ -116,7 +114,7 @@ class _Built:
     """A network, and what :class:`PreparedRun` says of how it was built."""
 
     model: nn.Module
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[Fingerprint, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     built_by: str = ""
 
@@ -150,12 +148,13 @@ def _of_features(network: NetworkPlan) -> dict[str, object]:
     return settings if network.features is None else settings | network.features.values
 
 
-def record_sums(data: Data) -> dict[str, str]:
+def record_sums(data: Data) -> dict[Fingerprint, str]:
     """Return checksums of user-supplied records and of their assignment to units."""
-    sums = {"data": fingerprint(data.train, data.test)}
-    for name, split in (("units", data.train), ("test units", data.test)):
-        if split.units is not None:
-            sums[name] = split.units.sha256()
+    sums: dict[Fingerprint, str] = {"data": fingerprint(data.train, data.test)}
+    if data.train.units is not None:
+        sums["units"] = data.train.units.sha256()
+    if data.test.units is not None:
+        sums["test units"] = data.test.units.sha256()
     return sums
 
 
@@ -190,7 +189,7 @@ def _build(plan: TrainPlan, keys: Keys) -> _Built:
         isolated=network.isolate,
     )
     check_publishable(model)
-    sums, notes, built_by = dict[str, str](), tuple[str, ...](), ""
+    sums, notes, built_by = dict[Fingerprint, str](), tuple[str, ...](), ""
     if isinstance(network.model, UserModel):
         sums["network"] = build.source_sum(network.model)
         seen = build.seen_by_network(facts.signature, network.features)
@@ -233,9 +232,9 @@ def _check_passed_in(plan: TrainPlan, model: object) -> nn.Module:
     return model
 
 
-def _data_sums(plan: DataPlan, data: Data | None) -> dict[str, str]:
+def _data_sums(plan: DataPlan, data: Data | None) -> dict[Fingerprint, str]:
     """Return checksums of the facts of user-supplied data, for resuming."""
-    facts, sums = plan.facts, {}
+    facts, sums = plan.facts, dict[Fingerprint, str]()
     if plan.own:
         sums["classes"] = digest({}, facts.task.declared)
         sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
@@ -246,7 +245,7 @@ def _data_sums(plan: DataPlan, data: Data | None) -> dict[str, str]:
     return sums
 
 
-def _independence(
+def independence_of(
     network: NetworkPlan,
     facts: Dataset,
     model: nn.Module,
@@ -254,20 +253,20 @@ def _independence(
     form: tuple[int, ...],
     *,
     own: bool,
-) -> tuple[Independence, tuple[str, ...]]:
-    """Return why a network is independent across samples, with notes; ``own`` if not built in."""
+) -> tuple[Independence, str]:
+    """Return why a network is independent across samples; ``own`` if it is not built in.
+
+    Also return why it runs on each sample alone, if it does and that was not asked for.
+    """
     if network.isolate:
-        return "isolated", ()
+        return "isolated", ""
     if not own:
-        return "built in", ()
+        return "built in", ""
     shape, classes = form, facts.task.outputs
     if network.features is not None:
         model, shape = model.get_submodule("head"), network.features.shape_of(facts.shape)
     frozen = parts.frozen if parts is not None and network.head_only else None
-    kind, why = independence(model, shape, classes, frozen)
-    if kind == "traced":
-        return kind, ()
-    return kind, (ALONE.format(why),)
+    return independence(model, shape, classes, frozen)
 
 
 def _doubts(weights: PublicWeights, data: DataPlan, *, private: bool) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dpmac_cli.cli.runs import _print, age
+from dpmac_cli.cli.runs import _print, _table, age
 from dpmac_cli.config.yaml_file import HEADER
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.release import run
