@@ -69,8 +69,9 @@ def split(
     train, test = records.at(~held_out), records.at(held_out)
     if not (len(train.y) and len(test.y)):
         raise InputError(
-            f"--test-fraction {source.test_fraction:g} of {counted(len(held_out), 'record')} leaves "
-            "no training or no test records. Add records, or use another --test-fraction or "
+            f"--test-fraction {source.test_fraction:g} of "
+            f"{counted(len(held_out), 'record')} leaves no training or "
+            "no test records. Add records, or use another --test-fraction or "
             "--split-seed."
         )
     if classes is not None:
