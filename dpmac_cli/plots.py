@@ -77,7 +77,7 @@ def trade_offs(rows: Sequence[Row]) -> "Figure":
     for panel, guessing in ((errors, 1 - alphas), (roc, alphas)):
         panel.plot(alphas, guessing, "-", color="#bbbbbb", linewidth=1, label="guessing")
     for row in rows:
-        betas = trade_off(row.events, alphas)
+        betas = trade_off(row.done, alphas)
         name = f"epsilon {format_epsilon(row.epsilon)} at delta {format_epsilon(row.delta)}"
         errors.plot(alphas, betas, label=name)
         roc.plot(alphas, 1 - betas)

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.account_flags import answer, ask, asked
+from dpmac_cli.config.account_answers import answer
+from dpmac_cli.config.account_flags import ask, asked
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.recipes import recipe_notes

@@ -93,6 +93,8 @@ AccountName = Literal[
     "epsilon",
     "solve",
     "delta",
+    "tune",
+    "most_trials",
     "sampler",
     "accountant",
 ]

@@ -73,6 +73,7 @@ def resolve(
     file: Path | None = None,
     *,
     earlier: tuple[TrainingEvent, ...] = (),
+    data: DataPlan | None = None,
     **keywords: Unpack[Keywords],
 ) -> Resolved:
     """Resolve settings and a YAML file into a validated plan. Settings take precedence.
@@ -82,6 +83,7 @@ def resolve(
             given.
         file: YAML file with flag names as keys.
         earlier: events on the same records, which a target epsilon must cover too.
+        data: the dataset, if its facts were read before; None to read them.
         keywords: more settings by name: ``resolve(dataset="digits", sigma=2)``.
 
     Raises:
@@ -94,7 +96,7 @@ def resolve(
     given = {} if file is None else read_settings(file, errors)
     if (model := given.get("model")) is not None and "model" not in on_command_line:
         errors += faults_of_model([str(model.value)], model.origin)
-    return _resolved(on_command_line, given, errors, earlier)
+    return _resolved(on_command_line, given, errors, earlier, data)
 
 
 def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Resolved:
@@ -117,6 +119,7 @@ def _resolved(
     file: Mapping[SettingName, SettingValue],
     errors: list[str],
     earlier: tuple[TrainingEvent, ...] = (),
+    data: DataPlan | None = None,
 ) -> Resolved:
     """Return a validated plan; ``errors`` were found before."""
     given = with_file(combined(file, flags, errors), errors)
@@ -125,7 +128,7 @@ def _resolved(
     if "dataset" in invalid or settings.skip_bad:
         raise_errors(errors)
     try:
-        data = plan_data(settings)
+        data = data or plan_data(settings)
     except InputError as failure:
         raise InputError([*errors, *failure.errors]) from failure
     errors += checks.lonely(given)

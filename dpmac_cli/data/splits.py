@@ -69,9 +69,8 @@ def split(
     train, test = records.at(~held_out), records.at(held_out)
     if not (len(train.y) and len(test.y)):
         raise InputError(
-            f"--test-fraction {source.test_fraction:g} of "
-            f"{counted(len(held_out), 'record')} leaves no training or "
-            "no test records. Add records, or use another --test-fraction or "
+            f"--test-fraction {source.test_fraction:g} of {counted(len(held_out), 'record')} "
+            "leaves no training or no test records. Add records, or use another --test-fraction or "
             "--split-seed."
         )
     if classes is not None:
@@ -110,8 +109,9 @@ def data_facts(
     owners = [set(units.tolist()) for _, _, units in sides if units is not None]
     if len(owners) == 2 and (both := set.intersection(*owners)):
         raise InputError(
-            f"{source.path}: units have training and test records ({len(both)} of them, such as "
-            f"{min(both)}). Use different units for testing."
+            f"{source.path}: {counted(len(both), 'unit')}, such as {min(both)}, "
+            f"{'has' if len(both) == 1 else 'have'} training and test records: use different units "
+            "for testing."
         )
     train, test = (len(y if units is None else np.unique(units)) for _, y, units in sides)
     batch = -(-train // STEPS_PER_EPOCH)

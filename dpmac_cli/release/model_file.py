@@ -130,6 +130,7 @@ def _trainings(facts: Facts) -> Iterator[Training]:
             private=facts.private,
             seeded=facts.seeded,
             secure=facts.secure,
+            searched=facts.searched is not None,
             begun=done.steps,
             number=f"{facts.checksum} {number}",
         )

@@ -17,7 +17,13 @@ from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
+from dpmac_cli.config.plan import (
+    DataPlan,
+    NetworkPlan,
+    PrivacyPlan,
+    SearchPlan,
+    TrainPlan,
+)
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.models.encoders import TextEncoder
@@ -52,10 +58,11 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     """
     events, part, private = spent.events, plan.privacy, plan.privacy.private
     trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
-    cost = price(events, part.delta, unit=part.unit)
+    search = None if plan.search is None else plan.search.search
+    cost = price(events, part.delta, unit=part.unit, search=search)
     whole = part.event_of(part.steps - spent.base)
     planned = total_epsilon((*spent.earlier, whole), part.delta)
-    promise, risk = cost.statement, assess_risk(events, plan.data.facts.train_size, part.unit)
+    promise, risk = cost.statement, assess_risk(cost.done, plan.data.facts.train_size, part.unit)
     seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
     drawn = TEXTS.drawn
     if plan.run.secure:
@@ -85,6 +92,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         }
         if part.scores
         else None,
+        "search": None if plan.search is None else _search(plan.search, part.delta),
         "events": [vars(event) for event in events],
         "abandoned": [vars(event) for event in spent.abandoned],
         "adjacency": cost.adjacency if private else None,
@@ -94,6 +102,22 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "statement": " ".join((TEXTS.seed_given, promise)) if private and spent.seeded else promise,
         "seed_policy": {"given": spent.seeded, "statement": seeds},
         "randomness": {"secure": spent.secure, "statement": drawn},
+    }
+
+
+def _search(plan: SearchPlan, delta: float) -> dict[str, Any]:
+    """Return what epsilon covers of a search, of which a run is the best trial."""
+    search, trials = plan.search, plan.search.trials
+    return {
+        "mean_trials": trials.mean,
+        "most_trials": trials.most,
+        "log_weight": trials.log_weight,
+        "epsilon_of_a_trial": finite_or_none(search.trial_epsilon(delta)),
+        "space": list(plan.space),
+        "candidates": [[vars(event) for event in events] for events in search.candidates],
+        "stop_early": plan.stop_early,
+        "statement": TEXTS.searched.format(mean=trials.mean, most=trials.most),
+        "time": TEXTS.stopped_early if plan.stop_early else TEXTS.same_time,
     }
 
 
@@ -141,6 +165,7 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
         "unprotected": [row["what"] for row in computed if row["status"] != "protected"],
         "public": [*_public_data(plan.data), *_public_weights(plan.network)],
         "software": f"dpmac {__version__}, torch {version('torch')}.",
+        **({"tuning": TEXTS.tuned} if plan.search is not None else {}),
         "audit": TEXTS.audited.format(canaries) if canaries else TEXTS.not_audited,
     }
 

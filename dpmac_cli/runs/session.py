@@ -196,6 +196,8 @@ class Session:
     def _epsilon(self, schedule: EpsilonSchedule, event: Progress | Evaluated) -> float:
         """Return epsilon up to an event: of its own step if it is an evaluation, else a bound."""
         plan, spent = self.plan, self.ledger.spent
+        if plan.search is not None:  # whatever is shown of the best trial costs the whole search
+            return plan.search.search.epsilon(plan.privacy.delta)
         if isinstance(event, Evaluated) and event.last:  # like the report
             return total_epsilon(self.spent().events, plan.privacy.delta)
         epsilon = schedule.at(done := event.step - spent.base)

@@ -31,6 +31,7 @@ class Training:
         secure: whether all random numbers came from a cipher.
         begun: number of steps that may have used records.
         number: random number, the same in copies of the network.
+        searched: whether it is the best trial of a search, which costs more than its event.
     """
 
     event: TrainingEvent
@@ -40,6 +41,7 @@ class Training:
     secure: bool
     begun: int = 0
     number: str = field(default_factory=lambda: secrets.token_hex(16))
+    searched: bool = False
 
     def __deepcopy__(self, memo: Any) -> "Training":
         """Return this training: a copy of a network may average the weights of later steps."""
@@ -103,6 +105,12 @@ def check_composable(earlier: Sequence[Training], unit: tuple[str, str]) -> None
             "The network was trained without privacy before (no_dp), so no noise covers what its "
             "weights reveal of those records. Start from weights that are public, or that were "
             "trained privately."
+        )
+    if any(training.searched for training in earlier):
+        raise ModelError(
+            "The network is the result of a search (dpmac tune), whose cost cannot be added to "
+            "that of a training. Use it as it is, or start from a network that was not trained on "
+            "these records."
         )
     others = sorted({training.unit[0] for training in earlier if training.unit != unit})
     if others:
