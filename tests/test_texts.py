@@ -285,7 +285,7 @@ def test_features_are_cached_privately_and_listed(monkeypatch: pytest.MonkeyPatc
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     result = dpmac("cache")
-    assert "1 files" in result.stdout
+    assert "1 file" in result.stdout
     monkeypatch.setattr(Bert, "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trained(out=Path("again"))  # the probe of the cache

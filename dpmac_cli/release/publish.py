@@ -29,7 +29,8 @@ class Finished:
     def _repr_html_(self) -> str:
         """Return the numbers that matter, for a notebook."""
         note = f"The report, the model card and the model are in {self.folder}."
-        if not self.report["privacy"]["covered_scores"]:
+        privacy = cast(ReportKeys, self.report)["privacy"]
+        if privacy["private"] and not privacy["covered_scores"]:
             note = f"{EXACT} {note}"
         return as_html(f"Run, {self.state}", of_report(self.report), note)
 
