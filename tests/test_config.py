@@ -21,7 +21,7 @@ from dpmac_cli.config.flags import near_setting
 from dpmac_cli.config.plan import RunPlan, TrainPlan
 from dpmac_cli.config.resolve import Resolved, change
 from dpmac_cli.config.settings import RECIPE, Complete, Count, Settings
-from dpmac_cli.config.sources import parse_settings
+from dpmac_cli.config.sources import by_flag, parse_settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
@@ -315,7 +315,7 @@ def test_a_flag_displaces_the_files_answer_to_the_same_question(
     assert {**targets, **found} == {"epsilon": None, **expected}
     assert config == resolve(flags).plan
     undone = body.keys() - flags.keys() - {"sigma"}
-    assert not any(config.recorded.get(name) for name in undone)
+    assert not any(by_flag(config.recorded).get(flag_name(name)) for name in undone)
 
 
 EXCLUSIVES = [

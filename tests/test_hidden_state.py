@@ -17,7 +17,8 @@ from torch.nn.modules import module as of_modules
 from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.losses import alone
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models.validation import check_model, independence
+from dpmac_cli.models.independence import independence
+from dpmac_cli.models.validation import check_model
 from tests.helpers import CLASSES, PLAN, SIDE, Batches, make_trainer, tiny_data, tiny_model
 
 SHAPE, PIXELS = (1, SIDE, SIDE), SIDE**2

@@ -16,8 +16,9 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.build import build_model
+from dpmac_cli.models.independence import independence
 from dpmac_cli.models.registry import MODELS, BuiltIn
-from dpmac_cli.models.validation import check_model, independence
+from dpmac_cli.models.validation import check_model
 
 IMAGE = (4, 6, 6)
 
@@ -308,7 +309,7 @@ def _of_one(x: Tensor) -> Tensor:
         (lambda: nn.Sequential(nn.Linear(144, 3), Through(Tensor.log)), None),
         (lambda: nn.Sequential(nn.Linear(144, 3), Through(lambda x: x / 0 * 0)), "NaN or infinity"),
         (lambda: nn.Sequential(nn.Linear(144, 3), Through(_of_one)), "samples, including one"),
-        (lambda: nn.Sequential(nn.Linear(144, 3), Through(Tensor.detach)), "no call of it affects"),
+        (lambda: nn.Sequential(nn.Linear(144, 3), Through(Tensor.detach)), "nothing would be tr"),
     ],
 )
 def test_what_training_would_fail_on_is_found_by_validation(
@@ -317,6 +318,7 @@ def test_what_training_would_fail_on_is_found_by_validation(
     model = nn.Sequential(nn.Flatten(), build())
     with pytest.raises(ModelError, match=said) if said else nullcontext():
         check_model(model, IMAGE, 3)
+        independence(model, IMAGE, 3)
 
 
 def test_weights_that_begin_as_nan_are_named() -> None:
@@ -378,12 +380,20 @@ class Dropping(LastOf):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("model", [Packed, TimeFirst, Dropping])
-def test_other_uses_of_recurrent_layers_are_refused_by_name(model: type[LastOf]) -> None:
-    with pytest.raises(ModelError, match="layer recur") as refused:
-        check_model(model(nn.LSTM), IMAGE, 3)
-    said = str(refused.value).replace("flatten(0, 1)", "")
+@pytest.mark.parametrize("model", [Packed, Dropping])
+def test_other_uses_of_recurrent_layers_are_isolated_by_name(model: type[LastOf]) -> None:
+    check_model(model(nn.LSTM), IMAGE, 3)
+    kind, why = independence(model(nn.LSTM), IMAGE, 3)
+    assert (kind, "layer recur" in why) == ("isolated", True), why
+    said = why.replace("flatten(0, 1)", "")
     assert not re.search(r"\d", said), "sizes are private once training has begun"
+
+
+@pytest.mark.privacy
+def test_a_recurrent_layer_over_the_batch_is_refused_by_name() -> None:
+    check_model(TimeFirst(nn.LSTM), IMAGE, 3)
+    with pytest.raises(ModelError, match=r"mixes samples: .*layer recur"):
+        independence(TimeFirst(nn.LSTM), IMAGE, 3)
 
 
 def _raises(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -400,6 +401,10 @@ def test_every_command_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.Mon
             for number in range(12):
                 pixels = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(Path(part, name, f"{number}.png"))
+    shutil.copytree("album", "scans/ill/p1")
+    shutil.copytree("album", "scans/well/p2")
+    for person in range(3, 12):
+        shutil.copytree("album/cat", f"scans/ill/p{person}")
     Path("new-photos").symlink_to("photos/val")
     np.savez("images.npz", x=rng.integers(0, 256, (30, 8, 8), np.uint8), y=np.arange(30) % 2)
     wages(tmp_path)

@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpmac_cli.models import tracing
 from dpmac_cli.models.hooks import UnprovenError
+from dpmac_cli.models.independence import independence
 from dpmac_cli.models.tracing import (
     SAMPLES,
     check_independent,
@@ -17,7 +18,6 @@ from dpmac_cli.models.tracing import (
     check_uniform,
 )
 from dpmac_cli.models.trial import Trial
-from dpmac_cli.models.validation import independence
 from tests.tiers import one_in
 
 SHAPE, CLASSES = (4, 6, 6), 3

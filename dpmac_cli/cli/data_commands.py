@@ -13,7 +13,7 @@ from dpmac_cli.config.fields import Flag, options
 from dpmac_cli.config.flags import Flags, near
 from dpmac_cli.config.settings import Debug
 from dpmac_cli.data.table_schema import draft
-from dpmac_cli.errors import raise_errors
+from dpmac_cli.errors import counted, raise_errors
 from dpmac_cli.storage.paths import cache_folder, cache_size
 
 
@@ -94,5 +94,5 @@ def cache(**given: Any) -> None:
     removed = make_room(folder, -1) if take(CacheFlags, given).clear else []
     sizes = [file.stat().st_size for file in kept_files(folder)]
     total, most = decimal(sum(sizes)), decimal(int(limit))
-    said = f"{folder}: {len(sizes)} files, {total} of {most}; {len(removed)} removed"
+    said = f"{folder}: {counted(len(sizes), 'file')}, {total} of {most}; {len(removed)} removed"
     console.stdout().print(Text(said))

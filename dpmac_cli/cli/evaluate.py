@@ -26,7 +26,7 @@ from dpmac_cli.config.settings import (
     Quiet,
 )
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.errors import MISFIT, raise_errors
+from dpmac_cli.errors import MISFIT, counted, raise_errors
 from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.release.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD
@@ -217,9 +217,13 @@ def predict(run: Path, data: Path, **given: Any) -> None:
         found = predict(run, data, flags.device, flags.model)
     found.write(out)
     if lost := found.unanswered:
-        console.print_notes([f"for {lost:,} records the output is NaN, so they have no class"])
+        console.print_notes(
+            [f"for {counted(lost, 'record')} the output is NaN, so they have no class"]
+        )
     if not quiet:
-        console.stdout().print(Text(f"{out}: predictions for {len(found.records):,} records"))
+        console.stdout().print(
+            Text(f"{out}: predictions for {counted(len(found.records), 'record')}")
+        )
 
 
 @with_options(argument("run", "A run folder."), options(Format), options(CardAnswers), DEBUG)

@@ -222,9 +222,10 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
 def asked(given: Mapping[str, str], found: Sequence[str] = ()) -> tuple[AccountQuery, ...]:
     """Return a question for each target epsilon whose recipe may differ, as :func:`ask` does."""
     question = ask(given, found)
-    if not question.said or len(question.epsilon or ()) < 2:
+    targets = question.epsilon or ()
+    if not question.said or len(targets) < 2:
         return (question,)
-    return tuple(ask({**given, "epsilon": target}) for target in given["epsilon"].split(","))
+    return tuple(ask({**given, "epsilon": repr(target)}) for target in targets)
 
 
 def _run(flags: AccountFlags, solve: str | None) -> Settings:

@@ -14,6 +14,7 @@ from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.data.schema import TABLES, DataFacts, Source, listed
+from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.tasks.known import value_is_known
 from dpmac_cli.training.schedules import LossKind, Recipe
@@ -163,7 +164,9 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
     """Yield notes on what was found in the records."""
     found, dataset, private = data.found, data.dataset, privacy.private
     if found.skipped:
-        yield f"{len(found.skipped)} records of {dataset} are left out: {found.skipped[0]}."
+        left = counted(len(found.skipped), "record")
+        are = "is" if len(found.skipped) == 1 else "are"
+        yield f"{left} of {dataset} {are} left out: {found.skipped[0]}."
     if found.inferred and private:
         yield (
             f"{listed(found.inferred).capitalize()} of {dataset} were taken from its "
@@ -173,8 +176,9 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
     if found.signs.repeated and private:
         yield (
             f"Names such as {found.signs.repeated} suggest several images per person, but epsilon "
-            "protects single images. To protect all images of a person, add a pattern for the "
-            "common part of their names: --unit 'patient([0-9]+)'."
+            "protects single images. To protect all images of a person, add --unit folder if each "
+            "person has a folder, or a pattern for the common part of their names: --unit "
+            "'patient([0-9]+)'."
         )
     if found.signs.copies and private:
         yield (
@@ -211,7 +215,7 @@ def _unit_remedy(source: str | Source) -> str:
         return "unit= with one item per record"
     path = source.path
     if path.is_dir():
-        return "--unit 'patient([0-9]+)'"
+        return "--unit folder, or --unit 'patient([0-9]+)'"
     return "--unit COLUMN" if path.suffix in TABLES else "an array unit"
 
 

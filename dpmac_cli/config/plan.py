@@ -8,6 +8,7 @@ from typing import Any
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
@@ -206,7 +207,7 @@ class TrainPlan:
 
     Attributes:
         recipe: training settings besides the optimizer.
-        recorded: contents of config.yaml, by the names of the flags.
+        recorded: settings that describe the run, which config.yaml and checkpoints keep.
         search: search that the run is one trial of; None if it is a run by itself.
     """
 
@@ -216,7 +217,7 @@ class TrainPlan:
     optimizer: OptimizerPlan
     recipe: Recipe
     run: RunPlan
-    recorded: Mapping[str, Any] = field(hash=False, repr=False)
+    recorded: Mapping[SettingName, Any] = field(hash=False, repr=False)
     search: SearchPlan | None = None
 
     def on(self, device: str) -> "TrainPlan":

@@ -94,13 +94,13 @@ def resolve(
     named = settings.explicit if isinstance(settings, Settings) else settings or {}
     on_command_line = from_flags({**named, **keywords}, errors)
     given = {} if file is None else read_settings(file, errors)
-    if "model" in given and "model" not in on_command_line:
-        errors += faults_of_model([str(given["model"].value)], given["model"].origin)
+    if (model := given.get("model")) is not None and "model" not in on_command_line:
+        errors += faults_of_model([str(model.value)], model.origin)
     return _resolved(on_command_line, given, errors, earlier, data)
 
 
 def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Resolved:
-    """Resolve recorded settings (:attr:`TrainPlan.recorded`) into a plan. Flags take precedence.
+    """Resolve the settings of a file, by the names of flags, into a plan. Flags take precedence.
 
     Raises:
         InputError: lists every fault found.
@@ -289,8 +289,8 @@ def _interval(text: str) -> CheckpointInterval:
     return CheckpointInterval(steps=int(text), seconds=math.inf)
 
 
-def _recorded(settings: Complete, data: DataPlan) -> dict[str, Any]:
-    """Return the contents of config.yaml, by the names of the flags."""
+def _recorded(settings: Complete, data: DataPlan) -> dict[SettingName, Any]:
+    """Return the settings that describe the run."""
     kept: dict[SettingName, Any] = {
         name: value
         for name, option in SETTINGS.items()
@@ -303,4 +303,4 @@ def _recorded(settings: Complete, data: DataPlan) -> dict[str, Any]:
         kept.pop("fix_norm")
     if settings.gpu_batch != settings.physical_batch:  # not given: the device decides
         kept.pop("physical_batch")
-    return {flag_name(name): value for name, value in kept.items()}
+    return kept

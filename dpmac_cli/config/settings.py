@@ -316,8 +316,9 @@ class Settings(Flags, frozen=True):
         str | None,
         Field(
             description=(
-                "Column of a table, or pattern of file paths, that gives the unit of each record,"
-                " such as a patient. Epsilon protects a unit with all of its records."
+                "What gives the unit of each record, such as a patient: a column of a table, a"
+                " pattern of file paths, or folder for each folder below a class. Epsilon protects"
+                " a unit with all of its records."
             )
         ),
         Flag(DATA, comma=True, otherwise="each record is a unit, unless an .npz has an array unit"),
@@ -673,6 +674,6 @@ class Complete(Settings, frozen=True):
 
 SETTINGS: Mapping[SettingName, Option] = options(Settings)
 #: Defaults of a run without a recipe.
-RECIPE_DEFAULTS: Mapping[str, object] = {
+RECIPE_DEFAULTS: Mapping[SettingName, object] = {
     name: option.default for name, option in SETTINGS.items() if option.flag.group == RECIPE
 }

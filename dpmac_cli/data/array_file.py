@@ -17,13 +17,16 @@ from dpmac_cli.data.decoding import DIM, decode
 from dpmac_cli.data.schema import Signs, Source
 from dpmac_cli.data.splits import Records, data_facts, split
 from dpmac_cli.data.stacking import key_of, labels_in, masks, numbers_in, stacked
-from dpmac_cli.data.targets import DECLARED, are_numbers, targets_in
+from dpmac_cli.data.targets import CLASSES, DECLARED, are_numbers, targets_in
 from dpmac_cli.errors import InputError, raise_errors
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
 #: What the names of arrays end with: of training records, and of test records.
 SIDES = ("", "_test")
+#: Dimensions of an array of numbers up to which a network of yours gets records in their shape.
+#: With four they are images, with channels first.
+MOST_OWN = 3
 ArrayDict = dict[str, NDArray[Any]]
 ARRAYS = (
     *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
@@ -48,7 +51,7 @@ class ArrayFile:
         found_classes: Sequence[str] = (),
     ) -> None:
         if source.classes is not None:
-            arrays["classes"] = np.array(source.classes)
+            arrays[CLASSES] = np.array(source.classes)
         if source.feature_range is not None:
             arrays["low"], arrays["high"] = map(np.array, source.feature_range)
         skipped += _leave_out_bad(arrays, source, _made_canonical(arrays, unusable or {}))
@@ -85,6 +88,7 @@ class ArrayFile:
             held_out=held_out,
             inferred=inferred,  # an array's type declares its shape
             skipped=skipped,
+            own=() if self._ends is None or x.ndim > MOST_OWN else x.shape[1:],
             signs=Signs(copies=len(contents) - len(set(contents)), dim=_dim(x)),
         )
 
@@ -141,7 +145,7 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
 
 def _made_canonical(arrays: ArrayDict, unusable: Mapping[str, Faults]) -> dict[str, Faults]:
     """Convert records, labels and units in place, each by itself, and return faults by side."""
-    classes = arrays.get("classes")
+    classes = arrays.get(CLASSES)
     names = None if classes is None or classes.ndim != 1 else classes.tolist()
     ranged, faults = bool({"low", "high"} & arrays.keys()), dict[str, Faults]()
     for side in SIDES:
@@ -181,9 +185,9 @@ def _leave_out_bad(
         reasons = _bad_records(arrays, side, unusable[side])
         if source.skip_bad and not side and "unit_test" in arrays and "unit" in arrays:
             # Then neither of the records of such a unit can make the run fail.
-            tested = set(arrays["unit_test"].tolist())
-            twice = [unit in tested for unit in arrays["unit"].tolist()]
-            reasons["unit contains a unit that has test records"] = np.array(twice, np.bool_)
+            trained, tested = (arrays[f"unit{side}"].tolist() for side in SIDES)
+            twice = np.isin(trained, tested)
+            reasons["unit contains a unit that has test records"] = twice
         bad = np.logical_or.reduce([*reasons.values()])
         if source.skip_bad:
             skipped += [f"row {row} of x{side}" for row in np.flatnonzero(bad)]

@@ -34,6 +34,11 @@ def check_hooks(model: nn.Module) -> None:
     for name, part in itertools.chain(model.named_modules(), model.named_parameters()):
         if any(getattr(part, kind, None) for kind in kinds):
             raise UnprovenError(f"{name or 'It'} has hooks.")
+    check_global_hooks()
+
+
+def check_global_hooks() -> None:
+    """Reject hooks of all modules of the process. Raises UnprovenError."""
     if any(GLOBAL.values()):
         raise UnprovenError(
             "There are hooks of all modules (torch.nn.modules.module.register_...)."

@@ -105,6 +105,8 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             found = [_union(given)] * len(outputs)
         elif name in KNOWN["along"]:
             found = _along(given, _dims_of(func, named), outputs)
+        elif name in KNOWN["by_channel"] and told <= KNOWN["channels"] and _keeps_nothing(named):
+            found = _by_channel(given, outputs)
         elif told <= KNOWN["rows"] and (name in KNOWN["by_row"] or named.get("training") is False):
             found = _row_by_row(given, outputs)
         elif name in KNOWN["products"]:
@@ -166,6 +168,26 @@ def _along(given: Sequence[Tensor], dims: list[int], outputs: Sequence[Tensor]) 
     kept = [planes.any(places, keepdim=True) if places else planes for planes in given]
     joined = _union(kept)
     return [joined if out.ndim == whole.ndim else joined.squeeze(places) for out in outputs]
+
+
+def _keeps_nothing(named: Mapping[str, Any]) -> bool:
+    """Return whether a normalisation has statistics of its inputs alone, which it does not keep."""
+    statistics = named.get("running_mean"), named.get("running_var")
+    return statistics == (None, None) and bool(named.get("training", named.get("train")))
+
+
+def _by_channel(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return planes of outputs whose channels, dimension 1, depend on the same ones of inputs."""
+    channels = _union(
+        [
+            planes.transpose(0, 1).flatten(1, -2).any(1) if planes.ndim > 2 else planes
+            for planes in given
+        ]
+    )
+    return [
+        channels.view(1, -1, *[1] * (out.ndim - 2), SAMPLES) if out.ndim > 1 else channels
+        for out in outputs
+    ]
 
 
 def _by_row(planes: Tensor) -> Tensor:
@@ -301,7 +323,7 @@ def _check_node(node: torch.fx.Node) -> None:
     named = dict(zip([a.name for a in target._schema.arguments], arguments, strict=False))
     dims = [dim % batched[0].ndim for dim in _dims_of(target, {**named, **node.kwargs})]
     if name in KNOWN["by_row"] or "batch_norm" in name:
-        along = place != 0
+        along = place not in ((0, 1) if name in KNOWN["by_channel"] else (0,))
     elif name in ("tril", "triu"):
         along = place is not None and place >= batched[0].ndim - 2
     elif name == "index":

@@ -2,33 +2,26 @@
 
 Clipping bounds only the gradient of a sample itself. An operation that mixes samples lets a sample
 affect the gradients of others, which voids the guarantee. :func:`check_model` rejects layers that
-are known to mix samples, and networks that store information about samples. :func:`independence`
-tries to prove independence (:mod:`dpmac_cli.models.tracing`); if it fails, samples run one by one.
+are known to mix samples, and networks that store information about samples. How the others run is
+decided by :mod:`dpmac_cli.models.independence`.
 """
 
 import contextlib
 import itertools
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.batches import Structure, tensors_in
-from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
+from dpmac_cli.dp.clipping.batches import tensors_in
 from dpmac_cli.dp.clipping.deep_copy import duplicate
-from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.errors import DpmacError, ModelError
-from dpmac_cli.models import tracing
-from dpmac_cli.models.hooks import UnprovenError, check_hooks
-from dpmac_cli.models.state import first_change, first_opaque
+from dpmac_cli.models.state import first_change
 from dpmac_cli.models.trial import Trial
 from dpmac_cli.torch_errors import what_failed
-
-#: Reason why a network is independent across samples.
-Independence = Literal["built in", "isolated", "traced"]
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
 MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
@@ -44,13 +37,8 @@ ROUNDING = (
 )
 #: Number of samples in a trial.
 FEW = 5
-#: Remedy for a network whose per-sample gradients do not follow from the calls of its layers.
+#: Remedy for a network that is rejected if it runs on whole batches.
 ISOLATE = " Or add --isolate to run the network on each sample separately."
-#: Note for a network that is run on each sample alone, with the reason.
-ALONE = (
-    "The network is run on each sample alone, which is slower, because it could not be proven "
-    "independent across samples. {} An operation across samples then sees only one."
-)
 
 
 def check_model(
@@ -64,7 +52,7 @@ def check_model(
 ) -> None:
     """Reject a classifier that stores information about samples, or cannot be trained.
 
-    It may mix samples in its own operations: see :func:`independence`.
+    It may mix samples in its own operations: see :mod:`dpmac_cli.models.independence`.
 
     Args:
         model: maps (samples, *shape) to logits, (samples, classes). It is not changed.
@@ -79,6 +67,21 @@ def check_model(
     check_trial(
         model, Trial.of(shape, classes), frozen=frozen, isolated=isolated, built_in=built_in
     )
+
+
+def form_of(model: nn.Module, forms: Sequence[tuple[int, ...]], classes: int) -> tuple[int, ...]:
+    """Return the first of several shapes of a sample that a network accepts.
+
+    If it accepts none of them, return the first, with which :func:`check_model` will fail. The
+    network is not changed.
+    """
+    for form in forms if len(forms) > 1 else ():
+        with contextlib.suppress(Exception, SystemExit), torch.no_grad():
+            probe = duplicate(model).double().eval()
+            for count in (FEW, 1):
+                _check_output(probe, Trial.of(form, classes), count)
+            return form
+    return forms[0]
 
 
 def check_trial(
@@ -98,10 +101,10 @@ def check_trial(
             f"The model cannot be copied: {what_failed(failure)} Validation works on a copy. "
             "Instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm."
         ) from failure
-    with _explained(trial):
+    with explained(trial):
         with torch.no_grad():
             _check_output(probe.double().eval(), trial, FEW, scored=True)
-            _prepared(probe, frozen)
+            prepared(probe, frozen)
             for count in (1,) if isolated else (FEW, 1):
                 _check_output(probe, trial, count)
         if built_in:
@@ -110,79 +113,13 @@ def check_trial(
             check_precision(model, trial)
     if isolated:
         return
-    _without_zeros(probe)
-    with _explained(trial, ISOLATE):
+    randomise_zeros(probe)
+    with explained(trial, ISOLATE):
         _check_forward(probe, trial)
-        if not frozen:
-            _check_backward(probe, trial)
-
-
-def independence(
-    model: nn.Module, shape: tuple[int, ...], classes: int, frozen: nn.Module | None = None
-) -> tuple[Independence, str]:
-    """Try to prove that a user-supplied classifier is independent across samples.
-
-    The model has passed :func:`check_model` with this shape and number of classes. ``frozen`` is
-    its frozen part, if only its last layer is trained. Returns "traced" if proven, or "isolated"
-    and the reason as a sentence.
-    """
-    return independence_on(model, Trial.of(shape, classes), frozen)
-
-
-def independence_on(
-    model: nn.Module, trial: Trial, frozen: nn.Module | None = None
-) -> tuple[Independence, str]:
-    """Try to prove independence on any samples: see :func:`independence`."""
-    probe = _prepared(duplicate(frozen or model), frozen is not None)
-    try:
-        if (opaque := first_opaque(frozen or model)) is not None:
-            raise UnprovenError(f"Its {opaque} may store information that cannot be inspected.")
-        if frozen is None:
-            check_hooks(model)  # copies may lack hooks
-            for layer in find_layers(probe, trial.inputs.made_up(2)):
-                # Its random draws could not be repeated.
-                inside = [] if layer.direct else list(layer.module.modules())[1:]
-                if any(isinstance(part, DROPOUT) and part.p > 0 for part in inside):
-                    name = layer.name or "The model"
-                    raise UnprovenError(f"{name} has both its own parameters and dropout layers.")
-            tracing.check_independent(probe, trial)
-            check_hooks(probe)  # a forward pass may have put some in
-        else:
-            tracing.check_independent_forward(probe, trial.inputs)
-    except UnprovenError as failure:
-        return "isolated", str(failure)
-    return "traced", ""
-
-
-def validated_network(
-    objective: nn.Module, inputs: Structure, *, isolated: bool = False
-) -> tuple[Independence, tuple[str, ...]]:
-    """Validate a network that returns its own losses; return how it must run, and notes.
-
-    It runs on each sample alone if it is not proven independent across samples, or if per-sample
-    gradients do not follow from the calls of its layers.
-
-    Args:
-        objective: maps a batch to one loss per sample, shape (samples,). It is not changed.
-        inputs: structure of a sample.
-        isolated: run it on each sample alone in any case.
-
-    Raises ModelError, which names the layer and the remedy.
-    """
-    trial = Trial(inputs, None)
-    check_trial(objective, trial, isolated=True)
-    if isolated:
-        return "isolated", ()
-    try:
-        check_trial(objective, trial)
-        kind, why = independence_on(objective, trial)
-    except ModelError as failure:
-        kind, why = "isolated", str(failure).removesuffix(ISOLATE)
-    return kind, () if kind == "traced" else (ALONE.format(why),)
 
 
 @contextlib.contextmanager
-def _explained(trial: Trial, remedy: str = "") -> Iterator[None]:
+def explained(trial: Trial, remedy: str = "") -> Iterator[None]:
     """Convert exceptions of user code on random samples, which are not private, to ModelError.
 
     The remedy is added to rejections.
@@ -191,6 +128,8 @@ def _explained(trial: Trial, remedy: str = "") -> Iterator[None]:
         yield
     except (Exception, SystemExit) as failure:
         reason = failure.__cause__ if isinstance(failure, DpmacError) else failure
+        if reason is None and not remedy:
+            raise
         if reason is None:
             raise ModelError(f"{failure}{remedy}") from None
         raise ModelError(
@@ -275,17 +214,19 @@ def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = 
     )
 
 
-def _prepared(model: nn.Module, frozen: bool) -> nn.Module:
-    """Set a model to the mode in which it runs, and turn its dropout layers into identities."""
+def prepared(model: nn.Module, frozen: bool) -> nn.Module:
+    """Set a model to the mode in which it runs, and turn dropout into the identity."""
     model = model.train(not frozen)
     for module in model.modules():
         if type(module) in DROPOUT:
             module.forward = lambda x: x  # still in training mode, which other code may check
+        if isinstance(module, nn.RNNBase):
+            module.dropout = 0.0
     return model
 
 
 @torch.no_grad()
-def _without_zeros(model: nn.Module) -> None:
+def randomise_zeros(model: nn.Module) -> None:
     """Randomise zero parameters, which would hide the effects of earlier layers."""
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
@@ -294,7 +235,7 @@ def _without_zeros(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _same_draws() -> Iterator[None]:
+def same_draws() -> Iterator[None]:
     """Seed torch's global generator, whose seed is secret in training, and restore it after."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -305,12 +246,12 @@ def _same_draws() -> Iterator[None]:
 def _check_forward(model: nn.Module, trial: Trial) -> None:
     """Reject a model that changes itself, or whose outputs differ for the same batch.
 
-    The model is in float64 and :func:`_prepared`. Raises ModelError.
+    The model is in float64 and :func:`prepared`. Raises ModelError.
     """
     before, (x, _) = duplicate(model), trial.samples(FEW, double=True)
     outputs: list[Tensor] = []
     for _ in range(2):
-        with _same_draws():
+        with same_draws():
             outputs.append(model(x))
         changed = first_change(before, model)
         if changed is not None:
@@ -326,49 +267,6 @@ def _check_forward(model: nn.Module, trial: Trial) -> None:
             "numbers (nn.Dropout, torch.rand, torch.bernoulli), because its seed is secret. If the "
             "model stores information about its inputs, remove that: inputs are private records."
         )
-
-
-@torch.enable_grad()
-def _check_backward(model: nn.Module, trial: Trial) -> None:
-    """Reject a model whose recorded gradients are not its complete gradients.
-
-    Such a model uses a weight outside its layer. The model is in float64 and :func:`_prepared`; its
-    parameters are modified. Raises ModelError.
-    """
-    x, y = trial.samples(FEW, double=True)
-    layers = find_layers(model, x)
-    theta = flatten_parameters(layers)
-    total = torch.empty_like(theta)
-    with _same_draws():
-        gradients = ClippedChunkSum(model, layers, loss=trial.loss).gradients(x, y, ball=True)
-    for layer, form in gradients:
-        form.weighted_sum(theta.new_ones(FEW), None, total[layer.start : layer.stop])
-    trained = [p.requires_grad_() for layer in layers for p in layer.parameters.values()]
-    with _same_draws():
-        loss = trial.loss(model(x), y).sum()
-    parts = torch.autograd.grad(loss, trained, materialize_grads=True)
-    whole = torch.cat([part.flatten() for part in parts])
-    for layer in layers:
-        own = slice(layer.start, layer.stop)
-        off = float((total[own] - whole[own]).norm() / whole[own].norm().clamp(min=1e-12))
-        if off > 1e-6:
-            raise ModelError(
-                f"The gradient of layer {layer.name} from its calls is {off:.0%} off its complete "
-                f"gradient: {_why_incomplete(layer)}"
-            )
-
-
-def _why_incomplete(layer: Layer) -> str:
-    """Return why the calls of a layer do not account for its gradient, and what to do."""
-    if layer.module._forward_hooks:
-        return (
-            "it has a forward hook, which changes its output after it was recorded. Put what the "
-            "hook does into the network's forward."
-        )
-    return (
-        "its parameters are also used without calling it (for example "
-        f"F.linear(x, self.{layer.name}.weight)). Call the layer instead."
-    )
 
 
 class _FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
 from dpmac_cli.data.class_folders import is_hidden
 from dpmac_cli.data.complaints import refuse
@@ -26,6 +27,7 @@ from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_new
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs import folder
@@ -103,6 +105,7 @@ def predict(
     data: Path | str | NDArray[Any] | Sequence[str],
     device: str = "auto",
     factory: str | None = None,
+    network: Network | None = None,
 ) -> Predictions:
     """Predict the classes of new records.
 
@@ -112,6 +115,7 @@ def predict(
             training data; or the array x itself, or a list of texts.
         device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
+        network: instead, a network of the program: see :func:`load_model`.
 
     Raises:
         InputError: a file is missing or damaged, or records do not match the training data.
@@ -119,15 +123,16 @@ def predict(
     """
     where, faults, found = choose_device(device), list[str](), list[Tensor]()
     file, facts = read_facts(Path(run))
-    released = load_model(file, device=where, factory=factory)
-    schema, reader = released.facts["dataset"].get("schema"), text_reader(file, facts)
-    names, at, ids = _records(data, file, facts, schema, reader, faults)
+    released = load_model(file, device=where, factory=factory, network=network)
+    reader = text_reader(file, facts)
+    names, at, ids = _records(data, file, facts, reader, faults)
     if not len(names):
         raise InputError(f"{data} contains no records.")
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
     batches = (torch.from_numpy(at(some)).to(where) for some in places(len(names), facts.shape))
     inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
-    for logits in outputs(released.model, inputs):
+    formed = (each.reshape(len(each), *facts.form) for each in inputs)
+    for logits in outputs(released.model, formed):
         found.append(facts.task.answers(logits).cpu())
         done = sum(map(len, found))
         LISTENER.get()(Computing(done, len(names), file, what="predictions"))
@@ -139,12 +144,11 @@ def _records(
     data: Path | str | NDArray[Any] | Sequence[str],
     file: Path,
     facts: Facts,
-    schema: Mapping[str, Any] | None,
     reader: TextReader | None,
     faults: list[str],
 ) -> _Records:
     """Return new records; faults of images are added to ``faults`` on decoding."""
-    settings: Mapping[str, Any] = {}
+    settings: Mapping[SettingName, Any] = {}
     with suppress(*folder.BROKEN):
         settings = folder.settings(file.parent)
     if not isinstance(data, Path | str):
@@ -155,7 +159,7 @@ def _records(
         if not path.exists():
             raise InputError(f"{path} does not exist.")
     kinds, wanted = {"folder", ".npz"}, "images: use a folder of images or an .npz"
-    if schema is not None:
+    if facts.table is not None:
         kinds, wanted = {*TABLES}, f"a table: use one ({', '.join(TABLES)})"
     elif reader is not None:
         wanted = f"texts: use a folder of texts ({SUFFIX}), or an .npz of texts"
@@ -167,10 +171,10 @@ def _records(
         return _images(path, facts, settings, faults)
     names: Sequence[str] | range | None = None
     ids = None
-    if schema is not None:
+    if facts.table is not None:
         from dpmac_cli.data.table_file import read_inputs  # noqa: PLC0415  (loads an extra)
 
-        x, ids = read_inputs(path, TableSchema.model_validate(schema).columns, reader)
+        x, ids = read_inputs(path, TableSchema.model_validate(facts.table).columns, reader)
     elif kind == "folder" and reader is not None:
         x, names = read_new_files(path, reader)
     else:
@@ -183,7 +187,9 @@ def _records(
     return range(len(x)) if names is None else names, at, ids
 
 
-def _images(root: Path, facts: Facts, settings: Mapping[str, Any], faults: list[str]) -> _Records:
+def _images(
+    root: Path, facts: Facts, settings: Mapping[SettingName, Any], faults: list[str]
+) -> _Records:
     below = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
     names = sorted(str(name) for name in below if not any(map(is_hidden, name.parts)))
     strange = [name for name in names if not name.lower().endswith(SUFFIXES)]
@@ -192,7 +198,7 @@ def _images(root: Path, facts: Facts, settings: Mapping[str, Any], faults: list[
 
     def look(opened: "Image") -> NDArray[np.uint8] | str:
         wide, high = size_of(opened)
-        if "image-size" not in settings and (wide, high) != (width, height):
+        if "image_size" not in settings and (wide, high) != (width, height):
             found = f"{high}x{wide}"
             return f"has {found} pixels, but the model needs {height}x{width}"
         grey = opened.mode.partition(";")[0] in GREY
@@ -212,7 +218,7 @@ def _images(root: Path, facts: Facts, settings: Mapping[str, Any], faults: list[
 
 
 def _arrays(
-    x: NDArray[Any], facts: Facts, settings: Mapping[str, Any]
+    x: NDArray[Any], facts: Facts, settings: Mapping[SettingName, Any]
 ) -> Callable[[slice], NDArray[Any]]:
     """Return a function that reads images or rows of numbers. Raises ValueError if they misfit."""
     images = facts.levels > 1
@@ -221,7 +227,7 @@ def _arrays(
     middle, half = np.array([facts.mean, facts.std])
     ends = None if images else np.stack([middle - half, middle + half])
     if images:
-        resizes = "image-size" in settings and shape[:1] == facts.shape[:1]
+        resizes = "image_size" in settings and shape[:1] == facts.shape[:1]
         if x.dtype != np.uint8 or not (resizes or shape == facts.shape):
             raise ValueError(f"x must be images as uint8, with {sides}")
     elif shape != facts.shape or x.dtype.kind not in ("fiu" if x.ndim == 2 else "f"):

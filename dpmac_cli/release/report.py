@@ -16,7 +16,7 @@ from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
-from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import (
     DataPlan,
     NetworkPlan,
@@ -38,6 +38,11 @@ from dpmac_cli.tasks import task as tasks
 from dpmac_cli.tasks.known import task_in
 
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
+#: Settings that a report repeats with the public part of a network.
+OF_PUBLIC_PART: tuple[SettingName, ...] = (
+    *("features", "backbone", "backbone_size"),
+    *("train", "lora_rank", "lora_alpha"),
+)
 
 #: Sentences of a report, by name.
 TEXTS: Any = SimpleNamespace(
@@ -197,11 +202,12 @@ def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int)
             "parameters": task.parameters,
             "fix_norm": plan.network.fix_norm,
             "built_by": task.built_by or None,
-            "independence": {"kind": kind, "statement": TEXTS.independence[kind]},
+            "independence": {"kind": kind, "statement": _independence(task)},
             **_public_part(plan.network, plan.recorded, task, trained),
         },
         "input": {
             "levels": facts.levels,
+            "record": list(task.form or facts.shape),
             "texts": [list(place) for place in facts.texts],
             **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },
@@ -211,6 +217,11 @@ def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int)
         "statement": statement,
         "audit": audit if canaries else None,
     }
+
+
+def _independence(task: PreparedRun) -> str:
+    """Return how samples are known to be independent; and why alone, if nobody asked for it."""
+    return " ".join(filter(None, (TEXTS.independence[task.independence], task.why)))
 
 
 def _dataset(plan: DataPlan, privacy: PrivacyPlan) -> dict[str, Any]:
@@ -237,7 +248,7 @@ def _dataset(plan: DataPlan, privacy: PrivacyPlan) -> dict[str, Any]:
 
 
 def _public_part(
-    network: NetworkPlan, recorded: Mapping[str, Any], task: PreparedRun, trained: int
+    network: NetworkPlan, recorded: Mapping[SettingName, Any], task: PreparedRun, trained: int
 ) -> dict[str, Any]:
     """Return the part of a network that was public before training; empty for most networks."""
     features, said, file = network.features, [], None
@@ -254,11 +265,10 @@ def _public_part(
         said.append(TEXTS.pretrained.format(file=file))
     if network.starts_public and network.trained.part != "all":
         said.append(TEXTS.trained.format(part=PARTS[network.trained.part]))
-    flags = ("features", "backbone", "backbone-size", "train", "lora-rank", "lora-alpha")
     part = {
-        **{flag.replace("-", "_"): recorded.get(flag) for flag in flags},
+        **{name: recorded.get(name) for name in OF_PUBLIC_PART},
         **part,
-        "backbone_flips": recorded.get("backbone-flips", False),
+        "backbone_flips": recorded.get("backbone_flips", False),
         "pretrained": file,
         "sha256": task.fingerprints.get("pretrained"),
         "trained_parameters": trained,
@@ -303,7 +313,7 @@ def build_report(
             "batch_size": privacy.batch_size,
             **{name: getattr(plan.optimizer.hyper, name) for name in sorted(used)},
         },
-        "recipe": {n: plan.recorded.get(flag_name(n), d) for n, d in RECIPE_DEFAULTS.items()},
+        "recipe": {n: plan.recorded.get(n, d) for n, d in RECIPE_DEFAULTS.items()},
         "post_noise": dict(post_noise),
         "timings": {
             "training_seconds": round(seconds, 3),

@@ -187,7 +187,9 @@ class Facts(BaseModel):
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
     classes: tuple[PrintableText, ...]
     target: Target | None = None
+    table: dict[str, Any] | None = _at("dataset", "schema", default=None)
     shape: tuple[CountInFile, CountInFile, CountInFile] = _at("input", "shape")
+    record: tuple[CountInFile, ...] | None = _at("input", "record", default=None)
     levels: CountInFile = _at("input", "levels")
     mean: tuple[float, ...] = _at("input", "mean")
     std: tuple[Annotated[float, Field(gt=0)], ...] = _at("input", "std")
@@ -199,17 +201,24 @@ class Facts(BaseModel):
     def task(self) -> Task:
         """Task that the model was trained for."""
         target = None if self.target is None else dict(self.target)
-        return task_of({**vars(self), "target": target})
+        return task_of({"classes": self.classes, "multilabel": self.multilabel, "target": target})
 
     @property
     def signature(self) -> Signature:
         """Signature of the network."""
         return Signature(self.shape, self.task.outputs, self.mean, self.std)
 
+    @property
+    def form(self) -> tuple[int, ...]:
+        """Shape of a record as the network takes it; versions before 0.3 did not write it."""
+        return self.record or self.shape
+
     @model_validator(mode="after")
     def _check_channels(self) -> "Facts":
         if not len(self.mean) == len(self.std) == self.shape[0]:
             raise ValueError("input.mean and input.std must have one number per channel")
+        if math.prod(self.form) != math.prod(self.shape):
+            raise ValueError("input.record must have as many numbers as input.shape")
         ends = [0, *(first + count for first, count in self.texts)]
         if any(first < end for end, (first, _) in zip(ends, self.texts, strict=False)):
             raise ValueError("input.texts must be in order")

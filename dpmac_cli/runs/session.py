@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from dpmac_cli.accounting.accountants import COARSE, total_epsilon
 from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.sources import by_flag
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.runs import checkpoint, folder, workers
@@ -108,7 +109,7 @@ class Session:
         state = self.trainer.state
         record = {
             "state": state.numbers(),
-            "config": dict(self.plan.recorded),
+            "config": by_flag(self.plan.recorded),
             "spent": asdict(self.ledger.spent),
             "history": self.history,
             "seconds": self.seconds,

@@ -11,8 +11,8 @@ from dpmac_cli.dp.losses import returned
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.rules import Rule
+from dpmac_cli.models.independence import Independence, validated_network
 from dpmac_cli.models.trial import Objective
-from dpmac_cli.models.validation import Independence, validated_network
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise

@@ -21,7 +21,14 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     find_manner,
     without_zeros,
 )
-from dpmac_cli.dp.clipping.batches import NOTHING, Structure, map_rows, samples_in, tensors_in
+from dpmac_cli.dp.clipping.batches import (
+    NOTHING,
+    Structure,
+    by_row,
+    map_rows,
+    samples_in,
+    tensors_in,
+)
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import (
@@ -32,7 +39,6 @@ from dpmac_cli.dp.clipping.layers import (
     without_gradients,
 )
 from dpmac_cli.dp.clipping.norms import RegionMetric
-from dpmac_cli.dp.clipping.recorder import by_row
 from dpmac_cli.dp.losses import Loss, build_loss
 from dpmac_cli.errors import ModelError, RunError
 from dpmac_cli.models.unchanged import DURING, Unchanged
@@ -118,6 +124,8 @@ class ChunkedSum(ABC):
         model.train()  # as validated
         self.unchanged = Unchanged(model, self.trained, how.own)
         self.manner, self.notes = self._manner(isolated)
+        if isolated is not None and (price := isolated.price()) is not None:
+            self.notes = (price, *self.notes)
         self.unchanged.check(DURING)
 
     @abstractmethod
@@ -159,7 +167,8 @@ class ChunkedSum(ABC):
                     raise
                 chunk //= 2  # as in a step
         if isinstance(manner, Manner):
-            return manner, () if manner.note is None else (manner.note,)
+            own = () if isolated is None else isolated.notes
+            return manner, own if manner.note is None else (*own, manner.note)
         if isolated is not None:
             self.chunk = min(self.chunk, isolated.run_in_a_loop())
             return Manner(), (IN_A_LOOP,)

@@ -14,9 +14,9 @@ from dpmac_cli.dp.losses import returned
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import ModelError
+from dpmac_cli.models.independence import validated_network
 from dpmac_cli.models.trial import Objective
 from dpmac_cli.models.unchanged import DURING
-from dpmac_cli.models.validation import validated_network
 from dpmac_cli.randomness.keystream import KEY_BYTES
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.training.chunks import BatchSum, Running

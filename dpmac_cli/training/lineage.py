@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.events import TrainingEvent
@@ -62,8 +63,8 @@ class Training:
     @classmethod
     def of_json(cls, saved: Mapping[str, Any]) -> "Training":
         """Return the training from the result of :meth:`as_json`."""
-        event, unit = TrainingEvent(**saved["event"]), tuple(saved["unit"])
-        return cls(**{**saved, "event": event, "unit": unit})
+        training: Training = TypeAdapter(cls).validate_python(saved)
+        return training
 
 
 def attach(network: nn.Module, training: Training) -> None:
@@ -85,6 +86,16 @@ def carried_by(network: nn.Module, loss: Any = None) -> tuple[Training, ...]:
             known = found.setdefault(training.number, training)
             found[training.number] = max(known, training, key=lambda each: each.begun)
     return tuple(found.values())
+
+
+def check_counted(network: nn.Module, loss: Any, earlier: Sequence[Training]) -> None:
+    """Raise ModelError if a network or its loss was trained besides some earlier trainings."""
+    now = carried_by(network, loss)
+    if {training.number for training in now} - {training.number for training in earlier}:
+        raise ModelError(
+            "The network was trained by another PrivateStep or make_private since this one was "
+            "created, so its epsilon does not count those steps. Create this one again."
+        )
 
 
 def check_composable(earlier: Sequence[Training], unit: tuple[str, str]) -> None:

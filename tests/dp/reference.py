@@ -20,9 +20,11 @@ from dpmac_cli.dp.mechanism import Ellipsoid
 def per_sample_gradients(model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor) -> Tensor:
     """Gradients of the cross-entropy by vmap over the whole model, float64, (samples, d).
 
-    torch's recurrent layers have no batching rule: they run on one sample after the other.
+    torch's recurrent layers and bags of words have no batching rule: they run on one sample after
+    the other.
     """
-    if any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()):
+    without_rule = nn.RNNBase | nn.RNNCellBase | nn.EmbeddingBag
+    if any(isinstance(module, without_rule) for module in model.modules()):
         return torch.stack([_alone(model, layers, *pair) for pair in zip(x, y, strict=True)])
     named = {id(p): name for name, p in model.named_parameters()}
     names = [named[id(p)] for layer in layers for p in layer.parameters.values()]

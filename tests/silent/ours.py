@@ -11,7 +11,8 @@ from torch import nn
 from dpmac_cli import ArrayData, make_private
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import DpmacError
-from dpmac_cli.models.validation import Independence, check_model, independence
+from dpmac_cli.models.independence import Independence, independence
+from dpmac_cli.models.validation import check_model
 from dpmac_cli.runs import prepare
 from tests.helpers import Batches
 from tests.silent.judge import CLIP_NORM, LR, RECORDS, STEPS, Situation, Weights, records

@@ -731,11 +731,7 @@ SITUATIONS = (
     S("one Parameter in two layers", Tied),
     S("one Parameter in two layers, isolated", Tied, isolate=True),
     S("one module called twice", CalledTwice),
-    S(
-        "a weight also used outside its layer",
-        UsedOutside,
-        refused="layer first .*without calling it.*--isolate",
-    ),
+    S("a weight also used outside its layer", UsedOutside),
     S("a weight also used outside its layer, isolated", UsedOutside, isolate=True),
     S("records mixed by hand in training mode", MixesInTraining),
     S(
@@ -749,7 +745,7 @@ SITUATIONS = (
     S("hook on a tensor that mixes in backward", TensorHook),
     S("nn.DataParallel", Net, wrap=nn.DataParallel),
     S("torch.compile", Net, wrap=compiled, long=True),
-    S("forward hook that scales", hooked(hook_forward), refused="first .*forward hook.*--isolate"),
+    S("forward hook that scales", hooked(hook_forward)),
     S("forward hook that scales, isolated", hooked(hook_forward), isolate=True),
     S("forward hook that mixes", hooked(hook_mixing), refused="first .*forward hook.*--isolate"),
     S("forward hook that mixes, isolated", hooked(hook_mixing), isolate=True),

@@ -35,6 +35,11 @@ def map_rows(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
+def by_row(batch: Batch, views: int) -> Batch:
+    """Return a batch of shape (samples, views, ...) with one row per view."""
+    return batch if views == 1 else map_rows(lambda t: t.flatten(0, 1), batch)
+
+
 def parts_by_name(batch: Batch) -> dict[str, Any]:
     """Return what a batch consists of by its place, such as "batch['labels']"."""
     return {f"batch{keystr(path)}": leaf for path, leaf in tree_flatten_with_path(batch)[0]}

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.batches import Batch, samples_in, shapes_of, tensors_in
+from dpmac_cli.dp.clipping.batches import Batch, by_row, samples_in, shapes_of, tensors_in
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import products_by_onednn
 from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, choose_form, total_squared_norms
 from dpmac_cli.dp.clipping.projections import calling_projections
-from dpmac_cli.dp.clipping.recorder import by_row, record_uses
+from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.torch_errors import code_of_network
 

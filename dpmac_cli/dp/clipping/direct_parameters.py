@@ -27,6 +27,9 @@ ELEMENTWISE = frozenset(
 #: Functions that repeat a tensor along dimensions.
 EXPANDING = frozenset({Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, Tensor.repeat})
 
+#: Modules that hold parameters and are never called.
+CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+
 #: Maps gradients w.r.t. copies of the value that was read to those w.r.t. the parameter, per row.
 PullBack: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -123,8 +126,8 @@ def copied_parameters(model: nn.Module, example: Batch) -> set[int]:
     asked = [
         p
         for module in model.modules()
-        for p in module.parameters(recurse=False)
-        if any(True for child in module.children() for _ in child.parameters())
+        for p in directly_held(module).values()
+        if not isinstance(module, CONTAINERS) and _has_parts(module)
     ]
     if not asked:
         return set()
@@ -138,6 +141,24 @@ def copied_parameters(model: nn.Module, example: Batch) -> set[int]:
             return set()
         known &= {p for p, found in copies.by_parameter.items() if found} - copies.refused
     return known
+
+
+def directly_held(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that only a module's own forward can read, by name within it.
+
+    These are its own, and those in its lists and dicts of parameters.
+    """
+    held = dict(module.named_parameters(recurse=False))
+    for key, child in module.named_children():
+        if isinstance(child, CONTAINERS):
+            held |= {f"{key}.{name}": p for name, p in directly_held(child).items()}
+    return held
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Return whether modules with parameters are inside, besides lists of parameters."""
+    inside = len({id(p) for p in module.parameters()})
+    return inside > len({id(p) for p in directly_held(module).values()})
 
 
 def _and_another(rows: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import unfold
 from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
-from dpmac_cli.dp.clipping.layer_rules import Use, has_plain_use, in_groups
+from dpmac_cli.dp.clipping.layer_rules import CONVOLUTIONS, Use, has_plain_use, in_groups
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import FEW_TERMS, matmul
 from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, SquaredNorms, kept, roundoff
@@ -79,10 +79,9 @@ def sizes(layer: Layer, uses: Sequence[Use], views: int) -> UseSizes | None:
         return None
     linear = type(module) is nn.Linear
     if not linear:
-        if type(module) not in {nn.Conv2d, StandardisedConv2d} or module.groups != 1:
+        if type(module) not in CONVOLUTIONS or module.groups != 1:
             return None
-        zeros = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        if not zeros or any(use.inputs[0].ndim != 4 for use in uses):
+        if not all(unfold.has_rows(module, use.inputs[0]) for use in uses):
             return None
     outputs = len(module.weight)
     k = module.weight.numel() // outputs
@@ -165,7 +164,7 @@ class PositionProducts:
         delta = _side_by_side(
             [unfold.gradients_by_position(module, use.delta, self.views) for use in uses]
         )
-        if len(uses) * self.views == 1 and isinstance(module, nn.Conv2d):
+        if len(uses) * self.views == 1 and type(module) in CONVOLUTIONS:
             gram = unfold.gram_by_position(module, uses[0].inputs[0])
         else:
             a = self._factors(uses)[1].double()
@@ -247,10 +246,10 @@ class PositionProducts:
         module: Any = self.layer.module
         a, delta = kept(use.inputs[0], finite), kept(use.delta, finite)
         delta = delta * c.view(-1, *[1] * (delta.ndim - 1))
-        convolution = isinstance(module, nn.Conv2d)
+        convolution = type(module) in CONVOLUTIONS
         if convolution and delta.numel() > FEW_TERMS * self.sizes.outputs:
             weight = unfold.kernel_gradient(module, a, delta, module.weight.shape)
-            return {"weight": weight.flatten(1), "bias": delta.sum((0, 2, 3))}
+            return {"weight": weight.flatten(1), "bias": delta.transpose(0, 1).flatten(1).sum(1)}
         delta = unfold.gradients_by_position(module, delta).flatten(0, 1)
         weight = matmul(delta.T, unfold.inputs_by_position(module, a).flatten(0, 1))
         return {"weight": weight, "bias": delta.sum(0)}

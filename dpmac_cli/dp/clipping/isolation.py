@@ -5,6 +5,7 @@ the module tree, so nothing is carried over in parameters, buffers, other attrib
 State in globals or class attributes is not copied and cannot be isolated.
 """
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, samples_in
+from dpmac_cli.dp.clipping.batches import Batch, Structure, by_row, map_rows, samples_in
 from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.clipping.layer_rules import LAYER_RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
@@ -35,6 +36,12 @@ NO_RULE = (
     "The network has a torch.autograd.Function without a rule for vmap, so it runs on one record "
     "after the other, which can be hundreds of times slower. If its forward and backward consist "
     "of torch operations, define setup_context in it and set generate_vmap_rule = True."
+)
+#: Samples of a batch on which the price of isolation is measured; a loop is run on some of them.
+MEASURED, LOOPED = 32, 2
+PRICE = (
+    "Each record alone takes about {:.2g} times as long as batches in plain training, measured on "
+    "{} made-up records{}."
 )
 
 
@@ -67,6 +74,7 @@ class Isolated:
     ) -> None:
         self._loss_of = loss
         self._model, self._layers, self._views = model, layers, views
+        self._inputs, self._labels = inputs, labels
         self._names = {  # names of each layer's parameters in the model
             layer.name: [f"{layer.name}.{key}".strip(".") for key in layer.parameters]
             for layer in layers
@@ -100,6 +108,36 @@ class Isolated:
         """Run samples one after the other from now on; return :attr:`most`."""
         self.vmapped, self.recorded = False, set()
         return self.most
+
+    def price(self) -> str | None:
+        """Measure how much longer gradients take than in plain training; return it in a sentence.
+
+        Return None if the network cannot run on a batch.
+        """
+        rows = min(self.most, MEASURED)
+        few = rows if self.vmapped else min(rows, LOOPED)
+        x, y = self._inputs.made_up(rows), self._labels.made_up(rows)
+        some_x, some_y = (map_rows(lambda t: t[:few], batch) for batch in (x, y))
+        plain_model = duplicate(self._model).requires_grad_(True)
+        try:
+            with forked(), code_of_network(x):
+                batch = _seconds(lambda: self._plainly(plain_model, x, y))
+                alone = _seconds(lambda: self(some_x, some_y)) * rows / few
+        except Exception as failure:
+            if out_of_memory(failure):
+                raise
+            return None
+        how = "" if self.vmapped else ", one after the other"
+        return PRICE.format(max(1.0, alone / batch), rows, how)
+
+    def _plainly(self, model: nn.Module, x: Batch, y: Batch) -> None:
+        """Compute the gradient of a batch, as plain training does."""
+        rows, labels = by_row(x, self._views), by_row(y, self._views)
+        with torch.enable_grad():
+            loss = self._loss_of(model(rows), labels).sum()
+            torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        if loss.is_cuda:
+            torch.cuda.synchronize()
 
     def __call__(self, x: Batch, y: Batch) -> tuple[Tensor, list[list[Use] | Tensor]]:
         """Return the losses of a chunk, and the uses of each recorded layer or its gradients."""
@@ -240,6 +278,16 @@ class Isolated:
             if any(word in str(failure) for word in NEEDS_A_RULE):
                 self.notes = (NO_RULE,)
             return False
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Return the shorter time of two calls, the first of which may also prepare others."""
+    found = []
+    for _ in range(2):
+        began = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - began)
+    return min(found)
 
 
 def _row(index: int, rows: Tensor) -> Tensor:

@@ -9,18 +9,26 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import group_norm, layer_norm
+from torch.nn.functional import group_norm, instance_norm, layer_norm, rms_norm
 
 from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.unfold import gradients_by_position, inputs_by_position, kernel_gradient
+from dpmac_cli.dp.clipping.unfold import (
+    gradients_by_position,
+    has_rows,
+    inputs_by_position,
+    kernel_gradient,
+)
 from dpmac_cli.errors import ModelError
 
 #: Inputs per output of a convolution, and positions of an image, up to which products of patches
 #: are faster than a grouped convolution.
 FEW_INPUTS = 64
 FEW_POSITIONS = 256
+
+#: Layers whose gradients are sums of products of output gradients and patches of inputs.
+CONVOLUTIONS = frozenset({nn.Conv1d, nn.Conv2d, nn.Conv3d, StandardisedConv2d})
 
 #: Gradients w.r.t. a layer's parameters, by parameter name, each (samples, ...).
 Gradients = Mapping[str, Tensor | OuterProducts]
@@ -158,13 +166,13 @@ def _linear(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
     return {"weight": OuterProducts(delta, a, bias=False), "bias": bias}
 
 
-def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
-    """Return gradients w.r.t. a convolution's kernel, (samples, out, in, height, width).
+def _convolution(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
+    """Return gradients w.r.t. a convolution's kernel, (samples, out, in, *kernel size).
 
     Uses one matrix product per sample, or a grouped convolution over views; None if neither fits.
     """
     conv: Any = layer.module
-    if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or a.ndim != 4:
+    if not has_rows(conv, a):
         return None
     samples, bias = len(a) // views, _over_positions(delta, views)
     outputs, *kernel = conv.weight.shape
@@ -187,11 +195,46 @@ def _channel_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradien
     return {"weight": _over_positions(delta * normal, views), "bias": _over_positions(delta, views)}
 
 
+def _instance_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
+    """Return None for inputs without a dimension of samples, and with running statistics."""
+    norm: Any = layer.module
+    if norm.running_mean is not None or a.ndim < 3 or isinstance(norm, _PLANES.get(a.ndim, ())):
+        return None
+    product = delta * instance_norm(a, eps=norm.eps)
+    return {"weight": _over_positions(product, views), "bias": _over_positions(delta, views)}
+
+
+#: Instance norms that take inputs of so many dimensions for one sample.
+_PLANES = {3: (nn.InstanceNorm2d,), 4: (nn.InstanceNorm3d,)}
+
+
 def _layer_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
+    """Return gradients of a norm over the last dimensions, centred or not."""
     norm: Any = layer.module
     shape = (len(a) // views, -1, *norm.normalized_shape)
-    product = delta * layer_norm(a, norm.normalized_shape, eps=norm.eps)
+    normalise = layer_norm if isinstance(norm, nn.LayerNorm) else rms_norm
+    product = delta * normalise(a, norm.normalized_shape, eps=norm.eps)
     return {"weight": product.reshape(shape).sum(1), "bias": delta.reshape(shape).sum(1)}
+
+
+def _prelu(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
+    """Sum over positions, and over channels too if they share their slope."""
+    product = delta * a.clamp(max=0)
+    if layer.parameters["weight"].numel() > 1:
+        return {"weight": _over_positions(product, views)}
+    return {"weight": product.reshape(len(a) // views, -1).sum(1)}
+
+
+def _embedding_bag(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
+    """Give each token of a bag its part of the bag's gradient; None for the largest of a bag."""
+    table: Any = layer.module
+    if table.mode == "max" or a.ndim != 2:
+        return None
+    by_token = delta.unsqueeze(1).expand(-1, a.shape[1], -1)
+    if table.mode == "mean":
+        counted = torch.ones_like(a) if table.padding_idx is None else a != table.padding_idx
+        by_token = by_token / counted.sum(1).clamp(min=1).view(-1, 1, 1)
+    return _embedding(layer, a, by_token, views)
 
 
 def _embedding(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
@@ -211,12 +254,14 @@ def _embedding(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
 #: Functions that instantiate a layer's gradients, by its exact type; None falls back to vmap.
 LAYER_RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients | None]] = {
     nn.Linear: _linear,
-    nn.Conv2d: _conv2d,
-    StandardisedConv2d: _conv2d,  # w.r.t. W-hat
+    **dict.fromkeys(CONVOLUTIONS, _convolution),  # w.r.t. W-hat, if it is standardised
     nn.GroupNorm: _channel_norm,
     ConstantNorm: _channel_norm,
-    nn.LayerNorm: _layer_norm,
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _instance_norm),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _layer_norm),
+    nn.PReLU: _prelu,
     nn.Embedding: _embedding,
+    nn.EmbeddingBag: _embedding_bag,
 }
 
 

@@ -11,7 +11,11 @@ from torch.nn.utils import vector_to_parameters
 from torch.nn.utils.parametrize import is_parametrized
 
 from dpmac_cli.dp.clipping.batches import Batch
-from dpmac_cli.dp.clipping.direct_parameters import copied_parameters
+from dpmac_cli.dp.clipping.direct_parameters import (
+    CONTAINERS,
+    copied_parameters,
+    directly_held,
+)
 from dpmac_cli.dp.clipping.projections import plainly_called, projections
 from dpmac_cli.errors import ModelError
 
@@ -146,15 +150,21 @@ def _owners(module: nn.Module, name: str, apart: set[int], seen: set[nn.Module])
             own = dict(linear.named_parameters())
             yield Layer(prefix + key, linear, own, composite=module)
         return
-    held = dict(module.named_parameters(recurse=False))
+    held = directly_held(module)
     own = {key: p for key, p in held.items() if p.requires_grad}
     if held and (is_parametrized(module) or not all(id(p) in apart for p in own.values())):
         yield Layer(name, module, dict(module.named_parameters()))
         return
     for key, p in own.items():
-        yield Layer(prefix + key, module, {key: p}, direct=True)
-    for key, child in module.named_children():
-        yield from _owners(child, prefix + key, apart, seen)
+        if "." not in key:
+            yield Layer(prefix + key, module, {key: p}, direct=True)
+    for child_key, child in module.named_children():
+        if not isinstance(child, CONTAINERS):
+            yield from _owners(child, prefix + child_key, apart, seen)
+            continue
+        for key, p in own.items():
+            if key.startswith(f"{child_key}."):
+                yield Layer(prefix + key, module, {key: p}, direct=True)
 
 
 def flatten_parameters(layers: list[Layer]) -> Tensor:

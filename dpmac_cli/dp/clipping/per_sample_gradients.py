@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.ghost_clipping import DEVICE_PIECE, PositionProducts, sizes
-from dpmac_cli.dp.clipping.layer_rules import Use, has_plain_use, in_groups, instantiate
+from dpmac_cli.dp.clipping.layer_rules import (
+    CONVOLUTIONS,
+    Use,
+    has_plain_use,
+    in_groups,
+    instantiate,
+)
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import (
     ROW,
@@ -143,7 +149,7 @@ def choose_form(
         products = PositionProducts(layer, tuple(uses), views, found)
         if not small and (samples * size > HELD or not found.holding_pays(ball)):
             return products
-    elif not small and not isinstance(layer.module, nn.Conv2d):
+    elif not small and type(layer.module) not in CONVOLUTIONS:
         # Gradients of other convolutions are too expensive to compute twice.
         return in_pieces(layer, uses, views)
     # A few samples at a time, whose gradients stay in the cache while they are written.

@@ -41,7 +41,7 @@ KINDS = (
         attention.is_plain_attention,
         attention.attention_weights,
         attention.attend,
-        "(x, x, x), without a mask",
+        "(query, key, value), tensors with samples first",
     ),
     Composite(
         recurrent.RECURRENT,

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dpmac_cli.dp.clipping.batches import Batch, map_rows, samples_in
+from dpmac_cli.dp.clipping.batches import Batch, by_row, samples_in
 from dpmac_cli.dp.clipping.direct_parameters import Copies, PullBack
 from dpmac_cli.dp.clipping.layer_rules import Call, Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.projections import calling_projections
+from dpmac_cli.dp.clipping.recurrent import RECURRENT
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 
@@ -91,11 +92,6 @@ def record_uses(
     return losses, [_checked_uses(*pair, samples) for pair in zip(layers, by_layer, strict=True)]
 
 
-def by_row(batch: Batch, views: int) -> Batch:
-    """Return a batch of shape (samples, views, ...) with one row per view."""
-    return batch if views == 1 else map_rows(lambda t: t.flatten(0, 1), batch)
-
-
 def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
     """Return the uses of a parameter with one copy per row."""
     [parameter] = map(id, layer.parameters.values())
@@ -126,11 +122,10 @@ def _recording(called: Layer, layer: Layer, records: list[_Record]) -> Callable[
         if odd or not tensors or not all(isinstance(x, int | float | str | None) for x in others):
             raise ModelError(
                 f"The layer {name} must be called with positional tensors with one row per sample, "
-                f"and plain values; it got {', '.join(odd) or 'others'}. Store a mask as a "
-                "buffer, self.register_buffer('mask', mask), in a wrapper module that calls this "
-                "layer."
+                f"and plain values; it got {', '.join(odd) or 'others'}. {_by_position(called)}"
             )
-        started = [_start(name, output, several, len(tensors[0])) for output in outputs]
+        kind, rows = type(called.module), len(tensors[0]) if tensors[0].ndim else 0
+        started = [_start(name, kind, output, several, rows) for output in outputs]
         if several:  # one may be computed from another: views distinguish their later uses
             started = [o if o is None else o.view_as(o) for o in started]
         positional = tuple(Tensor if isinstance(x, Tensor) else x for x in inputs)
@@ -143,6 +138,16 @@ def _recording(called: Layer, layer: Layer, records: list[_Record]) -> Callable[
         return tuple(started) if several else started[0]
 
     return record
+
+
+def _by_position(called: Layer) -> str:
+    """Return how to give a layer tensors only."""
+    if type(called.module) in RECURRENT:
+        return "Call it with a tensor, samples first, instead of a packed sequence or named states."
+    return (
+        "Store a mask as a buffer, self.register_buffer('mask', mask), in a wrapper module that "
+        "calls this layer."
+    )
 
 
 def _edge_of(output: Tensor) -> GradientEdge:
@@ -164,25 +169,36 @@ class _Started(torch.autograd.Function):
         return None, None
 
 
-def _start(name: str, output: Any, several: bool, samples: int) -> Any:
+#: How to call layers that return other tensors than one with a row per sample.
+_REMEDY = {
+    **dict.fromkeys(
+        RECURRENT,
+        "Call it with tensors, samples first (batch_first=True), instead of packed sequences.",
+    ),
+    nn.EmbeddingBag: "Call it with one row of tokens per sample, without offsets.",
+}
+
+
+def _start(name: str, kind: type[nn.Module], output: Any, several: bool, samples: int) -> Any:
     """Return a layer's output with a node in the graph. Errors contain no (private) sizes."""
     if output is None and several:
         return None
     if not isinstance(output, Tensor):
         raise ModelError(
             f"The layer {name} must return one tensor or a tuple of tensors, not a "
-            f"{type(output).__name__}{' in a tuple' if several else ''}. Return a tensor, or "
-            "tuple(tensors), from its forward, and call nn.LSTM with tensors, not packed sequences."
+            f"{type(output).__name__}{' in a tuple' if several else ''}. "
+            f"{_REMEDY.get(kind, 'Return a tensor, or tuple(tensors), from its forward.')}"
         )
     if not output.is_floating_point():
         return output
     if output.ndim == 0 or len(output) != samples:
         raise ModelError(
-            f"The layer {name} returns a tensor that does not have one row per sample in its first "
-            "dimension. This is not supported, except for the last states of nn.LSTM, nn.GRU and "
-            "nn.RNN without dropout. Between such layers, put nn.Dropout; or call nn.GRUCell in a "
-            "loop: h = self.cell(x[:, t], h)."
+            f"The layer {name} returns a tensor that does not have as many rows as its input, one "
+            f"per sample. {_REMEDY.get(kind, 'Keep samples in the first dimension.')}"
         )
+    if kind is nn.Linear and output.ndim > 2:
+        # Such a product is a view: in-place operations on it would replace the node of its graph.
+        output = torch.ops.aten._unsafe_view(output, output.shape)
     if output.requires_grad:
         return output
     with torch._C.DisableTorchFunction():  # it is no operation of the network
@@ -210,10 +226,28 @@ def _checked_uses(
     rows = {len(x) if x.ndim else 0 for use in uses for x in (*use.inputs, use.delta)}
     if rows != {batch}:
         name = layer.name if layer.composite is None else layer.name.rpartition(".")[0]
+        given = [x for use in uses for x in (*use.inputs, use.delta)]
         raise ModelError(
             f"The layer {name} does not have one row per sample: its first dimension must "
-            "be the samples. Keep other dimensions after it: "
-            f"self.{name}(x), not self.{name}(x.flatten(0, 1)); for attention and recurrent "
-            "layers, batch_first=True."
+            f"be the samples. {_why_other_rows(name, given, batch)}"
         )
     return uses
+
+
+def _why_other_rows(name: str, given: Sequence[Tensor], batch: int) -> str:
+    """Return why the rows of tensors may not be samples, and what to do."""
+    odd = next(x for x in given if x.ndim == 0 or len(x) != batch)
+    if odd.ndim > 1 and odd.shape[1] == batch:
+        return (
+            "It is the second one here. For attention and recurrent layers, batch_first=True; for "
+            f"others, self.{name}(x.transpose(0, 1))."
+        )
+    if odd.ndim > 1 and len(odd) % batch == 0:
+        return (
+            "Others are flattened into it here. Keep them after it: "
+            f"self.{name}(x), not self.{name}(x.flatten(0, 1))."
+        )
+    return (
+        "Its input here is the same for all samples, such as torch.arange(length). Repeat it for "
+        "each: positions.expand(x.shape[0], -1)."
+    )

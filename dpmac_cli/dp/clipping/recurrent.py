@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 
 #: Gates from the input and from the states, and the states; to the next states, output first.
 _Step = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
@@ -44,12 +45,10 @@ _STEPS: Mapping[type[nn.Module], _Step] = {
 
 
 def is_known_recurrent(module: Any) -> bool:
-    """Return whether a module has plain parameters and no dropout between its layers."""
-    names = {f"{kind}{end}" for end in _ends(module) for kind in _KINDS[: 4 if module.bias else 2]}
-    plain = {name for name, _ in module.named_parameters()} == names
-    if type(module) in CELLS:
-        return plain
-    return plain and not module.dropout and not module.proj_size
+    """Return whether a module has plain parameters."""
+    kinds = [*_KINDS[: 4 if module.bias else 2], *["weight_hr"] * (_projected(module) > 0)]
+    names = {f"{kind}{end}" for end in _ends(module) for kind in kinds}
+    return {name for name, _ in module.named_parameters()} == names
 
 
 def is_plain_recurrent(module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
@@ -57,7 +56,7 @@ def is_plain_recurrent(module: Any, inputs: tuple[Any, ...], named: Mapping[str,
     if named or not 1 <= len(inputs) <= 2 or not isinstance(inputs[0], Tensor):
         return False
     ndim = 2 if type(module) in CELLS else 3
-    states = _states_of(module, inputs[1]) if len(inputs) == 2 else ()
+    states = _states_of(module, inputs[1]) if inputs[1:] not in ((), (None,)) else ()
     return all(isinstance(x, Tensor) and x.ndim == ndim for x in (inputs[0], *states))
 
 
@@ -66,17 +65,22 @@ def recurrent_weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
     return {
         kind + end: (
             getattr(module, f"weight_{kind}{end}"),
-            getattr(module, f"bias_{kind}{end}") if module.bias else None,
+            getattr(module, f"bias_{kind}{end}") if module.bias and kind != "hr" else None,
         )
         for end in _ends(module)
-        for kind in ("ih", "hh")
+        for kind in ("ih", "hh", "hr")[: 3 if _projected(module) else 2]
     }
+
+
+def _projected(module: Any) -> int:
+    """Return the size that the outputs of an nn.LSTM are projected to; 0 if they are not."""
+    return getattr(module, "proj_size", 0)
 
 
 def recur(
     module: Any, calls: Mapping[str, nn.Module], x: Tensor, given: Any = None, /
 ) -> Tensor | tuple[Tensor, ...] | tuple[Tensor, Any]:
-    """Compute the result of the module's own forward."""
+    """Compute the result of the module's own forward, with dropout between layers of its own."""
     size, several = module.hidden_size, type(module) in (nn.LSTMCell, nn.LSTM)
     if type(module) in CELLS:
         zeros = x.new_zeros(len(x), size)
@@ -84,14 +88,16 @@ def recur(
         found = _step_of(module)(calls["ih"](x), calls["hh"](states[0]), states)
         return found if several else found[0]
     x = x if module.batch_first else x.transpose(0, 1)  # (samples, time, ...)
-    zeros = x.new_zeros(len(x), size)
+    widths = (_projected(module) or size, size)[: 1 + several]
+    begun = tuple(x.new_zeros(len(x), width) for width in widths)
     last: list[tuple[Tensor, ...]] = []
     directions = 1 + module.bidirectional
     ends = _ends(module)
     for begin in range(0, len(ends), directions):
         outputs = []
+        x = dropout(x, module.dropout, module.training) if begin and module.dropout else x
         for end in ends[begin : begin + directions]:
-            states = (zeros,) * (1 + several)
+            states = begun
             if given is not None:
                 states = tuple(state[len(last)] for state in _states_of(module, given))
             out, states = _through_time(module, calls, end, x, states)
@@ -113,6 +119,8 @@ def _through_time(
     gates, backwards = calls["ih" + end](x).unbind(1), end.endswith("_reverse")
     for gate in reversed(gates) if backwards else gates:
         states = step(gate, calls["hh" + end](states[0]), states)
+        if _projected(module):
+            states = (calls["hr" + end](states[0]), *states[1:])
         outputs.append(states[0])
     return torch.stack(outputs[::-1] if backwards else outputs, 1), states
 

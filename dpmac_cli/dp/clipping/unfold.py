@@ -1,13 +1,45 @@
-"""Unfolded inputs of a layer: patches of a convolution, their norms and inner products."""
+"""Unfolded inputs of a layer: patches of a convolution, their norms and inner products.
 
-from collections.abc import Sequence
+A convolution has one, two or three dimensions of space. Its padding may have any mode.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
-from torch.nn.functional import conv2d, pad
-from torch.nn.grad import conv2d_weight
+from torch.nn import functional, grad
+from torch.nn.functional import pad
+
+#: Convolutions by their number of dimensions, and gradients of kernels.
+_CONVOLVE: Mapping[int, Any] = {n: getattr(functional, f"conv{n}d") for n in (1, 2, 3)}
+_BY_KERNEL: Mapping[int, Any] = {n: getattr(grad, f"conv{n}d_weight") for n in (1, 2, 3)}
+
+
+def has_rows(conv: Any, a: Tensor) -> bool:
+    """Return whether the inputs of a convolution have samples before channels."""
+    return a.ndim == len(conv.kernel_size) + 2
+
+
+def _padded(conv: Any, a: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return a convolution's inputs, and the zeros that it pads them with on both sides."""
+    if conv.padding_mode == "zeros" and not isinstance(conv.padding, str):
+        return a, conv.padding
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    return pad(a, conv._reversed_padding_repeated_twice, mode), (0,) * len(conv.kernel_size)
+
+
+def _with_zeros(conv: Any, a: Tensor) -> Tensor:
+    """Return a convolution's inputs with all of their padding."""
+    a, zeros = _padded(conv, a)
+    return pad(a, _both_sides(zeros)) if any(zeros) else a
+
+
+def _both_sides(zeros: Sequence[int]) -> list[int]:
+    """Return numbers of zeros as torch's ``pad`` takes them, the last dimension first."""
+    return [n for zero in reversed(zeros) for n in (zero, zero)]
 
 
 def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
@@ -18,13 +50,15 @@ def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
     samples = len(a) // views
     if isinstance(module, nn.Linear):
         return a.reshape(samples, -1, module.in_features)
-    (to_y, to_x), (dy, dx), (height, width) = module.stride, module.dilation, module.kernel_size
-    below, beside = module.padding
-    image = pad(a, (beside, beside, below, below)) if below or beside else a
-    rows = image.unfold(2, dy * (height - 1) + 1, to_y)[..., ::dy]
-    patches = rows.unfold(3, dx * (width - 1) + 1, to_x)[..., ::dx]
-    by_view = torch.unflatten(patches, 0, (samples, views)).permute(0, 2, 5, 6, 1, 3, 4)
-    return by_view.reshape(samples, a.shape[1] * height * width, -1).mT
+    patches, kernel = _with_zeros(module, a), module.kernel_size
+    for dim, (size, step, gap) in enumerate(
+        zip(kernel, module.stride, module.dilation, strict=True), 2
+    ):
+        patches = patches.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
+    by_view = torch.unflatten(patches, 0, (samples, views))  # (samples, views, channels, ...)
+    places, taps = range(3, 3 + len(kernel)), range(3 + len(kernel), by_view.ndim)
+    by_view = by_view.permute(0, 2, *taps, 1, *places)
+    return by_view.reshape(samples, module.weight[0].numel(), -1).mT
 
 
 def gradients_by_position(module: Any, delta: Tensor, views: int = 1) -> Tensor:
@@ -40,8 +74,9 @@ def kernel_gradient(
     conv: Any, a: Tensor, delta: Tensor, shape: Sequence[int], groups: int = 1
 ) -> Tensor:
     """Return the gradient w.r.t. a kernel of a given shape, summed over rows and positions."""
-    options = (conv.stride, conv.padding, conv.dilation, groups)
-    gradient: Tensor = conv2d_weight(a, shape, delta, *options)  # type: ignore[no-untyped-call]
+    a, zeros = _padded(conv, a)
+    by_kernel = _BY_KERNEL[len(conv.kernel_size)]
+    gradient: Tensor = by_kernel(a, shape, delta, conv.stride, zeros, conv.dilation, groups)
     return gradient
 
 
@@ -67,22 +102,24 @@ def gram_by_position(conv: Any, a: Tensor) -> Tensor:
     They are sums over the kernel's taps of products of two pixels. Each pair of pixels is
     multiplied once, not once per tap.
     """
-    flat = a.double().flatten(2)
-    below, beside = conv.padding
+    a, zeros = _padded(conv, a)
+    flat, dims = a.double().flatten(2), len(conv.kernel_size)
     pairs = (flat.mT @ flat).view(len(a), *a.shape[2:], *a.shape[2:])
-    pairs = pad(pairs, (beside, beside, below, below) * 2)
-    ys, xs = (_taps(conv, axis, size) for axis, size in enumerate(pairs.shape[1:3]))
-    first, *others = (pairs[:, y, x, y, x] for y in ys for x in xs)
+    pairs = pad(pairs, _both_sides(zeros) * 2)
+    taps = (_taps(conv, axis, size) for axis, size in enumerate(pairs.shape[1 : 1 + dims]))
+    first, *others = (pairs[:, *tap, *tap] for tap in product(*taps))
     out = first.clone()
     for products in others:
         out += products
-    return out.flatten(3).flatten(1, 2)
+    return out.flatten(1 + dims).flatten(1, dims)
 
 
 def _over_kernel(conv: Any, pixels: Tensor) -> Tensor:
     """Sum one number per pixel, (rows, 1, height, width), over each patch: (rows, T)."""
-    ones = pixels.new_ones(1, 1, *conv.kernel_size)
-    return conv2d(pixels, ones, None, conv.stride, conv.padding, conv.dilation).flatten(1)
+    pixels, zeros = _padded(conv, pixels)
+    ones, convolve = pixels.new_ones(1, 1, *conv.kernel_size), _CONVOLVE[len(conv.kernel_size)]
+    sums: Tensor = convolve(pixels, ones, None, conv.stride, zeros, conv.dilation)
+    return sums.flatten(1)
 
 
 def _taps(conv: Any, axis: int, size: int) -> list[slice]:
