@@ -184,7 +184,8 @@ def carry_out_search(
         first = plan.space.plans[0]
         device = choose_device(first.run.device)
         data = load_data(first.data.source, first.data.folder, device, facts=first.data.facts)
-        clock = _Clock(plan, secret, _begun(plan, secret, record_sums(data)), stop)
+        sums = {str(name): sha for name, sha in record_sums(data).items()}
+        clock = _Clock(plan, secret, _begun(plan, secret, sums), stop)
         while clock.state.remaining > 0 or clock.state.verdict in (WON, LOST):
             yield from _trial(plan, secret, clock, data)
         yield from clock.wait()
