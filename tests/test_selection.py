@@ -134,6 +134,17 @@ def test_the_cost_covers_the_best_of_normal_numbers(
             assert exact <= known + 1e-9
 
 
+@pytest.mark.parametrize(("mean", "most"), [(2, 8), (10, 40), (10, None)])
+def test_the_surcharge_covers_every_place_of_a_normal_number(mean: float, most: int | None) -> None:
+    trials, sigma = Trials(mean, most), 2.0
+    search = Search(trials, ((TrainingEvent(1.0, sigma, 1),),))
+    y = np.linspace(-20.0, 20.0, 4001)
+    ratio = np.log(trials.slope(norm.cdf(y, 0, sigma)) / trials.slope(norm.cdf(y, 1, sigma))).max()
+    assert ratio > 0.1
+    claimed = search.epsilon(DELTA) - search.trial_epsilon(DELTA / mean)
+    assert ratio <= claimed <= 1.5 * ratio
+
+
 def winners(
     trials: Trials, sigmas: Floats, mean: float, count: int, rng: np.random.Generator
 ) -> tuple[Floats, NDArray[np.int64]]:
