@@ -192,7 +192,7 @@ def carry_out_search(
         yield _published(plan, secret, clock)
 
 
-def _begun(plan: TunePlan, secret: SecretFolder, records: Mapping[str, str]) -> SearchState:
+def _begun(plan: TunePlan, secret: SecretFolder, records: Mapping[Any, str]) -> SearchState:
     """Return the state of a search; of a new one, with a number of trials that is drawn once."""
     state = secret.read()
     if state is None:
