@@ -212,7 +212,7 @@ def embeddings() -> Iterator[tuple[Any, ...]]:
     padded = partial(nn.EmbeddingBag, TOKENS, 16, padding_idx=0)
     yield "EmbeddingBag, padding_idx", padded, words, several
     weighed = lambda: Do(  # noqa: E731
-        lambda s, x: s.part(x, per_sample_weights=x * 0.01),
+        lambda s, x: s.part(x, per_sample_weights=x * s.part.weight.detach()[0, 0]),
         part=nn.EmbeddingBag(TOKENS, 16, mode="sum"),
     )
     yield "EmbeddingBag, per_sample_weights", weighed, words, several
@@ -395,7 +395,7 @@ def parameters() -> Iterator[tuple[Any, ...]]:
     yield "one Linear layer, called twice", lambda: Do(again, part=nn.Linear(16, 16)), VECTOR
     uncalled = lambda: Do(
         lambda s, x: F.linear(x, s.part.weight), part=nn.Linear(16, 8, bias=False)
-    )  # noqa: E731
+    )
     yield "F.linear(x, layer.weight)", uncalled, SEQUENCE
     both = lambda s, x: s.part(x) @ s.part.weight  # noqa: E731
     yield "layer(x) @ layer.weight", lambda: Do(both, part=nn.Linear(16, 8)), SEQUENCE
@@ -501,7 +501,7 @@ def networks() -> Iterator[tuple[Any, ...]]:
         norm=nn.LayerNorm(16),
         one=nn.Linear(16, 32),
         two=nn.Linear(32, 16),
-    )  # noqa: E731
+    )
     yield "residual block", block, SEQUENCE
     yield (
         "checkpointed block",
@@ -518,7 +518,7 @@ def networks() -> Iterator[tuple[Any, ...]]:
     yield "attention pooling", lambda: Do(pooled, score=nn.Linear(16, 1)), SEQUENCE
     mixture = lambda s, x: (
         s.gate(x).softmax(-1).unsqueeze(-1) * torch.stack([e(x) for e in s.experts], -2)
-    ).sum(-2)  # noqa: E731
+    ).sum(-2)
     experts = lambda: nn.ModuleList(nn.Linear(16, 8) for _ in range(3))  # noqa: E731
     yield (
         "mixture of experts, soft",
@@ -568,7 +568,7 @@ def networks() -> Iterator[tuple[Any, ...]]:
     )
     unet = lambda s, x: s.up(
         torch.cat([x, F.interpolate(s.down(F.max_pool2d(x, 2)).relu(), scale_factor=2)], 1)
-    )  # noqa: E731
+    )
     yield (
         "U-Net of one level",
         lambda: Do(unet, down=nn.Conv2d(8, 8, 3, padding=1), up=nn.Conv2d(16, 8, 3, padding=1)),

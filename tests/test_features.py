@@ -23,6 +23,7 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import _features, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of, with_features
+from dpmac_cli.models.independence import independence
 from dpmac_cli.models.registry import (
     FEATURES,
     BuiltIn,
@@ -31,7 +32,6 @@ from dpmac_cli.models.registry import (
     parse_model,
 )
 from dpmac_cli.models.scattering import Scattering
-from dpmac_cli.models.independence import independence
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release import run

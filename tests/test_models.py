@@ -16,8 +16,8 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.build import build_model
-from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.models.independence import independence
+from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.models.validation import check_model
 
 IMAGE = (4, 6, 6)
