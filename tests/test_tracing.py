@@ -315,11 +315,14 @@ def test_only_statistics_that_are_not_kept_are_followed_by_channel() -> None:
     """Without the graph, which refuses most of these before."""
     x = torch.randn(SAMPLES, 3, 5)
     kept = torch.zeros(3 * SAMPLES), torch.ones(3 * SAMPLES)
-    for statistics, proven in (((None, None), True), (kept, False)):
+    cases: Any = (((None, None), True), (kept, False))
+    for statistics, proven in cases:
         dependence = Dependence()
         dependence.mark(x)
         with nullcontext() if proven else pytest.raises(UnprovenError), dependence:
-            out = F.batch_norm(x.view(1, -1, 5), *statistics, training=True).view_as(x)
+            out = F.batch_norm(
+                x.view(1, -1, 5), statistics[0], statistics[1], training=True
+            ).view_as(x)
             dependence.check_rows("the output", out)
     dependence = Dependence()
     dependence.mark(x)
