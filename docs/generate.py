@@ -563,6 +563,7 @@ PAGES = {
     "report.md": report,
     "api.md": api,
     "silent-failures.md": silent,
+    "own-network.md": own_network,
     "performance.md": performance,
 }
 

@@ -241,5 +241,5 @@ def test_weights_used_without_a_call_need_no_flag(images: Path) -> None:
 
 @pytest.mark.privacy
 def test_attention_over_the_batch_is_refused_with_its_cause(images: Path) -> None:
-    with pytest.raises(ModelError, match=r"mixes samples: .*layer attend.*batch_first=True"):
+    with pytest.raises(ModelError, match=r"mixes samples: .*layer attend"):
         run_of(images, "AttentionOverBatch")
