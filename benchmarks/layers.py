@@ -1,4 +1,4 @@
-"""How each layer of tests/layer_cases.py is run, and what that costs over plain training.
+"""Measure how each layer of tests/layer_cases.py is run, and its cost over plain training.
 
     PYTHONPATH=. python benchmarks/layers.py docs/data/layers.json
     python docs/generate.py

@@ -204,7 +204,7 @@ def _instance_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradie
     return {"weight": _over_positions(product, views), "bias": _over_positions(delta, views)}
 
 
-#: Instance norms that take inputs of so many dimensions for one sample.
+#: Instance norms whose inputs for one sample have N dimensions, by N.
 _PLANES = {3: (nn.InstanceNorm2d,), 4: (nn.InstanceNorm3d,)}
 
 
