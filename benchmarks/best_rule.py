@@ -54,7 +54,7 @@ def river(file: str, label: str) -> Table:
         text = gzip.decompress(packed.read_bytes()).decode()
     else:
         with zipfile.ZipFile(packed) as archive:
-            (name,) = (n for n in archive.namelist() if n.endswith(".csv"))
+            [name] = archive.namelist()
             text = archive.read(name).decode()
     rows = [*csv.DictReader(io.StringIO(text))]
     columns = [name for name in rows[0] if name != label]

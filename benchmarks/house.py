@@ -3,14 +3,17 @@
     python benchmarks/house.py f4b56a6 HEAD
 
 Rows: rooms (packages and top-level modules) and arrows (imports between them), lookups of settings
-by string, long functions, files that mention ``multilabel``, public names that two modules define,
-and code lines by room: of .py, .toml and .jinja, without docstrings, comments and blank lines.
+by string and how many of them mypy does not check (all are misspelt to find out), long functions,
+files that mention ``multilabel``, public names that two modules define, and code lines by room: of
+.py, .toml and .jinja, without docstrings, comments and blank lines.
 """
 
 import argparse
 import ast
 import io
+import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import tokenize
@@ -75,17 +78,51 @@ def code_lines(file: Path) -> int:
     return len(lines_of - docstring_lines(ast.parse(text)))
 
 
-def lookups(tree: ast.Module) -> int:
-    """Return how often a setting is looked up by its name as a string."""
-    found = 0
+def lookups(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Yield the strings with which a setting, or something of its name, is looked up."""
     for node in ast.walk(tree):
         key: ast.expr | None = None
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             key = node.slice
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             key = node.args[0] if node.func.attr in {"get", "pop"} and node.args else None
-        found += isinstance(key, ast.Constant) and key.value in NAMES
-    return found
+        if isinstance(key, ast.Constant) and key.value in NAMES:
+            yield key
+
+
+def misspelt(text: str) -> tuple[str, list[int]]:
+    """Return a module in which every such string is misspelt, each differently, and their lines."""
+    lines = text.splitlines(keepends=True)
+    keys = sorted(lookups(ast.parse(text)), key=lambda key: (key.lineno, key.col_offset))
+    for number, key in reversed(list(enumerate(keys))):
+        line = lines[key.lineno - 1].encode()
+        word, start = str(key.value).encode(), key.col_offset + 1
+        if line[start:].startswith(word):  # the place of a string within an f-string is not exact
+            before, after = line[:start], line[start:]
+        else:
+            before, after = line.rsplit(word, 1)
+            after = word + after
+        lines[key.lineno - 1] = b"".join((before, b"misspelt%d_" % number, after)).decode()
+    return "".join(lines), [key.lineno for key in keys]
+
+
+def unchecked(package: Path) -> list[str]:
+    """Return where mypy does not notice that such a string is misspelt, as FILE:LINE."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / PACKAGE
+        shutil.copytree(package, copy)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        places: Counter[str] = Counter()
+        for file in sorted(copy.rglob("*.py")):
+            text, lines = misspelt(file.read_text("utf-8"))
+            file.write_text(text, "utf-8")
+            places.update(f"{file.relative_to(folder)}:{line}" for line in lines)
+        command = (sys.executable, "-m", "mypy", PACKAGE)
+        said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    errors = (
+        line.split(": error: ")[0] for line in said.stdout.splitlines() if ": error: " in line
+    )
+    return sorted((places - Counter(errors)).elements())
 
 
 def public_names(tree: ast.Module) -> Iterator[str]:
@@ -115,7 +152,7 @@ def counts(package: Path) -> dict[str, int]:
                 here = room_of(name, packages)
                 if there in rooms and here in rooms and here != there:
                     arrows.add((here, there))
-        found += lookups(tree)
+        found += len(list(lookups(tree)))
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 long += (node.end_lineno or 0) - node.lineno + 1 > LONG
@@ -129,6 +166,7 @@ def counts(package: Path) -> dict[str, int]:
         "rooms": len(rooms),
         "arrows": len(arrows),
         "settings looked up by string": found,
+        "of these, not checked by mypy": len(unchecked(package)),
         f"functions above {LONG} lines": long,
         "files that mention `multilabel`": mentions,
         "functions and classes with the name of another": sum(

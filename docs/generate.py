@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import typer
+import yaml
 
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import app
@@ -107,6 +108,31 @@ Every key of `report.json` and `compare.json`. `python docs/generate.py` writes 
 the JSON Schemas [report.schema.json](report.schema.json) and
 [compare.schema.json](compare.schema.json).
 """
+COMPARISON = """\
+# Other tools
+
+What tools for training with differential privacy have, as of November 2026. The README has ten of
+these rows. `python docs/generate.py` writes this page from `docs/data/comparison.yaml`: correct a
+cell there, with its source. A question mark is a cell that nobody has looked at.
+
+- [Features](#features)
+- [Requests to Opacus](#requests-to-opacus)
+- [Sources](#sources)
+
+## Features
+
+{features}
+Choose JAX Privacy or opake for correlated noise, Opacus for sharded and large models, and NeMo
+Safe-Synthesizer for synthetic records instead of a model.
+
+## Requests to Opacus
+
+Threads in which users of Opacus asked for something that dpmac has:
+
+{requests}
+## Sources
+
+{cells}"""
 SILENT = """\
 # Silent failures
 
@@ -434,6 +460,48 @@ def shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def compared() -> dict[str, Any]:
+    """Return what is known of other tools."""
+    found: dict[str, Any] = yaml.safe_load((DOCS / "data" / "comparison.yaml").read_text("utf-8"))
+    return found
+
+
+def features(known: Mapping[str, Any], *, readme: bool = False) -> str:
+    """Return the table of features by tool; ``readme``: only what the README has."""
+    tools = {n: t["name"] for n, t in known["tools"].items() if t["readme"] or not readme}
+    rows = [row for row in known["rows"] if row.get("readme") or not readme]
+    cells = [
+        (row["feature"], *(row["cells"].get(name, ("?",))[0] for name in tools)) for row in rows
+    ]
+    return table(("", *tools.values()), cells)
+
+
+def comparison() -> str:
+    """Return the page of features by tool, with the source of each cell."""
+    known = compared()
+    tools, sources = known["tools"], known["sources"]
+    cells = [
+        (
+            row["feature"],
+            *(tools[name][key] for key in ("name", "version", "date")),
+            value,
+            sources[source],
+        )
+        for row in known["rows"]
+        for name, (value, source) in row["cells"].items()
+    ]
+    threads = "https://github.com/meta-pytorch/opacus/issues"
+    asked = [
+        (f"[#{r['thread']}]({threads}/{r['thread']}) ({r['state']})", r["asks"], r["here"])
+        for r in known["requests"]
+    ]
+    return COMPARISON.format(
+        features=features(known),
+        requests=table(("Opacus", "asks for", "here"), asked),
+        cells=table(("feature", "tool", "version", "date", "value", "source"), cells),
+    )
+
+
 def silent() -> str:
     """Return the page of situations in which a library can be silently wrong."""
     found = json.loads((DOCS / "data" / "silent.json").read_text(encoding="utf-8"))
@@ -564,6 +632,7 @@ PAGES = {
     "api.md": api,
     "silent-failures.md": silent,
     "own-network.md": own_network,
+    "comparison.md": comparison,
     "performance.md": performance,
 }
 

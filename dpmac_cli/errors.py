@@ -40,6 +40,17 @@ def named(text: str) -> str:
     return "".join(pieces)
 
 
+def as_typed(in_command: str, in_program: str) -> str:
+    """Return the text for the person who typed a command, or for the author of a program."""
+    return in_command if _IN_COMMAND.get() else in_program
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number of things in words: "1 record", "2,000 records", "2 classes"."""
+    ending = "es" if what.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {what}{ending * (number != 1)}"
+
+
 def _as_keyword(flag: re.Match[str]) -> str:
     return flag[1].replace("-", "_") + "=" * (flag[2] is not None)
 

@@ -9,6 +9,7 @@ from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import trade_off
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.storage.files import write_atomically
+from dpmac_cli.storage.report_keys import StudyKeys
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +77,7 @@ def trade_offs(rows: Sequence[Row]) -> "Figure":
     for panel, guessing in ((errors, 1 - alphas), (roc, alphas)):
         panel.plot(alphas, guessing, "-", color="#bbbbbb", linewidth=1, label="guessing")
     for row in rows:
-        betas = trade_off(row.events, alphas)
+        betas = trade_off(row.done, alphas)
         name = f"epsilon {format_epsilon(row.epsilon)} at delta {format_epsilon(row.delta)}"
         errors.plot(alphas, betas, label=name)
         roc.plot(alphas, 1 - betas)
@@ -97,7 +98,7 @@ def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") ->
     return figure
 
 
-def means(study: Mapping[str, Any], optimizers: Sequence[str], *, share: bool = True) -> "Figure":
+def means(study: StudyKeys, optimizers: Sequence[str], *, share: bool = True) -> "Figure":
     """Draw the means of a study, with standard deviations over seeds, from its compare.json.
 
     One line per row of its table; a ``share`` is in percent. Each of ``optimizers`` has the same

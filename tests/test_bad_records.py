@@ -600,7 +600,7 @@ def test_no_file_of_a_folder_changes_another(tmp_path: Path, bad: str) -> None:
         dataset=str(tmp_path), unit="p([0-9]+)_", channels="1", image_size=8, classes="a,b",
         skip_bad=True, sigma=4, batch_size=2,
     )  # fmt: skip
-    assert any("1 records of" in note for note in resolved.notes)
+    assert any("1 record of" in note for note in resolved.notes)
 
 
 def test_a_pattern_that_no_path_matches_is_refused_with_skip_bad_too(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from dpmac_cli.config.flags import near_setting
 from dpmac_cli.config.plan import RunPlan, TrainPlan
 from dpmac_cli.config.resolve import Resolved, change
 from dpmac_cli.config.settings import RECIPE, Complete, Count, Settings
-from dpmac_cli.config.sources import parse_settings
+from dpmac_cli.config.sources import by_flag, parse_settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
@@ -57,6 +57,7 @@ VALUES: Mapping[str, Any] = {
     "classes": "cat,dog",
     "standardise": "imagenet",
     "feature_range": "-1,2.5",
+    "encoding": "latin-1",
     "schema": "schema.yaml",
     "unit": "[0-9]+",
     "records_per_unit": 3,
@@ -118,6 +119,7 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "unit": {"dataset": PICTURES},
     "records_per_unit": {"dataset": PICTURES, "unit": "[0-9]+"},
     "schema": {"dataset": TABLE},
+    "encoding": {"dataset": TABLE, "schema": "schema.yaml"},
     "tokens": {"dataset": TEXTS, "backbone": "./encoder"},
     "guesses": {"canaries": 100},
     "force": {"out": "out"},
@@ -133,6 +135,7 @@ _FIELDS = {
     "dataset": "data.dataset",
     **{name: f"data.source.{name}" for name in ("test_fraction", "split_seed", "image_size")},
     **{name: f"data.source.{name}" for name in ("levels", "standardise", "unit", "skip_bad")},
+    "encoding": "data.source.encoding",
     "tokens": "data.source.texts.limit",
     "data_dir": "data.folder",
     "model": "network.model.name",
@@ -315,7 +318,7 @@ def test_a_flag_displaces_the_files_answer_to_the_same_question(
     assert {**targets, **found} == {"epsilon": None, **expected}
     assert config == resolve(flags).plan
     undone = body.keys() - flags.keys() - {"sigma"}
-    assert not any(config.recorded.get(name) for name in undone)
+    assert not any(by_flag(config.recorded).get(flag_name(name)) for name in undone)
 
 
 EXCLUSIVES = [

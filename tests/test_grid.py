@@ -197,10 +197,10 @@ def test_a_range_is_one_value(tmp_path: Path) -> None:
     np.savez(table, x=np.zeros((40, 3)), y=labels, x_test=np.zeros((2, 3)), y_test=labels[:2])
     flags = {"dataset": str(table), "optimizers": "dp-sgd", "sigma": "2", "seeds": "1"}
     study = plan({**flags, "feature_range": "0,1"}, None)
-    assert [run.plan.recorded["feature-range"] for run in study.runs] == ["0,1"]
+    assert [run.plan.recorded["feature_range"] for run in study.runs] == ["0,1"]
     file = tmp_path / "study.yaml"
     file.write_text('feature-range: ["0,1", "0,2"]\n')
-    ranges = [run.plan.recorded["feature-range"] for run in plan(flags, file).runs]
+    ranges = [run.plan.recorded["feature_range"] for run in plan(flags, file).runs]
     assert ranges == ["0,1", "0,2"]
 
 

@@ -77,6 +77,29 @@ def test_a_folder_with_train_and_test(tmp_path: Path) -> None:
     assert y_test.tolist() == [0, 0, 1, 1, 2, 2]
 
 
+def test_images_are_read_at_any_depth_below_a_class(tmp_path: Path) -> None:
+    for number, place in enumerate(("cat/9", "cat/p1/8", "cat/p1/left/7", "dog/p2/6")):
+        picture(tmp_path / f"train/{place}.png", number)
+        picture(tmp_path / f"test/{place}.png", number)
+    picture(tmp_path / "train/cat/p1/.hidden/0.png", 99)
+    source = Source(tmp_path)
+    (x, y), _ = load(source)
+    assert x[:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+    assert y.tolist() == [0, 0, 0, 1]
+    picture(tmp_path / "train/cat/p1/left/later.png", 4)
+    assert len(load(source)[0][1]) == 5
+
+
+def test_splits_of_another_name_are_not_classes(tmp_path: Path) -> None:
+    folder(tmp_path / "Training")
+    folder(tmp_path / "Testing")
+    said = refused(tmp_path)
+    assert "Testing and Training would be classes, but contain only folders" in said
+    picture(tmp_path / "Training" / "9.png", 9)
+    picture(tmp_path / "Testing" / "9.png", 9)
+    assert inspect(Source(tmp_path)).facts.task.names == ("Testing", "Training")
+
+
 def test_a_folder_is_split_without_loss_or_overlap_and_always_alike(tmp_path: Path) -> None:
     source = Source(folder(tmp_path, 10), test_fraction=0.3)
     assert inspect(source).held_out
@@ -462,7 +485,7 @@ def test_only_some_of_many_faults_are_named(tmp_path: Path) -> None:
     [
         (lambda root: picture(root / "loose.png", 1), "It also contains images (loose.png)"),
         (lambda root: (root / "fox").mkdir(), "The class fox in"),
-        (lambda root: picture(root / "cat" / "more" / "1.png", 1), "more is a folder"),
+        (lambda root: (root / "cat" / "up").symlink_to(root / "cat"), "up is the same folder as"),
         (
             lambda root: picture(root / "train" / "cat" / "1.png", 1),
             "a folder train without its counterpart",
@@ -513,7 +536,7 @@ BAD: dict[str, Callable[[Path], object]] = {
     "undeclared class": lambda root: picture(root / "fox" / "1.png", 3),
     "undeclared train": lambda root: picture(root / "train" / "1.png", 3),
     "no class": lambda root: picture(root / "1.png", 3),
-    "a folder": lambda root: picture(root / "cat" / "more" / "1.png", 3),
+    "a folder again": lambda root: (root / "cat" / "more").symlink_to(root / "cat"),
 }
 
 

@@ -13,8 +13,8 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config import account_flags
-from dpmac_cli.config.account_flags import AccountQuery, answer, ask
+from dpmac_cli.config.account_answers import account_notes, answer
+from dpmac_cli.config.account_flags import AccountQuery, ask
 from dpmac_cli.errors import BudgetError, InputError
 from tests.tiers import rest_long
 
@@ -182,9 +182,7 @@ def test_every_sampler_is_priced_by_both_accountants(sampler: str) -> None:
 
 @pytest.mark.parametrize(("delta", "said"), [(0.025, 1), (0.0249, 0), (1e-9, 0)])
 def test_a_delta_of_one_record_or_more_is_noted(delta: float, said: int) -> None:
-    notes = list(
-        account_flags.account_notes(list(account_flags.answer(changed(SMALL, delta=delta))))
-    )
+    notes = list(account_notes(list(answer(changed(SMALL, delta=delta)))))
     assert len(notes) == said
     assert all("1/n = 0.025" in note and "whole record" in note for note in notes)
 

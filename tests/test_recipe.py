@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import change, resolve
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
+from dpmac_cli.config.sources import by_flag
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.dp.algorithm import NO_CLIPPING
 from dpmac_cli.dp.mechanism import GaussianMechanism
@@ -355,7 +356,8 @@ def test_a_run_by_recipe_resumes_bit_for_bit_and_scores_what_it_publishes(name: 
     ended = list(run.resume(stopped.folder, {}))[-1]
     assert isinstance(ended, Finished)
     assert same_weights(ended.folder, whole.folder)
-    assert whole.report["recipe"] == {**RECIPE_DEFAULTS, **ALL, "augment": "crop"}
+    by_name: dict[str, object] = {str(name): value for name, value in RECIPE_DEFAULTS.items()}
+    assert whole.report["recipe"] == {**by_name, **ALL, "augment": "crop"}
     plain = train_digits(optimizer=name, steps=8, seed=4)
     assert whole.report["privacy"] == plain.report["privacy"]
     scored = CliRunner().invoke(app, ["eval", str(ended.folder), "--json"])
@@ -376,7 +378,7 @@ def test_the_published_weights_are_the_average() -> None:
 def test_what_follows_no_recipe_is_recorded_as_before() -> None:
     """Else the runs of a study would be looked for elsewhere."""
     plain = digits_config()
-    assert not {"lr-schedule", "warmup-steps", "weight-decay", "ema"} & plain.recorded.keys()
+    assert not {"lr_schedule", "warmup_steps", "weight_decay", "ema"} & plain.recorded.keys()
     assert address(plain, 0) != address(digits_config(warmup_steps=1), 0)
     kept = digits_config(**ALL).recorded
     assert (kept["augmentations"], kept["augment"], kept["ema"]) == (3, "crop", 0.9)
@@ -387,13 +389,13 @@ def test_a_gpu_processes_more_samples_at_a_time_unless_told_otherwise() -> None:
 
     def sizes(**flags: Any) -> tuple[int, int]:
         plan = resolve({"dataset": "cifar10", "sigma": 1, **flags}).plan
-        again = change(plan.recorded, {}).plan
+        again = change(by_flag(plan.recorded), {}).plan
         assert again.recorded == plan.recorded
         assert (again.run.physical_batch, again.run.gpu_batch) == (
             plan.run.physical_batch,
             plan.run.gpu_batch,
         )
-        assert ("physical-batch" in plan.recorded) == (
+        assert ("physical_batch" in plan.recorded) == (
             plan.run.gpu_batch == plan.run.physical_batch
         )
         return plan.run.physical_batch, plan.run.gpu_batch

@@ -11,12 +11,14 @@ from typer.testing import CliRunner
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.account_flags import answer, ask, asked
+from dpmac_cli.config.account_answers import answer
+from dpmac_cli.config.account_flags import ask, asked
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.recipes import recipe_notes
 from dpmac_cli.config.resolve import change, resolve
 from dpmac_cli.config.settings import Complete, Settings
+from dpmac_cli.config.sources import by_flag
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.studies.grid import plan as grid
@@ -141,8 +143,9 @@ def test_the_rule_knows_only_public_facts() -> None:
 def test_a_run_is_resumed_with_its_recipe(flags: dict[str, Any], data: str) -> None:
     images("own.npz", (1, 28, 28))
     plan = resolve({"dataset": data, **flags}).plan
-    assert change(plan.recorded, {}).plan.recorded == plan.recorded
-    Path("config.yaml").write_text("\n".join(f"{k}: {v}" for k, v in plan.recorded.items()))
+    assert change(by_flag(plan.recorded), {}).plan.recorded == plan.recorded
+    lines = (f"{flag}: {value}" for flag, value in by_flag(plan.recorded).items())
+    Path("config.yaml").write_text("\n".join(lines))
     assert resolve(file=Path("config.yaml")).plan.recorded == plan.recorded
 
 

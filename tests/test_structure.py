@@ -87,6 +87,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 #: Public names that two modules may define, and why.
 SHARED_NAMES = {
+    "tune": "commands are named like the functions that they run",
     "train": "commands are named like the functions that they run",
     "predict": "commands are named like the functions that they run",
     "evaluate": "commands are named like the functions that they run",

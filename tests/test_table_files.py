@@ -4,6 +4,9 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,16 @@ def wages(where: Path) -> None:
     )
     rows = [f"{person},{1 + n % 5 / 4},{n % 8},5" for n, person in enumerate(persons)]
     (where / "wages.csv").write_text("\n".join([header, *rows, ""]))
+
+
+def stays(where: Path) -> None:
+    """The made-up stays of the page, and their schema."""
+    ((program,), (schema,)) = (
+        re.findall(rf"```{kind}\n({begin}.*?)```", GUIDE, re.DOTALL)
+        for kind, begin in (("python", "import random"), ("yaml", 'decimal: ","'))
+    )
+    (where / "stays.yaml").write_text(schema)
+    subprocess.run([sys.executable, "-c", program], cwd=where, check=True)
 
 
 def source(where: Path, table: str = PATIENTS, schema: str = SCHEMA, **options: Any) -> Source:
@@ -400,9 +413,14 @@ def test_every_command_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.Mon
             for number in range(12):
                 pixels = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(Path(part, name, f"{number}.png"))
+    shutil.copytree("album", "scans/ill/p1")
+    shutil.copytree("album", "scans/well/p2")
+    for person in range(3, 12):
+        shutil.copytree("album/cat", f"scans/ill/p{person}")
     Path("new-photos").symlink_to("photos/val")
     np.savez("images.npz", x=rng.integers(0, 256, (30, 8, 8), np.uint8), y=np.arange(30) % 2)
     wages(tmp_path)
+    stays(tmp_path)
     lines = "\n".join(re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)).splitlines()
     typed = [shlex.split(line.partition(">")[0], comments=True) for line in lines if line]
     assert len(typed) > 6

@@ -232,6 +232,17 @@ def test_units_of_several_texts_stay_together() -> None:
     assert found.facts.train_size + found.facts.test_size == 10
 
 
+@pytest.mark.privacy
+def test_texts_of_a_folder_are_one_unit() -> None:
+    for row in range(40):
+        folder = Path("folder", CLASSES[row % 2], f"p{row // 4}")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{row}.txt").write_text(f"a note with the number {row}")
+    found = plan("folder", unit="folder", tokens="16", batch_size=2).data.found
+    assert found.unit == "folder"
+    assert found.facts.train_size + found.facts.test_size == 10
+
+
 def test_a_test_folder_is_the_test_set() -> None:
     for part, count in ("train", 8), ("test", 4):
         for name in CLASSES:

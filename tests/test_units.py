@@ -289,6 +289,92 @@ def test_units_of_images_are_told_by_their_paths() -> None:
         user_data.inspect(replace(source, unit="patient("))
 
 
+def in_folders(persons: int = 24) -> Path:
+    """Three images per person, of which every third person has some in both classes."""
+    return pictures(
+        *(
+            f"{('ill', 'well')[(number == 0 and person % 3 == 0) ^ person % 2]}"
+            f"/p{person:02}/{'series/' * (number == 2)}{number}.png"
+            for person in range(persons)
+            for number in range(3)
+        )
+    )
+
+
+@pytest.mark.privacy
+def test_records_of_a_folder_are_one_unit_at_any_depth_and_in_every_class() -> None:
+    source = Source(in_folders(), unit="folder", test_fraction=0.3)
+    train, test = outcome(user_data.load(source, None))
+    assert train.units is not None
+    assert test.units is not None
+    assert len(train.y) + len(test.y) == 72
+    counted = Counter([*train.units.tolist(), *test.units.tolist()])
+    assert counted == {f"p{person:02}": 3 for person in range(24)}
+    assert not set(train.units.tolist()) & set(test.units.tolist())
+    assert user_data.inspect(source).facts.train_size == len(set(train.units.tolist()))
+    for unit in set(train.units.tolist()):
+        if int(unit[1:]) % 3 == 0:  # in both classes
+            assert set(train.y[train.units == unit].tolist()) == {0, 1}
+
+
+@pytest.mark.privacy
+def test_a_folder_of_training_and_test_records_is_refused() -> None:
+    pictures(*(f"{part}/ill/p1/{part}.png" for part in ("train", "test")), "train/well/p2/0.png")
+    with pytest.raises(InputError, match="1 unit, such as p1, has training and test"):
+        user_data.inspect(Source(Path("scans"), unit="folder"))
+
+
+@pytest.mark.privacy
+def test_one_name_in_two_encodings_is_one_unit() -> None:
+    pictures("train/ill/M\u00fcller/0.png", "train/well/Mu\u0308ller/1.png")
+    pictures("test/ill/Meier/2.png", "test/well/Meier/3.png")
+    found = user_data.inspect(Source(Path("scans"), unit="folder"))
+    assert (found.facts.train_size, found.facts.test_size) == (1, 1)
+
+
+@pytest.mark.privacy
+def test_a_folder_under_two_names_is_not_two_units() -> None:
+    folder = in_folders()
+    Path("scans/ill/p99").symlink_to(folder.resolve() / "ill/p02")
+    Path("scans/ill/p01").mkdir(exist_ok=True)
+    Path("scans/ill/p01/up").symlink_to(folder.resolve())
+    with pytest.raises(InputError) as caught:
+        user_data.inspect(Source(folder, unit="folder"))
+    said = str(caught.value)
+    assert "scans/ill/p99 is the same folder as scans/ill/p02" in said
+    assert "is the same folder as scans/ill/p01" in said
+
+
+def test_an_image_without_a_folder_has_no_unit() -> None:
+    folder = in_folders()
+    pictures("ill/alone.png")
+    said = "ill/alone.png is not in a folder of its own unit below its class"
+    with pytest.raises(InputError, match=said):
+        user_data.inspect(Source(folder, unit="folder"))
+    left = user_data.inspect(Source(folder, unit="folder", skip_bad=True)).skipped
+    assert [said in each for each in left] == [True]
+
+
+def test_folders_that_suggest_persons_are_remarked_on() -> None:
+    settings: dict[str, Any] = {"dataset": str(in_folders()), "batch_size": "8"}
+    notes = " ".join(resolve(settings).notes)
+    assert "Names such as ill/p" in notes
+    assert "add --unit folder if each person has a folder" in notes
+    assert "suggest" not in " ".join(resolve(settings | {"unit": "folder"}).notes)
+
+
+def test_a_run_on_folders_of_persons() -> None:
+    flags = ("--dataset", str(in_folders()), "--unit", "folder", "--model", "mlp")
+    result = dpmac("train", *flags, "--steps", "2", "--sigma", "4", "--out", "run")
+    assert result.exit_code == 0, result.output
+    report = json.loads(Path("run/report.json").read_text())
+    assert report["privacy"]["unit"]["told_by"] == "folder"
+    assert report["dataset"]["train_size"] + report["dataset"]["test_size"] < 24 * 3
+    pictures("ill/p97/new.png")
+    assert dpmac("predict", "run", "scans", "--out", "new.csv").exit_code == 0
+    assert "ill/p97/new.png" in Path("new.csv").read_text()
+
+
 def test_a_program_names_units() -> None:
     x, y, unit = patients()
     data = dpmac_cli.ArrayData(x, y, low=-4, high=4, classes=["no", "yes"], unit=unit)
@@ -374,13 +460,14 @@ def test_covered_scores_do_not_go_on_with_other_units(continued: Any) -> None:
 def test_the_commands_of_the_guide_work_as_they_stand() -> None:
     guide = (Path(__file__).parents[1] / "docs" / "units.md").read_text()
     commands = re.findall(r"^dpmac train .*$", guide, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 6
     write_npz()
     write_table()
     Path("schema.yaml").rename("visits.yaml")
     draws = np.random.default_rng(0)
     for number in range(80):
-        place = Path("scans", "ill" if number % 2 else "well", f"patient{number % 20}_{number}.png")
+        person = f"patient{number % 20}"
+        place = Path("scans", "ill" if number % 2 else "well", person, f"{person}_{number}.png")
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draws.integers(0, 256, (64, 64), dtype=np.uint8)).save(place)
     for command in commands:

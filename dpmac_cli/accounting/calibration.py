@@ -11,6 +11,7 @@ from dataclasses import replace
 from dpmac_cli.accounting import accountants
 from dpmac_cli.accounting.accountants import DEFAULT_ACCOUNTANT, SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.events import Scores, TrainingEvent
+from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import BudgetError
 
@@ -21,6 +22,9 @@ LEAST_TICKS, MOST_TICKS = round(SIGMA_MIN * SIGMA_TICKS), round(SIGMA_MAX * SIGM
 MOST_STEPS = 10_000_000
 #: Steps per epoch below which epsilon may not decrease with their number.
 FEW = 8
+
+#: Relative precision of the epsilon of a trial in a search, and most attempts to find it.
+CLOSE, TRIES = 4e-3, 20
 
 #: Epsilon as a function of a number of steps, a batch size, ...
 Cost = Callable[[int], float]
@@ -70,6 +74,43 @@ def calibrate_noise(
     coarse = functools.partial(cost, widest=accountants.COARSE)
     rough = _smallest(coarse, target, SIGMA_TICKS, 2, limits)
     return _smallest(cost, target, rough, 1.01, limits) / SIGMA_TICKS
+
+
+def with_score(event: TrainingEvent, delta: float) -> tuple[TrainingEvent, TrainingEvent]:
+    """Return training, and one covered score of its result that costs at most as much."""
+    scores = Scores(0.0, max(1, event.steps)).event(event.steps, event.steps)
+    sigma = calibrate_noise(scores, delta, total_epsilon((event,), delta))
+    return event, replace(scores, noise_multiplier=sigma)
+
+
+def calibrate_search(search_of: Callable[[float], Search], delta: float, target: float) -> float:
+    """Return an epsilon of one trial at which a search costs at most ``target``, and hardly less.
+
+    Args:
+        search_of: function from epsilon of one trial to the search.
+        delta: delta of both epsilons.
+        target: epsilon > 0 of the whole search.
+
+    Raises:
+        BudgetError: no noise meets the target.
+    """
+    good, bad = (0.0, 0.0), (target, math.inf)  # epsilons of a trial, and what searches cost
+    guess = target / 1.5
+    for _ in range(TRIES):
+        cost = search_of(guess).epsilon(delta)
+        good, bad = ((guess, cost), bad) if cost <= target else (good, (guess, cost))
+        if good[1] >= (1 - CLOSE) * target:
+            break
+        # Between two costs it is nearly linear. Aim a little below the target.
+        aim, (low, below), (high, above) = (1 - CLOSE / 2) * target, good, bad
+        slope = (above - below) / (high - low) if math.isfinite(above) else cost / guess
+        guess = min(low + (aim - below) / slope, (low + 49 * high) / 50)
+    if good[0] > 0:
+        return good[0]
+    raise BudgetError(
+        f"No trial of a search costs so little that the search is within epsilon {target:g} at "
+        f"delta {delta:g}. Use a larger epsilon or delta, or fewer trials."
+    )
 
 
 def affordable_steps(

@@ -13,7 +13,15 @@ from dpmac_cli.accounting.accountants import (
 )
 from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent
 from dpmac_cli.accounting.risk import Risk
-from dpmac_cli.accounting.statements import BY_RDP, RECORD, common, format_epsilon, statement
+from dpmac_cli.accounting.selection import Done, Search
+from dpmac_cli.accounting.statements import (
+    BY_RDP,
+    RECORD,
+    common,
+    format_epsilon,
+    search_statement,
+    statement,
+)
 
 #: Largest delta at which the accountant may not be the default one.
 SMALL_DELTA = 1e-7
@@ -32,6 +40,7 @@ class Row:
         accountant: accountant that epsilon is from, see
             :func:`~dpmac_cli.accounting.accountants.used_accountant`.
         risk: bounds on attacks, if requested.
+        search: search that the events are one trial of; None if there was none.
     """
 
     statement: str
@@ -51,6 +60,12 @@ class Row:
     solved: str | None = None
     risk: Risk | None = None
     unit: str = RECORD
+    search: Search | None = None
+
+    @property
+    def done(self) -> Done:
+        """Return the events or the search that the privacy cost is of."""
+        return self.search or self.events
 
 
 def price(
@@ -58,19 +73,25 @@ def price(
     delta: float,
     accountant: str = DEFAULT_ACCOUNTANT,
     unit: str = RECORD,
+    search: Search | None = None,
 ) -> Row:
     """Return the total privacy cost of one or more trainings on the same records.
 
-    ``unit`` is the unit of privacy; for other arguments see
-    :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
+    ``unit`` is the unit of privacy, and ``search`` the search whose best trial the events are; for
+    other arguments see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
     """
-    epsilon = total_epsilon(events, delta, accountant)
+    if search is None:
+        epsilon, used = total_epsilon(events, delta, accountant), accountant
+        said = statement(epsilon, delta, events, unit)
+    else:
+        epsilon, used = search.epsilon(delta), DEFAULT_ACCOUNTANT
+        said = search_statement(epsilon, delta, search, unit)
     trained = [event for event in events if event.records == "training"]
     last = trained[-1]
     rate = common(event.sampling_rate for event in trained)
     steps = sum(event.steps for event in trained)
     return Row(
-        statement=statement(epsilon, delta, events, unit),
+        statement=said,
         events=events,
         epsilon=epsilon,
         delta=delta,
@@ -79,9 +100,10 @@ def price(
         steps=steps,
         epochs=None if rate is None else steps / last.steps_per_epoch,
         sampler=last.sampler,
-        accountant=used_accountant(events, delta, accountant),
+        accountant=used_accountant(events, delta, used),
         compositions=sum(event.compositions for event in trained),
         unit=unit,
+        search=search,
     )
 
 

@@ -13,12 +13,14 @@ so the maximum over a grid is a bound, too.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from dpmac_cli.accounting import accountants
-from dpmac_cli.accounting.events import TrainingEvent, by_records, merged
+from dpmac_cli.accounting.curves import Curve, delta_curve, type_two_errors
+from dpmac_cli.accounting.events import TrainingEvent, merged
+from dpmac_cli.accounting.selection import Done, Search, epsilon_of
 from dpmac_cli.accounting.statements import RECORD, format_epsilon, short
 from dpmac_cli.storage.files import finite_or_none
 
@@ -31,8 +33,6 @@ PRIORS = (0.01, 0.1, 0.5)
 #: computation supports if that is larger.
 LEAST_DELTA = 1e-10
 LARGEST_MU = 1e3
-#: Largest epsilon of the grid, and its number of points, which differ by 0.1%.
-LARGEST_EPSILON, POINTS = 700.0, 20_000
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,13 @@ class Risk:
 
 
 @functools.lru_cache(maxsize=64)
-def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int, unit: str = RECORD) -> Risk:
+def assess_risk(
+    done: tuple[TrainingEvent, ...] | Search, dataset_size: int, unit: str = RECORD
+) -> Risk:
     """Return bounds on what an attacker can learn from several trainings on the same records.
 
     Args:
-        events: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
+        done: events, see :func:`~dpmac_cli.accounting.accountants.total_epsilon`, or a search.
         dataset_size: number n of records, for epsilon at delta 1/n^1.1.
         unit: unit of privacy, see :func:`~dpmac_cli.accounting.statements.statement`.
 
@@ -111,37 +113,26 @@ def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int, unit: str 
         InputError: see :func:`~dpmac_cli.accounting.accountants.check_noise`.
     """
     deltas = (1e-5, 1e-6, dataset_size**-1.1)
-    epsilons = tuple((delta, accountants.total_epsilon(events, delta)) for delta in deltas)
-    attacks = tuple(map(_attack, FALSE_POSITIVE_RATES, trade_off(events, FALSE_POSITIVE_RATES)))
-    noiseless, mu = accountants.noiseless(merged(events)), gaussian_mu(events)
-    return Risk(attacks, mu, least_delta(events), epsilons, noiseless, unit)
+    epsilons = tuple((delta, epsilon_of(done, delta)) for delta in deltas)
+    attacks = tuple(map(_attack, FALSE_POSITIVE_RATES, trade_off(done, FALSE_POSITIVE_RATES)))
+    noiseless = done.noiseless if isinstance(done, Search) else accountants.noiseless(merged(done))
+    mu = gaussian_mu(done)
+    return Risk(attacks, mu, least_delta(done), epsilons, noiseless, unit)
 
 
-def trade_off(events: Sequence[TrainingEvent], alphas: Iterable[float]) -> Any:
+def trade_off(done: Done, alphas: Iterable[float]) -> Any:
     """Return lower bounds on the type II error at given type I errors, a float64 array."""
     import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
-    return np.array(list(map(trade_off_curve(events), alphas)))
+    return np.array(list(map(trade_off_curve(done), alphas)))
 
 
-def trade_off_curve(events: Sequence[TrainingEvent], thinning: int = 1) -> Callable[[float], float]:
-    """Return a lower bound on the type II error, a convex function of the type I error.
-
-    With ``thinning``, only every k-th grid point is used, which is faster but less tight.
-    """
-    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
-    epsilons, deltas = (values[::thinning] for values in _deltas(merged(events)))
-    factors, kept = np.exp(epsilons), 1 - deltas
-
-    def beta(alpha: float) -> float:
-        found = max((kept - factors * alpha).max(), ((kept - alpha) / factors).max(), 0.0)
-        return float(found)
-
-    return beta
+def trade_off_curve(done: Done, thinning: int = 1) -> Callable[[float], float]:
+    """Return a lower bound on the type II error, see :func:`type_two_errors`."""
+    return type_two_errors(_curve(done), thinning)
 
 
-def gaussian_mu(events: Sequence[TrainingEvent]) -> float:
+def gaussian_mu(done: Done) -> float:
     """Return the smallest mu of Gaussian DP, see :class:`Risk`.
 
     Between neighbours of the grid, delta(epsilon) is at most that of the first, and delta of
@@ -149,8 +140,8 @@ def gaussian_mu(events: Sequence[TrainingEvent]) -> float:
     """
     from dpmac_cli.accounting.allocation import gaussian_deltas  # noqa: PLC0415  (numpy)
 
-    epsilons, deltas = _deltas(merged(events))
-    count = int((deltas >= least_delta(events)).sum())
+    epsilons, deltas = _curve(done)
+    count = int((deltas >= least_delta(done)).sum())
     if count in (0, len(deltas)):
         return math.inf if count else 0.0
     most, ends = deltas[:count], epsilons[1 : count + 1]
@@ -162,29 +153,15 @@ def gaussian_mu(events: Sequence[TrainingEvent]) -> float:
     return high if high < LARGEST_MU else math.inf
 
 
-def least_delta(events: Sequence[TrainingEvent]) -> float:
+def least_delta(done: Done) -> float:
     """Return the smallest delta for which :func:`gaussian_mu` holds."""
-    _, deltas = _deltas(merged(events))
+    _, deltas = _curve(done)
     beyond = float(deltas[-1])  # at an epsilon that no loss reaches, or the loss of no noise
     return max(LEAST_DELTA, 2 * beyond if beyond < 0.5 else 0.0)
 
 
-@functools.lru_cache(maxsize=4)
-def _deltas(parts: tuple[TrainingEvent, ...]) -> tuple[Any, Any]:
-    """Return a grid of epsilons from 0, and upper bounds on delta at each."""
-    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
-    epsilons = np.append(0.0, np.geomspace(1e-6, LARGEST_EPSILON, POINTS))
-    if accountants.noiseless(parts):
-        return epsilons, np.ones_like(epsilons)
-    accountants.check_noise(parts)
-    deltas = np.zeros_like(epsilons)
-    with np.errstate(over="ignore"):
-        for split in by_records(parts):
-            losses = accountants.loss_distribution(split, accountants.FINE)
-            deltas = np.maximum(deltas, losses.deltas(epsilons))
-    falling = np.maximum.accumulate(deltas[::-1])[::-1]
-    return epsilons, np.clip(falling, 0.0, 1.0)
+def _curve(done: Done) -> Curve:
+    return done.curve() if isinstance(done, Search) else delta_curve(merged(done))
 
 
 def _attack(alpha: float, beta: float) -> Attack:

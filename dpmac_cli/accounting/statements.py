@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent, merged
+from dpmac_cli.accounting.selection import Search
 
 BY_RDP = (
     "delta {} is too small for privacy loss distributions in float64 arithmetic, so epsilon is an "
@@ -48,6 +49,21 @@ def statement(
     return (
         f"{promise} This is for {done}. The number of {short(unit)}s is public. {tested}, and "
         "measured times are not covered. Publishing the best of several runs costs more."
+    )
+
+
+def search_statement(epsilon: float, delta: float, search: Search, unit: str = RECORD) -> str:
+    """Return the meaning of the guarantee of a search: of everything that is learnt from it."""
+    if search.noiseless:
+        return NO_PRIVACY
+    promise = meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
+    trials, one = search.trials, format_epsilon(search.trial_epsilon(delta))
+    most = "" if trials.most is None else f", at most {trials.most:,}"
+    return (
+        f"{promise} This is for a whole search: the best of a secret random number of trials (mean "
+        f"{trials.mean:g}{most}), each with settings drawn at random and a covered score. One "
+        f"trial alone costs epsilon {one}. The number of {short(unit)}s is public. Measured times "
+        "are not covered. Other runs on the same records cost more."
     )
 
 

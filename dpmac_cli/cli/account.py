@@ -17,19 +17,19 @@ from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, take, with_options
-from dpmac_cli.config import account_flags
+from dpmac_cli.config import account_answers, account_flags
 from dpmac_cli.config.fields import Flag, SomePath, flag_name, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import OUTPUT, Debug, PrintJson
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
 from dpmac_cli.release.report_file import recount
-from dpmac_cli.storage.files import to_json
+from dpmac_cli.storage.files import finite_or_none, to_json
 
 #: Relative difference of epsilon that is allowed between versions of an accountant.
 TOLERANCE = 1e-3
 #: Fields of a row that --json does not show unchanged.
-ASIDE = ("events", "risk", "unit")
+ASIDE = ("events", "risk", "unit", "search")
 
 
 class AccountOutput(Flags, frozen=True):
@@ -90,15 +90,15 @@ def account(run: Path | None, **given: Any) -> None:
             questions = account_flags.asked(flags, errors)
             said = tuple(dict.fromkeys(note for one in questions for note in one.said))
             try:
-                rows.extend(account_flags.answer(*questions))
+                rows.extend(account_answers.answer(*questions))
             except BudgetError as failure:
                 if not rows:
                     raise
                 out_of_reach = failure
-        notes = [*said, *account_flags.account_notes(rows, accountant)]
+        notes = [*said, *account_answers.account_notes(rows, accountant)]
         if shown.risk:
             for number, row in enumerate(rows):
-                found = assess_risk(row.events, row.dataset_size or 1, row.unit)
+                found = assess_risk(row.done, row.dataset_size or 1, row.unit)
                 rows[number] = replace(row, risk=found)
         if shown.plot:
             write_figure(trade_offs(rows), shown.plot)
@@ -127,7 +127,12 @@ def _judge(stored: float, again: float) -> None:
 def _values(row: Row) -> dict[str, Any]:
     """Return a row as JSON values; infinity becomes null."""
     values = {name: value for name, value in vars(row).items() if name not in ASIDE}
-    found = {} if row.risk is None else {"risk": row.risk.values()}
+    found: dict[str, Any] = {} if row.risk is None else {"risk": row.risk.values()}
+    if row.search is not None:
+        found["search"] = {
+            **vars(row.search.trials),
+            "epsilon_of_a_trial": finite_or_none(row.search.trial_epsilon(row.delta)),
+        }
     return {**values, "epsilon": row.epsilon if math.isfinite(row.epsilon) else None, **found}
 
 
@@ -191,6 +196,10 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
         yield "sampling rate", once if begun.sampling.once_an_epoch else rate
     epochs = "" if row.epochs is None else f" ({_plural(f'{row.epochs:,.4g}', 'epoch')})"
     yield "training", f"{_plural(f'{row.steps:,}', 'step')}{epochs}"
+    if row.search is not None:
+        trials = row.search.trials
+        yield "trials", f"mean {trials.mean:g}, at most {trials.most:,}"
+        yield "one trial", f"epsilon {format_epsilon(row.search.trial_epsilon(row.delta))}"
     yield "sampler", row.sampler
     yield "adjacency", row.adjacency
     yield "accountant", ACCOUNTANTS[row.accountant]

@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperCommand
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, compare, data_commands, evaluate, recipes, runs, train
+from dpmac_cli.cli import account, compare, data_commands, evaluate, recipes, runs, train, tune
 from dpmac_cli.cli.failures import reports_failures
 from dpmac_cli.config.fields import options
 from dpmac_cli.config.flags import other_names
@@ -41,6 +41,7 @@ for _name, _function in (
     ("train", train.train),
     ("account", account.account),
     ("compare", compare.compare),
+    ("tune", tune.tune),
     ("eval", evaluate.evaluate),
     ("predict", evaluate.predict),
     ("card", evaluate.card),

@@ -21,7 +21,7 @@ from dpmac_cli.cli.options import take, with_options
 from dpmac_cli.config.fields import Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import OUTPUT, Debug, Quiet
-from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, raise_errors
+from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies import tables
@@ -220,7 +220,9 @@ class StudyDisplay:
         self._ended = 0
         self.bar = console.bar("{task.fields[text]}", BarColumn(), console=screen)
         found = len(grid.runs) - len(missing)
-        screen.print(f"{len(grid.runs)} runs{f', {found} of them found finished' * bool(found)}")
+        screen.print(
+            f"{counted(len(grid.runs), 'run')}{f', {found} of them found finished' * bool(found)}"
+        )
         total = sum(grid.runs[number].plan.privacy.steps for number in missing)
         self._task = self.bar.add_task("", total=max(1, total), text="")
 

@@ -11,9 +11,10 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, take, with_options
 from dpmac_cli.config.fields import Flag, options
 from dpmac_cli.config.flags import Flags, near
-from dpmac_cli.config.settings import Debug
+from dpmac_cli.config.settings import Debug, Encoding
+from dpmac_cli.data.schema import UTF8
 from dpmac_cli.data.table_schema import draft
-from dpmac_cli.errors import raise_errors
+from dpmac_cli.errors import counted, raise_errors
 from dpmac_cli.storage.paths import cache_folder, cache_size
 
 
@@ -26,11 +27,22 @@ class Columns(Flags, frozen=True):
         Field(description="Columns to leave out, separated by commas."),
         Flag("Table"),
     ] = None
+    date: Annotated[
+        str | None,
+        Field(description="Columns of dates or times, separated by commas."),
+        Flag("Table"),
+    ] = None
+    boolean: Annotated[
+        str | None,
+        Field(description="Columns of two values, such as ja and nein, separated by commas."),
+        Flag("Table"),
+    ] = None
     text: Annotated[
         str | None,
         Field(description="Columns of texts, such as notes, separated by commas."),
         Flag("Table"),
     ] = None
+    encoding: Encoding = UTF8
     debug: Debug = False
 
 
@@ -52,27 +64,29 @@ def schema(file: Path, **given: Any) -> None:
 
         dpmac schema patients.csv --label outcome --drop id,name > schema.yaml
 
-        dpmac schema notes.csv --label outcome --text note > schema.yaml
+        dpmac schema notes.csv --label outcome --text note --date admitted > schema.yaml
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    from dpmac_cli.data.table_file import numeric_columns  # noqa: PLC0415  (loads an extra)
+    from dpmac_cli.data.table_file import column_kinds, has_semicolons  # noqa: PLC0415  (an extra)
 
-    columns = take(Columns, given)
-    label, drop = columns.label, columns.drop
-    kinds = numeric_columns(file)
-    dropped, texts = (
-        tuple(name.strip() for name in names.split(",")) if names else ()
-        for names in (drop, columns.text)
-    )
-    named = dict.fromkeys(dropped, "drop") | dict.fromkeys(texts, "text")
-    named |= {label: "label"} if label else {}
+    flags = take(Columns, given)
+    kinds = column_kinds(file, flags.encoding)
+    typed = {"drop": flags.drop, "text": flags.text, "date": flags.date, "boolean": flags.boolean}
+    named = {
+        name.strip(): flag
+        for flag, names in typed.items()
+        for name in (names.split(",") if names else [])
+    }
     raise_errors(
         f"--{flag} {name}: {file} has no such column.{near(name, kinds)}"
-        for name, flag in named.items()
+        for name, flag in {**named, **({flags.label: "label"} if flags.label else {})}.items()
         if name not in kinds
     )
-    console.print_result(draft(file, kinds, label, dropped, texts))
+    kinds |= {name: flag for name, flag in named.items() if flag != "drop"}
+    drop = tuple(name for name, flag in named.items() if flag == "drop")
+    semicolons = has_semicolons(file, flags.encoding)
+    console.print_result(draft(file, kinds, flags.label, drop, semicolons))
 
 
 @with_options(options(CacheFlags))
@@ -94,5 +108,5 @@ def cache(**given: Any) -> None:
     removed = make_room(folder, -1) if take(CacheFlags, given).clear else []
     sizes = [file.stat().st_size for file in kept_files(folder)]
     total, most = decimal(sum(sizes)), decimal(int(limit))
-    said = f"{folder}: {len(sizes)} files, {total} of {most}; {len(removed)} removed"
+    said = f"{folder}: {counted(len(sizes), 'file')}, {total} of {most}; {len(removed)} removed"
     console.stdout().print(Text(said))

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -21,6 +22,7 @@ from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.storage.progress import LISTENER, Computing
+from dpmac_cli.storage.report_keys import ReportKeys
 from dpmac_cli.tasks import task as results
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training import evaluation, loop
@@ -213,7 +215,7 @@ def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Tex
 
 def _summary(event: Finished, metric: str) -> Iterator[Text]:
     report, where = event.report, event.folder
-    test, privacy = report["test"], report["privacy"]
+    test, privacy = report["test"], cast(ReportKeys, report)["privacy"]
     chosen = METRICS[metric]
     value = test[chosen.key]
     shown = (chosen.text(value), "bold")
@@ -246,8 +248,8 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
     names = (*folder.PUBLISHED, folder.SUMS, folder.AUDIT)
     yield Text(f"{where}: {', '.join(name for name in names if (where / name).exists())}")
     if event.state == "finished":
-        scores = folder.command("eval --audit" if report["audit"] else "eval", where)
-        yield Text(f"next: {scores}, dpmac report {where}", style="dim")
+        score = folder.command("eval --audit" if report["audit"] else "eval", where)
+        yield Text(f"next: {score}, dpmac report {where}", style="dim")
 
 
 def doubts(result: evaluation.Evaluation) -> Iterator[str]:

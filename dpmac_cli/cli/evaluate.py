@@ -15,6 +15,8 @@ from dpmac_cli.cli.options import argument, take, with_options
 from dpmac_cli.config.fields import Choice, Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import (
+    DATA,
+    OTHER_ENCODINGS,
     OUTPUT,
     OWN_DATA,
     SETTINGS,
@@ -26,7 +28,8 @@ from dpmac_cli.config.settings import (
     Quiet,
 )
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.errors import MISFIT, raise_errors
+from dpmac_cli.data.schema import UTF8
+from dpmac_cli.errors import MISFIT, counted, raise_errors
 from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.release.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD
@@ -47,6 +50,12 @@ BROKEN = (
 )
 
 
+OtherEncoding = Annotated[
+    str | None,
+    Choice((UTF8, "cp1252"), OTHER_ENCODINGS),
+    Field(description="Encoding of a CSV."),
+    Flag(DATA, otherwise="that of the training table"),
+]
 OwnFactory = Annotated[
     str | None,
     Field(
@@ -85,6 +94,7 @@ class EvalFlags(Flags, frozen=True):
         Flag(OUTPUT, metavar="FILE"),
     ] = None
     json: PrintJson = False
+    encoding: OtherEncoding = None
     data_dir: DataDir = None
     device: Device = "auto"
     debug: Debug = False
@@ -98,6 +108,17 @@ class PredictFlags(Flags, frozen=True):
         "predictions.csv"
     )
     force: ReplaceFile = False
+    skip_bad: Annotated[
+        StrictBool,
+        Field(description="Leave out unusable records and files instead of rejecting all."),
+        Flag(DATA),
+    ] = False
+    id: Annotated[
+        str | None,
+        Field(description="Column of the table to keep as id beside each prediction."),
+        Flag(DATA, otherwise="id, if there is one"),
+    ] = None
+    encoding: OtherEncoding = None
     device: Device = "auto"
     quiet: Quiet = False
     debug: Debug = False
@@ -169,6 +190,7 @@ def evaluate(run: Path, **given: Any) -> None:
     flags = take(EvalFlags, given)
     if flags.audit:  # only reads files of the run
         others = {"dataset": flags.dataset, "data-dir": flags.data_dir, "plot": flags.plot}
+        others |= {"encoding": flags.encoding}
         what = "--audit scores guesses, not test samples: leave out"
         raise_errors(f"{what} --{name}." for name, value in others.items() if value is not None)
         with console.waiting(flags.json, "bounds"):
@@ -182,9 +204,12 @@ def evaluate(run: Path, **given: Any) -> None:
     with console.waiting(flags.json, "scores"), console.kept_clear(flags.json):
         from dpmac_cli.release.scoring import score  # noqa: PLC0415  (loads torch)
 
-        scored = score(run, flags.dataset, flags.data_dir, flags.device, flags.model)
+        scored = score(
+            *(run, flags.dataset, flags.data_dir, flags.device, flags.model),
+            encoding=flags.encoding,
+        )
     if flags.dataset is not None and scored.held_out:
-        part = f"{scored.result.samples:,} records that the run's split holds out"
+        part = f"{counted(scored.result.samples, 'record')} that the run's split holds out"
         console.print_notes([f"{flags.dataset} has no test set: only the {part} are scored."])
     _show(scored, flags.plot, flags.json)
 
@@ -214,12 +239,22 @@ def predict(run: Path, data: Path, **given: Any) -> None:
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         from dpmac_cli.release.prediction import predict  # noqa: PLC0415  (loads torch)
 
-        found = predict(run, data, flags.device, flags.model)
+        found = predict(
+            *(run, data, flags.device, flags.model),
+            skip_bad=flags.skip_bad,
+            id_column=flags.id,
+            encoding=flags.encoding,
+        )
     found.write(out)
+    if found.skipped.records:
+        console.print_notes([found.skipped.note(str(data))])
     if lost := found.unanswered:
-        console.print_notes([f"for {lost:,} records the output is NaN, so they have no class"])
+        they = "it has" if lost == 1 else "they have"
+        some = f"for {counted(lost, 'record')} the output is NaN, so {they} no class"
+        console.print_notes([some])
     if not quiet:
-        console.stdout().print(Text(f"{out}: predictions for {len(found.records):,} records"))
+        written = counted(len(found.records), "record")
+        console.stdout().print(Text(f"{out}: predictions for {written}"))
 
 
 @with_options(argument("run", "A run folder."), options(Format), options(CardAnswers), DEBUG)

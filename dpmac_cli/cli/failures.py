@@ -59,6 +59,11 @@ def _explanation(failure: Exception) -> errors.DpmacError:
     """Return an error with a message for a failure that has none for the user."""
     if isinstance(failure, OSError):
         return errors.InputError(errors.explain_os_error(failure))
+    if isinstance(failure, UnicodeEncodeError):
+        return errors.InputError(
+            f"{failure.object!a} cannot be written in {failure.encoding}. Rename the file or "
+            "folder of this name, or set the environment variable PYTHONUTF8=1."
+        )
     return errors.DpmacError(
         f"dpmac failed unexpectedly ({type(failure).__name__}: {failure}). "
         "Please report it with the output of the same command and --debug."

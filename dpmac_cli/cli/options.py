@@ -59,6 +59,12 @@ def argument(
     return _parameter(name, annotation=Annotated[kind, shown], default=default)
 
 
+def repeated(name: str, text: str, metavar: str, group: str) -> inspect.Parameter:
+    """Return a parameter that becomes an option that may be given several times."""
+    shown = typer.Option(f"--{flag_name(name)}", help=text, metavar=metavar, rich_help_panel=group)
+    return _parameter(name, annotation=Annotated[list[str] | None, shown], default=None)
+
+
 def with_options(
     *parts: inspect.Parameter | Mapping[Any, Option],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -172,7 +172,7 @@ def _within(
 ) -> Resolved:
     """Resolve settings again with as many epochs as fit into some minutes."""
     settings = resolved.settings
-    if settings.epochs is None or flags.get("epochs") is not None:
+    if settings.epochs is None or Settings.model_validate(flags).epochs is not None:
         raise InputError("--minutes sets the number of epochs: leave out --epochs and --steps.")
     with console.waiting(settings.quiet, "time of a step"):
         from dpmac_cli.runs.timing import duration  # noqa: PLC0415  (loads torch)

@@ -1,24 +1,20 @@
 """Flags of ``dpmac account``: validation, and the rows that answer them."""
 
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from dpmac_cli.accounting import calibration
 from dpmac_cli.accounting.accountants import (
     ACCOUNTANTS,
     DEFAULT_ACCOUNTANT,
     SIGMA_MAX,
     SIGMA_MIN,
 )
-from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import ALIASES, LEAST_NOISE, SAMPLERS, TrainingEvent
-from dpmac_cli.accounting.pricing import Row, accountant_note, price
-from dpmac_cli.config.checks import delta_note, misfits
+from dpmac_cli.accounting.events import ALIASES, SAMPLERS
+from dpmac_cli.accounting.selection import LEAST_MEAN, LONGEST, MOST_MEAN, Trials, trials_of
+from dpmac_cli.config.checks import misfits
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, unknown, valid_part
@@ -27,7 +23,7 @@ from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.recipes import recipe_notes
 from dpmac_cli.config.settings import DELTA, Count, Length, Positive, Probability, Settings
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.errors import BudgetError, raise_errors
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.registry import MODELS
 
 #: Settings to solve for, with the flags that must be left out.
@@ -39,6 +35,13 @@ SOLVABLE: Mapping[str, tuple[AccountName, ...]] = {
 #: Accountants to use, by the value of ``--accountant``.
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
 TRAINING, TARGET, METHOD = "Training", "AccountQuery", "Method"
+#: Flags of searches.
+MeanTrials = Annotated[float, Field(ge=LEAST_MEAN, le=MOST_MEAN)]
+MostTrials = Annotated[
+    Count | None,
+    Field(description="Largest number of trials."),
+    Flag(TARGET, otherwise=f"{LONGEST} times the mean", needs="--tune"),
+]
 NoiseOrNone = Annotated[float, Field(ge=0, le=SIGMA_MAX)]
 
 
@@ -99,6 +102,15 @@ class AccountFlags(Flags, frozen=True):
     delta: Annotated[Probability, Field(description="Delta of (epsilon, delta)."), Flag(TARGET)] = (
         DELTA
     )
+    tune: Annotated[
+        MeanTrials | None,
+        Field(
+            description="Privacy cost of a search (dpmac tune) with this mean number of trials, "
+            "each trained like this."
+        ),
+        Flag(TARGET, also=("trials",)),
+    ] = None
+    most_trials: MostTrials = None
     sampler: Annotated[
         str,
         Choice(tuple(SAMPLERS), renamed=ALIASES),
@@ -117,7 +129,8 @@ FLAGS: Mapping[AccountName, Option] = options(AccountFlags)
 class AccountQuery:
     """Flags of ``dpmac account`` with their defaults; None for the setting to solve for.
 
-    ``said`` are notes on the recipe that the defaults are from.
+    ``trials`` is the number of trials of a search, and ``said`` are notes on the recipe that the
+    defaults are from.
     """
 
     dataset_size: int
@@ -130,6 +143,7 @@ class AccountQuery:
     delta: float
     sampler: str
     accountant: str
+    trials: Trials | None = None
     said: tuple[str, ...] = ()
 
     @property
@@ -163,6 +177,8 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
     if solve is None and "epsilon" in named:
         solve = "steps" if "sigma" in named else "sigma"
     errors += _faults_of_solving(named, solve)
+    errors += _faults_of_search(named, solve)
+    trials = _trials(typed, errors)
     errors += [
         f"--sigma must be 0 for no noise, or at least {SIGMA_MIN:g}, not {sigma:g}."
         for sigma in typed.sigma or ()
@@ -198,6 +214,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
         delta=typed.delta,
         sampler=typed.sampler,
         accountant=typed.accountant,
+        trials=trials,
         said=said,
     )
 
@@ -205,9 +222,10 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
 def asked(given: Mapping[str, str], found: Sequence[str] = ()) -> tuple[AccountQuery, ...]:
     """Return a question for each target epsilon whose recipe may differ, as :func:`ask` does."""
     question = ask(given, found)
-    if not question.said or len(question.epsilon or ()) < 2:
+    targets = question.epsilon or ()
+    if not question.said or len(targets) < 2:
         return (question,)
-    return tuple(ask({**given, "epsilon": target}) for target in given["epsilon"].split(","))
+    return tuple(ask({**given, "epsilon": repr(target)}) for target in targets)
 
 
 def _run(flags: AccountFlags, solve: str | None) -> Settings:
@@ -248,6 +266,29 @@ def _faults_of_solving(given: Mapping[AccountName, str], solve: str | None) -> I
         yield f"Add {', and '.join(missing)}: without {them} there is no answer."
 
 
+def _faults_of_search(given: Mapping[AccountName, str], solve: str | None) -> Iterator[str]:
+    """Yield settings that do not apply to a search."""
+    if "tune" not in given:
+        if "most_trials" in given:
+            yield "--most-trials has no effect alone: add --tune, or leave it out."
+        return
+    if solve not in (None, "sigma"):
+        yield f"--tune can only solve for sigma, not for {solve}: add --solve sigma."
+    if given.get("accountant", DEFAULT_ACCOUNTANT) != DEFAULT_ACCOUNTANT:
+        yield f"--tune needs privacy curves: add --accountant {DEFAULT_ACCOUNTANT}."
+
+
+def _trials(flags: AccountFlags, errors: list[str]) -> Trials | None:
+    """Return the number of trials of a search, and add its faults to ``errors``."""
+    if flags.tune is None:
+        return None
+    try:
+        return trials_of(flags.tune, flags.most_trials)
+    except InputError as failure:
+        errors.extend(failure.errors)
+        return None
+
+
 #: Flags of which one may be given.
 _EITHER: tuple[tuple[AccountName, AccountName], ...] = (
     ("epochs", "steps"),
@@ -270,68 +311,3 @@ def _missing(given: Mapping[AccountName, str], solve: str | None) -> Iterator[st
             yield "--batch-size"
         if "epochs" not in given and "steps" not in given and solve != "steps":
             yield "--epochs or --steps"
-
-
-def answer(*questions: AccountQuery) -> Iterator[Row]:
-    """Yield the rows that answer questions, one for each combination of the values of each.
-
-    Raises:
-        BudgetError: after all rows that can be computed, if some targets cannot be met.
-    """
-    out_of_reach: dict[str, None] = {}
-    for question in questions:
-        for case in itertools.product(
-            question.sigma or (0.0,),
-            question.lengths or (("steps", 1),),
-            question.epsilon or (0.0,),
-            USED[question.accountant],
-        ):
-            try:
-                yield _solved(question, *case)
-            except BudgetError as failure:
-                out_of_reach[str(failure)] = None
-    if out_of_reach:
-        raise BudgetError("\n".join(out_of_reach))
-
-
-def _solved(
-    question: AccountQuery, sigma: float, length: tuple[str, int], target: float, accountant: str
-) -> Row:
-    """Solve for a setting, and compute the privacy cost of the result."""
-    size, batch, delta = question.dataset_size, question.batch_size or 0, question.delta
-
-    def event_of(batch: int) -> TrainingEvent:
-        unit, count = length
-        per_epoch = math.ceil(size / batch)
-        steps = count * per_epoch if unit == "epochs" else count
-        return TrainingEvent(batch / size, sigma, steps, question.sampler, per_epoch)
-
-    if question.solve == "batch-size":
-        batch = calibration.largest_batch(event_of, size, delta, target, accountant)
-    event = event_of(batch)
-    if question.solve == "sigma":
-        sigma = calibration.calibrate_noise(event, delta, target, accountant)
-        event = replace(event, noise_multiplier=sigma)
-    elif question.solve == "steps":
-        event = replace(event, steps=calibration.longest_run(event, delta, target, accountant))
-    row = price((event,), delta, accountant)
-    return replace(row, dataset_size=size, batch_size=batch, solved=question.solve)
-
-
-def account_notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
-    """Yield what is legal, but probably not what was meant; ``accountant`` was asked for."""
-    events = [event for row in rows for event in row.events]
-    for delta, size in dict.fromkeys((row.delta, row.dataset_size) for row in rows):
-        if size is not None:
-            yield from delta_note(delta, size)
-    if DEFAULT_ACCOUNTANT in USED[accountant]:
-        by_rdp = (accountant_note(row.events, row.delta) for row in rows)
-        yield from dict.fromkeys(itertools.chain.from_iterable(by_rdp))
-    if any(e.sampling.once_an_epoch and 0 < e.noise_multiplier < LEAST_NOISE for e in events):
-        yield (
-            f"Below noise multiplier {LEAST_NOISE:g} random allocation is accounted without "
-            "amplification: an epoch costs as much as a step on all records. Poisson sampling may "
-            "cost less (--sampler poisson)."
-        )
-    if any(row.solved == "steps" and row.steps == MOST_STEPS for row in rows):
-        yield f"{MOST_STEPS:,} steps is the maximum of a run; the budget would allow more."

@@ -81,12 +81,11 @@ def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
         "lr": "learning rate {:g}",
         "ema": "EMA {:g}",
     }
+    apart = {"lr"} if "optimizer" in given.explicit else set()
     parts = {name: text.format(chosen[name]) for name, text in said.items() if name in chosen}
-    rate = parts.pop("lr", None) if "optimizer" in given.explicit else None
-    if parts:
-        yield ", ".join(parts.values())
-    if rate is not None:
-        yield f"{rate} for {given.optimizer}"
+    if together := [part for name, part in parts.items() if name not in apart]:
+        yield ", ".join(together)
+    yield from (f"{parts[name]} for {given.optimizer}" for name in apart & parts.keys())
 
 
 def _network(given: Settings, facts: Dataset) -> Keywords:

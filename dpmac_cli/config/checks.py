@@ -13,7 +13,8 @@ from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.config.sources import SettingValue
-from dpmac_cli.data.schema import TABLES, DataFacts, Source, listed
+from dpmac_cli.data.schema import TABLES, DataFacts, LeftOut, Source, listed
+from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.tasks.known import value_is_known
 from dpmac_cli.training.schedules import LossKind, Recipe
@@ -163,7 +164,7 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
     """Yield notes on what was found in the records."""
     found, dataset, private = data.found, data.dataset, privacy.private
     if found.skipped:
-        yield f"{len(found.skipped)} records of {dataset} are left out: {found.skipped[0]}."
+        yield LeftOut(found.skipped, found.why).note(dataset)
     if found.inferred and private:
         yield (
             f"{listed(found.inferred).capitalize()} of {dataset} were taken from its "
@@ -173,12 +174,14 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
     if found.signs.repeated and private:
         yield (
             f"Names such as {found.signs.repeated} suggest several images per person, but epsilon "
-            "protects single images. To protect all images of a person, add a pattern for the "
-            "common part of their names: --unit 'patient([0-9]+)'."
+            "protects single images. To protect all images of a person, add --unit folder if each "
+            "person has a folder, or a pattern for the common part of their names: --unit "
+            "'patient([0-9]+)'."
         )
     if found.signs.copies and private:
+        verb = "is an exact copy" if found.signs.copies == 1 else "are exact copies"
         yield (
-            f"{found.signs.copies} records of {dataset} are exact copies of others. If they "
+            f"{counted(found.signs.copies, 'record')} of {dataset} {verb} of others. If they "
             "come from one person, epsilon protects each copy, but not the person: leave them out, "
             f"or name the unit of each record: {_unit_remedy(data.source)}."
         )
@@ -211,7 +214,7 @@ def _unit_remedy(source: str | Source) -> str:
         return "unit= with one item per record"
     path = source.path
     if path.is_dir():
-        return "--unit 'patient([0-9]+)'"
+        return "--unit folder, or --unit 'patient([0-9]+)'"
     return "--unit COLUMN" if path.suffix in TABLES else "an array unit"
 
 
@@ -249,6 +252,8 @@ def _idle_on(data: DataPlan, settings: Iterable[SettingName]) -> dict[SettingNam
         idle |= dict.fromkeys(_OF_SPLIT, f"{dataset}, which has its own test set")
     if not source.path.is_dir():
         idle |= {"levels": f"{dataset}, which is not a folder of images"}
+    if source.path.suffix not in (".csv", ".tsv"):
+        idle |= {"encoding": f"{dataset}, which is not a CSV"}
     if source.path.suffix not in TABLES:
         idle |= {"schema": f"{dataset}, which is not a table"}
     if not facts.is_images:

@@ -7,9 +7,10 @@ from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
 from dpmac_cli.config.sources import Values, combined, from_flags, validated
 from dpmac_cli.config.yaml_file import read_settings
+from dpmac_cli.data.column_schema import TOKENS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
-from dpmac_cli.data.table_schema import TOKENS, read_schema
+from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.encoders import read_encoder
@@ -107,6 +108,7 @@ def _source(settings: Settings, in_memory: InMemoryData | None) -> Source:
         schema=schema,
         in_memory=in_memory,
         unit=settings.unit,
+        encoding=settings.encoding,
         skip_bad=settings.skip_bad,
     )
 

@@ -33,6 +33,7 @@ SettingName = Literal[
     "standardise",
     "feature_range",
     "schema",
+    "encoding",
     "tokens",
     "unit",
     "records_per_unit",
@@ -93,6 +94,8 @@ AccountName = Literal[
     "epsilon",
     "solve",
     "delta",
+    "tune",
+    "most_trials",
     "sampler",
     "accountant",
 ]
@@ -124,6 +127,7 @@ class TrainingKeywords(TypedDict, total=False):
     standardise: str | None
     feature_range: str | None
     schema: str | Path | None
+    encoding: str | None
     tokens: int | None
     unit: str | None
     records_per_unit: int | None

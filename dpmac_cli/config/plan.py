@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli.accounting.events import Scores, TrainingEvent
+from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
@@ -184,13 +186,29 @@ class RunPlan:
     folder: NewFolder | ChosenFolder
 
 
+@dataclass(frozen=True)
+class SearchPlan:
+    """Search that a run is one trial of.
+
+    Attributes:
+        search: number of trials and candidates, from which its privacy cost follows.
+        space: settings that were drawn, as typed.
+        stop_early: whether the time at which the search ended depends on the number of trials.
+    """
+
+    search: Search
+    space: tuple[str, ...]
+    stop_early: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan:
     """Complete plan of a run. Nothing is looked up again on disk or in a registry.
 
     Attributes:
         recipe: training settings besides the optimizer.
-        recorded: contents of config.yaml, by the names of the flags.
+        recorded: settings that describe the run, which config.yaml and checkpoints keep.
+        search: search that the run is one trial of; None if it is a run by itself.
     """
 
     data: DataPlan
@@ -199,7 +217,8 @@ class TrainPlan:
     optimizer: OptimizerPlan
     recipe: Recipe
     run: RunPlan
-    recorded: Mapping[str, Any] = field(hash=False, repr=False)
+    recorded: Mapping[SettingName, Any] = field(hash=False, repr=False)
+    search: SearchPlan | None = None
 
     def on(self, device: str) -> "TrainPlan":
         """Return the plan of the same run on another device."""

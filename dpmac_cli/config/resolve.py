@@ -73,6 +73,7 @@ def resolve(
     file: Path | None = None,
     *,
     earlier: tuple[TrainingEvent, ...] = (),
+    data: DataPlan | None = None,
     **keywords: Unpack[Keywords],
 ) -> Resolved:
     """Resolve settings and a YAML file into a validated plan. Settings take precedence.
@@ -82,6 +83,7 @@ def resolve(
             given.
         file: YAML file with flag names as keys.
         earlier: events on the same records, which a target epsilon must cover too.
+        data: the dataset, if its facts were read before; None to read them.
         keywords: more settings by name: ``resolve(dataset="digits", sigma=2)``.
 
     Raises:
@@ -92,13 +94,13 @@ def resolve(
     named = settings.explicit if isinstance(settings, Settings) else settings or {}
     on_command_line = from_flags({**named, **keywords}, errors)
     given = {} if file is None else read_settings(file, errors)
-    if "model" in given and "model" not in on_command_line:
-        errors += faults_of_model([str(given["model"].value)], given["model"].origin)
-    return _resolved(on_command_line, given, errors, earlier)
+    if (model := given.get("model")) is not None and "model" not in on_command_line:
+        errors += faults_of_model([str(model.value)], model.origin)
+    return _resolved(on_command_line, given, errors, earlier, data)
 
 
 def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Resolved:
-    """Resolve recorded settings (:attr:`TrainPlan.recorded`) into a plan. Flags take precedence.
+    """Resolve the settings of a file, by the names of flags, into a plan. Flags take precedence.
 
     Raises:
         InputError: lists every fault found.
@@ -117,15 +119,16 @@ def _resolved(
     file: Mapping[SettingName, SettingValue],
     errors: list[str],
     earlier: tuple[TrainingEvent, ...] = (),
+    data: DataPlan | None = None,
 ) -> Resolved:
     """Return a validated plan; ``errors`` were found before."""
     given = with_file(combined(file, flags, errors), errors)
     settings, invalid = validated(given, errors)
     # Otherwise defaults would be another dataset's, or all images would be decoded first.
-    if "dataset" in invalid or settings.skip_bad:
+    if {"dataset", "encoding"} & {*invalid} or settings.skip_bad:
         raise_errors(errors)
     try:
-        data = plan_data(settings)
+        data = data or plan_data(settings)
     except InputError as failure:
         raise InputError([*errors, *failure.errors]) from failure
     errors += checks.lonely(given)
@@ -286,8 +289,8 @@ def _interval(text: str) -> CheckpointInterval:
     return CheckpointInterval(steps=int(text), seconds=math.inf)
 
 
-def _recorded(settings: Complete, data: DataPlan) -> dict[str, Any]:
-    """Return the contents of config.yaml, by the names of the flags."""
+def _recorded(settings: Complete, data: DataPlan) -> dict[SettingName, Any]:
+    """Return the settings that describe the run."""
     kept: dict[SettingName, Any] = {
         name: value
         for name, option in SETTINGS.items()
@@ -300,4 +303,4 @@ def _recorded(settings: Complete, data: DataPlan) -> dict[str, Any]:
         kept.pop("fix_norm")
     if settings.gpu_batch != settings.physical_batch:  # not given: the device decides
         kept.pop("physical_batch")
-    return {flag_name(name): value for name, value in kept.items()}
+    return kept

@@ -17,9 +17,9 @@ from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomeP
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
+from dpmac_cli.data.column_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import STANDARDS, TABLES, InMemoryData
-from dpmac_cli.data.table_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
+from dpmac_cli.data.schema import STANDARDS, TABLES, UTF8, InMemoryData, is_encoding
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Kappa
 from dpmac_cli.models.encoders import ENCODERS
 from dpmac_cli.models.encoders import FOLDER as ENCODER_FOLDER
@@ -90,6 +90,14 @@ Debug = Annotated[
     StrictBool,
     Field(description="Show tracebacks."),
     Flag(OUTPUT, recorded=False, studied=False),
+]
+#: Other encodings: a test and a description.
+OTHER_ENCODINGS = (is_encoding, "another encoding that Python knows")
+Encoding = Annotated[
+    str,
+    Choice((UTF8, "cp1252"), OTHER_ENCODINGS),
+    Field(description="Encoding of a CSV, such as cp1252 for files of older Windows programs."),
+    Flag(DATA, omitted=True),
 ]
 PrintJson = Annotated[StrictBool, Field(description="Print JSON."), Flag(OUTPUT)]
 
@@ -303,6 +311,7 @@ class Settings(Flags, frozen=True):
             },
         ),
     ] = None
+    encoding: Encoding = UTF8
     tokens: Annotated[
         int | None,
         Field(
@@ -316,8 +325,9 @@ class Settings(Flags, frozen=True):
         str | None,
         Field(
             description=(
-                "Column of a table, or pattern of file paths, that gives the unit of each record,"
-                " such as a patient. Epsilon protects a unit with all of its records."
+                "What gives the unit of each record, such as a patient: a column of a table, a"
+                " pattern of file paths, or folder for each folder below a class. Epsilon protects"
+                " a unit with all of its records."
             )
         ),
         Flag(DATA, comma=True, otherwise="each record is a unit, unless an .npz has an array unit"),
@@ -673,6 +683,6 @@ class Complete(Settings, frozen=True):
 
 SETTINGS: Mapping[SettingName, Option] = options(Settings)
 #: Defaults of a run without a recipe.
-RECIPE_DEFAULTS: Mapping[str, object] = {
+RECIPE_DEFAULTS: Mapping[SettingName, object] = {
     name: option.default for name, option in SETTINGS.items() if option.flag.group == RECIPE
 }

@@ -38,8 +38,13 @@ def is_setting(name: str) -> TypeGuard[SettingName]:
     return name in SETTINGS
 
 
+def by_flag(settings: Mapping[SettingName, Any]) -> dict[str, Any]:
+    """Return settings by the names of their flags, as files have them."""
+    return {flag_name(name): value for name, value in settings.items()}
+
+
 def by_setting(recorded: Mapping[str, Any]) -> dict[SettingName, Any]:
-    """Return recorded settings by the names of settings instead of those of flags.
+    """Return the settings of a file, which has them by the names of their flags.
 
     Raises:
         InputError: a setting of another version is not known.

@@ -10,7 +10,7 @@ from dpmac_cli.config.fields import Option, flag_name
 from dpmac_cli.config.flags import near_setting
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.settings import SETTINGS
-from dpmac_cli.config.sources import SettingValue
+from dpmac_cli.config.sources import SettingValue, by_flag
 
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
@@ -60,9 +60,9 @@ def read_lists(
     return found
 
 
-def to_yaml(recorded: Mapping[str, object]) -> str:
+def to_yaml(recorded: Mapping[SettingName, object]) -> str:
     """Return a file that repeats a run exactly, with --config and the same --seed."""
-    body = yaml.safe_dump(dict(recorded), sort_keys=False)
+    body = yaml.safe_dump(by_flag(recorded), sort_keys=False)
     return f"{HEADER} Repeat it with dpmac train --config FILE; a seed is not saved.\n{body}"
 
 

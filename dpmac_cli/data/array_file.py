@@ -13,17 +13,21 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults, units_in
+from dpmac_cli.data.complaints import escaped
 from dpmac_cli.data.decoding import DIM, decode
-from dpmac_cli.data.schema import Signs, Source
+from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source
 from dpmac_cli.data.splits import Records, data_facts, split
 from dpmac_cli.data.stacking import key_of, labels_in, masks, numbers_in, stacked
-from dpmac_cli.data.targets import DECLARED, are_numbers, targets_in
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.data.targets import CLASSES, DECLARED, are_numbers, targets_in
+from dpmac_cli.errors import InputError, counted, raise_errors
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
 #: What the names of arrays end with: of training records, and of test records.
 SIDES = ("", "_test")
+#: Dimensions of an array of numbers up to which a network of yours gets records in their shape.
+#: With four they are images, with channels first.
+MOST_OWN = 3
 ArrayDict = dict[str, NDArray[Any]]
 ARRAYS = (
     *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
@@ -34,7 +38,7 @@ ARRAYS = (
 class ArrayFile:
     """Dataset from the arrays of an .npz or a table, which are named as in :data:`ARRAYS`.
 
-    ``skipped`` lists records that were left out when they were read, and ``unusable`` says which
+    ``left_out`` lists records that were left out when they were read, and ``unusable`` says which
     rows of an array could not be. ``found_classes`` are names of folders; they are used if no
     classes are declared.
     """
@@ -43,15 +47,16 @@ class ArrayFile:
         self,
         source: Source,
         arrays: ArrayDict,
-        skipped: tuple[str, ...] = (),
+        left_out: LeftOut = NONE_LEFT_OUT,
         unusable: Mapping[str, Faults] | None = None,
         found_classes: Sequence[str] = (),
     ) -> None:
         if source.classes is not None:
-            arrays["classes"] = np.array(source.classes)
+            arrays[CLASSES] = np.array(source.classes)
         if source.feature_range is not None:
             arrays["low"], arrays["high"] = map(np.array, source.feature_range)
-        skipped += _leave_out_bad(arrays, source, _made_canonical(arrays, unusable or {}))
+        more = _leave_out_bad(arrays, source, _made_canonical(arrays, unusable or {}))
+        left_out += more
         self._sides = [
             Records(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
             for side in SIDES
@@ -84,7 +89,8 @@ class ArrayFile:
             self._ends,
             held_out=held_out,
             inferred=inferred,  # an array's type declares its shape
-            skipped=skipped,
+            left_out=left_out,
+            own=() if self._ends is None or x.ndim > MOST_OWN else x.shape[1:],
             signs=Signs(copies=len(contents) - len(set(contents)), dim=_dim(x)),
         )
 
@@ -141,7 +147,7 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
 
 def _made_canonical(arrays: ArrayDict, unusable: Mapping[str, Faults]) -> dict[str, Faults]:
     """Convert records, labels and units in place, each by itself, and return faults by side."""
-    classes = arrays.get("classes")
+    classes = arrays.get(CLASSES)
     names = None if classes is None or classes.ndim != 1 else classes.tolist()
     ranged, faults = bool({"low", "high"} & arrays.keys()), dict[str, Faults]()
     for side in SIDES:
@@ -161,15 +167,13 @@ def _made_canonical(arrays: ArrayDict, unusable: Mapping[str, Faults]) -> dict[s
     return faults
 
 
-def _leave_out_bad(
-    arrays: ArrayDict, source: Source, unusable: Mapping[str, Faults]
-) -> tuple[str, ...]:
+def _leave_out_bad(arrays: ArrayDict, source: Source, unusable: Mapping[str, Faults]) -> LeftOut:
     """With --skip-bad, remove unusable records in place and return a description of each.
 
     ``unusable`` says, for each side, which records cannot be used and why. Raises InputError with
     every reason why the arrays cannot be used as a dataset.
     """
-    faults, skipped = list[str](), list[str]()
+    faults, skipped, why = list[str](), list[str](), list[str]()
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InputError(f"{source.path}: x_test and y_test must both be given; one is missing.")
     sides = [side for side in SIDES if f"x{side}" in arrays]
@@ -181,28 +185,30 @@ def _leave_out_bad(
         reasons = _bad_records(arrays, side, unusable[side])
         if source.skip_bad and not side and "unit_test" in arrays and "unit" in arrays:
             # Then neither of the records of such a unit can make the run fail.
-            tested = set(arrays["unit_test"].tolist())
-            twice = [unit in tested for unit in arrays["unit"].tolist()]
-            reasons["unit contains a unit that has test records"] = np.array(twice, np.bool_)
+            trained, tested = (arrays[f"unit{side}"].tolist() for side in SIDES)
+            twice = np.isin(trained, tested)
+            reasons["unit contains a unit that has test records"] = twice
         bad = np.logical_or.reduce([*reasons.values()])
+        found = [
+            f"{what} in {at.sum()} of {len(at)} rows, such as row {at.argmax()}"
+            for what, at in reasons.items()
+            if at.any()
+        ]
         if source.skip_bad:
+            why += found
             skipped += [f"row {row} of x{side}" for row in np.flatnonzero(bad)]
             together = [f"{name}{side}" for name in ("x", "y", "unit") if f"{name}{side}" in arrays]
             arrays |= {name: arrays[name][~bad] for name in together}
         else:
-            faults += [
-                f"{what} in {at.sum()} of {len(at)} rows, such as row {at.argmax()}. Add "
-                "--skip-bad to leave them out"
-                for what, at in reasons.items()
-                if at.any()
-            ]
-    faults += strange + [f"x{side} is empty" for side in sides if not arrays[f"x{side}"].size]
+            faults += [f"{what}. Add --skip-bad to leave them out" for what in found]
+    left = "; ".join(["", *map(escaped, why)])
+    faults += strange + [f"x{side} is empty{left}" for side in sides if not arrays[f"x{side}"].size]
     if not faults:
         faults += targets_in(arrays).faults_together(arrays)
     if _is_numbers(arrays["x"]):
         faults += _faults_of_range(arrays, source)
     raise_errors(f"{source.path}: {fault}." for fault in faults)
-    return tuple(skipped)
+    return LeftOut(tuple(skipped), tuple(why))
 
 
 def _bad_records(arrays: ArrayDict, side: str, unusable: Faults) -> dict[str, NDArray[np.bool_]]:
@@ -275,7 +281,8 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
     if wrong := list(targets_in(arrays, side).faults_of_array(arrays, side)):
         yield from wrong
     elif x.shape[:1] != y.shape[:1]:
-        yield f"x{side} has {len(x)} records, but y{side} has {len(y)} labels"
+        sizes = counted(len(x), "record"), counted(len(y), "label")
+        yield "x{0} has {1}, but y{0} has {2}".format(side, *sizes)
     elif y.shape[1:] != arrays["y"].shape[1:]:
         yield f"y{side} has labels of shape {y.shape[1:]}, but y has {arrays['y'].shape[1:]}"
 

@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dpmac_cli.data.schema import Source
@@ -11,6 +12,10 @@ from dpmac_cli.errors import InputError
 TRAIN, TESTS = "train", ("test", "validation", "val")
 #: Files that file managers write into folders, besides those that begin with a dot.
 HIDDEN = ("thumbs.db", "ehthumbs.db", "desktop.ini")
+#: The value of ``--unit`` that makes each folder below a class a unit.
+FOLDER = "folder"
+#: Other names of folders of a split.
+LIKE_SPLITS = ("training", "testing", "valid", "valid_set", "test_set", "train_set")
 
 
 def splits_of(source: Source) -> list[Path]:
@@ -42,14 +47,89 @@ def visible(folder: "str | Path | os.DirEntry[str]") -> "list[os.DirEntry[str]]"
         return sorted((e for e in entries if not is_hidden(e.name)), key=lambda e: e.name)
 
 
-def units_by_pattern(names: Sequence[str], pattern: str) -> list[str]:
+def tree(
+    folder: Path, faults: list[str], seen: dict[tuple[int, int], Path]
+) -> "Iterator[tuple[Path, list[os.DirEntry[str]]]]":
+    """Yield a folder and all folders below it, each with its visible files, in order of name.
+
+    Links are followed. Adds a fault for a folder that cannot be read, and for one that was visited
+    under another name: its records would count twice, or belong to two units.
+
+    Args:
+        seen: folders that were visited, by device and inode; new ones are added.
+    """
+    try:
+        facts, entries = os.stat(folder), visible(folder)
+    except OSError as failure:
+        faults.append(f"{folder} cannot be read ({failure.strerror})")
+        return
+    known = seen.setdefault((facts.st_dev, facts.st_ino), folder)
+    if known != folder:
+        faults.append(f"{folder} is the same folder as {known}")
+        return
+    kinds = [(entry, is_folder(entry)) for entry in entries]
+    yield folder, [entry for entry, inner in kinds if not inner]
+    for entry in [entry for entry, inner in kinds if inner]:
+        yield from tree(Path(entry.path), faults, seen)
+
+
+def is_folder(entry: "os.DirEntry[str]") -> bool:
+    """Return whether an entry is a folder or a link to one."""
+    return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()
+
+
+def check_not_splits(part: Path, names: Sequence[str]) -> None:
+    """Raise InputError if folders that are taken for classes hold the classes of a split."""
+    splits = (TRAIN, *TESTS, *LIKE_SPLITS)
+    like = [name for name in names if name.lower() in splits and not _has_files(part / name)]
+    if like:
+        raise InputError(
+            f"{part}: {' and '.join(like)} would be classes, but contain only folders. If they are "
+            f"splits, name them {TRAIN} and {TESTS[0]}; if they are classes, declare all classes "
+            "with --classes."
+        )
+
+
+def _has_files(folder: Path) -> bool:
+    return not all(map(is_folder, visible(folder)))
+
+
+def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:
+    """Return the unit of each file, as ``--unit`` defines it; "" if it has none.
+
+    Args:
+        names: paths below the dataset's folder, with ``/`` between folders.
+        unit: :data:`FOLDER`, or a pattern.
+        depth: number of folders of the class and of the split in each path.
+    """
+    return [_folder(n, depth) for n in names] if unit == FOLDER else _by_pattern(names, unit)
+
+
+def _folder(name: str, depth: int) -> str:
+    """Return the name of the folder below the class that a file is in, at any depth; or "".
+
+    A folder of one name in several classes and splits is one unit, however its name is encoded.
+    """
+    folders = name.split("/")[depth:-1]
+    return unicodedata.normalize("NFC", folders[0]) if folders else ""
+
+
+def strange_unit(name: str, unit: str) -> str:
+    """Return why a file has no unit."""
+    if unit == FOLDER:
+        return f"{name} is not in a folder of its own unit below its class (--unit {FOLDER})"
+    return f"{name} does not match --unit {unit}"
+
+
+def _by_pattern(names: Sequence[str], pattern: str) -> list[str]:
     """Return the text that the pattern, or its first group, matches in each name; "" if none."""
     try:
         compiled = re.compile(pattern)
     except re.error as failure:
         raise InputError(
             f"--unit {pattern} is not a valid regular expression ({failure}). To match the 17 "
-            "in patient17.png, use --unit 'patient([0-9]+)'."
+            "in patient17.png, use --unit 'patient([0-9]+)'. For a folder per unit, use --unit "
+            "folder."
         ) from failure
     found = [compiled.search(name) for name in names]
     return [(match and match[min(compiled.groups, 1)]) or "" for match in found]

@@ -22,10 +22,11 @@ IN_MEMORY, GPU_SHARE = 1e9, 0.25
 
 @dataclass(frozen=True)
 class Split:
-    """Images and labels on the device. Rows of numbers are float32, (records, columns, 1, 1).
+    """Images and labels on the device.
 
     Attributes:
-        images: uint8, shape (records, channels, height, width).
+        images: uint8, shape (records, channels, height, width). Rows of numbers are float32,
+            (records, columns, 1, 1), or have the shape that a network of yours takes.
         labels: targets of the task: int64, shape (records,); or with several labels per record
             uint8, (records, labels).
         sha256: checksum of the images, if the file that they come from has one.
@@ -116,7 +117,7 @@ class Data:
 
     train: Split  # the private records
     test: Split  # records the guarantee does not cover
-    gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1)
+    gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1); see in_form
     offset: Tensor
     task: Task  # what the targets are
 
@@ -128,6 +129,18 @@ class Data:
     def standardised(self, images: Tensor) -> Tensor:
         """Return (images / levels - mean) / std in float32, in the shape of the images."""
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
+
+    def in_form(self, form: tuple[int, ...]) -> "Data":
+        """Return the same numbers with records of another shape, such as (columns,)."""
+        if self.train.images.shape[1:] == form:
+            return self
+        ones = [1] * (len(form) - 1)  # of gain and offset, which have one number per channel
+        train, test = (
+            replace(part, images=part.images.reshape(len(part), *form))
+            for part in (self.train, self.test)
+        )
+        gain, offset = self.gain.reshape(-1, *ones), self.offset.reshape(-1, *ones)
+        return replace(self, train=train, test=test, gain=gain, offset=offset)
 
 
 def fingerprint(*splits: Split) -> str:

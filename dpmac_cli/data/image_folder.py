@@ -1,4 +1,4 @@
-"""Datasets of images in folders named after their classes."""
+"""Datasets of images in folders named after their classes, at any depth."""
 
 import hashlib
 import json
@@ -12,8 +12,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.class_folders import TESTS, splits_of, units_by_pattern, visible
-from dpmac_cli.data.complaints import complaints, refuse
+from dpmac_cli.data.class_folders import (
+    TESTS,
+    check_not_splits,
+    is_folder,
+    splits_of,
+    strange_unit,
+    tree,
+    units_of_files,
+    visible,
+)
+from dpmac_cli.data.complaints import complaints, left_out, refuse
 from dpmac_cli.data.decoding import (
     DIM,
     ImageFile,
@@ -50,6 +59,8 @@ REMEDY = " Remove them, or add --skip-bad to leave them out."
 class ImageFolder:
     """Images in folders named after their classes, with or without train/ and test/ above them.
 
+    Folders of a class may contain further folders, such as one per person.
+
     With --skip-bad all images are decoded immediately, because that decides which ones are used.
     """
 
@@ -57,6 +68,7 @@ class ImageFolder:
         self._source = source
         self._faults: list[str] = []  # messages, raised together
         self._skipped: list[str] = []
+        self._seen: dict[tuple[int, int], Path] = {}  # folders, by device and inode
         root, declared, parts = source.path, source.classes, splits_of(source)
         self._classes = declared or tuple(_class_names(parts[0]))
         check_classes(self._classes, source)
@@ -77,7 +89,8 @@ class ImageFolder:
         self._shape: tuple[int, int, int] = self._survey() if file is None else file.shape
         names = [image.path.removeprefix(f"{root}{os.sep}") for image in self._images]
         labels = np.array([image.label for image in self._images], np.int64)
-        units = None if source.unit is None else self._units(names, source.unit)
+        depth = len(parts)  # folders of the split, if there are two, and of the class
+        units = None if source.unit is None else self._units(names, source.unit, depth)
         rows = self._used(units, len(listed[0]))
         used = Records(rows, labels[rows], None if units is None else units[rows])
         trained = rows < len(listed[0])
@@ -98,9 +111,9 @@ class ImageFolder:
             Classification(tuple(self._classes)),
             held_out=held_out,
             inferred=tuple(name for name, value in schema.items() if value is None),
-            skipped=tuple(self._skipped),
+            left_out=left_out(self._skipped),
             signs=Signs(
-                "" if source.unit else _repeated(names),
+                "" if source.unit else _repeated(names, depth),
                 0 if source.unit else self._copies(rows),
                 self._dim(rows),
             ),
@@ -111,14 +124,12 @@ class ImageFolder:
         labels = {name: label for label, name in enumerate(self._classes)}
         candidates, images = list[tuple["os.DirEntry[str]", int]](), []
         for entry in visible(part):
-            if not os.path.isdir(entry):
+            if not is_folder(entry):
                 candidates += [(entry, NO_CLASS)] * _is_image(entry.name)
             elif entry.name in labels or self._source.classes is not None:
                 label = labels.get(entry.name, NO_CLASS)
-                try:
-                    candidates += [(inner, label) for inner in visible(entry)]
-                except OSError as failure:
-                    self._skipped.append(f"{entry.path} cannot be read ({failure.strerror})")
+                for _, files in tree(Path(entry.path), self._skipped, self._seen):
+                    candidates += [(file, label) for file in files]
         for entry, label in candidates:
             image = _image(entry, label)
             if isinstance(image, str):
@@ -172,16 +183,16 @@ class ImageFolder:
             "per pixel, of which 12 are used, add --levels 4095; or scale them by a public constant"
         )
 
-    def _units(self, names: list[str], pattern: str) -> NDArray[np.str_]:
-        """Return the unit of each file: the text that the pattern, or its first group, matches."""
-        units = units_by_pattern(names, pattern)
-        strange = [name for name, unit in zip(names, units, strict=True) if not unit]
-        said = [f"{name} does not match --unit {pattern}" for name in strange]
+    def _units(self, names: list[str], unit: str, depth: int) -> NDArray[np.str_]:
+        """Return the unit of each file; "" if it has none."""
+        units = units_of_files(names, unit, depth)
+        strange = [name for name, found in zip(names, units, strict=True) if not found]
+        said = [strange_unit(name, unit) for name in strange]
         if self._source.skip_bad and len(strange) < len(names):
             self._skipped += said
             return np.array(units, np.str_)
         self._faults += complaints(
-            said, " Rename these files, or use a pattern that matches all paths below the folder."
+            said, " Move or rename these files, or use a pattern that matches all paths."
         )
         return np.array(units, np.str_)
 
@@ -251,11 +262,15 @@ class ImageFolder:
         return [Records(Rows(file, rows), y, units) for rows, y, units in self._sides]
 
 
-def _repeated(names: list[str]) -> str:
+def _repeated(names: list[str], depth: int) -> str:
     """Return a file name such as patient17_3.png, if most files share their first number.
 
-    Return an empty string otherwise.
+    Or one such as ill/p17/3.png, if most files share a folder below that of the class. Return an
+    empty string otherwise.
     """
+    inner = [name for name in names if name.count("/") > depth]
+    if len(names) < 2 * len(inner) > 2 * len(set(map(os.path.dirname, inner))):
+        return inner[0]
     series = [match[1] for name in names if (match := SERIES.search(name))]
     several = len(series) > len(names) // 2 and 1 < len(set(series)) <= len(series) // 2
     return next(filter(SERIES.search, names)) if several else ""
@@ -269,8 +284,6 @@ def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:
         facts = entry.stat()
     except OSError as failure:  # such as a broken link, or one to itself
         return f"cannot be read as an image ({failure.strerror})"
-    if stat.S_ISDIR(facts.st_mode):
-        return "is a folder, but images must be directly in the folder of their class"
     if not _is_image(entry.name):
         text = entry.name.lower().endswith(".txt")
         return "is not an image (texts need --backbone minilm)" if text else "is not an image"
@@ -285,11 +298,12 @@ def _is_image(name: str) -> bool:
 def _class_names(part: Path) -> list[str]:
     """Return the names of the folders in a folder."""
     entries = visible(part)
-    names = [entry.name for entry in entries if os.path.isdir(entry)]
+    names = [entry.name for entry in entries if is_folder(entry)]
     loose = [entry.name for entry in entries if _is_image(entry.name)]
     if not names or loose:
         what = f"It also contains images ({loose[0]})" if names else "It contains no folder"
         raise InputError(
             f"{part} must contain one folder of images per class and nothing else. {what}."
         )
+    check_not_splits(part, names)
     return names

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -94,13 +94,28 @@ def from_dataframe(
     return InMemoryData(_place(name), frame=frame, schema=schema_of(schema, "schema"))
 
 
+class ArrayFacts(TypedDict, total=False):
+    """Keywords of :class:`ArrayData` besides its records and their units."""
+
+    classes: Sequence[str] | None
+    low: ArrayLike | None
+    high: ArrayLike | None
+    target_low: float | None
+    target_high: float | None
+    target_transform: str | None
+    target_kind: str | None
+    name: str
+
+
 def from_torch(
     train: Any,
     test: Any = None,
     *,
     shape: Sequence[int] | None = None,
     label_shape: Sequence[int] | None = None,
-    **facts: Any,
+    unit: ArrayLike | None = None,
+    unit_test: ArrayLike | None = None,
+    **facts: Unpack[ArrayFacts],
 ) -> ArrayData:
     """Return the records of map-style torch datasets, each read once.
 
@@ -116,9 +131,10 @@ def from_torch(
             images must be uint8 unless ``low`` and ``high`` are given.
         label_shape: public shape of every label: () for one class, (K,) for K labels. By default
             all must have that of the first one.
-        facts: ``classes``, ``low``, ``high``, ``unit``, ``unit_test`` and ``name``, as in
-            :class:`ArrayData`. With ``unit="record"`` each record is a unit with its copies, such
-            as those of a ``Subset`` whose indices repeat.
+        unit: unit of each record, as in :class:`ArrayData`. With ``unit="record"`` each record is a
+            unit with its copies, such as those of a ``Subset`` whose indices repeat.
+        unit_test: the same for records to test on.
+        facts: ``classes``, ``low``, ``high`` and others, as in :class:`ArrayData`.
 
     Raises:
         InputError: a dataset returns something else, records differ in what is not declared, one
@@ -126,20 +142,23 @@ def from_torch(
             both in ``train`` and in ``test``.
     """
     origins = [list(_origins(dataset)) for dataset in (train, test) if dataset is not None]
-    if facts.get("unit") == RECORD:
-        named = _records_as_units(origins)
-        facts |= dict(zip(("unit", "unit_test"), named, strict=False))
-    _check_copies(origins[0], facts.get("unit"))
+    if isinstance(unit, str) and unit == RECORD:
+        unit, unit_test, *_ = (*_records_as_units(origins), None)
+    _check_copies(origins[0], unit)
     _check_held_out(*origins)
     declared = _Declared(
         None if shape is None else tuple(shape),
         None if label_shape is None else tuple(label_shape),
         {"low", "high"} <= facts.keys() or (None if shape is None or len(shape) < 2 else False),
     )
-    (x, y, faults), unusable = _read(train, declared), dict[str, Faults]()
+    x, y, faults = _read(train, declared)
+    x_test = y_test = None
+    faulty: Faults = {}
     if test is not None:
-        facts["x_test"], facts["y_test"], unusable["_test"] = _read(test, declared)
-    return ArrayData(x, y, **facts, unusable={"": faults, **unusable})
+        x_test, y_test, faulty = _read(test, declared)
+    unusable = {"": faults, "_test": faulty}
+    units = {"unit": unit, "unit_test": unit_test}
+    return ArrayData(x, y, x_test, y_test, **units, **facts, unusable=unusable)
 
 
 #: Dataset by identity, and index of a record in it.

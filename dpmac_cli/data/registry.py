@@ -49,6 +49,12 @@ class Signature:
     outputs: int  # logits per input
     mean: tuple[float, ...]  # per channel, as in :class:`Dataset`
     std: tuple[float, ...]
+    own: tuple[int, ...] = ()  # as in :class:`Dataset`
+
+    @property
+    def forms(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of an input that a user-supplied network may take, in order of preference."""
+        return (self.own, self.shape) if self.own else (self.shape,)
 
 
 @dataclass(frozen=True)
@@ -69,11 +75,12 @@ class Dataset:
     texts: tuple[tuple[int, int], ...] = ()  # first input and number of inputs of each text
     torchvision: str = ""  # class of torchvision.datasets that reads it; "" for other sources
     files: tuple[str, ...] = ()  # files that it reads, relative to the folder of datasets
+    own: tuple[int, ...] = ()  # shape of numbers in the array that they come from; () for images
 
     @property
     def signature(self) -> Signature:
         """Signature of a network on these records."""
-        return Signature(self.shape, self.task.outputs, self.mean, self.std)
+        return Signature(self.shape, self.task.outputs, self.mean, self.std, self.own)
 
     @property
     def holds(self) -> Literal["images", "texts", "numbers"]:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.errors import counted
 
 if TYPE_CHECKING:
     from dpmac_cli.data.table_schema import TableSchema
 
-#: File name suffixes of tables.
-TABLES = (".csv", ".tsv", ".parquet")
+#: File name suffixes of tables, and encoding of those that are text.
+TABLES, UTF8 = (".csv", ".tsv", ".parquet"), "utf-8"
 
 #: Public constants that images in [0, 1] may be standardised with: means and deviations.
 STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -53,6 +54,7 @@ class Source:
     schema: "TableSchema | None" = None  # schema of a table
     in_memory: InMemoryData | None = None
     unit: str | None = None  # column, or pattern of paths, that gives the unit of each record
+    encoding: str = UTF8  # encoding of a CSV
     skip_bad: bool = False  # leave out unusable records instead of rejecting the dataset
     texts: TextReader | None = None  # how texts are read; None for images and numbers
 
@@ -72,6 +74,30 @@ class Source:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Records that are left out: one description each, and why, with their numbers."""
+
+    records: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    def __add__(self, other: "LeftOut") -> "LeftOut":
+        return LeftOut(self.records + other.records, self.reasons + other.reasons)
+
+    def note(self, dataset: str) -> str:
+        """Return a sentence on how many records of a dataset are left out, and why."""
+        verb, number = "is" if len(self.records) == 1 else "are", len(self.records)
+        return f"{counted(number, 'record')} of {dataset} {verb} left out: {self.why}."
+
+    @property
+    def why(self) -> str:
+        """Return the reasons as a text."""
+        return "; ".join(self.reasons)
+
+
+NONE_LEFT_OUT = LeftOut()
+
+
+@dataclass(frozen=True)
 class Signs:
     """Signs that records are not what they seem, for the person who types the command."""
 
@@ -85,10 +111,10 @@ class DataFacts:
     """Facts of a dataset, read once, when a run is configured.
 
     ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.
-    One record can change those, so they are public only by decision. ``skipped``, ``untested`` and
-    ``signs`` are never published, because one record can change them. ``reader`` is what the facts
-    were read with: as long as they are held, loading the records does not read the files again. It
-    is no fact: it is neither compared nor copied to other processes.
+    One record can change those, so they are public only by decision. ``skipped``, ``why``,
+    ``untested`` and ``signs`` are never published, because one record can change them. ``reader``
+    is what the facts were read with: as long as they are held, loading the records does not read
+    the files again. It is no fact: it is neither compared nor copied to other processes.
     """
 
     facts: Dataset
@@ -97,6 +123,7 @@ class DataFacts:
     unit: str = ""  # description of the unit of privacy; "" if it is one record
     inferred: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()  # records left out
+    why: tuple[str, ...] = ()  # reasons for that, with the number of records
     untested: tuple[str, ...] = ()  # classes without a test record
     signs: Signs = Signs()
     reader: object = field(default=None, compare=False, repr=False)
@@ -104,6 +131,14 @@ class DataFacts:
     def __getstate__(self) -> dict[str, Any]:
         """Return the facts without their reader, which may hold the records."""
         return {**vars(self), "reader": None}
+
+
+def is_encoding(name: str) -> bool:
+    """Return whether a name is one of an encoding of text."""
+    try:
+        return bool("text".encode(name))
+    except (LookupError, ValueError):
+        return False
 
 
 def listed(parts: Sequence[str]) -> str:

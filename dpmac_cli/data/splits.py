@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.complaints import escaped, refuse
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
-from dpmac_cli.data.schema import STANDARDS, DataFacts, Source
-from dpmac_cli.errors import InputError
+from dpmac_cli.data.schema import NONE_LEFT_OUT, STANDARDS, DataFacts, LeftOut, Source
+from dpmac_cli.errors import InputError, counted
 from dpmac_cli.tasks.task import Task
 
 #: Smallest height and width that the convolutional network can halve twice.
@@ -69,9 +69,9 @@ def split(
     train, test = records.at(~held_out), records.at(held_out)
     if not (len(train.y) and len(test.y)):
         raise InputError(
-            f"--test-fraction {source.test_fraction:g} of {len(held_out)} records leaves no "
-            "training or no test records. Add records, or use another --test-fraction "
-            "or --split-seed."
+            f"--test-fraction {source.test_fraction:g} of {counted(len(held_out), 'record')} "
+            "leaves no training or no test records. Add records, or use another --test-fraction or "
+            "--split-seed."
         )
     if classes is not None:
         only = sorted(set(test.y.tolist()) - set(train.y.tolist()))
@@ -89,7 +89,8 @@ def data_facts(
     shape: tuple[int, int, int],
     task: Task,
     ends: NDArray[np.float64] | None = None,
-    skipped: Iterable[str] = (),
+    left_out: LeftOut = NONE_LEFT_OUT,
+    own: tuple[int, ...] = (),
     **rest: Any,
 ) -> DataFacts:
     """Return facts like those of the registry, with conservative defaults.
@@ -97,7 +98,8 @@ def data_facts(
     Args:
         sides: training and test records. shape, task: shape and task of all of them.
         ends: limits of the range of numbers, shape (2, columns); None for images.
-        skipped: descriptions of records that are left out.
+        left_out: records that are left out.
+        own: shape of numbers in their array; () for images.
         rest: see :class:`DataFacts`.
 
     Raises:
@@ -107,8 +109,9 @@ def data_facts(
     owners = [set(units.tolist()) for _, _, units in sides if units is not None]
     if len(owners) == 2 and (both := set.intersection(*owners)):
         raise InputError(
-            f"{source.path}: {len(both)} units, such as {min(both)}, have training and test "
-            "records: use different units for testing."
+            f"{source.path}: {counted(len(both), 'unit')}, such as {min(both)}, "
+            f"{'has' if len(both) == 1 else 'have'} training and test records: use different units "
+            "for testing."
         )
     train, test = (len(y if units is None else np.unique(units)) for _, y, units in sides)
     batch = -(-train // STEPS_PER_EPOCH)
@@ -124,12 +127,13 @@ def data_facts(
     facts = Dataset(
         *(train, test, shape, task, *constants, defaults, "your own", levels),
         texts=source.layout,
+        own=own,
     )
     untested = task.untested(sides[1].y)
     unit = "" if sides[0].units is None else source.unit or "unit"
     name = source.path.resolve().stem.strip("<>")
-    skipped = tuple(map(escaped, skipped))
-    return DataFacts(facts, name, unit=unit, untested=untested, skipped=skipped, **rest)
+    skipped, why = (tuple(map(escaped, some)) for some in (left_out.records, left_out.reasons))
+    return DataFacts(facts, name, unit=unit, untested=untested, skipped=skipped, why=why, **rest)
 
 
 def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,6 +1,6 @@
 """Columns of a table as inputs and targets, as their schema declares them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,14 +9,15 @@ from numpy.typing import NDArray
 from pyarrow import compute
 
 from dpmac_cli.data.canonical import MISSING
+from dpmac_cli.data.column_schema import Column, Label, Written
 from dpmac_cli.data.complaints import refuse
-from dpmac_cli.data.table_schema import Column, Label
+from dpmac_cli.data.table_dates import CALENDAR, age_of, formats_of, outside_of, read_dates
+from dpmac_cli.data.table_numbers import number_pattern, read_numbers, shown, what_it_may_mean
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.wordpiece import TextReader
 
 #: Zeros at the end of the digits behind a point, which the type of a column adds.
 TRAILING = r"(?:(\.\d*[1-9])0+|\.0+)(Z?)$"
-NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 Cells = dict[str, pa.Array]
 BoolArray = NDArray[np.bool_]
 #: Values of inputs, (records, inputs), and the lowest and highest value of each.
@@ -26,6 +27,26 @@ Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 def is_number(kind: pa.DataType) -> bool:
     """Return whether a type is one of numbers."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def kind_of(kind: pa.DataType) -> str:
+    """Return the type of column in a schema that fits a type of arrow."""
+    if pa.types.is_boolean(kind):
+        return "boolean"
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return "date"
+    return "number" if is_number(kind) or pa.types.is_decimal(kind) else "category"
+
+
+def decoded_cells(text: pa.Array) -> Iterator[str | None]:
+    """Yield text cells; bytes that are not UTF-8 are replaced."""
+    raw = text.cast(pa.binary()).to_pylist()
+    yield from (None if cell is None else cell.decode(errors="replace") for cell in raw)
+
+
+def without_missing(cells: pa.Array) -> pa.Array:
+    """Return the text of the cells that have a value."""
+    return text_cells(cells).filter(pa.array(~_missing(cells)))
 
 
 def text_cells(cells: pa.Array) -> pa.Array:
@@ -55,66 +76,210 @@ def column_inputs(
     reader: TextReader | None,
 ) -> Inputs:
     """Return columns as inputs, and add masks of records with invalid values to ``bad``."""
-    texts = [column.name for column in columns if column.text is not None]
+    texts = [column.name for column in columns if column.type == "text"]
     if texts and reader is None:
         refuse([f"The column {name} is declared as text" for name in texts], f" {NEEDS_ENCODER}.")
     refuse(
         [f"The column {name} contains numbers" for name in texts if _numeric(cells[name], strict)],
         " Declare their range in the schema instead of text: {range: [LOW, HIGH]}.",
     )
-    parts = [
-        _tokens(column, cells[column.name], bad, reader)
-        if column.text is not None and reader is not None
-        else _inputs_of(column, cells[column.name], bad, strict)
+    dates = {
+        column.name: _dates(column, cells[column.name], bad)
         for column in columns
-    ]
+        if column.type == "date"
+    }
+    named = {column.name: column for column in columns}
+    parts = list[Inputs]()
+    for column in columns:
+        own = cells[column.name]
+        if column.type == "text" and reader is not None:
+            parts.append(_tokens(column, own, bad, reader))
+            continue
+        missing = _missing(own, column.categories)
+        if column.type == "date":
+            other = column.reference
+            reference = None if other is None else (dates[other], named[other])
+            values = _date_inputs(column, dates[column.name], reference)
+        else:
+            values = READERS[column.type](column, own, missing, bad)
+        one_hot = column.type in ("category", "integer") and column.outside == "accept"
+        if strict and one_hot:
+            _refuse_strangers(column, own, values[0][:, -1], bad)
+        parts.append(_with_missing(column, values, missing, bad))
     x, low, high = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
     return x, low, high
-
-
-def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, BoolArray], strict: bool) -> Inputs:
-    missing = _missing(cells, column.categories)
-    if column.range is not None:
-        values, outside = _numbers(column, column.name, cells, missing, bad)
-        inputs, low, high = list[NDArray[Any]]([values]), [column.range[0]], [column.range[1]]
-    else:
-        place = places_of(cells, column.categories)
-        outside = (place < 0) & ~missing
-        inputs = [place == number for number in range(len(column.categories))]
-        if column.outside == "accept":
-            inputs.append(outside)
-            if strict and outside.all():
-                bad[f"no category of the schema in {column.name}, nor has any other"] = outside
-        low, high = [], []
-    if column.outside == "refuse":
-        bad[f"a value that the schema does not declare in {column.name}"] = outside
-    if column.missing == "input":
-        inputs.append(missing)
-    else:
-        bad[f"no value in {column.name}"] = missing
-    flags = len(inputs) - len(low)  # 0 or 1, unchanged by standardisation
-    ends = np.array([low + [-1.0] * flags, high + [1.0] * flags])
-    return np.stack(inputs, 1).astype(np.float64), *ends
 
 
 def targets_of(
     label: Label, cells: pa.Array, bad: dict[str, BoolArray]
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
     """Return targets and what is declared of them; add masks of invalid records to ``bad``."""
+    missing = _missing(cells, label.classes)
     if label.range is None:
         places = places_of(cells, label.classes)
-        hint = " (a number to predict needs a range instead)" if (places < 0).all() else ""
-        bad[f"no class of the schema in {label.column}{hint}"] = places < 0
+        hint = " (a number to predict needs range: [LOW, HIGH] in the schema instead of classes)"
+        first = _first(cells, (places < 0) & ~missing)
+        numeric = bool(first and read_numbers(pa.array([first]), Written())[1][0])
+        what = f"no class of the schema in {label.column}"
+        _add(bad, what, places < 0, cells, hint * numeric)
         return places, {"classes": np.array(label.classes)}
-    missing = _missing(cells)
     values, outside = _numbers(label, label.column, cells, missing, bad)
     bad[f"no value in {label.column}"] = missing
     if label.outside == "refuse":
-        bad[f"a value outside the range of the schema in {label.column}"] = outside
+        what = f"a value outside the range of the schema in {label.column}"
+        _add(bad, what, outside, cells)
     low, high = label.range
     words = {"kind": label.kind, "transform": label.transform, "name": label.column}
     declared: dict[str, float | str] = {"low": low, "high": high, **words}
     return values, {f"target_{name}": np.array(value) for name, value in declared.items()}
+
+
+def _number_input(
+    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
+) -> Inputs:
+    """Return a number as one input."""
+    values, outside = _numbers(column, column.name, cells, missing, bad)
+    _refuse_outside(column, cells, outside, bad)
+    low, high = column.ends
+    return values[:, None], np.array([low]), np.array([high])
+
+
+def _integer_inputs(
+    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
+) -> Inputs:
+    """Return one input for each whole number of the range."""
+    values, outside = _numbers(column, column.name, cells, missing, bad)
+    broken = ~missing & (values != np.floor(values)) & ~outside
+    _add(bad, f"no whole number in {column.name}", broken, cells)
+    places = np.where(outside | missing, -1, np.floor(values) - column.ends[0])
+    return _one_hot(column, places, cells, missing, bad)
+
+
+def _category_inputs(
+    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
+) -> Inputs:
+    """Return one input for each category."""
+    return _one_hot(column, places_of(cells, column.categories), cells, missing, bad)
+
+
+def _one_hot(
+    column: Column,
+    places: NDArray[Any],
+    cells: pa.Array,
+    missing: BoolArray,
+    bad: dict[str, BoolArray],
+) -> Inputs:
+    """Return an input for each choice, and one for all other values unless they are refused."""
+    outside = (places < 0) & ~missing
+    _refuse_outside(column, cells, outside, bad)
+    inputs = [places == number for number in range(len(column.choices))]
+    return _flags([*inputs, outside] if column.outside == "accept" else inputs)
+
+
+def _boolean_input(
+    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
+) -> Inputs:
+    """Return one input, 0 for the first of two categories and 1 for the second."""
+    names = compute.ascii_lower(pa.array(column.categories))
+    found = compute.index_in(compute.ascii_lower(text_cells(cells)), names)
+    strange = np.asarray(found.is_null()) & ~missing
+    _add(bad, f"neither {' nor '.join(column.categories)} in {column.name}", strange, cells)
+    values = np.asarray(found.cast(pa.float64()).fill_null(0.5))
+    return values[:, None], np.zeros(1), np.ones(1)
+
+
+#: Functions that read columns of each type; dates and texts need more than their own cells.
+READERS: Mapping[str, Callable[[Column, pa.Array, BoolArray, dict[str, BoolArray]], Inputs]] = {
+    "number": _number_input,
+    "integer": _integer_inputs,
+    "category": _category_inputs,
+    "boolean": _boolean_input,
+}
+
+
+def _dates(column: Column, cells: pa.Array, bad: dict[str, BoolArray]) -> NDArray[np.float64]:
+    """Return days since 1970-01-01, NaN where there is no date."""
+    missing, typed = _missing(cells), pa.types.is_temporal(cells.type)
+    text = compute.if_else(pa.array(missing), None, text_cells(cells))
+    days = read_dates(decoded_cells(text), column, typed)
+    broken = np.isnan(days) & ~missing
+    formats = [f'format: "{written}"' for written in formats_of(_first(cells, broken) or "")]
+    hint = f" (declare how it is written: {' or '.join(formats[:2])})" if formats else ""
+    expected = "as in 2024-12-31" if column.format is None else f"in the format {column.format}"
+    _add(bad, f"no date {expected} in {column.name}", broken, cells, hint)
+    _refuse_outside(column, cells, outside_of(days, column), bad)
+    return days
+
+
+def _date_inputs(
+    column: Column,
+    days: NDArray[np.float64],
+    reference: tuple[NDArray[np.float64], Column] | None,
+) -> Inputs:
+    """Return the parts of a date as inputs; those of a missing date are 0, or the middle age."""
+    parts = list[Inputs]()
+    known = np.isfinite(days)
+    for part in column.chosen:
+        if part == "age":
+            years, low, high = age_of(days, column, reference)
+            filled = np.where(np.isnan(years), (low + high) / 2, years)
+            parts.append((filled[:, None], np.array([low]), np.array([high])))
+        else:
+            values = CALENDAR[part](np.where(known, days, 0.0))
+            parts.append(_flags([value * known for value in values]))
+    x, low_ends, high_ends = (np.concatenate(ends, -1) for ends in zip(*parts, strict=True))
+    return x, low_ends, high_ends
+
+
+def _flags(inputs: Sequence[NDArray[Any]]) -> Inputs:
+    """Return inputs in [-1, 1] with this range, so that standardisation does not change them."""
+    ends = np.ones(len(inputs))
+    return np.stack(inputs, 1).astype(np.float64), -ends, ends
+
+
+def _with_missing(
+    column: Column, inputs: Inputs, missing: BoolArray, bad: dict[str, BoolArray]
+) -> Inputs:
+    """Return inputs and whether the value is missing, if the schema allows that."""
+    if column.missing == "refuse":
+        bad[f"no value in {column.name}"] = missing
+        return inputs
+    x, low, high = (
+        np.concatenate(pair, -1) for pair in zip(inputs, _flags([missing]), strict=True)
+    )
+    return x, low, high
+
+
+def _refuse_outside(
+    column: Column, cells: pa.Array, outside: BoolArray, bad: dict[str, BoolArray]
+) -> None:
+    if column.outside == "refuse":
+        what = f"a value that the schema does not declare in {column.name}"
+        _add(bad, what, outside, cells)
+
+
+def _refuse_strangers(
+    column: Column, cells: pa.Array, other: NDArray[Any], bad: dict[str, BoolArray]
+) -> None:
+    """Refuse a column without a single declared value: its schema is wrong."""
+    if other.all():
+        what = f"no category of the schema in {column.name}, nor has any other"
+        _add(bad, what, other.astype(bool), cells)
+
+
+def _first(cells: pa.Array, records: BoolArray) -> str | None:
+    """Return the text of the first of some cells."""
+    if not records.any():
+        return None
+    return next(decoded_cells(text_cells(cells.slice(int(records.argmax()), 1))))
+
+
+def _add(
+    bad: dict[str, BoolArray], what: str, records: BoolArray, cells: pa.Array, hint: str = ""
+) -> None:
+    """Add a reason why records cannot be used, with the cell of the first of them."""
+    cell = _first(cells, records)
+    bad[what if cell is None else f"{what}: {shown(cell)}{hint}"] = records
 
 
 def _missing(cells: pa.Array, categories: Sequence[str] = ()) -> BoolArray:
@@ -123,11 +288,17 @@ def _missing(cells: pa.Array, categories: Sequence[str] = ()) -> BoolArray:
     return np.asarray(compute.or_(cells.is_null(), compute.is_in(text_cells(cells), words)))
 
 
+def _is_text(cells: pa.Array) -> bool:
+    return bool(pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type))
+
+
 def _numeric(cells: pa.Array, strict: bool) -> bool:
     """Return whether a column has a type of numbers or, if it may be looked at, numbers only."""
-    if not (pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)):
+    if not _is_text(cells):
         return True
-    fits = compute.match_substring_regex(text_cells(cells), NUMBER) if strict else pa.array([False])
+    pattern = number_pattern(Written())
+    text = text_cells(cells)
+    fits = compute.match_substring_regex(text, pattern) if strict else pa.array([False])
     return bool(len(cells)) and bool(compute.all(fits).as_py())
 
 
@@ -135,8 +306,7 @@ def _tokens(
     column: Column, cells: pa.Array, bad: dict[str, BoolArray], reader: TextReader
 ) -> Inputs:
     """Return the tokens of texts, and the range of their numbers."""
-    raw = cells.cast(pa.binary()).to_pylist()
-    texts = ["" if text is None else text.decode(errors="replace") for text in raw]
+    texts = [text or "" for text in decoded_cells(cells)]
     missing = np.array([is_blank(text) for text in texts], np.bool_)
     inputs = as_inputs(texts, reader, column.text)
     low, high = (np.full(column.text or 0, end) for end in reader.ends)
@@ -156,15 +326,17 @@ def _numbers(
     bad: dict[str, BoolArray],
 ) -> tuple[NDArray[np.float64], BoolArray]:
     """Return numbers, with missing ones at the middle of the range, and a mask of outliers."""
-    assert column.range is not None  # noqa: S101
-    low, high = column.range
+    low, high = column.ends
     if is_number(cells.type):
         numbers = cells.cast(pa.float64(), safe=False)
     else:
+        form = column if _is_text(cells) else Written()  # a type is written with a point
         text = text_cells(cells)
-        fits = compute.match_substring_regex(text, NUMBER).fill_null(False)
-        bad[f"no number in {name}"] = ~np.asarray(fits) & ~missing
-        numbers = compute.if_else(fits, text, None).cast(pa.float64())
+        numbers, fits = read_numbers(text, form)
+        broken = ~fits & ~missing
+        others = compute.filter(text, pa.array(fits))
+        hint = what_it_may_mean(_first(cells, broken) or "", form, others)
+        _add(bad, f"no number in {name}", broken, cells, hint)
     values = np.asarray(numbers.fill_null(np.nan))
     outside = (values < low) | (values > high)
     return np.where(np.isnan(values), (low + high) / 2, values), outside

@@ -1,10 +1,10 @@
 """Read tables in CSV or Parquet files according to their schema."""
 
-import codecs
 import csv
-import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +12,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import UNUSABLE, text_of, unit_name, units_in
+from dpmac_cli.data.column_schema import Column, Label, Written
 from dpmac_cli.data.complaints import refuse
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.schema import UTF8, LeftOut, Source
 from dpmac_cli.data.stacking import masks
-from dpmac_cli.data.table_schema import Column
+from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.wordpiece import TextReader
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, counted
 
 try:
     import pyarrow as pa
-    from pyarrow import csv as arrow_csv
     from pyarrow import parquet
 except ModuleNotFoundError as missing_extra:
     raise InputError(
         "Tables require pyarrow, which is not installed: pip install 'dpmac[tables]'"
     ) from missing_extra
 
+from dpmac_cli.data.csv_file import CsvFile, has_lines
 from dpmac_cli.data.table_columns import (
     BoolArray,
     Cells,
     column_inputs,
-    is_number,
+    decoded_cells,
+    kind_of,
     places_of,
     targets_of,
     text_cells,
+    without_missing,
 )
+from dpmac_cli.data.table_numbers import points_may_group
 
 NO_UNIT = "no whole number that its type stores exactly (write units as text or integers)"
+#: In messages of pyarrow about bytes that are no text, and ours.
+NOT_DECODED = "UTF8"
 #: Types of columns that are neither numbers nor text.
 NO_CELLS = (
     *(pa.types.is_nested, pa.types.is_binary, pa.types.is_large_binary),
@@ -46,9 +52,40 @@ NO_CELLS = (
 )
 
 
-def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+@dataclass(frozen=True)
+class TableInputs:
+    """Inputs of unlabelled records.
+
+    Attributes:
+        inputs: shape (records, inputs).
+        rows: number of each record in its file, from 0.
+        ids: text of the column that names the records; None without one.
+        skipped: why records are left out.
+    """
+
+    inputs: NDArray[np.float64]
+    rows: list[int]
+    ids: list[str] | None
+    skipped: LeftOut
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Cells of a table by column, and rows that cannot be read.
+
+    ``ragged`` describes rows that are not among the cells, and ``broken`` rows of nulls, by number.
+    """
+
+    cells: Cells
+    ragged: list[str]
+    broken: dict[int, str]
+
+    def __len__(self) -> int:
+        return max(map(len, self.cells.values()), default=0)
+
+
+def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     """Return arrays like those of an .npz, and the records left out. Raises InputError."""
-    table = None if source.in_memory is None else _table_of(source.in_memory.frame, source.unit)
     path, schema = source.path, source.schema
     if schema is None:
         raise InputError(
@@ -56,8 +93,9 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
             f"dpmac schema {path} --label COLUMN > schema.yaml. Fill it in and add "
             "--schema schema.yaml."
         )
-    declared = schema.declared
-    names = numeric_columns(path) if table is None else table.column_names
+    table = None if source.in_memory is None else _table_of(source.in_memory.frame, source)
+    declared, encoding = schema.declared, source.encoding
+    names = column_kinds(path, encoding) if table is None else table.column_names
     if source.unit is not None:
         declared = tuple(dict.fromkeys([*declared, source.unit]))
     strange = [name for name in names if name not in declared]
@@ -65,71 +103,175 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     refuse([*_absent(declared, names), *faults], f" Correct {path} or its schema.")
     # With --skip-bad each record is checked by itself, so no record can affect another.
     strict = not source.skip_bad
-    cells, ragged = _cells(path, declared, strict, table)
+    rows = _read_rows(path, declared, strict, encoding, table)
+    of_records, ends, bad = _contents(source, schema, rows.cells)
+    if strict:
+        remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
+        refuse([*rows.ragged, *_reasons(bad)], remedy)
+        if table is None:
+            _check_no_line_hidden(CsvFile(path, encoding), len(rows), schema.columns, schema.label)
+            _check_points(CsvFile(path, encoding), schema, rows.cells)
+    good, left_out = _left_out(bad, rows)
+    sides = {"": good}
+    if schema.test is not None:
+        tested = places_of(rows.cells[schema.test.column], schema.test.values) >= 0
+        sides = {"": good & ~tested, "_test": good & tested}
+    if len(good) and not all(some.any() for some in sides.values()):
+        part = "test" if sides[""].any() else "train"
+        refuse([f"{path} has no record left to {part} on", *left_out.reasons])
+    arrays: dict[str, NDArray[Any]] = dict(ends)
+    for suffix, some in sides.items():
+        arrays |= {f"{name}{suffix}": values[some] for name, values in of_records.items()}
+    return arrays, left_out
+
+
+def _contents(
+    source: Source, schema: TableSchema, cells: Cells
+) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]], dict[str, BoolArray]]:
+    """Return arrays with a row per record, what is declared of them, and unusable records."""
     bad: dict[str, BoolArray] = {}
-    labels, arrays = targets_of(schema.label, cells[schema.label.column], bad)
+    labels, declared = targets_of(schema.label, cells[schema.label.column], bad)
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
         of_records["unit"], unusable = units_in(_unit_values(cells[source.unit]))
         for why, records in masks(unusable, len(labels)):
             said = NO_UNIT if why == UNUSABLE else "no value"
             bad[f"{said} in {source.unit}"] = records
-    of_records["x"], low, high = column_inputs(schema.columns, cells, bad, strict, source.texts)
-    if strict:
-        remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
-        refuse([*ragged, *_reasons(bad)], remedy)
-    good = ~np.logical_or.reduce(list(bad.values()))
-    skipped = (*ragged, *(f"record {row + 1}" for row in np.flatnonzero(~good)))
-    sides = {"": good}
-    if schema.test is not None:
-        tested = places_of(cells[schema.test.column], schema.test.values) >= 0
-        sides = {"": good & ~tested, "_test": good & tested}
-    arrays |= {"low": low, "high": high}
-    for suffix, rows in sides.items():
-        arrays |= {f"{name}{suffix}": values[rows] for name, values in of_records.items()}
-    return arrays, skipped
+    of_records["x"], low, high = column_inputs(
+        schema.columns, cells, bad, not source.skip_bad, source.texts
+    )
+    return of_records, {**declared, "low": low, "high": high}, bad
 
 
 def read_inputs(
-    path: Path, columns: Sequence[Column], reader: TextReader | None = None
-) -> tuple[NDArray[np.float64], list[str] | None]:
-    """Return the inputs of unlabelled records, and their column ``id`` if there is one.
+    path: Path,
+    columns: Sequence[Column],
+    reader: TextReader | None = None,
+    named_by: str | None = None,
+    skip_bad: bool = False,
+    encoding: str = UTF8,
+) -> TableInputs:
+    """Return the inputs of unlabelled records. Raises InputError with every fault found.
 
-    ``reader`` reads columns of text. Other columns are ignored. Raises InputError with every fault
-    found.
+    Args:
+        path: the table; columns that are not among ``columns`` are ignored.
+        columns: the inputs of the model.
+        reader: how columns of text are read.
+        named_by: column to keep beside each record; by default ``id``, if there is one.
+        skip_bad: leave out unusable records.
+        encoding: encoding of a CSV.
     """
-    names, wanted = numeric_columns(path), [column.name for column in columns]
-    refuse(_absent(wanted, names), f" {path} has the columns {', '.join(names)}.")
-    kept = ["id"] if "id" in names else []
-    cells, ragged = _cells(path, tuple(dict.fromkeys([*wanted, *kept])), strict=True)
+    names, wanted = column_kinds(path, encoding), [column.name for column in columns]
+    kept = [named_by] if named_by is not None else ["id"] if "id" in names else []
+    absent = [f"There is no column {n} for --id" for n in kept if n not in names]
+    refuse([*_absent(wanted, names), *absent], f" {path} has the columns {', '.join(names)}.")
+    rows = _read_rows(path, tuple(dict.fromkeys([*wanted, *kept])), not skip_bad, encoding)
     bad: dict[str, BoolArray] = {}
-    inputs, *_ = column_inputs(columns, cells, bad, True, reader)
-    refuse([*ragged, *_reasons(bad)], f" Correct {path}.")
-    return inputs, cells["id"].cast(pa.string()).fill_null("").to_pylist() if kept else None
+    inputs, *_ = column_inputs(columns, rows.cells, bad, False, reader)
+    if not skip_bad:
+        remedy = f" Correct {path}, or add --skip-bad to leave these records out."
+        refuse([*rows.ragged, *_reasons(bad)], remedy)
+        _check_no_line_hidden(CsvFile(path, encoding), len(rows), columns)
+    good, left_out = _left_out(bad, rows)
+    which = np.flatnonzero(good).tolist()
+    ids = None
+    for name in kept:
+        texts = [text or "" for text in decoded_cells(rows.cells[name].cast(pa.string()))]
+        ids = [texts[row] for row in which]
+    return TableInputs(inputs[good], which, ids, left_out)
 
 
-def numeric_columns(path: Path) -> dict[str, bool | None]:
-    """Return whether each column's type is numeric; None for a CSV, which has no types.
+def _left_out(bad: dict[str, BoolArray], rows: _Rows) -> tuple[BoolArray, LeftOut]:
+    """Return which records can be used, and a description of the others."""
+    lost = np.zeros(len(rows), bool)
+    lost[list(rows.broken)] = True
+    bad = {why: records & ~lost for why, records in bad.items()}
+    good: BoolArray = ~np.logical_or.reduce([lost, *bad.values()])
+    named = (rows.broken.get(row, f"record {row + 1}") for row in np.flatnonzero(~good).tolist())
+    broken = list(rows.broken.values())
+    more = f", and {len(broken) - 1} more lines cannot be read" if len(broken) > 1 else ""
+    return good, LeftOut(tuple(named), (*(f"{b}{more}" for b in broken[:1]), *_reasons(bad)))
+
+
+def column_kinds(path: Path, encoding: str = UTF8) -> dict[str, str | None]:
+    """Return the type that each column declares; None for a CSV, which has no types.
 
     Reads no records. Raises InputError.
     """
-    columns: list[tuple[str, bool | None]]
+    columns: list[tuple[str, str | None]]
     try:
         if path.suffix == ".parquet":
-            columns = [(field.name, is_number(field.type)) for field in parquet.read_schema(path)]
+            columns = [(field.name, kind_of(field.type)) for field in parquet.read_schema(path)]
         else:
-            with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-                header = next(csv.reader(file, delimiter=_delimiter(path)), [])
+            header = CsvFile(path, encoding).header()
             columns = [(name, None) for name in header]
-    except (OSError, csv.Error, pa.ArrowException) as failure:
-        raise _unreadable(path, failure) from failure
+    except (OSError, ValueError, csv.Error, pa.ArrowException) as failure:
+        raise _unreadable(path, failure, encoding) from failure
     if not columns:
         raise _unreadable(path, ValueError("its first line does not name the columns"))
     if any("\ufffd" in name for name, _ in columns):
-        raise _unreadable(path, ValueError("UTF8"))
+        raise _unreadable(path, ValueError(NOT_DECODED), encoding)
     twice = [name for name, count in Counter(name for name, _ in columns).items() if count > 1]
     refuse([f"{path} has several columns named '{name}'. Rename them" for name in twice])
     return dict(columns)
+
+
+def has_semicolons(path: Path, encoding: str = UTF8) -> bool:
+    """Return whether the columns of a CSV are separated by semicolons."""
+    return path.suffix != ".parquet" and CsvFile(path, encoding).delimiter() == ";"
+
+
+def _check_no_line_hidden(
+    file: CsvFile, records: int, columns: Sequence[Column], label: Label | None = None
+) -> None:
+    """Reject a CSV of which a stray quotation mark hides records in a cell.
+
+    Lines of such a cell look like records, those of a text do not.
+    """
+    if file.path.suffix == ".parquet" or not has_lines(file.encoding):
+        return
+    if not file.joins_lines(records):
+        return
+    table, broken = file.lines()
+    plain = [column for column in columns if column.type != "text"]
+    cells = {name: table[name].combine_chunks() for name in table.column_names}
+    bad: dict[str, BoolArray] = {"broken": np.isin(np.arange(table.num_rows), list(broken))}
+    if plain:
+        column_inputs(plain, cells, bad, False, None)
+    if label is not None:
+        targets_of(label, cells[label.column], bad)
+    alone = int((~np.logical_or.reduce(list(bad.values()))).sum()) if len(bad) > 1 else 0
+    if alone > records:
+        first = next(iter(broken.values()), "")
+        raise InputError(
+            f"{file.path} has {counted(records, 'record')}, but {alone:,} lines look like records: "
+            f"stray quotation marks hide {alone - records} or more of them in a cell ({first} by "
+            "itself). Correct them, or add --skip-bad to read each line by itself and leave out "
+            "lines with stray marks."
+        )
+
+
+def _check_points(file: CsvFile, schema: TableSchema, cells: Cells) -> None:
+    """Reject columns in which points may separate thousands, unless the schema says what they do.
+
+    One record can make this fail, so it is only for tables that any record can make fail.
+    """
+    semicolons = has_semicolons(file.path, file.encoding)
+    forms: dict[str, Written] = {
+        column.name: column for column in schema.columns if column.type in ("number", "integer")
+    }
+    if schema.label.range is not None:
+        forms[schema.label.column] = schema.label
+    faults = list[str]()
+    for name, form in forms.items():
+        if form.decimal is None and form.thousands is None and pa.types.is_string(cells[name].type):
+            cell = points_may_group(without_missing(cells[name]), semicolons)
+            if cell is not None:
+                faults.append(
+                    f"{name} has numbers such as {cell}, which may mean {cell.replace('.', '')} or "
+                    f'{float(cell):.15g}: declare thousands: "." or decimal: "." in the schema'
+                )
+    refuse(faults)
 
 
 def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:
@@ -137,13 +279,7 @@ def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:
     return [f"There is no column {name}, which the schema declares" for name in absent]
 
 
-def _delimiter(path: Path) -> str:
-    """Return the most frequent of comma, semicolon and tab in the header."""
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        return max(",;\t", key=file.readline().count)
-
-
-def _table_of(frame: Any, unit: str | None) -> pa.Table:
+def _table_of(frame: Any, source: Source) -> pa.Table:
     """Convert a pandas or polars data frame to a table. Raises InputError."""
     try:
         if isinstance(frame, pa.Table):
@@ -151,88 +287,70 @@ def _table_of(frame: Any, unit: str | None) -> pa.Table:
         names = list(map(str, frame.columns))
         if len(set(names)) < len(names):
             raise ValueError("several columns have one name; rename them")
-        cells = [_column_of(frame[key], str(key) == unit) for key in frame.columns]
+        points = {} if source.schema is None else source.schema.points
+        cells = [
+            _column_of(frame[key], str(key) == source.unit, points.get(str(key), "."))
+            for key in frame.columns
+        ]
         return pa.table(dict(zip(names, cells, strict=True)))
     except (AttributeError, TypeError, ValueError, pa.ArrowException) as failure:
         raise _unreadable(type(frame).__name__, failure) from failure
 
 
-def _column_of(column: Any, unit: bool) -> Any:
-    """Return a column of a data frame; objects become text one by one, as in a CSV."""
+def _column_of(column: Any, unit: bool, point: str) -> Any:
+    """Return a column of a data frame; objects become text one by one, as in a CSV.
+
+    Numbers among them are written as their schema declares, with ``point`` before the decimals.
+    """
     if str(column.dtype).lower() == "object":
         write = unit_name if unit else text_of
         missing = column.isna() if hasattr(column, "isna") else column.is_null()
-        texts = [None if m else write(value) for value, m in zip(column, missing, strict=True)]
+        values = ((None if m else v) for v, m in zip(column, missing, strict=True))
+        texts = [
+            text.replace(".", point) if text and isinstance(value, float | Decimal) else text
+            for value, text in (
+                (value, value if value is None else write(value)) for value in values
+            )
+        ]
         return pa.array(texts, pa.string())
     return column.to_arrow() if hasattr(column, "to_arrow") else pa.Array.from_pandas(column)
 
 
-def _cells(
-    path: Path, names: tuple[str, ...], strict: bool, table: pa.Table | None = None
-) -> tuple[Cells, list[str]]:
-    """Return columns, as text for a CSV, and a message for each row that cannot be read."""
-    ragged: list[str] = []
-
-    def note(row: Any) -> str:
-        found = f"{row.actual_columns} values for {row.expected_columns} columns"
-        ragged.append(f"Row {row.number} has {found}")
-        return "skip"
-
+def _read_rows(
+    path: Path,
+    names: tuple[str, ...],
+    strict: bool,
+    encoding: str = UTF8,
+    table: pa.Table | None = None,
+) -> _Rows:
+    """Return the cells of some columns, as text for a CSV. Raises InputError."""
+    ragged, broken = list[str](), dict[int, str]()
     try:
         if table is None and path.suffix == ".parquet":
             table = parquet.read_table(path, columns=list(names))
         elif table is None and not strict:
-            table, ragged = _lines(path)
+            table, broken = CsvFile(path, encoding).lines()
         elif table is None:
-            table = arrow_csv.read_csv(
-                path,
-                arrow_csv.ReadOptions(use_threads=False),  # threads lose the row numbers
-                arrow_csv.ParseOptions(
-                    delimiter=_delimiter(path), newlines_in_values=True, invalid_row_handler=note
-                ),
-                arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
-            )
+            table, ragged = CsvFile(path, encoding).cells(names)
         table = table.select(names)  # a file may have been replaced since its header was read
     except (OSError, ValueError, KeyError, pa.ArrowException) as failure:
-        raise _unreadable(path, failure) from failure
+        raise _unreadable(path, failure, encoding) from failure
     kinds = {name: table[name].type for name in names}
     strange = [n for n, k in kinds.items() if any(test(k) for test in NO_CELLS)]
     refuse(
         [f"The column {name} contains {kinds[name]}, not numbers or text" for name in strange],
         f" Write plain columns to {path}, or list these under drop in the schema.",
     )
-    return {name: _plain(table[name].combine_chunks()) for name in names}, ragged
+    return _Rows({name: _plain(table[name].combine_chunks()) for name in names}, ragged, broken)
 
 
-def _lines(path: Path) -> tuple[pa.Table, list[str]]:
-    """Return a CSV as text, each line by itself, and a message for each that cannot be read.
-
-    No quotation mark can join a line to the next one.
-    """
-    delimiter, ragged, cells = _delimiter(path), list[str](), list[list[str]]()
-    lines = re.split(rb"\r\n|\n|\r", path.read_bytes().removeprefix(codecs.BOM_UTF8))
-    header = next(csv.reader([lines[0].decode()], delimiter=delimiter))
-    for number, line in enumerate(lines[1:], 2):
-        try:
-            text = line.decode(errors="replace")
-            found = next(csv.reader([text], delimiter=delimiter, strict=True), [])
-        except csv.Error as failure:
-            ragged.append(f"Line {number} cannot be read ({failure})")
-            continue
-        if not found:  # an empty line
-            continue
-        if len(found) == len(header):
-            cells.append(found)
-        else:
-            ragged.append(f"Line {number} has {len(found)} values for {len(header)} columns")
-    columns = zip(*cells, strict=True) if cells else [()] * len(header)
-    return pa.table([pa.array(column, pa.string()) for column in columns], header), ragged
-
-
-def _unreadable(path: Path | str, failure: Exception) -> InputError:
+def _unreadable(path: Path | str, failure: Exception, encoding: str = UTF8) -> InputError:
     why = str(failure).strip().partition("\n")[0].rstrip(".")
-    if "UTF8" in why:
-        why = "it is not text in UTF-8: save it with that encoding"
+    if isinstance(failure, UnicodeError) or NOT_DECODED in why:
+        why = (
+            f"it is not text in {encoding.upper()}: save it with that encoding, or declare its own,"
+            " such as --encoding cp1252"
+        )
     return InputError(f"{path} cannot be read as a table: {why}.")
 
 
@@ -246,8 +364,7 @@ def _unit_values(cells: pa.Array) -> Iterator[Any]:
     if pa.types.is_floating(cells.type):
         yield from cells.to_numpy(zero_copy_only=False)
         return
-    raw = text_cells(cells).cast(pa.binary()).to_pylist()
-    yield from (None if value is None else value.decode(errors="replace") for value in raw)
+    yield from decoded_cells(text_cells(cells))
 
 
 def _reasons(bad: dict[str, BoolArray]) -> Iterator[str]:

@@ -4,141 +4,26 @@ A schema is public and is written before looking at the records, so no record ca
 another one is read. Imports neither numpy nor torch.
 """
 
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic.functional_validators import AfterValidator, BeforeValidator
+from pydantic import (
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic.functional_validators import BeforeValidator
 
+from dpmac_cli.data.column_schema import USED_BY, Column, Declared, Label, Text, Texts, distinct
 from dpmac_cli.errors import InputError
 
 #: Placeholder in a draft for values that the author must fill in.
 FILL_IN = "FILL_IN"
-#: Default and limits of the number of tokens of a text, which has a first and a last.
-TOKENS, MIN_TOKENS, MAX_TOKENS = 128, 3, 8192
 
 
-def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ValueError(f"{name} is declared {count} times")
-    return names
-
-
-Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], AfterValidator(_distinct)]
-
-
-class _Declared(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-def _two(ends: Any) -> Any:
-    if isinstance(ends, list | tuple) and len(ends) == 2:
-        return ends
-    raise ValueError(f"needs two numbers, the lowest and the highest, such as [0, 100], not {ends}")
-
-
-#: Largest absolute value of a target's range, and smallest width relative to its ends.
-FARTHEST, NARROWEST = 1e30, 1e-5
-Range = Annotated[tuple[float, float], BeforeValidator(_two)]
-
-
-class Column(_Declared):
-    """A column that is an input of the network: numbers in a range, categories, or text.
-
-    Attributes:
-        name: name in the table's header.
-        range: lowest and highest number. Other numbers are clipped to it.
-        categories: each becomes an input that is 0 or 1. One more input, "other", stands for all
-            undeclared values.
-        text: largest number of tokens of a text. Longer texts are truncated.
-        missing: "input" adds an input that is 1 where the value is missing.
-        outside: "refuse" rejects records outside the range, or with other categories.
-    """
-
-    name: Text
-    range: Range | None = None
-    categories: Annotated[Texts, Field(max_length=10_000)] = ()
-    text: Annotated[int, Field(ge=MIN_TOKENS, le=MAX_TOKENS)] | None = None
-    missing: Literal["refuse", "input"] = "refuse"
-    outside: Literal["accept", "refuse"] = "accept"
-
-    @model_validator(mode="after")
-    def _check(self) -> "Column":
-        if (self.range is not None) + bool(self.categories) + (self.text is not None) != 1:
-            raise ValueError("needs either a range or categories or text")
-        if self.text is not None and self.outside == "refuse":
-            raise ValueError("a text has no values to refuse: leave out outside")
-        if self.range is not None and self.range[0] >= self.range[1]:
-            raise ValueError("the first number of a range must be smaller than the second")
-        return self
-
-    @property
-    def inputs(self) -> int:
-        """Return the number of inputs that the column becomes."""
-        values = self.text or len(self.categories) + (self.outside == "accept")
-        return (1 if self.range is not None else values) + (self.missing == "input")
-
-
-class Label(_Declared):
-    """The column to predict: classes, or numbers in a public range.
-
-    Attributes:
-        column: name in the table's header.
-        classes: names of its classes.
-        range: lowest and highest number. Other numbers are clipped to it.
-        transform: "log1p" predicts log(1 + y), for numbers of very different sizes.
-        kind: "count" predicts counts, with a range that begins at 0.
-        outside: "refuse" rejects records outside the range.
-    """
-
-    column: Text
-    classes: Texts = ()
-    range: Range | None = None
-    transform: Literal["none", "log1p"] = "none"
-    kind: Literal["number", "count"] = "number"
-    outside: Literal["accept", "refuse"] = "accept"
-
-    @model_validator(mode="after")
-    def _check(self) -> "Label":
-        if (self.range is None) == (not self.classes):
-            raise ValueError(
-                "needs either the names of its classes, such as classes: [no, yes], or for numbers "
-                "to predict their public range, such as range: [0, 100]"
-            )
-        if self.range is None:
-            if len(self.classes) < 2:
-                raise ValueError("classes: needs at least two names")
-            # A schema in a report has all fields.
-            if (self.transform, self.kind, self.outside) != ("none", "number", "accept"):
-                raise ValueError("transform, kind and outside are for numbers, not for classes")
-            return self
-        for fault in faults_of_range(*self.range, self.transform, self.kind):
-            raise ValueError(fault)
-        return self
-
-
-def faults_of_range(low: float, high: float, transform: str, kind: str) -> Iterator[str]:
-    """Yield faults of the declared range of numbers to predict."""
-    if not -FARTHEST <= low < high <= FARTHEST or high - low < NARROWEST * max(-low, high):
-        order = " Swap them." if low > high else ""
-        yield (
-            f"the range of the target is {low:g} to {high:g}, but the first number must be smaller "
-            f"than the second, both between -{FARTHEST:g} and {FARTHEST:g}.{order}"
-        )
-    elif kind == "count" and (low != 0 or transform != "none"):
-        yield "a count needs a range that begins at 0, such as range: [0, 30], and no transform"
-    elif transform == "log1p" and low <= -1:
-        yield f"transform: log1p needs a range above -1, because it takes the log of 1 + {low:g}"
-    elif transform not in ("none", "log1p") or kind not in ("number", "count"):
-        yield f"transform {transform} must be none or log1p, and kind {kind} number or count"
-
-
-class TestSet(_Declared):
+class TestSet(Declared):
     """Records to test on: those with one of the given values in a column."""
 
     column: Text
@@ -152,18 +37,66 @@ def _named(columns: Any) -> Any:
     return [{"name": n, **of} if isinstance(of, dict) else of for n, of in columns.items()]
 
 
-class TableSchema(_Declared):
-    """Public description of a table."""
+def _reads_numbers(column: Any) -> bool:
+    """Return whether a column that is not validated yet is one of numbers."""
+    if not isinstance(column, dict):
+        return False
+    return bool(column.get("range")) and column.get("type") in (None, *USED_BY["decimal"])
 
+
+def _with_signs(given: Any, signs: Mapping[str, str], numbers: bool) -> Any:
+    """Return a column with signs of the table, unless it declares some of its own."""
+    own = {key for key in ("decimal", "thousands") if numbers and given.get(key)}
+    return {**given, **signs} if numbers and not own else given
+
+
+class TableSchema(Declared):
+    """Public description of a table.
+
+    Attributes:
+        decimal, thousands: how all numbers are written whose columns do not declare it.
+        label: the column to predict.
+        columns: the inputs of the network.
+        drop: columns that are not used.
+        test: records to test on; None to hold some out.
+    """
+
+    decimal: Literal[".", ","] | None = None
+    thousands: Literal[".", ",", " ", "'"] | None = None
     label: Label
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()
     test: TestSet | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _write_alike(cls, given: Any) -> Any:
+        """Let columns of numbers be written as the table is."""
+        if not isinstance(given, dict) or not isinstance(label := given.get("label"), dict):
+            return given
+        signs = {key: given[key] for key in ("decimal", "thousands") if given.get(key)}
+        columns = _named(given.get("columns"))
+        if isinstance(columns, list | tuple):
+            columns = [_with_signs(of, signs, _reads_numbers(of)) for of in columns]
+        label = _with_signs(label, signs, bool(label.get("range")))
+        return {**given, "label": label, "columns": columns}
+
     @model_validator(mode="after")
-    def _check(self) -> "TableSchema":
-        _distinct(self.declared)
+    def _check(self) -> Self:
+        distinct(self.declared)
+        dates = [column.name for column in self.columns if column.type == "date"]
+        for column in self.columns:
+            if column.reference is not None and column.reference not in dates:
+                raise ValueError(
+                    f"reference: {column.reference} of {column.name} must be a column of type date"
+                )
         return self
+
+    @property
+    def points(self) -> dict[str, str]:
+        """Return the sign before the decimals of each column of numbers."""
+        numbers = {column.name: column.point for column in self.columns}
+        return {**numbers, self.label.column: self.label.point}
 
     @property
     def declared(self) -> tuple[str, ...]:
@@ -177,7 +110,7 @@ class _Once(yaml.BaseLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Reject duplicate keys."""
-        _distinct(tuple(str(key.value) for key, _ in node.value))
+        distinct(tuple(str(key.value) for key, _ in node.value))
         return super().construct_mapping(node, deep=True)
 
 
@@ -215,31 +148,32 @@ def schema_of(given: Any, origin: str) -> TableSchema:
 
 def draft(
     file: Path,
-    numeric: Mapping[str, bool | None],
+    kinds: Mapping[str, str | None],
     label: str | None,
     drop: tuple[str, ...] = (),
-    texts: tuple[str, ...] = (),
+    semicolons: bool = False,
 ) -> str:
     """Return a draft of a schema for a table.
 
     Args:
         file: the table.
-        numeric: whether each column holds numbers; None if the file does not declare it.
+        kinds: type of each column, as in :class:`Column`; None if it is not declared.
         label: column to predict.
         drop: columns to leave out.
-        texts: columns of texts.
+        semicolons: whether the columns of a CSV are separated by semicolons.
     """
     from jinja2 import Template  # noqa: PLC0415  (only drafts need it)
 
     text = Path(__file__).with_name("schema.yaml.jinja").read_text("utf-8")
     template: Template = Template(text, trim_blocks=True)
-    used = {_quoted(name): n for name, n in numeric.items() if name not in (label, *drop)}
     return template.render(
         file=file.name,
+        csv=file.suffix != ".parquet",
+        semicolons=semicolons,
         label=label and _quoted(label),
-        columns=used,
+        label_kind=kinds.get(label or ""),
+        columns={_quoted(name): kind for name, kind in kinds.items() if name not in (label, *drop)},
         drop=map(_quoted, drop),
-        texts=[_quoted(name) for name in texts],
     )
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.complaints import NAMED
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import check_classes, check_name
-from dpmac_cli.data.table_schema import faults_of_range
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
 from dpmac_cli.tasks.regression import Counts, Regression
 from dpmac_cli.tasks.task import Task
@@ -18,6 +18,8 @@ from dpmac_cli.tasks.task import Task
 #: Arrays that declare numbers to predict, and values of the last two, the default first.
 DECLARED = ("target_low", "target_high", "target_kind", "target_transform", "target_name")
 KINDS, TRANSFORMS = ("number", "count"), ("none", "log1p")
+#: Array of class names.
+CLASSES = "classes"
 Arrays = Mapping[str, NDArray[Any]]
 RecordMask = NDArray[np.bool_]
 
@@ -67,14 +69,14 @@ class ClassTargets(Targets):
         y = arrays[f"y{side}"]
         why = "labels start at 0, and class names must be listed in --classes"
         yield f"y{side} contains the label {y.min(initial=0)} ({why})", y < 0
-        if "classes" in arrays:
-            classes = len(arrays["classes"])
+        if CLASSES in arrays:
+            classes = len(arrays[CLASSES])
             why = f"there are {classes} classes, 0 to {classes - 1}"
             yield f"y{side} contains the label {y.max(initial=0)} ({why})", y >= classes
 
     def faults_together(self, arrays: Arrays) -> Iterator[str]:
         """Yield faults of labels whose classes are not declared."""
-        if "classes" in arrays:
+        if CLASSES in arrays:
             return
         labels = set(arrays["y"].tolist())
         if missing := set(range(len(labels))) - labels:
@@ -93,7 +95,7 @@ class ClassTargets(Targets):
 
     def inferred(self, arrays: Arrays) -> tuple[str, ...]:
         """Return that the classes were read from the records if they are not declared."""
-        return () if "classes" in arrays else ("classes",)
+        return () if CLASSES in arrays else ("classes",)
 
 
 class LabelTargets(Targets):
@@ -113,7 +115,7 @@ class LabelTargets(Targets):
 
     def faults_together(self, arrays: Arrays) -> Iterator[str]:
         """Yield a fault of the number of names."""
-        labels, classes = arrays["y"].shape[1], arrays.get("classes")
+        labels, classes = arrays["y"].shape[1], arrays.get(CLASSES)
         if classes is not None and len(classes) != labels:
             yield f"y has {labels} labels per record, but classes has {len(classes)} names"
 
@@ -137,7 +139,7 @@ class NumberTargets(Targets):
 
     def faults_together(self, arrays: Arrays) -> Iterator[str]:
         """Yield faults of what is declared."""
-        if "classes" in arrays:
+        if CLASSES in arrays:
             yield (
                 "classes and target_low contradict: the first is for classes, the second for "
                 "numbers to predict. Leave one of them out"
@@ -190,6 +192,6 @@ def _neither(y: NDArray[Any], side: str) -> str:
 
 
 def _names(arrays: Arrays, found: Iterable[object], source: Source) -> tuple[str, ...]:
-    names = tuple(map(str, arrays.get("classes", found)))
+    names = tuple(map(str, arrays.get(CLASSES, found)))
     check_classes(names, source)
     return names

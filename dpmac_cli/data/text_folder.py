@@ -1,6 +1,5 @@
-"""Datasets of texts in folders named after their classes: CLASS/*.txt."""
+"""Datasets of texts in folders named after their classes: CLASS/*.txt, at any depth."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.canonical import units_in
-from dpmac_cli.data.class_folders import TESTS, is_hidden, splits_of, units_by_pattern, visible
+from dpmac_cli.data.canonical import Faults, units_in
+from dpmac_cli.data.class_folders import (
+    TESTS,
+    check_not_splits,
+    is_folder,
+    splits_of,
+    strange_unit,
+    tree,
+    units_of_files,
+    visible,
+)
 from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.texts import as_inputs, is_blank
@@ -27,11 +35,12 @@ def read_folder(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[
     """
     assert source.texts is not None  # noqa: S101
     parts, found, faults = splits_of(source), dict[str, Any](), list[str]()
+    seen = dict[tuple[int, int], Path]()
     classes = source.classes or tuple(_class_names(parts[0]))
     for part in parts:
         side = "_test" if part.name in TESTS and len(parts) > 1 else ""
         texts, names, labels = list[str](), list[str](), list[int]()
-        for name, label in _files(part, classes, faults):
+        for name, label in _files(part, classes, faults, seen):
             text = _read(name, faults)
             if text is not None:
                 texts.append(text)
@@ -43,7 +52,7 @@ def read_folder(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[
         found[f"x{side}"] = as_inputs(texts, source.texts)
         found[f"y{side}"] = np.array(labels, np.int64)
         if source.unit is not None:
-            found[f"unit{side}"], kept = _units(names, source.unit, faults)
+            found[f"unit{side}"], kept = _units(names, source.unit, len(parts), faults)
             found |= {f"{key}{side}": found[f"{key}{side}"][kept] for key in ("x", "y", "unit")}
     if not source.skip_bad:
         refuse(faults, REMEDY)
@@ -52,16 +61,19 @@ def read_folder(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[
 
 
 def _class_names(part: Path) -> list[str]:
-    names = [entry.name for entry in visible(part) if os.path.isdir(entry)]
+    names = [entry.name for entry in visible(part) if is_folder(entry)]
     if not names or any(entry.name.lower().endswith(SUFFIX) for entry in visible(part)):
         raise InputError(
             f"{part} must contain one folder of texts (*{SUFFIX}) per class and nothing else. For "
             "a table with one text per row, use a .csv and --schema."
         )
+    check_not_splits(part, names)
     return names
 
 
-def _files(part: Path, classes: Sequence[str], faults: list[str]) -> Iterator[tuple[Path, int]]:
+def _files(
+    part: Path, classes: Sequence[str], faults: list[str], seen: dict[tuple[int, int], Path]
+) -> Iterator[tuple[Path, int]]:
     """Yield the files of each class in order, and add a fault for each that is not a text."""
     labels = {name: label for label, name in enumerate(classes)}
     for folder in visible(part):
@@ -71,11 +83,12 @@ def _files(part: Path, classes: Sequence[str], faults: list[str]) -> Iterator[tu
         elif not folder.is_dir():
             faults.append(f"{path} is not a folder")
         else:
-            for entry in visible(folder):
-                if entry.name.lower().endswith(SUFFIX) and entry.is_file():
-                    yield path / entry.name, labels[folder.name]
-                else:
-                    faults.append(f"{path / entry.name} is not a file of text ({SUFFIX})")
+            for inner, entries in tree(path, faults, seen):
+                for entry in entries:
+                    if entry.name.lower().endswith(SUFFIX) and entry.is_file():
+                        yield inner / entry.name, labels[folder.name]
+                    else:
+                        faults.append(f"{inner / entry.name} is not a file of text ({SUFFIX})")
 
 
 def _read(file: Path, faults: list[str]) -> str | None:
@@ -94,23 +107,24 @@ def _read(file: Path, faults: list[str]) -> str | None:
 
 
 def _units(
-    names: Sequence[str], pattern: str, faults: list[str]
+    names: Sequence[str], unit: str, depth: int, faults: list[str]
 ) -> tuple[NDArray[np.str_], NDArray[np.bool_]]:
     """Return the unit of each file, and which files have one."""
-    units, _ = units_in(units_by_pattern(names, pattern))
+    units, _ = units_in(units_of_files(names, unit, depth))
     kept = units != ""
     strange = [name for name, known in zip(names, kept, strict=True) if not known]
-    faults += [f"{name} does not match --unit {pattern}" for name in strange]
+    faults += [strange_unit(name, unit) for name in strange]
     return units, kept
 
 
-def read_new_files(folder: Path, reader: TextReader) -> tuple[NDArray[np.float64], list[str]]:
-    """Return the tokens and the names of all texts in a folder and below. Raises InputError."""
-    faults = list[str]()
-    below = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    names = sorted(str(name) for name in below if not any(map(is_hidden, name.parts)))
-    strange = [name for name in names if not name.lower().endswith(SUFFIX)]
-    refuse([f"{folder / name} is not a file of text" for name in strange], " Remove such files.")
-    texts = [_read(folder / name, faults) or "" for name in names]
-    refuse(faults, " Correct or remove them.")
-    return as_inputs(texts, reader), names
+def read_new_files(
+    folder: Path, names: Sequence[str], reader: TextReader
+) -> tuple[NDArray[np.float64], Faults]:
+    """Return the tokens of texts in a folder, and why some of them cannot be used."""
+    texts, faults = list[str](), Faults()
+    for row, name in enumerate(names):
+        found = list[str]()
+        texts.append(_read(folder / name, found) or "")
+        if found:
+            faults[row] = found[0]
+    return as_inputs(texts, reader), faults

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults
-from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
 
@@ -72,10 +71,8 @@ def _fault(text: object) -> str:
     return NO_TEXT if is_blank(text) else ""
 
 
-def read_new(x: NDArray[Any], reader: TextReader, name: str) -> NDArray[np.float64]:
-    """Return the tokens of new texts. Raises InputError for values that are not texts."""
+def read_new(x: NDArray[Any], reader: TextReader, name: str) -> tuple[NDArray[np.float64], Faults]:
+    """Return the tokens of new texts, and faults of values that are not texts."""
     arrays = {"x": x}
     faults = read_arrays(arrays, reader, name)[""]
-    refuse([f"Record {row} {fault}" for row, fault in faults.items()], " Correct or remove them.")
-    tokens: NDArray[np.float64] = arrays["x"]
-    return tokens
+    return arrays["x"], faults

@@ -10,6 +10,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
+from dpmac_cli.data.class_folders import tree
+from dpmac_cli.data.complaints import left_out
 from dpmac_cli.data.image_folder import ImageFolder
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import TABLES, DataFacts, Source
@@ -48,7 +50,7 @@ def _reader_of(source: Source) -> ImageFolder | ArrayFile:
     """Return a dataset's reader: that of facts that are still held, unless its folders changed."""
     path = source.path.resolve()
     # A folder's time changes when a file is added or removed.
-    places = [path, *path.glob("*/"), *path.glob("*/*/")]
+    places = [folder for folder, _ in tree(path, [], {})] if path.is_dir() else [path]
     changed = max((place.stat().st_mtime_ns for place in places if place.exists()), default=0)
     key = (source, path, changed)
     if (reader := _READERS.get(key)) is None:
@@ -75,7 +77,7 @@ def _read(source: Source) -> ImageFolder | ArrayFile:
         if source.texts is None:
             return ImageFolder(source)
         arrays, skipped, names = read_folder(source)
-        return ArrayFile(source, arrays, skipped, found_classes=names)
+        return ArrayFile(source, arrays, left_out(skipped), found_classes=names)
     if not source.path.is_file():
         raise InputError(f"--dataset {source.path}: no such file or folder.")
     if source.path.suffix == ".npz":

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dpmac_cli.data.registry import Signature
+from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.backbones import PublicBackbone, at_a_time
@@ -23,12 +24,15 @@ from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze, with_features
 from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
 from dpmac_cli.models.text_encoder import TextFeatures
-from dpmac_cli.models.validation import MIXING_LAYERS, check_model
+from dpmac_cli.models.validation import MIXING_LAYERS, check_model, form_of
 from dpmac_cli.torch_errors import what_failed
+
+#: A network of the program that runs: its class, a function that builds it, or an instance.
+Network = nn.Module | Callable[..., nn.Module]
 
 
 def build_model(
-    model: BuiltIn | UserModel,
+    model: BuiltIn | UserModel | Network,
     signature: Signature,
     seed: int,
     *,
@@ -40,7 +44,8 @@ def build_model(
     """Return a freshly initialised, validated network that maps images to logits.
 
     Args:
-        model: result of :func:`~dpmac_cli.models.registry.parse_model`.
+        model: result of :func:`~dpmac_cli.models.registry.parse_model`, or a network of the
+            program; an instance is copied.
         signature: shape of an image, its standardisation, and the number of outputs.
         seed: seed of the initial weights; global generators are not changed.
         fix_norm: replace batch norm with group norm.
@@ -55,9 +60,13 @@ def build_model(
         torch.manual_seed(seed)
         seen = seen_by_network(signature, features)
         if isinstance(model, UserModel):
-            network = _call_factory(model, seen)
-        else:
+            network = _called(_find(model), f"--model {model}", seen)
+        elif isinstance(model, BuiltIn):
             network = build_network(model.name, seen)
+        elif isinstance(model, nn.Module):
+            network = duplicate(model)
+        else:
+            network = _called(model, f"network {getattr(model, '__qualname__', model)}", seen)
         if fix_norm:
             network = without_batch_norm(network)
         check = partial(check_model, classes=signature.outputs, isolated=isolated)
@@ -69,7 +78,11 @@ def build_model(
             freeze(network, trained, signature.shape)
         if not isinstance(network, FrozenFeatures):
             head_only = trained is not None and trained.part == "head"
-            check(network, signature.shape, frozen=head_only, built_in=own or features is not None)
+            built_in = own or features is not None
+            may_vary = not built_in and trained is None
+            forms = signature.forms if may_vary else (signature.shape,)
+            form = form_of(network, forms, signature.outputs)
+            check(network, form, frozen=head_only, built_in=built_in)
     return network
 
 
@@ -106,21 +119,25 @@ def seen_by_network(signature: Signature, features: Features | None) -> Signatur
     return replace(signature, shape=shape)
 
 
-def _call_factory(model: UserModel, signature: Signature) -> nn.Module:
+def _called(factory: Callable[..., Any], name: str, signature: Signature) -> nn.Module:
     """Call a factory with (shape, classes), or without arguments if it does not take two."""
-    factory = _find(model)
+    if not callable(factory):
+        raise InputError(
+            f"{name} is a value of type {type(factory).__name__}. Pass a class, a function that "
+            "returns a torch.nn.Module, or such a module."
+        )
     arguments = _arguments(factory, signature)
     try:
         network = factory(*arguments)
     except (Exception, SystemExit) as failure:
         called = "(shape, classes)" if arguments else "()"
         raise ModelError(
-            f"--model {model}: the factory, called with {called}, failed: {what_failed(failure)}"
+            f"{name}: the factory, called with {called}, failed: {what_failed(failure)}"
         ) from failure
     if isinstance(network, nn.Module):
         return network
     raise ModelError(
-        f"--model {model}: the factory must return a torch.nn.Module, not a value of type "
+        f"{name}: the factory must return a torch.nn.Module, not a value of type "
         f"{type(network).__name__}."
     )
 

@@ -1,4 +1,4 @@
-"""Decide how a validated network runs: on whole batches, or on each sample alone.
+"""Ways to run a validated network: on whole batches, or on each sample alone.
 
 :func:`independence` tries to prove that samples are independent (:mod:`dpmac_cli.models.tracing`),
 and that per-sample gradients follow from the calls of layers. Where either fails, each sample runs

@@ -8,7 +8,7 @@ decided by :mod:`dpmac_cli.models.independence`.
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,21 @@ def check_model(
     check_trial(
         model, Trial.of(shape, classes), frozen=frozen, isolated=isolated, built_in=built_in
     )
+
+
+def form_of(model: nn.Module, forms: Sequence[tuple[int, ...]], classes: int) -> tuple[int, ...]:
+    """Return the first of several shapes of a sample that a network accepts.
+
+    If it accepts none of them, return the first, with which :func:`check_model` will fail. The
+    network is not changed.
+    """
+    for form in forms if len(forms) > 1 else ():
+        with contextlib.suppress(Exception, SystemExit), torch.no_grad():
+            probe = duplicate(model).double().eval()
+            for count in (FEW, 1):
+                _check_output(probe, Trial.of(form, classes), count)
+            return form
+    return forms[0]
 
 
 def check_trial(

@@ -115,7 +115,7 @@ def run_page(run: Path) -> str:
     metric = headline_in(points[0] if points else {})
     pictures = {f"Test {metric.title} and epsilon": course(points, metric.logged)}
     if report.delta is not None:
-        row = price(report.training_events(), report.delta, unit=report.unit)
+        row = price(report.training_events(), report.delta, unit=report.unit, search=report.search)
         pictures["What any membership attack can reach"] = trade_offs([row])
     settings = (run / folder.CONFIG).read_text(encoding="utf-8")
     return web_page(f"{card}\n## Settings\n\n```yaml\n{settings}```\n", pictures)

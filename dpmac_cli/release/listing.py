@@ -168,7 +168,7 @@ def _settings(where: Path) -> dict[str, Any]:
     """Return the contents of config.yaml. Raises ``DAMAGE``."""
     if folder.vouched(where, folder.CONFIG) is False:
         raise ValueError(f"{folder.CONFIG} does not match its checksum")
-    return folder.settings(where)
+    return folder.config(where)
 
 
 def _unreported(where: Path, state: str) -> dict[str, Any]:

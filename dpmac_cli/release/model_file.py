@@ -6,7 +6,7 @@ and facts.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.data.registry import DATASETS, Signature
 from dpmac_cli.data.wordpiece import TextReader
-from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.errors import InputError, ModelError, as_typed
 from dpmac_cli.models import registry, weights
-from dpmac_cli.models.build import build_model, build_network, seen_by_network
+from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
 from dpmac_cli.models.encoders import TextEncoder, tokenizer_of
 from dpmac_cli.models.text_encoder import TextFeatures
 from dpmac_cli.release.report_file import Facts, parse_file
@@ -33,6 +33,12 @@ from dpmac_cli.training.lineage import Training, attach
 #: Key of the checksum in the facts. safetensors does not preserve the order of header keys.
 CHECKSUM = "checksum"
 FOREIGN = "was not written by dpmac train, or was modified"
+#: How to name a user-supplied network.
+IN_COMMAND = "If you trust it, add --model FILE.py:FACTORY."
+IN_PROGRAM = (
+    "Pass network={0}, with its class, a function that builds it, or an instance; or, if it is in "
+    "a file, factory='FILE.py:{0}'."
+)
 WANTED = f"Use a run folder of dpmac train, or a {folder.MODEL}."
 
 
@@ -60,6 +66,7 @@ def load_model(
     *,
     signature: Signature | None = None,
     factory: str | None = None,
+    network: Network | None = None,
 ) -> Released:
     """Load a published model for a dataset.
 
@@ -69,6 +76,8 @@ def load_model(
         device: device of the loaded model.
         signature: of ``dataset``; None if that is registered, or the one it was trained on.
         factory: ``FILE.py:FACTORY`` of a user-supplied model. The name in the file is not imported.
+        network: instead of ``factory``, a network that is defined in the program: its class or a
+            function, called like a factory, or an instance, of which a copy gets the weights.
 
     Raises:
         InputError: the file does not exist, is not a dpmac model, or is damaged; or there is no
@@ -79,7 +88,8 @@ def load_model(
     name = dataset or facts.dataset
     if signature is None:
         signature = facts.signature if dataset is None else DATASETS[dataset].signature
-    reference, features = _network(file, facts, factory), _features(file, facts)
+    signature = replace(signature, own=() if facts.form == facts.shape else facts.form)
+    reference, features = _network(file, facts, factory, network), _features(file, facts)
     misfit = f"{file} ({facts.model}, trained on {facts.dataset}) does not fit {name}"
     wanted = {"an image": f"{signature.shape}"}
     held = {"an image": f"{facts.shape}", **_forms(tensors)}
@@ -120,6 +130,7 @@ def _trainings(facts: Facts) -> Iterator[Training]:
             private=facts.private,
             seeded=facts.seeded,
             secure=facts.secure,
+            searched=facts.searched is not None,
             begun=done.steps,
             number=f"{facts.checksum} {number}",
         )
@@ -147,18 +158,20 @@ def text_reader(path: Path, facts: Facts) -> TextReader | None:
 
 
 def _network(
-    file: Path, facts: Facts, factory: str | None
-) -> registry.BuiltIn | registry.UserModel:
+    file: Path, facts: Facts, factory: str | None, network: Network | None
+) -> registry.BuiltIn | registry.UserModel | Network:
     """Return the network to build. Raises ModelError."""
     named = registry.parse_model(facts.model)
     if isinstance(named, registry.BuiltIn):
         if named.name in registry.MODELS:
             return named
         raise ModelError(f"{file}: this version does not support the model '{facts.model}'.")
+    if network is not None:
+        return network
     if factory is None:
         raise ModelError(
             f"{file} has a user-supplied network, {facts.model}, which is not imported "
-            "automatically. If you trust it, add --model FILE.py:FACTORY"
+            f"automatically. {as_typed(IN_COMMAND, IN_PROGRAM.format(facts.model.split(':')[-1]))}"
         )
     return registry.parse_model(factory)
 

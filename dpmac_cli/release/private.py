@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.keywords import Keywords, TrainingKeywords
+from dpmac_cli.config.keywords import Keywords, SettingName, TrainingKeywords
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
@@ -32,6 +32,7 @@ from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.setup import make_trainer, unit_of
 from dpmac_cli.storage.progress import outcome
+from dpmac_cli.tasks.notebook import as_html, of_privacy
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, check_composable
@@ -104,7 +105,7 @@ class PrivateTraining:
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
         if own is not None:  # the report names it
             called = f"{own.__module__}:{getattr(own, '__qualname__', type(own).__qualname__)}"
-            recorded = {**plan.recorded, "loss": called}
+            recorded: dict[SettingName, Any] = {**plan.recorded, "loss": called}
             recipe = replace(plan.recipe, loss=LossKind(called))
             plan = replace(plan, recipe=recipe, recorded=recorded)
         if plan.privacy.private:
@@ -174,6 +175,17 @@ class PrivateTraining:
             "network.",
         )
 
+    def _repr_html_(self) -> str:
+        """Return the privacy so far, for a notebook."""
+        privacy, facts = self.plan.privacy, self.plan.data.facts
+        counted = "units" if self.plan.data.found.unit else "records"
+        rows = of_privacy(
+            private=privacy.private, epsilon=self.epsilon, delta=privacy.delta, unit=privacy.unit
+        )
+        done = f"{self._begun:,} of {self._steps:,}"
+        rows += [("trains on", f"{facts.train_size:,} {counted}"), ("steps", done)]
+        return as_html("Private training", rows)
+
     def __len__(self) -> int:
         """Return the total number of steps."""
         return self._steps
@@ -227,13 +239,14 @@ class PrivateTraining:
     def lr(self, rate: float) -> None:
         Settings(lr=rate)  # raises InputError
         hyper = replace(self.plan.optimizer.hyper, lr=float(rate))
-        recorded = {**self.plan.recorded, "lr": hyper.lr}
+        recorded: dict[SettingName, Any] = {**self.plan.recorded, "lr": hyper.lr}
         optimizer = replace(self.plan.optimizer, hyper=hyper)
         self._plan = replace(self.plan, optimizer=optimizer, recorded=recorded)
         self._trainer.algorithm = replace(self._trainer.algorithm, hyper=hyper)
 
     def standardise(self, x: Tensor) -> Tensor:
         """Standardise records of the dataset, as for the network's inputs."""
+        x = x.reshape(len(x), *self._task.form)
         return self._task.data.standardised(x.to(self._trainer.state.theta.device))
 
     def evaluate(self) -> Evaluation:

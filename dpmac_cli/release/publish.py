@@ -1,9 +1,8 @@
 """Publish a run: its model, report, card and audit, and their checksums."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from dpmac_cli.release import audit
 from dpmac_cli.release.model_file import save_model
@@ -12,6 +11,9 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
 from dpmac_cli.runs.session import Session
 from dpmac_cli.storage import files
+from dpmac_cli.storage.report_keys import ReportKeys
+from dpmac_cli.tasks.notebook import as_html, of_report
+from dpmac_cli.training.evaluation import EXACT
 
 State = Literal["finished", "interrupted", "budget-spent"]
 
@@ -23,6 +25,13 @@ class Finished:
     report: dict[str, Any]
     folder: Path
     state: State
+
+    def _repr_html_(self) -> str:
+        """Return the numbers that matter, for a notebook."""
+        note = f"The report, the model card and the model are in {self.folder}."
+        if not self.report["privacy"]["covered_scores"]:
+            note = f"{EXACT} {note}"
+        return as_html(f"Run, {self.state}", of_report(self.report), note)
 
 
 def publish(session: Session, total_seconds: float) -> Finished:
@@ -62,19 +71,19 @@ def publish(session: Session, total_seconds: float) -> Finished:
     files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
     files.write_atomically(where / folder.REPORT, files.to_json(report).encode())
     if state != "interrupted":  # it includes coins: only for runs that cannot be resumed
-        _write_audit(session, report)
+        _write_audit(session, cast(ReportKeys, report))
     session.write_metrics()
     folder.seal(where)
     return Finished(report, where, state)
 
 
-def _write_audit(session: Session, report: Mapping[str, Any]) -> None:
+def _write_audit(session: Session, report: ReportKeys) -> None:
     """Write the guesses of an audit run; nothing for other runs."""
     if not session.trainer.hooks:
         return
     [canaries] = session.trainer.hooks
-    cost, settings = report["privacy"], report["audit"]
-    claim = (cost["epsilon"], cost["delta"], settings["guesses"])
+    cost = report["privacy"]
+    claim = (cost["epsilon"], cost["delta"], session.plan.privacy.audit.guesses)
     seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
     events = tuple(e for e in session.spent().events if e.records == "training")
     text = files.to_json(audit.Audit(*claim, *seen, events).as_json())

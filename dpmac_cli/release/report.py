@@ -16,8 +16,14 @@ from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
-from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
+from dpmac_cli.config.keywords import SettingName
+from dpmac_cli.config.plan import (
+    DataPlan,
+    NetworkPlan,
+    PrivacyPlan,
+    SearchPlan,
+    TrainPlan,
+)
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.models.encoders import TextEncoder
@@ -32,6 +38,11 @@ from dpmac_cli.tasks import task as tasks
 from dpmac_cli.tasks.known import task_in
 
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
+#: Settings that a report repeats with the public part of a network.
+OF_PUBLIC_PART: tuple[SettingName, ...] = (
+    *("features", "backbone", "backbone_size"),
+    *("train", "lora_rank", "lora_alpha"),
+)
 
 #: Sentences of a report, by name.
 TEXTS: Any = SimpleNamespace(
@@ -47,10 +58,11 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     """
     events, part, private = spent.events, plan.privacy, plan.privacy.private
     trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
-    cost = price(events, part.delta, unit=part.unit)
+    search = None if plan.search is None else plan.search.search
+    cost = price(events, part.delta, unit=part.unit, search=search)
     whole = part.event_of(part.steps - spent.base)
     planned = total_epsilon((*spent.earlier, whole), part.delta)
-    promise, risk = cost.statement, assess_risk(events, plan.data.facts.train_size, part.unit)
+    promise, risk = cost.statement, assess_risk(cost.done, plan.data.facts.train_size, part.unit)
     seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
     drawn = TEXTS.drawn
     if plan.run.secure:
@@ -80,6 +92,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         }
         if part.scores
         else None,
+        "search": None if plan.search is None else _search(plan.search, part.delta),
         "events": [vars(event) for event in events],
         "abandoned": [vars(event) for event in spent.abandoned],
         "adjacency": cost.adjacency if private else None,
@@ -89,6 +102,22 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "statement": " ".join((TEXTS.seed_given, promise)) if private and spent.seeded else promise,
         "seed_policy": {"given": spent.seeded, "statement": seeds},
         "randomness": {"secure": spent.secure, "statement": drawn},
+    }
+
+
+def _search(plan: SearchPlan, delta: float) -> dict[str, Any]:
+    """Return what epsilon covers of a search, of which a run is the best trial."""
+    search, trials = plan.search, plan.search.trials
+    return {
+        "mean_trials": trials.mean,
+        "most_trials": trials.most,
+        "log_weight": trials.log_weight,
+        "epsilon_of_a_trial": finite_or_none(search.trial_epsilon(delta)),
+        "space": list(plan.space),
+        "candidates": [[vars(event) for event in events] for events in search.candidates],
+        "stop_early": plan.stop_early,
+        "statement": TEXTS.searched.format(mean=trials.mean, most=trials.most),
+        "time": TEXTS.stopped_early if plan.stop_early else TEXTS.same_time,
     }
 
 
@@ -136,6 +165,7 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
         "unprotected": [row["what"] for row in computed if row["status"] != "protected"],
         "public": [*_public_data(plan.data), *_public_weights(plan.network)],
         "software": f"dpmac {__version__}, torch {version('torch')}.",
+        **({"tuning": TEXTS.tuned} if plan.search is not None else {}),
         "audit": TEXTS.audited.format(canaries) if canaries else TEXTS.not_audited,
     }
 
@@ -177,6 +207,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int)
         },
         "input": {
             "levels": facts.levels,
+            "record": list(task.form or facts.shape),
             "texts": [list(place) for place in facts.texts],
             **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },
@@ -217,7 +248,7 @@ def _dataset(plan: DataPlan, privacy: PrivacyPlan) -> dict[str, Any]:
 
 
 def _public_part(
-    network: NetworkPlan, recorded: Mapping[str, Any], task: PreparedRun, trained: int
+    network: NetworkPlan, recorded: Mapping[SettingName, Any], task: PreparedRun, trained: int
 ) -> dict[str, Any]:
     """Return the part of a network that was public before training; empty for most networks."""
     features, said, file = network.features, [], None
@@ -234,11 +265,10 @@ def _public_part(
         said.append(TEXTS.pretrained.format(file=file))
     if network.starts_public and network.trained.part != "all":
         said.append(TEXTS.trained.format(part=PARTS[network.trained.part]))
-    flags = ("features", "backbone", "backbone-size", "train", "lora-rank", "lora-alpha")
     part = {
-        **{flag.replace("-", "_"): recorded.get(flag) for flag in flags},
+        **{name: recorded.get(name) for name in OF_PUBLIC_PART},
         **part,
-        "backbone_flips": recorded.get("backbone-flips", False),
+        "backbone_flips": recorded.get("backbone_flips", False),
         "pretrained": file,
         "sha256": task.fingerprints.get("pretrained"),
         "trained_parameters": trained,
@@ -283,7 +313,7 @@ def build_report(
             "batch_size": privacy.batch_size,
             **{name: getattr(plan.optimizer.hyper, name) for name in sorted(used)},
         },
-        "recipe": {n: plan.recorded.get(flag_name(n), d) for n, d in RECIPE_DEFAULTS.items()},
+        "recipe": {n: plan.recorded.get(n, d) for n, d in RECIPE_DEFAULTS.items()},
         "post_noise": dict(post_noise),
         "timings": {
             "training_seconds": round(seconds, 3),

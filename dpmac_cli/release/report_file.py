@@ -21,15 +21,16 @@ from pydantic import (
     model_validator,
 )
 
-from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
+from dpmac_cli.accounting.accountants import DEFAULT_ACCOUNTANT, SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
+from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN, Search, Trials, epsilon_of
 from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import account_flags
 from dpmac_cli.config.settings import DELTA
+from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.registry import Signature
-from dpmac_cli.data.table_schema import faults_of_range
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.encoders import BertForm
 from dpmac_cli.runs import folder, ledger
@@ -76,6 +77,22 @@ class Event(BaseModel):
     records: Literal["training", "test"] = "training"
 
 
+class SearchInFile(BaseModel):
+    """A search that a run is the best trial of."""
+
+    model_config = STRICT
+
+    mean_trials: float = Field(ge=LEAST_MEAN, le=MOST_MEAN)
+    most_trials: CountInFile
+    candidates: tuple[Annotated[tuple[Event, ...], Field(min_length=1)], ...] = Field(min_length=1)
+
+    @property
+    def search(self) -> Search:
+        """Return the number of trials and the candidates."""
+        events = (tuple(TrainingEvent(**dict(e)) for e in each) for each in self.candidates)
+        return Search(Trials(self.mean_trials, self.most_trials), tuple(events))
+
+
 class Report(BaseModel):
     """Keys of report.json that dpmac reads.
 
@@ -99,13 +116,21 @@ class Report(BaseModel):
     delta: Annotated[float, Field(gt=0, lt=1)] | None = _at("privacy", "delta")
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
     abandoned: tuple[Event, ...] = _at("privacy", "abandoned")
+    searched: SearchInFile | None = _at("privacy", "search", default=None)
 
     @model_validator(mode="after")
     def _check_noise(self) -> "Report":
         noisy = all(event.noise_multiplier for event in self.events)
         if not noisy == self.private == (self.delta is not None):
             raise ValueError("private and delta contradict the noise of the events")
+        if self.searched is not None and self.events not in self.searched.candidates:
+            raise ValueError("the events are not those of a trial of the search")
         return self
+
+    @property
+    def search(self) -> Search | None:
+        """Return the search that the run is the best trial of, if it is."""
+        return None if self.searched is None else self.searched.search
 
     def training_events(self, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
         """Return the events of all parts; ``attempts`` puts those of replaced attempts first."""
@@ -153,6 +178,7 @@ class Facts(BaseModel):
     encoder: BertForm | None = _at(*PUBLIC_PART, "encoder", default=None)
     backbone_flips: bool = _at(*PUBLIC_PART, "backbone_flips", default=False)
     covered_scores: dict[str, Any] | None = _at("privacy", "covered_scores", default=None)
+    searched: dict[str, Any] | None = _at("privacy", "search", default=None)
     private: bool = _at("privacy", "private")
     unit: PrintableText = _at("privacy", "unit", "name", default=RECORD)
     told_by: PrintableText | None = _at("privacy", "unit", "told_by", default=None)
@@ -161,7 +187,9 @@ class Facts(BaseModel):
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
     classes: tuple[PrintableText, ...]
     target: Target | None = None
+    table: dict[str, Any] | None = _at("dataset", "schema", default=None)
     shape: tuple[CountInFile, CountInFile, CountInFile] = _at("input", "shape")
+    record: tuple[CountInFile, ...] | None = _at("input", "record", default=None)
     levels: CountInFile = _at("input", "levels")
     mean: tuple[float, ...] = _at("input", "mean")
     std: tuple[Annotated[float, Field(gt=0)], ...] = _at("input", "std")
@@ -173,17 +201,24 @@ class Facts(BaseModel):
     def task(self) -> Task:
         """Task that the model was trained for."""
         target = None if self.target is None else dict(self.target)
-        return task_of({**vars(self), "target": target})
+        return task_of({"classes": self.classes, "multilabel": self.multilabel, "target": target})
 
     @property
     def signature(self) -> Signature:
         """Signature of the network."""
         return Signature(self.shape, self.task.outputs, self.mean, self.std)
 
+    @property
+    def form(self) -> tuple[int, ...]:
+        """Shape of a record as the network takes it; versions before 0.3 did not write it."""
+        return self.record or self.shape
+
     @model_validator(mode="after")
     def _check_channels(self) -> "Facts":
         if not len(self.mean) == len(self.std) == self.shape[0]:
             raise ValueError("input.mean and input.std must have one number per channel")
+        if math.prod(self.form) != math.prod(self.shape):
+            raise ValueError("input.record must have as many numbers as input.shape")
         ends = [0, *(first + count for first, count in self.texts)]
         if any(first < end for end, (first, _) in zip(ends, self.texts, strict=False)):
             raise ValueError("input.texts must be in order")
@@ -256,14 +291,17 @@ def recount(
     asked = account_flags.parse_account_flags(named, errors)
     raise_errors(errors)
     report = read_report(path)
+    search = report.search
+    if search is not None and asked.accountant != DEFAULT_ACCOUNTANT:
+        raise InputError(f"{path} is of a search: use --accountant {DEFAULT_ACCOUNTANT}.")
     events, own_delta = report.training_events(), report.delta or DELTA
     delta = asked.delta if "delta" in named else own_delta
     rows = [
-        replace(price(events, delta, name, report.unit), dataset_size=report.train_size)
+        replace(price(events, delta, name, report.unit, search), dataset_size=report.train_size)
         for name in account_flags.USED[asked.accountant]
     ]
     stored = math.inf if report.epsilon is None else report.epsilon
-    return rows, stored, total_epsilon(events, own_delta)
+    return rows, stored, epsilon_of(search or events, own_delta)
 
 
 def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:

@@ -117,8 +117,8 @@ def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent
             yield finished
 
 
-def finish(events: Iterable[RunEvent]) -> Finished:
-    """Run to the end: ``finish(train(plan))``. Exceptions are propagated."""
+def finish(events: Iterable[object]) -> Finished:
+    """Run to the end: ``finish(train(plan))``, ``finish(tune(...))``. Exceptions are propagated."""
     *_, last = events
     assert isinstance(last, Finished)  # noqa: S101
     return last

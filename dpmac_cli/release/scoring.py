@@ -1,7 +1,9 @@
 """Score a published model on a test split."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.keywords import Keywords
@@ -11,11 +13,13 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
-from dpmac_cli.training.evaluation import Evaluation, evaluate
+from dpmac_cli.tasks.notebook import as_html, of_privacy
+from dpmac_cli.training.evaluation import EXACT, Evaluation, evaluate
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Scored:
     """Results of a model file on every test sample.
 
     ``covered``: its run released scores with noise. ``held_out``: there was no test set.
+    ``privacy``: that of the model, as in its report.
     """
 
     result: Evaluation
@@ -30,6 +35,13 @@ class Scored:
     path: Path
     covered: bool = False
     held_out: bool = False
+    privacy: Mapping[str, Any] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        """Return the numbers that matter, for a notebook."""
+        facts = {key: self.privacy[key] for key in ("private", "epsilon", "delta")}
+        guarantee = of_privacy(**facts, unit=self.privacy["unit"]["name"]) if self.privacy else []
+        return as_html(f"{self.path} on {self.dataset}", [*guarantee, *self.result.rows()], EXACT)
 
 
 def score(
@@ -38,6 +50,9 @@ def score(
     data_dir: Path | str | None = None,
     device: str = "auto",
     factory: str | None = None,
+    network: Network | None = None,
+    *,
+    encoding: str | None = None,
 ) -> Scored:
     """Score a published model on the whole test split.
 
@@ -48,6 +63,8 @@ def score(
         data_dir: folder of datasets; None for DPMAC_DATA_DIR or the cache.
         device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
+        network: instead, a network of the program: see :func:`load_model`.
+        encoding: encoding of a CSV; None for that of the training table.
 
     Raises:
         InputError: a file is missing or damaged.
@@ -55,9 +72,14 @@ def score(
     """
     where = choose_device(device)
     file, facts = read_facts(Path(path))
-    plan = _chosen(file, facts, {"dataset": dataset, "data_dir": data_dir})
+    plan = _chosen(file, facts, {"dataset": dataset, "data_dir": data_dir, "encoding": encoding})
     known = plan.facts
-    released = load_model(file, plan.found.name, where, signature=known.signature, factory=factory)
+    released = load_model(
+        *(file, plan.found.name, where),
+        signature=known.signature,
+        factory=factory,
+        network=network,
+    )
     data = load_data(plan.source, plan.folder, where, facts=known)
     if plan.own and known.task != facts.task:
         raise ModelError(
@@ -65,9 +87,13 @@ def score(
             f"{facts.task.summary}."
         )
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
-    result = evaluate(released.model, replace(data, gain=gain, offset=offset), data.test)
+    data = replace(data, gain=gain, offset=offset)
+    if known.own:
+        data = data.in_form(facts.form)
+    result = evaluate(released.model, data, data.test)
     covered = facts.covered_scores is not None
-    return Scored(result, plan.found.name, file, covered, plan.found.held_out)
+    privacy = released.facts["privacy"]
+    return Scored(result, plan.found.name, file, covered, plan.found.held_out, privacy)
 
 
 def _chosen(file: Path, facts: Facts, given: Keywords) -> DataPlan:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
@@ -39,7 +39,11 @@ or back them up where others can read. The model to publish is model.safetensors
 KEPT = 2
 VERSION = 5
 #: Fingerprints that must not change.
-_SAME = {
+#: What must be unchanged to resume a run.
+Fingerprint = Literal[
+    "data", "units", "test units", "classes", "constants", "network", "pretrained", "features"
+]
+_SAME: Mapping[Fingerprint, str] = {
     "data": "The records are not those",
     "units": "The units that the records belong to are not those",
     "test units": "The units that the test records belong to are not those",
@@ -50,7 +54,7 @@ _SAME = {
     "features": "The features are not those",
 }
 #: Fingerprints that may change if noise is drawn with new keys.
-EXACT = ("constants", "network", "features")
+EXACT: tuple[Fingerprint, ...] = ("constants", "network", "features")
 SPENT = "The privacy cost so far is for the original. Restore it, or start a new run."
 NOT_EXACTLY = (
     "An exact resume repeats the noise, which must not be added to other gradients. Restore the "
@@ -115,7 +119,7 @@ def newest(run: Path) -> Checkpoint:
     )
 
 
-def fingerprints(run: Path) -> dict[str, str]:
+def fingerprints(run: Path) -> dict[Fingerprint, str]:
     """Return the fingerprints of a run's newest checkpoint, unverified; empty if there is none."""
     for path in _files(run):
         with contextlib.suppress(safetensors.SafetensorError, *folder.BROKEN):
@@ -208,7 +212,8 @@ def check_changes(
     """
     moved: set[SettingName] = set()
     before = by_setting(recorded)
-    source, dataset, model = before["dataset"], given.get("dataset"), given.get("model")
+    source, dataset = before["dataset"], given.get("dataset")
+    model = given.get("model")
     if source not in DATASETS:
         if dataset is None and not Path(source).exists():
             remedy = "Put it back, or set --dataset to its new path."
@@ -231,7 +236,9 @@ def check_changes(
             )
 
 
-def check_same(now: Mapping[str, str], before: Mapping[str, str], *, exactly: bool) -> None:
+def check_same(
+    now: Mapping[Fingerprint, str], before: Mapping[Fingerprint, str], *, exactly: bool
+) -> None:
     """Reject changed records (their number sets the rate), and networks in an exact resume."""
     raise_errors(
         f"{_SAME[of]} that the run started with. {NOT_EXACTLY if of in EXACT else SPENT}"

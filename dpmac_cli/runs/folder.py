@@ -14,11 +14,14 @@ from typing import Any
 
 import yaml
 
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import ChosenFolder, NewFolder
+from dpmac_cli.config.sources import is_setting
 from dpmac_cli.config.yaml_file import HEADER
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.storage.files import PART, PRIVATE_FOLDER, PRIVATE_MODE, write_atomically
+from dpmac_cli.storage.report_keys import ReportKeys
 
 #: Folder of runs without --out.
 RUNS = Path("runs")
@@ -99,7 +102,8 @@ def reported_steps(run: Path) -> int:
     if not vouched(run, REPORT):
         return 0
     try:
-        return int(json.loads((run / REPORT).read_bytes())["hyperparameters"]["steps"])
+        report: ReportKeys = json.loads((run / REPORT).read_bytes())
+        return int(report["hyperparameters"]["steps"])
     except BROKEN:
         return 0
 
@@ -256,9 +260,15 @@ def is_configured(folder: Path) -> bool:
         return False
 
 
-def settings(run: Path) -> dict[str, Any]:
+def config(run: Path) -> dict[str, Any]:
     """Return the contents of a run's config.yaml. Raises :data:`BROKEN`."""
     return dict(yaml.safe_load((run / CONFIG).read_bytes()))
+
+
+def settings(run: Path) -> dict[SettingName, Any]:
+    """Return the settings in a run's config.yaml that this version has. Raises :data:`BROKEN`."""
+    named = {str(flag).replace("-", "_"): value for flag, value in config(run).items()}
+    return {name: value for name, value in named.items() if is_setting(name)}
 
 
 def check_run_folder(run: Path, flag: str = "--resume") -> None:

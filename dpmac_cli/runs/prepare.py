@@ -1,7 +1,7 @@
 """Network and data of a run: load, build, validate and fingerprint them."""
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -19,9 +19,10 @@ from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.independence import ALONE, Independence, independence
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
 from dpmac_cli.models.trial import Trial
-from dpmac_cli.models.validation import check_model, check_precision
+from dpmac_cli.models.validation import check_model, check_precision, form_of
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
+from dpmac_cli.runs.checkpoint import Fingerprint
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing
@@ -40,15 +41,17 @@ class PreparedRun:
             records with their classes and constants, your own network, the file of public weights,
             and the features. Private, like the records. notes: messages for the user.
         built_by: call that built a user-supplied network, as code; its file may change later.
+        form: shape of a record as the network takes it.
     """
 
     model: nn.Module
     trained: nn.Module
     data: Data
     independence: Independence
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[Fingerprint, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     built_by: str = ""
+    form: tuple[int, ...] = ()
     why: str = ""
 
     @property
@@ -71,21 +74,21 @@ def prepare(
     :func:`make_trainer`.
     """
     network, facts, passed_in = plan.network, plan.data.facts, model is not None
-    if model is None:
-        built = _build(plan, keys)
-    else:
-        built = _Built(model=_check_passed_in(network, facts, model))
+    built = _build(plan, keys) if model is None else _Built(model=_check_passed_in(plan, model))
+    own = passed_in or isinstance(network.model, UserModel)
+    form = form_of(built.model, forms_of(plan, own=own), facts.task.outputs)
     model = built.model.to(device)
     parts = None if passed_in else _parts(network, facts, model)
-    own = passed_in or isinstance(network.model, UserModel)
-    kind, why = independence_of(network, facts, model, parts, own=own)
+    kind, why = independence_of(network, facts, model, parts, form, own=own)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
-        _check_precision(network, facts, model, parts)
+        _check_precision(network, facts, model, parts, form)
     fingerprints = {**built.fingerprints, **_data_sums(plan.data, data)}
     if data is None:
         data = yield from loading(plan.data.source, plan.data.folder, device, facts=facts)
     if plan.data.own:
         fingerprints |= record_sums(data)
+    if facts.own:
+        data = data.in_form(form)
     trained = model
     if parts is not None:
         # On a CPU, each text is processed at its own length.
@@ -101,6 +104,7 @@ def prepare(
         fingerprints=fingerprints,
         notes=(*built.notes, ALONE.format(why)) if why else built.notes,
         built_by=built.built_by,
+        form=form,
         why=why,
     )
 
@@ -110,7 +114,7 @@ class _Built:
     """A network, and what :class:`PreparedRun` says of how it was built."""
 
     model: nn.Module
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[Fingerprint, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     built_by: str = ""
 
@@ -123,7 +127,11 @@ def _parts(network: NetworkPlan, facts: Dataset, model: nn.Module) -> FrozenFeat
 
 
 def _check_precision(
-    network: NetworkPlan, facts: Dataset, model: nn.Module, parts: FrozenFeatures | None
+    network: NetworkPlan,
+    facts: Dataset,
+    model: nn.Module,
+    parts: FrozenFeatures | None,
+    form: tuple[int, ...],
 ) -> None:
     """Reject autocast in the trained part of a network."""
     classes = facts.task.outputs
@@ -131,7 +139,7 @@ def _check_precision(
         shape = network.features.shape_of(facts.shape)
         check_precision(parts.head, Trial.of(shape, classes))
     elif not network.head_only:
-        check_precision(model, Trial.of(facts.shape, classes))
+        check_precision(model, Trial.of(form, classes))
 
 
 def _of_features(network: NetworkPlan) -> dict[str, object]:
@@ -140,12 +148,13 @@ def _of_features(network: NetworkPlan) -> dict[str, object]:
     return settings if network.features is None else settings | network.features.values
 
 
-def record_sums(data: Data) -> dict[str, str]:
+def record_sums(data: Data) -> dict[Fingerprint, str]:
     """Return checksums of user-supplied records and of their assignment to units."""
-    sums = {"data": fingerprint(data.train, data.test)}
-    for name, split in (("units", data.train), ("test units", data.test)):
-        if split.units is not None:
-            sums[name] = split.units.sha256()
+    sums: dict[Fingerprint, str] = {"data": fingerprint(data.train, data.test)}
+    if data.train.units is not None:
+        sums["units"] = data.train.units.sha256()
+    if data.test.units is not None:
+        sums["test units"] = data.test.units.sha256()
     return sums
 
 
@@ -168,9 +177,11 @@ def _start(
 def _build(plan: TrainPlan, keys: Keys) -> _Built:
     """Build the network of a plan, and load its public weights."""
     network, facts = plan.network, plan.data.facts
+    several = len(forms_of(plan, own=isinstance(network.model, UserModel))) > 1
+    signature = replace(facts.signature, own=facts.own if several else ())
     model = build.build_model(
         network.model,
-        facts.signature,
+        signature,
         int.from_bytes(keys.init[:4], "little"),
         fix_norm=network.fix_norm,
         features=network.features,
@@ -178,7 +189,7 @@ def _build(plan: TrainPlan, keys: Keys) -> _Built:
         isolated=network.isolate,
     )
     check_publishable(model)
-    sums, notes, built_by = dict[str, str](), tuple[str, ...](), ""
+    sums, notes, built_by = dict[Fingerprint, str](), tuple[str, ...](), ""
     if isinstance(network.model, UserModel):
         sums["network"] = build.source_sum(network.model)
         seen = build.seen_by_network(facts.signature, network.features)
@@ -190,8 +201,19 @@ def _build(plan: TrainPlan, keys: Keys) -> _Built:
     return _Built(model=model, fingerprints=sums, notes=notes, built_by=built_by)
 
 
-def _check_passed_in(network: NetworkPlan, facts: Dataset, model: object) -> nn.Module:
+def forms_of(plan: TrainPlan, *, own: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a record that a network may take; ``own`` if it is not built in.
+
+    Features, public weights and augmentation are of images, with channels first.
+    """
+    network, signature = plan.network, plan.data.facts.signature
+    images = network.features is not None or network.starts_public or plan.recipe.augmented
+    return signature.forms if own and not images else (signature.shape,)
+
+
+def _check_passed_in(plan: TrainPlan, model: object) -> nn.Module:
     """Validate a network that was passed in like a built one. Raises InputError, ModelError."""
+    network, outputs = plan.network, plan.data.facts.task.outputs
     if network.features is not None or network.pretrained is not None:
         raise InputError(
             "features and pretrained are for a network that dpmac builds: leave them out, or "
@@ -205,13 +227,14 @@ def _check_passed_in(network: NetworkPlan, facts: Dataset, model: object) -> nn.
         )
     if network.fix_norm:
         build.without_batch_norm(model)
-    check_model(model, facts.shape, facts.task.outputs, isolated=network.isolate)
+    form = form_of(model, forms_of(plan, own=True), outputs)
+    check_model(model, form, outputs, isolated=network.isolate)
     return model
 
 
-def _data_sums(plan: DataPlan, data: Data | None) -> dict[str, str]:
+def _data_sums(plan: DataPlan, data: Data | None) -> dict[Fingerprint, str]:
     """Return checksums of the facts of user-supplied data, for resuming."""
-    facts, sums = plan.facts, {}
+    facts, sums = plan.facts, dict[Fingerprint, str]()
     if plan.own:
         sums["classes"] = digest({}, facts.task.declared)
         sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
@@ -227,6 +250,7 @@ def independence_of(
     facts: Dataset,
     model: nn.Module,
     parts: FrozenFeatures | None,
+    form: tuple[int, ...],
     *,
     own: bool,
 ) -> tuple[Independence, str]:
@@ -238,9 +262,9 @@ def independence_of(
         return "isolated", ""
     if not own:
         return "built in", ""
-    shape, classes = facts.shape, facts.task.outputs
+    shape, classes = form, facts.task.outputs
     if network.features is not None:
-        model, shape = model.get_submodule("head"), network.features.shape_of(shape)
+        model, shape = model.get_submodule("head"), network.features.shape_of(facts.shape)
     frozen = parts.frozen if parts is not None and network.head_only else None
     return independence(model, shape, classes, frozen)
 

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
 from torch import nn
@@ -16,9 +16,10 @@ from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.plan import PrivacyPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.sources import by_flag, by_setting
 from dpmac_cli.dp.clipping.batches import Batch, Structure, samples_in
 from dpmac_cli.dp.rules import Rule
-from dpmac_cli.errors import BudgetError, InputError, ModelError
+from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.models.trial import Objective
 from dpmac_cli.randomness.keystream import KEY_BYTES, Keys, make_keys
 from dpmac_cli.randomness.sampling import Indices, Sampler
@@ -34,7 +35,7 @@ from dpmac_cli.runs.step_arguments import (
     settings_of,
 )
 from dpmac_cli.runs.step_engine import StepEngine, build_engine
-from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable
+from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable, check_counted
 from dpmac_cli.training.loading import (
     Collate,
     Drawn,
@@ -270,7 +271,7 @@ class PrivateStep:
             **step_state.saved_of(self._model, self._engine),
             "begun": self._begun,
             "earlier": [training.as_json() for training in self._earlier],
-            "settings": dict(self._plan.recorded),
+            "settings": by_flag(self._plan.recorded),
             "lr": self.lr,
             "steps": self._steps,
             "program": self._program,
@@ -305,31 +306,37 @@ class PrivateStep:
             )
         program = step_state.program_of(self._model, self._loss, self._rule)
         step_state.check_program(program, saved.get("program", {}))
-        self._earlier = tuple(map(Training.of_json, saved["earlier"]))
-        free = {"lr"} | ({"sigma"} if self._earlier else set())  # it covers earlier events
-        step_state.check_settings(self._plan.recorded, saved["settings"], free)
-        event = replace(self.privacy.event, noise_multiplier=saved["settings"]["sigma"])
-        self.privacy = replace(self.privacy, event=event)
-        self._plan = replace(self._plan, privacy=self.privacy)
-        self.lr, self._steps = saved["lr"], saved["steps"]
-        self._keys, self._records = Keys.of_json(saved["numbers"]["keys"]), saved["records"]
+        state = cast(step_state.SavedStep, saved)
+        self._take_plan(state)
         for training in self._earlier:
             attach(self._model, training)
-        structure = Structure(saved["structure"], saved["public"])
+        structure = Structure(state["structure"], state["public"])
         device, drawn = device_of(self._model), isinstance(self._sampling, BatchSampling)
         engine = self._prepare(structure.to(device))
-        if step_state.fixed_of(self._model, engine.sums.trained) != saved["fixed"]:
+        if step_state.fixed_of(self._model, engine.sums.trained) != state["fixed"]:
             raise InputError(
                 "The frozen parameters or buffers of the network are not those of the saved state. "
                 "Build the network as in the program that saved it."
             )
-        engine.descent.state.restore(saved["tensors"], saved["numbers"], exactly=True)
-        engine.training.begun = saved["begun"]
-        engine.history.rate = saved["last lr"]
+        engine.descent.state.restore(state["tensors"], state["numbers"], exactly=True)
+        engine.training.begun = state["begun"]
+        engine.history.rate = state["last_lr"]
         engine.history.remember()
-        if why := step_state.why_not_repeated(device, saved["environment"], drawn=drawn):
+        if why := step_state.why_not_repeated(device, state["environment"], drawn=drawn):
             engine.history.diverge(secrets.token_bytes(KEY_BYTES))
             self._notes = (*self._notes, step_state.new_noise_note(why, self.taken))
+
+    def _take_plan(self, state: step_state.SavedStep) -> None:
+        """Take what a saved training was planned with. Raises InputError for other settings."""
+        self._earlier = tuple(map(Training.of_json, state["earlier"]))
+        free = {"lr"} | ({"sigma"} if self._earlier else set())  # it covers earlier events
+        step_state.check_settings(by_flag(self._plan.recorded), state["settings"], free)
+        sigma = by_setting(state["settings"])["sigma"]
+        event = replace(self.privacy.event, noise_multiplier=sigma)
+        self.privacy = replace(self.privacy, event=event)
+        self._plan = replace(self._plan, privacy=self.privacy)
+        self.lr, self._steps = state["lr"], state["steps"]
+        self._keys, self._records = Keys.of_json(state["numbers"]["keys"]), state["records"]
 
     @staticmethod
     def load_parameters(model: nn.Module, saved: Mapping[str, Any], *, taken: int) -> None:
@@ -347,7 +354,7 @@ class PrivateStep:
             InputError: the state has more steps, or the training fewer.
             ModelError: the network has other parameters.
         """
-        step_state.load_parameters(model, saved, taken)
+        step_state.load_parameters(model, cast(step_state.SavedStep, saved), taken)
 
     @property
     def _begun(self) -> int:
@@ -375,12 +382,7 @@ class PrivateStep:
 
     def _prepare(self, structure: Structure) -> StepEngine:
         """Validate the network and the loss, and build what takes the steps."""
-        now = carried_by(self._model, self._loss)
-        if {t.number for t in now} - {t.number for t in self._earlier}:
-            raise ModelError(
-                "The network was trained by another PrivateStep or make_private since this one was "
-                "created, so its epsilon does not count those steps. Create this one again."
-            )
+        check_counted(self._model, self._loss, self._earlier)
         self._program = step_state.program_of(self._model, self._loss, self._rule)
         self._engine = build_engine(
             Objective(self._model, self._loss),

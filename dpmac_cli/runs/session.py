@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from dpmac_cli.accounting.accountants import COARSE, total_epsilon
 from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.sources import by_flag
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.runs import checkpoint, folder, workers
@@ -108,7 +109,7 @@ class Session:
         state = self.trainer.state
         record = {
             "state": state.numbers(),
-            "config": dict(self.plan.recorded),
+            "config": by_flag(self.plan.recorded),
             "spent": asdict(self.ledger.spent),
             "history": self.history,
             "seconds": self.seconds,
@@ -195,6 +196,8 @@ class Session:
     def _epsilon(self, schedule: EpsilonSchedule, event: Progress | Evaluated) -> float:
         """Return epsilon up to an event: of its own step if it is an evaluation, else a bound."""
         plan, spent = self.plan, self.ledger.spent
+        if plan.search is not None:  # whatever is shown of the best trial costs the whole search
+            return plan.search.search.epsilon(plan.privacy.delta)
         if isinstance(event, Evaluated) and event.last:  # like the report
             return total_epsilon(self.spent().events, plan.privacy.delta)
         epsilon = schedule.at(done := event.step - spent.base)

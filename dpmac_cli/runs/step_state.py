@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from platform import python_version
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -112,17 +112,43 @@ def fixed_of(model: nn.Module, trained: set[int]) -> str:
     return digest(fixed, {})
 
 
-def saved_of(model: nn.Module, engine: StepEngine) -> dict[str, Any]:
-    """Return what is saved of a network and its engine, with tensors on the CPU.
+class SavedEngine(TypedDict):
+    """Saved values of a network and its engine, with tensors on the CPU.
 
     ``places`` says where parameters are in theta: shape, strides and offset by name.
     """
+
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any]
+    last_lr: float
+    environment: dict[str, Any]
+    training: dict[str, Any]
+    structure: Any
+    public: Any
+    fixed: str
+    places: dict[str, tuple[Any, ...]]
+
+
+class SavedStep(SavedEngine):
+    """A state of :class:`.PrivateStep`: its engine, and what was said of the training."""
+
+    begun: int
+    earlier: list[dict[str, Any]]
+    settings: dict[str, Any]
+    lr: float
+    steps: int
+    program: dict[str, Any]
+    records: str
+
+
+def saved_of(model: nn.Module, engine: StepEngine) -> SavedEngine:
+    """Return what is saved of a network and its engine."""
     engine.history.before_step()  # parameters that were written are part of the state
     state, structure, trained = engine.descent.state, engine.structure, engine.sums.trained
     return {
         "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
         "numbers": state.numbers(),
-        "last lr": engine.history.rate,
+        "last_lr": engine.history.rate,
         "environment": environment(device_of(model)),
         "training": engine.training.as_json(),
         "structure": map_rows(Tensor.cpu, structure.template),
@@ -137,7 +163,7 @@ def saved_of(model: nn.Module, engine: StepEngine) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_parameters(model: nn.Module, saved: Mapping[str, Any], taken: int) -> None:
+def load_parameters(model: nn.Module, saved: SavedStep, taken: int) -> None:
     """Copy saved parameters into a network, which then carries their privacy cost.
 
     For arguments and errors see :meth:`.PrivateStep.load_parameters`.

@@ -13,9 +13,10 @@ from dpmac_cli.data.dataset import Data, Split, standardisation
 from dpmac_cli.models import build
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.models.registry import UserModel
+from dpmac_cli.models.validation import form_of
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.prepare import PreparedRun, independence_of
+from dpmac_cli.runs.prepare import PreparedRun, forms_of, independence_of
 from dpmac_cli.runs.setup import make_trainer
 
 #: Seconds besides training, scoring and features: start, validation and the files of the run.
@@ -111,7 +112,9 @@ def _network(plan: TrainPlan, device: torch.device) -> torch.nn.Module:
 def _task(plan: TrainPlan, records: int, device: torch.device) -> PreparedRun:
     """Return network and generated records, or generated features of them."""
     model = _network(plan, device)
-    task = plan.data.facts.task
+    facts, task = plan.data.facts, plan.data.facts.task
+    own = isinstance(plan.network.model, UserModel)
+    form = form_of(model, forms_of(plan, own=own), task.outputs)
     gain, offset = torch.ones(1, 1, 1, device=device), torch.zeros(1, 1, 1, device=device)
     trained, parts = model, None
     if isinstance(model, FrozenFeatures):
@@ -120,9 +123,8 @@ def _task(plan: TrainPlan, records: int, device: torch.device) -> PreparedRun:
             like = model.features(_images(plan, 2, device))
         x = torch.randn(records, *like.shape[1:], device=device)
     else:
-        x = _images(plan, records, device)
-    own, facts = isinstance(plan.network.model, UserModel), plan.data.facts
-    kind, why = independence_of(plan.network, facts, model, parts, own=own)
+        x = _images(plan, records, device).reshape(records, *form)
+    kind, why = independence_of(plan.network, facts, model, parts, form, own=own)
     targets = task.examples()[1]
     split = Split(x, targets[torch.arange(records) % len(targets)].to(device))
     return PreparedRun(

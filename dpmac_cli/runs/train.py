@@ -222,7 +222,7 @@ def _check_unchanged(
     here: tuple[SettingName, ...] = ("seed", *placed)
     changes: dict[SettingName, str] = {name: f"--{name}" for name in here if name in given}
     before = by_setting(recorded)
-    for name, value in by_setting(plan.recorded).items():
+    for name, value in plan.recorded.items():
         # A dataset or model at another path is compared by its fingerprint.
         if before.get(name) != value and not SETTINGS[name].flag.local:
             flag = flag_name(name)

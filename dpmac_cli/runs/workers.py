@@ -3,16 +3,18 @@
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import change
+from dpmac_cli.config.sources import by_flag
 from dpmac_cli.data.schema import listed
 from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys
+from dpmac_cli.runs.checkpoint import Fingerprint
 from dpmac_cli.runs.environment import choose_device, device_name, environment
 from dpmac_cli.runs.folder import resume_command
 from dpmac_cli.runs.prepare import PreparedRun, prepare
@@ -22,11 +24,21 @@ from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.trainer import Trainer
 
-#: What must be the same at every rank: fingerprints, and the name of the device.
-SHARED = (
-    *("data", "units", "classes", "constants", "network", "pretrained", "features"),
-    "device",
+#: Fingerprints that must be the same at every rank.
+SHARED: tuple[Fingerprint, ...] = (
+    *("data", "units", "classes", "constants"),
+    *("network", "pretrained", "features"),
 )
+
+
+class Brief(TypedDict):
+    """Message of rank 0 to the other ranks of a run."""
+
+    config: dict[str, Any]
+    folder: str
+    steps: int
+    numbers: dict[str, Any]
+    keys: dict[str, Any]
 
 
 def brief_workers(
@@ -34,15 +46,14 @@ def brief_workers(
 ) -> None:
     """Send the run's plan, progress and folder to the other ranks, without secrets."""
     numbers = trainer.state.numbers()
-    ranks.brief(
-        {
-            "config": dict(plan.recorded),
-            "folder": str(where),
-            "steps": trainer.plan.steps,
-            "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star")},
-            "keys": {name: numbers["keys"][name] for name in ("layers",)},
-        }
-    )
+    brief: Brief = {
+        "config": by_flag(plan.recorded),
+        "folder": str(where),
+        "steps": trainer.plan.steps,
+        "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star")},
+        "keys": {name: numbers["keys"][name] for name in ("layers",)},
+    }
+    ranks.brief(brief)
     _agree(ranks, task, trainer)
 
 
@@ -56,7 +67,7 @@ def run_worker(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
     try:
         with torch_failures_explained():
             ranks.post(environment(choose_device(local.get("device", "auto"), ranks)))
-            said = ranks.brief()
+            said = cast(Brief, ranks.brief())
             plan, keys = change(said["config"], local).plan, Keys.of_json(said["keys"])
             device = choose_device(plan.run.device, ranks)
             task = outcome(prepare(plan, device, keys))
@@ -83,10 +94,11 @@ def _agree(ranks: Ranks, task: PreparedRun, trainer: Trainer) -> None:
     Different devices are rejected too, because they round differently.
     """
     device = sha256(device_name(trainer.state.theta.device).encode()).hexdigest()
-    known = {**task.fingerprints, "device": device}
-    sums = [int(known.get(name, "0")[:15], 16) for name in SHARED]
+    compared: dict[str, str] = {name: task.fingerprints.get(name, "0") for name in SHARED}
+    compared["device"] = device
+    sums = [int(sha[:15], 16) for sha in compared.values()]
     same = ranks.alike(torch.tensor(sums)).tolist()
-    others = [name for name, alike in zip(SHARED, same, strict=True) if not alike]
+    others = [name for name, alike in zip(compared, same, strict=True) if not alike]
     if others:
         raise InputError(
             f"The processes of this run do not have the same {listed(others)}, so a record "

@@ -18,7 +18,13 @@ from dpmac_cli.config.named import PAPER, RECIPES, file_of
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, SETTINGS
-from dpmac_cli.config.sources import EXCLUSIVE, faults_of_model, is_setting, parse_settings
+from dpmac_cli.config.sources import (
+    EXCLUSIVE,
+    by_flag,
+    faults_of_model,
+    is_setting,
+    parse_settings,
+)
 from dpmac_cli.config.yaml_file import read_lists
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError, raise_errors
@@ -26,7 +32,7 @@ from dpmac_cli.errors import InputError, raise_errors
 #: Group of the flags of a study in the help.
 STUDY = "Study"
 #: Settings that do not distinguish runs, by the names of their flags.
-ASIDE = tuple(flag_name(name) for name, option in SETTINGS.items() if not option.flag.labels)
+ASIDE = tuple(name for name, option in SETTINGS.items() if not option.flag.labels)
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
 DEFAULT_SEEDS = "3"
 StudyName = Literal[SettingName, "optimizers", "seeds"]
@@ -281,7 +287,7 @@ def _column(given: Mapping[SettingName, list[str]]) -> str:
 
 def address(plan: TrainPlan, seed: int) -> str:
     """Return the name of a run's folder, which depends on settings and seed. Raises OSError."""
-    settings = {name: value for name, value in plan.recorded.items() if name not in ASIDE}
+    settings = by_flag({name: value for name, value in plan.recorded.items() if name not in ASIDE})
     if plan.network.pretrained is not None:
         settings["pretrained"] = hashlib.sha256(plan.network.pretrained.read_bytes()).hexdigest()
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)

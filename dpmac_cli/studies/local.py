@@ -20,7 +20,7 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import DpmacError, explain_os_error, named_as_flags
 from dpmac_cli.release.run import RunEvent, resume, train
-from dpmac_cli.runs.checkpoint import fingerprints
+from dpmac_cli.runs.checkpoint import Fingerprint, fingerprints
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.memory import keep_freed_memory
@@ -34,7 +34,7 @@ from dpmac_cli.torch_errors import what_failed
 #: Signals that ask a job to stop: from ray.cancel and scancel, at its time limit, and preemption.
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 #: Fingerprints of a run that must be the same in a whole study.
-RECORDS = ("data", "units", "test units")
+RECORDS: tuple[Fingerprint, ...] = ("data", "units", "test units")
 #: Processes are forked from one that has only imported torch.
 CONTEXT = processes.get_context("forkserver")
 

@@ -15,6 +15,7 @@ from dpmac_cli.plots import means
 from dpmac_cli.release.card import web_page
 from dpmac_cli.runs import folder
 from dpmac_cli.storage.files import finite_or_none, to_csv
+from dpmac_cli.storage.report_keys import StudyKeys
 from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison
 from dpmac_cli.tasks.known import METRICS
@@ -106,7 +107,7 @@ def study_page(out: Path) -> str:
     remedy = "Use the output folder of dpmac compare."
     _, table = folder.read_run_file(out, "compare.md", remedy)
     file, values = folder.read_run_file(out, "compare.json", remedy)
-    study = json.loads(values)
+    study: StudyKeys = json.loads(values)
     if study["schema_version"] != SCHEMA_VERSION:
         raise InputError(f"{file} was written by another version of dpmac: compare again.")
     title = f"# Comparison on {study['dataset']}: test {study['metric']}, mean and deviation\n\n"

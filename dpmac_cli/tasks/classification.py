@@ -3,11 +3,11 @@
 Imports nothing slow; see :mod:`dpmac_cli.tasks.task`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, Usage
+from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,14 +68,14 @@ class Classification(Task):
         return Usage("classifier", row, "", "classify", "{}.argmax(1)", result)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> TaskFacts:
         """Return the facts of the task in a model file."""
         return {"classes": list(self.names), "multilabel": False, "target": None}
 
     @classmethod
-    def of_facts(cls, facts: Mapping[str, Any]) -> Task | None:
+    def of_facts(cls, facts: TaskFacts) -> Task | None:
         """Return the task with these facts; None if they describe another kind."""
-        if facts["multilabel"] or facts.get("target") is not None:
+        if facts["multilabel"] or facts["target"] is not None:
             return None
         return cls(tuple(facts["classes"]))
 
@@ -150,12 +150,12 @@ class SeveralLabels(Task):
         return Usage("classifier", row, "", "classify", "{} > 0", result)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> TaskFacts:
         """Return the facts of the task in a model file."""
         return {"classes": list(self.names), "multilabel": True, "target": None}
 
     @classmethod
-    def of_facts(cls, facts: Mapping[str, Any]) -> Task | None:
+    def of_facts(cls, facts: TaskFacts) -> Task | None:
         """Return the task with these facts; None if they describe another kind."""
         return cls(tuple(facts["classes"])) if facts["multilabel"] else None
 

@@ -1,11 +1,12 @@
 """All tasks, their metrics and losses, and how a file describes a task. Loads nothing slow."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
+from dpmac_cli.storage.report_keys import ReportKeys
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
 from dpmac_cli.tasks.regression import Counts, Regression
-from dpmac_cli.tasks.task import EvaluationMetric, Task
+from dpmac_cli.tasks.task import EvaluationMetric, Task, TaskFacts
 
 TASKS: tuple[type[Task], ...] = (Classification, SeveralLabels, Regression, Counts)
 #: Metrics of all tasks by name.
@@ -23,8 +24,9 @@ def value_is_known(loss: str) -> bool:
 
 def task_in(report: Mapping[str, Any]) -> Task:
     """Return the task of a report. Raises ValueError if there is none."""
-    dataset, target = report["dataset"], report.get("target")  # an earlier version had no target
-    return task_of({"multilabel": dataset["multilabel"], "target": target, **report})
+    found = cast(ReportKeys, report)
+    several, target = found["dataset"]["multilabel"], found.get("target")  # none in old reports
+    return task_of({"classes": found["classes"], "multilabel": several, "target": target})
 
 
 def headline_in(line: Mapping[str, Any]) -> EvaluationMetric:
@@ -33,7 +35,7 @@ def headline_in(line: Mapping[str, Any]) -> EvaluationMetric:
     return next((m for m in headlines if m.logged in line), TASKS[0].metrics[0])
 
 
-def task_of(facts: Mapping[str, Any]) -> Task:
+def task_of(facts: TaskFacts) -> Task:
     """Return the task that :attr:`Task.facts` describe. Raises ValueError if there is none."""
     for kind in TASKS:
         if (task := kind.of_facts(facts)) is not None:

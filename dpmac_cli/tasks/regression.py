@@ -6,11 +6,11 @@ z of a network predicts t; of counts, exp(z) predicts the share y / high. Import
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, Usage
+from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,16 +78,16 @@ class Regression(Task):
         return f"({code}).expm1()" if self.transform == "log1p" else code
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> TaskFacts:
         """Return the facts of the task in a model file."""
         target = {"name": self.names[0], "kind": self.kind, "low": self.low, "high": self.high}
         target["transform"] = self.transform
         return {"classes": [], "multilabel": False, "target": target}
 
     @classmethod
-    def of_facts(cls, facts: Mapping[str, Any]) -> Task | None:
+    def of_facts(cls, facts: TaskFacts) -> Task | None:
         """Return the task with these facts; None if they describe another kind."""
-        target = facts.get("target")
+        target = facts["target"]
         if target is None or target["kind"] != cls.kind:
             return None
         return cls((target["name"],), target["low"], target["high"], target["transform"])

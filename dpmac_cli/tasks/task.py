@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Interval = tuple[float, float]
+
+
+class TaskFacts(TypedDict):
+    """Facts of the task in a model file: names of classes, or the target and its range."""
+
+    classes: Sequence[str]
+    multilabel: bool
+    target: Mapping[str, Any] | None
 
 
 def percent_or_dash(value: float | None) -> str:
@@ -210,7 +218,7 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def of_facts(cls, facts: Mapping[str, Any]) -> "Task | None":
+    def of_facts(cls, facts: TaskFacts) -> "Task | None":
         """Return the task with these :attr:`facts`; None if they describe another kind."""
 
     @property
@@ -230,7 +238,7 @@ class Task(ABC):
 
     @property
     @abstractmethod
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> TaskFacts:
         """Return the facts of the task in a model file, as JSON values."""
 
     @property

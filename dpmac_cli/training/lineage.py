@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.events import TrainingEvent
@@ -30,6 +31,7 @@ class Training:
         secure: whether all random numbers came from a cipher.
         begun: number of steps that may have used records.
         number: random number, the same in copies of the network.
+        searched: whether it is the best trial of a search, which costs more than its event.
     """
 
     event: TrainingEvent
@@ -39,6 +41,7 @@ class Training:
     secure: bool
     begun: int = 0
     number: str = field(default_factory=lambda: secrets.token_hex(16))
+    searched: bool = False
 
     def __deepcopy__(self, memo: Any) -> "Training":
         """Return this training: a copy of a network may average the weights of later steps."""
@@ -60,8 +63,8 @@ class Training:
     @classmethod
     def of_json(cls, saved: Mapping[str, Any]) -> "Training":
         """Return the training from the result of :meth:`as_json`."""
-        event, unit = TrainingEvent(**saved["event"]), tuple(saved["unit"])
-        return cls(**{**saved, "event": event, "unit": unit})
+        training: Training = TypeAdapter(cls).validate_python(saved)
+        return training
 
 
 def attach(network: nn.Module, training: Training) -> None:
@@ -85,6 +88,16 @@ def carried_by(network: nn.Module, loss: Any = None) -> tuple[Training, ...]:
     return tuple(found.values())
 
 
+def check_counted(network: nn.Module, loss: Any, earlier: Sequence[Training]) -> None:
+    """Raise ModelError if a network or its loss was trained besides some earlier trainings."""
+    now = carried_by(network, loss)
+    if {training.number for training in now} - {training.number for training in earlier}:
+        raise ModelError(
+            "The network was trained by another PrivateStep or make_private since this one was "
+            "created, so its epsilon does not count those steps. Create this one again."
+        )
+
+
 def check_composable(earlier: Sequence[Training], unit: tuple[str, str]) -> None:
     """Raise ModelError if the cost of earlier trainings cannot be added to that of a new one."""
     if any(not training.private for training in earlier):
@@ -92,6 +105,12 @@ def check_composable(earlier: Sequence[Training], unit: tuple[str, str]) -> None
             "The network was trained without privacy before (no_dp), so no noise covers what its "
             "weights reveal of those records. Start from weights that are public, or that were "
             "trained privately."
+        )
+    if any(training.searched for training in earlier):
+        raise ModelError(
+            "The network is the result of a search (dpmac tune), whose cost cannot be added to "
+            "that of a training. Use it as it is, or start from a network that was not trained on "
+            "these records."
         )
     others = sorted({training.unit[0] for training in earlier if training.unit != unit})
     if others:

@@ -28,6 +28,9 @@ the tool to it; typer's boxes are left out.
 """
 BLOCK = re.compile(r"```\n\$ dpmac ([^\n]*)\n(.*?)\[exit (\d+)\]\n```", re.DOTALL)
 COMMAND = re.compile(r"^\$ dpmac (.*)$", re.MULTILINE)
+#: A table with German numbers and dates.
+STAYS = "day;cost\n" + "31.12.2020;28.570\n02.01.2021;1.200,50\n" * 20
+COLUMNS = "columns:\n  day: {type: date, range: [2015-01-01, 2024-12-31]}\n"
 NET = """from torch import nn
 
 
@@ -49,6 +52,12 @@ def set_scene(folder: Path) -> None:
         "broken.yaml": "sigma: [0.5\nlr: 1\n",
         "settings.yaml": "dataset: digits\nlearning_rate: 0.1\nsigma: high\n",
         "net.py": NET,
+        "stays.csv": STAYS,
+        "number.yaml": "label: {column: cost, range: [0, 9000]}\n" + COLUMNS,
+        "comma.yaml": "decimal: ','\nlabel: {column: cost, range: [0, 9000]}\n" + COLUMNS,
+        "classes.yaml": "label: {column: cost, classes: [low, high]}\n" + COLUMNS,
+        "dates.yaml": "label: {column: cost, range: [0, 9]}\ncolumns:\n  day: "
+        "{range: [2015-01-01, 2024-12-31]}\n",
     }
     for name, text in texts.items():
         (folder / name).write_text(text)

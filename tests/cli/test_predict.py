@@ -46,7 +46,8 @@ def predicted(run: Path, data: Path | str, *flags: str) -> list[dict[str, str]]:
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     with Path("predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert result.stdout == f"predictions.csv: predictions for {len(rows)} records\n"
+    written = f"{len(rows)} record{'s' * (len(rows) != 1)}"
+    assert result.stdout == f"predictions.csv: predictions for {written}\n"
     return rows
 
 
@@ -136,14 +137,16 @@ def test_images_unlike_those_of_the_training_are_refused_together() -> None:
     pictures(Path("new"), mode="RGB", names=("y",))
     said = refused(run, "new")
     assert "new/x/0.png has 9x9 pixels, but the model needs 8x8; " in said
-    assert ", and 19 more. Correct or remove them." in said
+    assert ", and 19 more. Correct or remove them, or add --skip-bad" in said
     pictures(Path("colour"), mode="RGB", names=("y",))
     Path("colour/y/1.png").write_bytes(b"no image")
     said = refused(run, "colour")
     assert "colour/y/0.png has colours, but the model needs grey images" in said
     assert "colour/y/1.png cannot be read as an image" in said
     Path("colour/notes.txt").write_text("")
-    assert "colour/notes.txt is not an image. Remove such files." in refused(run, "colour")
+    assert "colour/notes.txt is not an image. Remove such files, or add --skip-bad" in refused(
+        run, "colour"
+    )
 
 
 def table(records: int) -> list[str]:
@@ -178,15 +181,16 @@ def test_a_table_without_its_label(tabular: Path) -> None:
     )
 
 
-def refused_again(run: Path, data: str) -> str:
+def refused_again(run: Path, data: str, *flags: str) -> str:
     Path("predictions.csv").unlink()
-    return refused(run, data)
+    return refused(run, data, *flags)
 
 
 def test_cells_that_the_schema_does_not_allow_are_named_together(tabular: Path) -> None:
     Path("new.csv").write_text("town,age\nUlm,30\nBonn,old\nKiel,\n")
     said = refused(tabular, "new.csv")
-    assert "Record 2 has no number in age; Record 3 has no value in age. Correct new.csv." in said
+    assert "Record 2 has no number in age: 'old'; Record 3 has no value in age. " in said
+    assert "Correct new.csv, or add --skip-bad to leave these records out." in said
 
 
 def test_rows_of_numbers_are_clipped_to_the_range_of_the_run() -> None:
@@ -263,3 +267,94 @@ def test_an_output_that_is_no_number_has_no_class() -> None:
     assert result.exit_code == 0, result.output
     assert "note: for 2 records the output is NaN, so they have no class" in result.stderr
     assert Path("predictions.csv").read_text().splitlines()[1] == "0," + "," * 10
+
+
+def test_unusable_rows_of_a_table_are_named_and_left_out(tabular: Path) -> None:
+    rows = ["town,age,nr", "Ulm,30,a", "Bonn,old,b", "Kiel,,c", "Ulm,7", 'Ulm,"5,e', "Bonn,50,f"]
+    Path("new.csv").write_text("\n".join(rows) + "\n")
+    result = dpmac("predict", tabular, "new.csv", "--skip-bad", "--id", "nr")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert (
+        "note: 4 records of new.csv are left out: Line 5 has 2 values for 3 columns, and 1 " in said
+    )
+    assert "Record 2 has no number in age: 'old'; Record 3 has no value in age." in said
+    assert "predictions for 2 records" in result.stdout
+    with Path("predictions.csv").open(newline="") as file:
+        kept = list(csv.DictReader(file))
+    assert [(row["row"], row["id"]) for row in kept] == [("0", "a"), ("5", "f")]
+    Path("good.csv").write_text("\n".join([rows[0], rows[1], rows[-1]]) + "\n")
+    good = predicted(tabular, "good.csv", "--force")
+    assert [row["p_high"] for row in good] == [row["p_high"] for row in kept]
+    found = predict(tabular, "new.csv", skip_bad=True, id_column="nr")
+    assert (list(found.records), found.ids, len(found.skipped.records)) == ([0, 5], ["a", "f"], 4)
+    Path("new.csv").write_text("town,age\nUlm,old\n")
+    Path("predictions.csv").unlink()
+    said = refused(tabular, "new.csv", "--skip-bad")
+    assert "new.csv contains no records that can be used" in said
+    assert "Record 1 has no number in age: 'old'" in said
+
+
+def test_a_column_to_keep_must_be_there(tabular: Path, digits: Path) -> None:
+    Path("new.csv").write_text("town,age\nUlm,30\n")
+    said = refused(tabular, "new.csv", "--id", "nr")
+    assert "There is no column nr for --id. new.csv has the columns town, age." in said
+    np.savez("new.npz", x=np.zeros((2, 8, 8), np.uint8))
+    assert "--id nr names a column, but new.npz is not a table." in refused(
+        digits, "new.npz", "--id", "nr"
+    )
+
+
+def test_unusable_images_and_stray_files_are_named_and_left_out() -> None:
+    pictures(Path("photos"))
+    run = train("photos", "--test-fraction", "0.3")
+    pictures(Path("new"), names=("x",))
+    expected = predicted(run, "new")
+    Path("new/x/0.png").write_bytes(b"no image")
+    Path("new/Notizen.txt").write_text("x")
+    Path("new/Thumbs.db").write_bytes(b"x")
+    said = refused_again(run, "new")
+    assert "new/Notizen.txt is not an image. Remove such files, or add --skip-bad" in said
+    result = dpmac("predict", run, "new", "--skip-bad")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "2 records of new are left out: new/Notizen.txt is not an image; new/x/0.png " in said
+    assert "Thumbs.db" not in said
+    with Path("predictions.csv").open(newline="") as file:
+        kept = list(csv.DictReader(file))
+    assert kept == [row for row in expected if row["file"] != "x/0.png"]
+
+
+def test_rows_that_are_not_finite_are_left_out() -> None:
+    x = np.random.default_rng(0).random((80, 3))
+    np.savez("old.npz", x=x, y=np.arange(80) % 2)
+    run = train("old.npz", "--feature-range", "0,1")
+    np.savez("good.npz", x=x[:3])
+    expected = predicted(run, "good.npz")
+    broken = np.insert(x[:3], 1, np.nan, 0)
+    np.savez("new.npz", x=broken)
+    result = dpmac("predict", run, "new.npz", "--skip-bad", "--force")
+    assert "1 record of new.npz is left out: record 1 contains NaN or infinity." in result.stderr
+    with Path("predictions.csv").open(newline="") as file:
+        kept = list(csv.DictReader(file))
+    assert [row["row"] for row in kept] == ["0", "2", "3"]
+    assert [row["p_1"] for row in kept] == [row["p_1"] for row in expected]
+
+
+def test_a_table_in_another_encoding_is_read_as_that_of_the_training() -> None:
+    Path("schema.yaml").write_text(SCHEMA.replace("Ulm", "Köln"))
+    text = "\n".join(["age,town,name,grade", *table(60)]).replace("Ulm", "Köln") + "\n"
+    Path("old.csv").write_text(text, encoding="cp1252")
+    run = train("old.csv", "--schema", "schema.yaml", "--encoding", "cp1252")
+    assert "encoding: cp1252" in Path("run/config.yaml").read_text()
+    assert dpmac("eval", run).exit_code == 0
+    Path("new.csv").write_text("age,town\n7,Köln\n", encoding="cp1252")
+    Path("new8.csv").write_text("age,town\n7,Köln\n")
+    rows = predicted(run, "new.csv")
+    assert rows == predicted(run, "new8.csv", "--encoding", "utf-8", "--force")
+    x = np.array([[7.0, 1, 0, 0, 0]])
+    facts = json.loads((run / "report.json").read_text())["input"]
+    inputs = torch.from_numpy((x - facts["mean"]) / np.array(facts["std"])).float()
+    share = load_model(run).model(inputs.view(1, 5, 1, 1)).softmax(1)[0, 1].item()
+    assert float(rows[0]["p_high"]) == pytest.approx(share, abs=1e-6)
+    assert "not text in UTF-8" in refused_again(run, "new.csv", "--encoding", "utf-8")

@@ -204,7 +204,7 @@ def _instance_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradie
     return {"weight": _over_positions(product, views), "bias": _over_positions(delta, views)}
 
 
-#: Instance norms whose inputs for one sample have N dimensions, by N.
+#: Instance norms, by the number of dimensions of a sample.
 _PLANES = {3: (nn.InstanceNorm2d,), 4: (nn.InstanceNorm3d,)}
 
 

@@ -1,0 +1,222 @@
+"""Privacy cost of a search that runs a random number of trials and releases only the best.
+
+Liu and Talwar 2019 and Papernot and Steinke 2022 (arXiv 2110.03620) show that the best of K trials
+costs little more than one of them if K is drawn in secret, and nothing else is ever seen. The cost
+here is from the privacy curve of a trial (after Koskela, Redberg and Wang 2024), for any
+distribution of K, also one with a largest value:
+
+Let Q be the distribution of a trial's output, Q' the one without the record, and g(q) = E K q^(K-1)
+the derivative of the generating function of K. The output y that wins has the density
+A(y) = Q(y) g(q), where q = Q(outputs up to y). If g(q) <= e^c g(q') for all y, then
+
+    integral of (A - e^epsilon A')+  =  integral of g(q) (Q - e^epsilon g(q')/g(q) Q')+
+                                    <=  E K  delta_Q(epsilon - c).
+
+"The output is above y" is a test with errors 1 - q and q', so q' is at least beta(1 - q), the least
+type II error of a trial, and c is the largest log g(q) / g(beta(1 - q)). docs/tuning.md has the
+assumptions, and how each is enforced.
+"""
+
+import functools
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from dpmac_cli.accounting import accountants
+from dpmac_cli.accounting.curves import Curve, delta_curve, type_two_errors
+from dpmac_cli.accounting.events import TrainingEvent, merged
+from dpmac_cli.errors import raise_errors
+
+#: Limits of the mean number of trials.
+LEAST_MEAN, MOST_MEAN = 2, 1_000
+#: Largest number of trials, as a multiple of the mean, unless it is given.
+LONGEST = 4
+#: Type I errors between which a trial's trade-off curve is bounded, and the least above 0.
+PLACES, LEAST = 4_000, 1e-9
+#: What rounding of probabilities and slopes may take from the surcharge.
+MARGIN = 1e-9
+#: Every k-th point of a trial's privacy curve is used for its trade-off curve.
+THINNING = 4
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Distribution of the number of trials K: ``P(K = k)`` is proportional to ``w^k / k``.
+
+    It is the logarithmic distribution, a truncated negative binomial of shape 0, limited to at most
+    ``most`` trials. At least one trial is run.
+
+    Attributes:
+        mean: mean of K, from 2 to 1,000.
+        most: largest value of K, above the mean; None for no limit.
+
+    Raises:
+        InputError: lists every invalid number.
+    """
+
+    mean: float
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        errors = []
+        if not LEAST_MEAN <= self.mean <= MOST_MEAN:
+            errors.append(
+                f"The mean number of trials must be from {LEAST_MEAN} to {MOST_MEAN:,}, not "
+                f"{self.mean:g}."
+            )
+        if self.most is not None and self.most <= self.mean:
+            errors.append(
+                f"The largest number of trials must be above their mean, {self.mean:g}, not "
+                f"{self.most}: the privacy cost is only low if their number is random."
+            )
+        raise_errors(errors)
+
+    @property
+    def log_weight(self) -> float:
+        """Return log w."""
+        return _log_weight(self.mean, self.most)
+
+    @property
+    def probabilities(self) -> Any:
+        """Return the probability of 1, 2, ..., ``most`` trials, a float64 array.
+
+        Raises ValueError if there is no limit.
+        """
+        if self.most is None:
+            raise ValueError("the number of trials has no limit")
+        return _limited(self.log_weight, self.most)
+
+    def slope(self, q: Any) -> Any:
+        """Return g(q) = E K q^(K-1) for a float64 array with values in [0, 1]."""
+        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+
+        if self.most is None:
+            rate = -math.expm1(self.log_weight)  # gamma = 1 - w
+            return (1 - rate) / (-math.log(rate) * (rate + (1 - rate) * (1 - q)))
+        weights = self.probabilities * np.arange(1, self.most + 1)
+        return np.polynomial.polynomial.polyval(q, weights)
+
+    def draw(self) -> int:
+        """Return a secret number of trials, from the operating system's secure random numbers."""
+        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+
+        shares = np.cumsum(self.probabilities)
+        place = np.searchsorted(shares, secrets.SystemRandom().random() * shares[-1], "right")
+        return int(min(place + 1, len(shares)))
+
+
+def trials_of(mean: float, most: int | None = None) -> Trials:
+    """Return the distribution with the default limit, four times the mean, unless one is given."""
+    return Trials(mean, math.ceil(LONGEST * mean) if most is None else most)
+
+
+@functools.lru_cache(maxsize=16)
+def _log_weight(mean: float, most: int | None) -> float:
+    """Return the log w at which the mean of K is ``mean``."""
+    from scipy.optimize import brentq  # noqa: PLC0415  (not needed to report mistakes)
+
+    def excess(log_weight: float) -> float:
+        if most is None:
+            rate = -math.expm1(log_weight)
+            return math.log((1 - rate) / rate / -math.log(rate) / mean)
+        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+
+        counts = np.arange(1, most + 1)
+        return math.log(float(_limited(log_weight, most) @ counts) / mean)
+
+    ends = (-3.0, -1e-12) if most is None else (-3.0, 50.0)
+    return float(brentq(excess, *ends, xtol=1e-14))
+
+
+def _limited(log_weight: float, most: int) -> Any:
+    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+
+    counts = np.arange(1, most + 1)
+    logs = log_weight * counts - np.log(counts)
+    shares = np.exp(logs - logs.max())
+    return shares / shares.sum()
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search: the best of a random number of trials, each with a setting drawn at random.
+
+    Every candidate is the events of a trial with some settings: its steps, and its covered scores.
+    Settings are part of a trial's output, and drawn without looking at the records. So a trial
+    costs at most as much as the most expensive candidate, at every epsilon.
+
+    Attributes:
+        trials: distribution of their number.
+        candidates: events of a trial, one item for each kind.
+    """
+
+    trials: Trials
+    candidates: tuple[tuple[TrainingEvent, ...], ...]
+
+    @property
+    def noiseless(self) -> bool:
+        """Return whether any candidate has no noise."""
+        return any(accountants.noiseless(events) for events in self.candidates)
+
+    def trial_epsilon(self, delta: float) -> float:
+        """Return epsilon of one trial, the largest of all candidates."""
+        return max(accountants.total_epsilon(events, delta) for events in self.candidates)
+
+    def epsilon(self, delta: float) -> float:
+        """Return epsilon of the whole search: of everything that is learnt from it.
+
+        Raises InputError if a noise multiplier is not supported.
+        """
+        return self.surcharge + self.trial_epsilon(delta / self.trials.mean)
+
+    @property
+    def surcharge(self) -> float:
+        """Return c, what the selection adds to epsilon of a trial at delta over the mean."""
+        return _surcharge(self.trials, self.candidates)
+
+    def curve(self) -> Curve:
+        """Return a grid of epsilons from 0, and upper bounds on delta of the search at each."""
+        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+
+        epsilons, deltas = _worst(self.candidates)
+        before = np.searchsorted(epsilons, epsilons - self.surcharge, "right") - 1
+        known = np.minimum(self.trials.mean * deltas[np.maximum(before, 0)], 1.0)
+        known[before < 0] = 1.0
+        # (epsilon, delta) bounds smaller epsilons, too: errors add up to 2 (1 - delta)/(1 + e^eps).
+        sums = np.maximum.accumulate(((1 - known) / (1 + np.exp(epsilons)))[::-1])[::-1]
+        return epsilons, np.minimum(known, 1 - (1 + np.exp(epsilons)) * sums)
+
+
+def _worst(candidates: Sequence[tuple[TrainingEvent, ...]]) -> Curve:
+    """Return the privacy curve of the most expensive candidate at each epsilon."""
+    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+
+    curves = [delta_curve(merged(events)) for events in candidates]
+    return curves[0][0], functools.reduce(np.maximum, (deltas for _, deltas in curves))
+
+
+@functools.lru_cache(maxsize=64)
+def _surcharge(trials: Trials, candidates: tuple[tuple[TrainingEvent, ...], ...]) -> float:
+    """Return an upper bound of log g(q) / g(beta(1 - q)) over all q."""
+    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+
+    beta = type_two_errors(_worst(candidates), THINNING)
+    alphas = np.append(0.0, np.geomspace(LEAST, 1.0, PLACES))
+    above = trials.slope(1 - alphas[:-1])
+    # Both rise with q: between two places, g(q) is at most that of the one and g(q') at least that
+    # of the other.
+    below = trials.slope(np.clip([beta(alpha) for alpha in alphas[1:]], 0.0, 1.0))
+    return float(np.log(above / below).max()) + MARGIN
+
+
+#: What was done to the records: events that all were released, or a search.
+Done: TypeAlias = Sequence[TrainingEvent] | Search
+
+
+def epsilon_of(done: Done, delta: float) -> float:
+    """Return epsilon of several trainings on the same records, or of a search."""
+    if isinstance(done, Search):
+        return done.epsilon(delta)
+    return accountants.total_epsilon(tuple(done), delta)

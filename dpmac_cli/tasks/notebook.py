@@ -1,0 +1,66 @@
+"""Results as small tables for a notebook: the numbers that matter, instead of a repr."""
+
+import math
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon
+from dpmac_cli.tasks.known import task_in
+from dpmac_cli.tasks.task import EvaluationMetric
+
+#: A label and a value, as text.
+Row = tuple[str, str]
+CELL = "text-align: left; padding: 2px 12px 2px 0; vertical-align: top"
+
+
+def as_html(title: str, rows: Iterable[Row], note: str = "") -> str:
+    """Return a table of two columns as HTML. All text is escaped; colours are the notebook's."""
+    lines = "".join(
+        f'<tr><th scope="row" style="{CELL}">{escape(name)}</th>'
+        f'<td style="{CELL}; overflow-wrap: anywhere">{escape(value)}</td></tr>'
+        for name, value in rows
+    )
+    below = f"<div>{escape(note)}</div>" if note else ""
+    return (
+        f'<div style="max-width: 44em"><strong>{escape(title)}</strong>'
+        f'<table style="border-collapse: collapse"><tbody>{lines}</tbody></table>{below}</div>'
+    )
+
+
+def of_privacy(*, private: bool, epsilon: float | None, delta: float, unit: str) -> list[Row]:
+    """Return epsilon, delta and the unit of privacy; an epsilon of None is infinite."""
+    if not private:
+        return [("privacy", NO_PRIVACY)]
+    spent = math.inf if epsilon is None else epsilon
+    return [
+        ("epsilon", format_epsilon(spent)),
+        ("delta", f"{delta:g}"),
+        ("protected", f"one {unit}"),
+    ]
+
+
+def of_report(report: Mapping[str, Any]) -> list[Row]:
+    """Return the privacy, the test score and the number of records of a run."""
+    privacy, test, headline = report["privacy"], report["test"], task_in(report).headline
+    several = privacy["unit"]["told_by"] is not None
+    counted = "units" if several else "records"
+    facts = {key: privacy[key] for key in ("private", "epsilon", "delta")}
+    return [
+        *of_privacy(**facts, unit=privacy["unit"]["name"]),
+        of_score(headline, test[headline.key], test[f"{headline.key}_interval"]),
+        ("trained on", f"{report['dataset']['train_size']:,} {counted}"),
+        (
+            "tested on",
+            f"{test['samples']:,} {counted if privacy['covered_scores'] else 'records'}",
+        ),
+    ]
+
+
+def of_score(
+    metric: EvaluationMetric, value: float | None, ends: Iterable[float | None] | None
+) -> Row:
+    """Return a test score with its 95% interval."""
+    known = [end for end in ends or () if end is not None and math.isfinite(end)]
+    between = f" (95%: {' to '.join(map(metric.text, known))})" if known else ""
+    return f"test {metric.title}", f"{metric.text(value)}{between}"
