@@ -145,3 +145,16 @@ def test_no_other_record_shape_is_read_from_a_file() -> None:
     save_model(path, nn.Sequential(nn.Linear(20, 2)), kept)
     with pytest.raises(dpmac_cli.InputError, match=r"as many numbers as input\.shape"):
         model_file.read_facts(path)
+
+
+@pytest.mark.parametrize("shape", [(20,), (5, 6)])
+def test_the_code_of_the_card_takes_records_in_the_shape_of_the_array(
+    shape: tuple[int, ...],
+) -> None:
+    net = nn.Sequential(nn.Linear(20, 2)) if shape == (20,) else Recurrent()
+    private = make_private(net, numbers(*shape), sigma=4, steps=1)
+    list(private)
+    card = (private.publish("run").folder / folder.CARD).read_text()
+    assert f"shape (rows, {', '.join(map(str, shape))})" in card
+    assert "pixels" not in card
+    assert f".view(-1{', 1' * (len(shape) - 1)})" in card

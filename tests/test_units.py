@@ -320,7 +320,7 @@ def test_records_of_a_folder_are_one_unit_at_any_depth_and_in_every_class() -> N
 @pytest.mark.privacy
 def test_a_folder_of_training_and_test_records_is_refused() -> None:
     pictures(*(f"{part}/ill/p1/{part}.png" for part in ("train", "test")), "train/well/p2/0.png")
-    with pytest.raises(InputError, match="1 unit, such as p1, has training and test"):
+    with pytest.raises(InputError, match="1 unit, such as p1, has training and test records"):
         user_data.inspect(Source(Path("scans"), unit="folder"))
 
 

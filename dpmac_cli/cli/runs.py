@@ -103,7 +103,10 @@ def _table(found: Sequence["ListedRun"], roots: Sequence[Path], columns: Sequenc
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(f"{roots[0]}/" if below else "run", overflow="ellipsis", no_wrap=True)
     for name in columns:
-        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
+        title = (
+            "score" if name == "accuracy" and any(run.mae is not None for run in found) else name
+        )
+        table.add_column(title, justify="right" if name in NUMBERS else "left", no_wrap=True)
     varied = [", ".join(_settings(settings)) for settings in varied_settings(found)]
     if any(varied):
         table.add_column("settings", overflow="ellipsis", no_wrap=True)

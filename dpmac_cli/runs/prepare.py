@@ -41,7 +41,6 @@ class PreparedRun:
             records with their classes and constants, your own network, the file of public weights,
             and the features. Private, like the records. notes: messages for the user.
         built_by: call that built a user-supplied network, as code; its file may change later.
-        form: shape of a record as the network takes it.
     """
 
     model: nn.Module
@@ -51,8 +50,12 @@ class PreparedRun:
     fingerprints: Mapping[Fingerprint, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     built_by: str = ""
-    form: tuple[int, ...] = ()
     why: str = ""
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """Shape of a record as the network takes it; () if it is trained on its features."""
+        return tuple(self.data.train.images.shape[1:]) if self.trained is self.model else ()
 
     @property
     def parameters(self) -> int:
@@ -104,7 +107,6 @@ def prepare(
         fingerprints=fingerprints,
         notes=(*built.notes, ALONE.format(why)) if why else built.notes,
         built_by=built.built_by,
-        form=form,
         why=why,
     )
 

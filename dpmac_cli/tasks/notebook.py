@@ -10,11 +10,11 @@ from dpmac_cli.tasks.known import task_in
 from dpmac_cli.tasks.task import EvaluationMetric
 
 #: A label and a value, as text.
-Row = tuple[str, str]
+Line = tuple[str, str]
 CELL = "text-align: left; padding: 2px 12px 2px 0; vertical-align: top"
 
 
-def as_html(title: str, rows: Iterable[Row], note: str = "") -> str:
+def as_html(title: str, rows: Iterable[Line], note: str = "") -> str:
     """Return a table of two columns as HTML. All text is escaped; colours are the notebook's."""
     lines = "".join(
         f'<tr><th scope="row" style="{CELL}">{escape(name)}</th>'
@@ -28,7 +28,7 @@ def as_html(title: str, rows: Iterable[Row], note: str = "") -> str:
     )
 
 
-def of_privacy(*, private: bool, epsilon: float | None, delta: float, unit: str) -> list[Row]:
+def of_privacy(*, private: bool, epsilon: float | None, delta: float, unit: str) -> list[Line]:
     """Return epsilon, delta and the unit of privacy; an epsilon of None is infinite."""
     if not private:
         return [("privacy", NO_PRIVACY)]
@@ -40,7 +40,7 @@ def of_privacy(*, private: bool, epsilon: float | None, delta: float, unit: str)
     ]
 
 
-def of_report(report: Mapping[str, Any]) -> list[Row]:
+def of_report(report: Mapping[str, Any]) -> list[Line]:
     """Return the privacy, the test score and the number of records of a run."""
     privacy, test, headline = report["privacy"], report["test"], task_in(report).headline
     several = privacy["unit"]["told_by"] is not None
@@ -59,7 +59,7 @@ def of_report(report: Mapping[str, Any]) -> list[Row]:
 
 def of_score(
     metric: EvaluationMetric, value: float | None, ends: Iterable[float | None] | None
-) -> Row:
+) -> Line:
     """Return a test score with its 95% interval."""
     known = [end for end in ends or () if end is not None and math.isfinite(end)]
     between = f" (95%: {' to '.join(map(metric.text, known))})" if known else ""

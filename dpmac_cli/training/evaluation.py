@@ -14,7 +14,7 @@ from dpmac_cli.data.units import Units
 from dpmac_cli.dp.clipping.batch_invariance import LEAST_ROWS, fill_rows
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.errors import counted
-from dpmac_cli.tasks.notebook import Row, as_html, of_score
+from dpmac_cli.tasks.notebook import Line, as_html, of_score
 from dpmac_cli.tasks.task import Results, Task
 from dpmac_cli.torch_errors import code_of_network
 
@@ -86,7 +86,7 @@ class Evaluation:
         """Return the scores in a report, as JSON values."""
         return self.results.values()
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Line]:
         """Return the score, the loss and the number of records in words, for a notebook."""
         metric, values = self.task.headline, self.results.metrics()
         ends = self.results.intervals({metric.name: values[metric.name]}).get(metric.name)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dpmac_cli.cli.runs import _print, age
+from dpmac_cli.cli.runs import _print, _table, age
 from dpmac_cli.config.yaml_file import HEADER
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.release import run
@@ -381,3 +381,15 @@ def test_deltas_that_differ_are_said_to() -> None:
 )
 def test_ages(seconds: float, words: str) -> None:
     assert age(seconds) == words
+
+
+def test_the_column_of_a_run_that_predicts_numbers_is_not_called_accuracy(tmp_path: Path) -> None:
+    """As the table of runs heads it."""
+    runs = [ListedRun(folder=tmp_path / "a", state="finished", changed=0.0, mae=3.5, dataset="d")]
+    heads = [column.header for column in _table(runs, [tmp_path], ["accuracy"]).columns]
+    assert "score" in heads
+    assert "accuracy" not in heads
+    runs = [replace(runs[0], mae=None, accuracy=0.5)]
+    assert "accuracy" in [
+        column.header for column in _table(runs, [tmp_path], ["accuracy"]).columns
+    ]
