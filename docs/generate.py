@@ -27,6 +27,7 @@ from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import Records, data_facts
 from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.models.independence import ALONE
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 from dpmac_cli.tasks.classification import Classification
 
@@ -169,6 +170,27 @@ SIDES = {
     "ghost": "Opacus, ghost",
 }
 OUTCOMES = ("right", "refused", "wrong", "open")
+#: Heading of the generated part of own-network.md, and what it begins with.
+LAYERS = "## How layers run\n"
+LAYERS_SAID = """
+{total} networks, each with every layer of torch.nn that has parameters or mixes samples in some
+variant, or a typical way to put layers together: {counts}. A cost is how many times as long clipped
+sums take as the gradients of plain training, on {records} records on one core (torch {torch}). The
+networks are tiny, so fixed costs of a step are most of it: layers of usual size cost less
+([performance](performance.md)). This part is written by:
+
+    PYTHONPATH=. python benchmarks/layers.py docs/data/layers.json
+    python docs/generate.py
+
+"""
+#: Ways to run a network, in words.
+RUN = {
+    "rule": "by rules of their layers",
+    "vmap of a layer": "with a layer that vmap differentiates",
+    "isolated, vmap": "on each sample alone by vmap",
+    "isolated, loop": "in a loop",
+    "refused": "refused",
+}
 #: Outcomes that the table shows with their measure.
 MEASURED = {"wrong": "error", "open": "moved"}
 KEY = ("key", "type", "description")
@@ -494,6 +516,30 @@ def silent() -> str:
     return f"{text}{summary}\n{every}"
 
 
+def own_network() -> str:
+    """Return the page on own networks, whose last section is the table of layers."""
+    path = DOCS / "own-network.md"
+    written = path.read_text(encoding="utf-8").partition(LAYERS)[0]
+    found = json.loads((DOCS / "data" / "layers.json").read_text(encoding="utf-8"))
+    rows, paths = found["rows"], [row["path"] for row in found["rows"]]
+    counts = ", ".join(f"{paths.count(path)} {said}" for path, said in RUN.items())
+    parts = [written + LAYERS + LAYERS_SAID.format(total=len(rows), counts=counts, **found)]
+    for group, members in groupby(rows, lambda row: row["group"]):
+        parts.append(f"### {group[0].upper()}{group[1:]}\n")
+        cells = [
+            (row["name"], row["path"], f"{row['cost']:.1f}" if "cost" in row else "", why(row))
+            for row in members
+        ]
+        parts.append(table(("network", "run by", "cost", "reason"), cells))
+    return "\n".join(parts)
+
+
+def why(row: Mapping[str, Any]) -> str:
+    """Return the reason of a row without what all of its kind have in common."""
+    said = row["why"].removeprefix(ALONE.partition("{}")[0]).removesuffix(ALONE.partition("{}")[2])
+    return escaped(re.sub(r" at \w+\.py, line \d+", "", " ".join(said.split())))
+
+
 def outcome(line: Mapping[str, Any]) -> str:
     """Return the cell of a situation."""
     kind: str = line["outcome"]
@@ -585,6 +631,7 @@ PAGES = {
     "report.md": report,
     "api.md": api,
     "silent-failures.md": silent,
+    "own-network.md": own_network,
     "comparison.md": comparison,
     "performance.md": performance,
 }

@@ -176,7 +176,7 @@ def norms() -> Iterator[tuple[Any, ...]]:
         yield f"InstanceNorm{dims}, affine", partial(instance, size, affine=True), shape
     yield "SyncBatchNorm", lambda: nn.SyncBatchNorm(8), IMAGE, "mixes the samples"
     yield "InstanceNorm2d", lambda: image(nn.InstanceNorm2d(8)), IMAGE
-    kept = lambda: image(nn.InstanceNorm2d(8, track_running_stats=True))  # noqa: E731
+    kept = lambda: image(nn.InstanceNorm2d(8, track_running_stats=True))
     yield "InstanceNorm2d, running statistics", kept, IMAGE, "A forward pass changes"
     yield "GroupNorm", lambda: nn.GroupNorm(4, 8), IMAGE
     yield "GroupNorm, on vectors", lambda: nn.GroupNorm(4, 16), VECTOR
@@ -211,8 +211,8 @@ def embeddings() -> Iterator[tuple[Any, ...]]:
         yield f"EmbeddingBag, {mode}", bag, words, several
     padded = partial(nn.EmbeddingBag, TOKENS, 16, padding_idx=0)
     yield "EmbeddingBag, padding_idx", padded, words, several
-    weighed = lambda: Do(  # noqa: E731
-        lambda s, x: s.part(x, per_sample_weights=x * 0.01),
+    weighed = lambda: Do(
+        lambda s, x: s.part(x, per_sample_weights=x * s.part.weight.detach()[0, 0]),
         part=nn.EmbeddingBag(TOKENS, 16, mode="sum"),
     )
     yield "EmbeddingBag, per_sample_weights", weighed, words, several
@@ -233,14 +233,12 @@ def _offsets(self: Any, x: Tensor) -> Any:
 def recurrent() -> Iterator[tuple[Any, ...]]:
     for kind in (nn.RNN, nn.LSTM, nn.GRU):
         name = kind.__name__
-        make = lambda kind=kind, **options: first_of(  # noqa: E731
-            kind(16, 8, batch_first=True, **options)
-        )
+        make = lambda kind=kind, **options: first_of(kind(16, 8, batch_first=True, **options))
         yield name, make, SEQUENCE
         yield f"{name}, 2 layers", partial(make, num_layers=2), SEQUENCE
         yield f"{name}, bidirectional", partial(make, bidirectional=True), SEQUENCE
         yield f"{name}, dropout between layers", partial(make, num_layers=2, dropout=0.2), SEQUENCE
-        second = lambda kind=kind: Do(  # noqa: E731
+        second = lambda kind=kind: Do(
             lambda s, x: s.part(x.transpose(0, 1))[0].transpose(0, 1), part=kind(16, 8)
         )
         yield f"{name}, samples second", second, SEQUENCE
@@ -294,9 +292,9 @@ def attentions() -> Iterator[tuple[Any, ...]]:
     }
     for said, call in calls.items():
         yield f"MultiheadAttention, {said}", partial(attention, call), SEQUENCE
-    narrow = lambda part, x: part(x, x[:, :, :8], x[:, :, :6], need_weights=False)  # noqa: E731
+    narrow = lambda part, x: part(x, x[:, :, :8], x[:, :, :6], need_weights=False)
     yield "MultiheadAttention, kdim and vdim", partial(attention, narrow, kdim=8, vdim=6), SEQUENCE
-    second = lambda: Do(  # noqa: E731
+    second = lambda: Do(
         lambda s, x: itself(s.part, x.transpose(0, 1))[0].transpose(0, 1),
         part=nn.MultiheadAttention(16, 4),
     )
@@ -311,9 +309,9 @@ def attentions() -> Iterator[tuple[Any, ...]]:
         SEQUENCE,
     )
     yield "TransformerEncoderLayer, dropout", encoder, SEQUENCE
-    mask = lambda: Do(lambda s, x: s.part(x, _causal(x)), part=encoder(dropout=0.0))  # noqa: E731
+    mask = lambda: Do(lambda s, x: s.part(x, _causal(x)), part=encoder(dropout=0.0))
     yield "TransformerEncoderLayer, causal mask", mask, SEQUENCE
-    stack = lambda: nn.TransformerEncoder(encoder(dropout=0.0), 2)  # noqa: E731
+    stack = lambda: nn.TransformerEncoder(encoder(dropout=0.0), 2)
     yield "TransformerEncoder", stack, SEQUENCE
     decoder = partial(nn.TransformerDecoderLayer, 16, 4, 32, 0.0, batch_first=True)
     yield "TransformerDecoderLayer", lambda: Do(_both, part=decoder()), SEQUENCE
@@ -365,25 +363,27 @@ def _rotated(t: Tensor, angles: Tensor) -> Tensor:
 
 
 def without_parameters() -> Iterator[tuple[Any, ...]]:
-    for layer in (
+    pointwise: tuple[nn.Module, ...] = (
         *(nn.ReLU(inplace=True), nn.GELU(), nn.SiLU(), nn.ELU(), nn.SELU(), nn.LeakyReLU()),
         *(nn.Softplus(), nn.Hardswish(), nn.Mish(), nn.Tanh(), nn.LogSigmoid(), nn.Softmax(-1)),
         *(nn.GLU(), nn.Threshold(0.1, 0.0), nn.Dropout(0.2), nn.AlphaDropout(0.2), nn.Softshrink()),
-    ):
+    )
+    for layer in pointwise:
         yield f"Linear, then {type(layer).__name__}", partial(after, layer), SEQUENCE
-    for layer in (
+    planar: tuple[nn.Module, ...] = (
         *(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1), nn.AdaptiveMaxPool2d(3)),
         *(nn.LPPool2d(2, 2), nn.FractionalMaxPool2d(2, output_size=5), nn.Dropout2d(0.2)),
         *(nn.Upsample(scale_factor=2), nn.Upsample(scale_factor=2, mode="bilinear")),
         *(nn.PixelShuffle(2), nn.PixelUnshuffle(2), nn.ChannelShuffle(2), nn.Unfold(3)),
         *(nn.ReflectionPad2d(1), nn.ReplicationPad2d(1), nn.CircularPad2d(1), nn.ZeroPad2d(1)),
         *(nn.Softmax2d(), nn.Flatten(), nn.Upsample(size=20, mode="bicubic")),
-    ):
+    )
+    for layer in planar:
         said = f", {layer.mode}" if isinstance(layer, nn.Upsample) else ""
         yield f"Conv2d, then {type(layer).__name__}{said}", partial(image, layer), IMAGE
-    over = lambda: after(nn.Softmax(0))  # noqa: E731
+    over = lambda: after(nn.Softmax(0))
     yield "Linear, then Softmax over the batch", over, VECTOR
-    yield "PReLU", lambda: nn.PReLU(), VECTOR
+    yield "PReLU", nn.PReLU, VECTOR
     yield "PReLU, of 8 channels", lambda: nn.PReLU(8), IMAGE
 
 
@@ -391,15 +391,15 @@ def parameters() -> Iterator[tuple[Any, ...]]:
     yield "one weight in two Linear layers", _tied_layers, VECTOR
     tokens = {"tokens": True}
     yield "an Embedding and a head of one weight", TiedWords, (12,), tokens
-    again = lambda s, x: s.part(s.part(x).tanh())  # noqa: E731
+    again = lambda s, x: s.part(s.part(x).tanh())
     yield "one Linear layer, called twice", lambda: Do(again, part=nn.Linear(16, 16)), VECTOR
     uncalled = lambda: Do(
         lambda s, x: F.linear(x, s.part.weight), part=nn.Linear(16, 8, bias=False)
     )
     yield "F.linear(x, layer.weight)", uncalled, SEQUENCE
-    both = lambda s, x: s.part(x) @ s.part.weight  # noqa: E731
+    both = lambda s, x: s.part(x) @ s.part.weight
     yield "layer(x) @ layer.weight", lambda: Do(both, part=nn.Linear(16, 8)), SEQUENCE
-    conv = lambda: Do(lambda s, x: F.conv2d(x, s.part.weight), part=nn.Conv2d(8, 4, 3, bias=False))  # noqa: E731
+    conv = lambda: Do(lambda s, x: F.conv2d(x, s.part.weight), part=nn.Conv2d(8, 4, 3, bias=False))
     yield "F.conv2d(x, layer.weight)", conv, IMAGE
     yield "x @ self.p", lambda: Do(lambda s, x: x @ s.p, p=raw(16, 8)), SEQUENCE
     yield (
@@ -424,18 +424,18 @@ def parameters() -> Iterator[tuple[Any, ...]]:
         lambda: _beside(lambda s, x: x * s.p.exp(), raw()),
         SEQUENCE,
     )
-    token = lambda s, x: torch.cat([s.p.expand(x.shape[0], -1, -1), x], 1)  # noqa: E731
+    token = lambda s, x: torch.cat([s.p.expand(x.shape[0], -1, -1), x], 1)
     yield "a class token", lambda: _beside(token, raw(1, 1, 16)), SEQUENCE
-    several = lambda: nn.ParameterList([raw(16, 16), raw(16, 16)])  # noqa: E731
-    listed = lambda s, x: x @ s.p[0] @ s.p[1]  # noqa: E731
+    several: Callable[[], Any] = lambda: nn.ParameterList([raw(16, 16), raw(16, 16)])
+    listed = lambda s, x: x @ s.p[0] @ s.p[1]
     yield "ParameterList", lambda: _beside(listed, several()), SEQUENCE
-    summed = lambda s, x: x + s.p[0] + s.p[1]  # noqa: E731
-    added = lambda: nn.ParameterList([raw(16), raw(12, 16)])  # noqa: E731
+    summed = lambda s, x: x + s.p[0] + s.p[1]
+    added: Callable[[], Any] = lambda: nn.ParameterList([raw(16), raw(12, 16)])
     yield "ParameterList, added", lambda: _beside(summed, added()), SEQUENCE
-    by_name = lambda s, x: x @ s.p["a"] + s.p["b"]  # noqa: E731
-    named = lambda: nn.ParameterDict({"a": raw(16, 16), "b": raw(16)})  # noqa: E731
+    by_name = lambda s, x: x @ s.p["a"] + s.p["b"]
+    named: Callable[[], Any] = lambda: nn.ParameterDict({"a": raw(16, 16), "b": raw(16)})
     yield "ParameterDict", lambda: _beside(by_name, named()), SEQUENCE
-    table = lambda s, x: s.head(x + s.table(torch.arange(12, device=x.device)))  # noqa: E731
+    table = lambda s, x: s.head(x + s.table(torch.arange(12, device=x.device)))
     places = partial(Do, table)
     yield (
         "Embedding of positions",
@@ -486,17 +486,18 @@ class LoRA(nn.Module):
         self.base = nn.Linear(16, 16).requires_grad_(False)
         down, up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
         self.raw = raw
-        self.down, self.up = (down.weight, up.weight) if raw else (down, up)
+        self.down: Any = down.weight if raw else down
+        self.up: Any = up.weight if raw else up
 
     def forward(self, x: Tensor) -> Tensor:
         if self.raw:
-            return self.base(x) + x @ self.down.T @ self.up.T  # type: ignore[operator,no-any-return]
-        out: Tensor = self.base(x) + self.up(self.down(x))  # type: ignore[operator]
+            return self.base(x) + x @ self.down.T @ self.up.T  # type: ignore[no-any-return]
+        out: Tensor = self.base(x) + self.up(self.down(x))
         return out
 
 
 def networks() -> Iterator[tuple[Any, ...]]:
-    block = lambda: Do(
+    block: Callable[[], Any] = lambda: Do(
         lambda s, x: x + s.two(F.gelu(s.one(s.norm(x)))),
         norm=nn.LayerNorm(16),
         one=nn.Linear(16, 32),
@@ -508,18 +509,18 @@ def networks() -> Iterator[tuple[Any, ...]]:
         lambda: Do(lambda s, x: checkpoint(s.part, x, use_reentrant=False), part=block()),
         SEQUENCE,
     )
-    gate = lambda s, x: x * s.two(F.relu(s.one(x.mean((2, 3))))).sigmoid()[:, :, None, None]  # noqa: E731
+    gate = lambda s, x: x * s.two(F.relu(s.one(x.mean((2, 3))))).sigmoid()[:, :, None, None]
     yield (
         "squeeze and excitation",
         lambda: Do(gate, one=nn.Linear(8, 4), two=nn.Linear(4, 8)),
         IMAGE,
     )
-    pooled = lambda s, x: (s.score(x).softmax(1) * x).sum(1)  # noqa: E731
+    pooled = lambda s, x: (s.score(x).softmax(1) * x).sum(1)
     yield "attention pooling", lambda: Do(pooled, score=nn.Linear(16, 1)), SEQUENCE
     mixture = lambda s, x: (
         s.gate(x).softmax(-1).unsqueeze(-1) * torch.stack([e(x) for e in s.experts], -2)
     ).sum(-2)
-    experts = lambda: nn.ModuleList(nn.Linear(16, 8) for _ in range(3))  # noqa: E731
+    experts: Callable[[], Any] = lambda: nn.ModuleList(nn.Linear(16, 8) for _ in range(3))
     yield (
         "mixture of experts, soft",
         lambda: Do(mixture, gate=nn.Linear(16, 3), experts=experts()),
@@ -535,7 +536,7 @@ def networks() -> Iterator[tuple[Any, ...]]:
         lambda: Do(lambda s, x: SimpleNamespace(logits=s.part(x)), part=nn.Linear(16, 8)),
         SEQUENCE,
     )
-    folded = lambda s, x: s.part(x.flatten(0, 1)).unflatten(0, (-1, 12))  # noqa: E731
+    folded = lambda s, x: s.part(x.flatten(0, 1)).unflatten(0, (-1, 12))
     yield "Linear on positions as rows", lambda: Do(folded, part=nn.Linear(16, 8)), SEQUENCE
     yield (
         "an encoder called with names",
@@ -560,7 +561,7 @@ def networks() -> Iterator[tuple[Any, ...]]:
         ),
         SEQUENCE,
     )
-    scan = lambda s, x: s.out((s.one(x).sigmoid() * s.two(x)).cumsum(1))  # noqa: E731
+    scan = lambda s, x: s.out((s.one(x).sigmoid() * s.two(x)).cumsum(1))
     yield (
         "linear recurrence",
         lambda: Do(scan, one=nn.Linear(16, 8), two=nn.Linear(16, 8), out=nn.Linear(8, 8)),

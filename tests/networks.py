@@ -154,6 +154,19 @@ class Contrastive(_Linear):
         return x + (unit @ unit.T).softmax(1) @ x
 
 
+class Transposing(nn.Module):
+    """Uses the weight of a layer without a call, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(PIXELS, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.flatten(1)).tanh()
+        logits: Tensor = self.head(self.first(hidden @ self.first.weight).tanh())
+        return logits
+
+
 class AttentionOverBatch(nn.Module):
     """Attention that takes the samples for the words of a sentence."""
 

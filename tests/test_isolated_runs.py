@@ -1,6 +1,7 @@
 """Runs of user-supplied networks: how it is known that samples are kept apart, and what is said."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,30 @@ def test_a_network_of_64_bits_is_isolated_once_it_is_converted(images: Path) -> 
     assert not Path("double").exists()
     double.write_text(double.read_text().replace(".double()", ".double().float()"))
     assert dpmac(*typed).exit_code == 0
+
+
+@pytest.mark.privacy
+def test_weights_used_without_a_call_need_no_flag(images: Path) -> None:
+    """A note names the layer, the cause and the price, and the report says why."""
+    done = finish(train(resolve(**settings(images, "Transposing", optimizer="dp-sgd")).plan))
+    said = done.report["model"]["independence"]
+    cause = "The calls of layer first do not give its complete gradient"
+    assert (said["kind"], cause in said["statement"]) == ("isolated", True)
+    [started] = [
+        event
+        for event in train(resolve(**settings(images, "Transposing")).plan)
+        if isinstance(event, Started)
+    ]
+    [note] = [note for note in started.notes if "run on each sample alone" in note]
+    assert cause in note
+    [price] = [note for note in started.notes if "times as long as batches" in note]
+    assert re.search(r"about [1-9]\S* times as long as batches in plain training", price)
+    trainer = make_trainer(resolve(**settings(images, "Transposing", optimizer="dp-sgd")).plan)
+    assert trainer.plan.isolated
+    assert_a_record_moves_the_sum_by_at_most_one(trainer)
+
+
+@pytest.mark.privacy
+def test_attention_over_the_batch_is_refused_with_its_cause(images: Path) -> None:
+    with pytest.raises(ModelError, match=r"mixes samples: .*layer attend"):
+        run_of(images, "AttentionOverBatch")

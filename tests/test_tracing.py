@@ -1,6 +1,7 @@
 """Proofs that samples are kept apart: what mixes them is never proven, what does not mostly is."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from dpmac_cli.models.hooks import UnprovenError
 from dpmac_cli.models.independence import independence
 from dpmac_cli.models.tracing import (
     SAMPLES,
+    Dependence,
     check_independent,
     check_independent_forward,
     check_uniform,
@@ -284,6 +286,54 @@ APART = [
 @pytest.mark.parametrize("function", one_in(4, APART))
 def test_what_keeps_samples_apart_is_proven(function: Callable[[Tensor], Tensor]) -> None:
     check_independent(through(function), TRIAL)
+
+
+def _of_instances(x: Tensor) -> Tensor:
+    """Instance norm that keeps a running mean."""
+    return F.instance_norm(x, torch.zeros(4), torch.ones(4), use_input_stats=True)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "function",
+    [
+        case("of a batch", lambda x: F.batch_norm(x, None, None, training=True)),
+        case(
+            "of pairs",
+            lambda x: F.batch_norm(x.view(-1, 8, 6, 6), None, None, training=True).view_as(x),
+        ),
+        case("running", _of_instances),
+    ],
+)
+def test_statistics_of_a_batch_are_not_traced(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(UnprovenError):
+        check_independent(through(function), TRIAL)
+
+
+@pytest.mark.privacy
+def test_only_statistics_that_are_not_kept_are_followed_by_channel() -> None:
+    """Without the graph, which refuses most of these before."""
+    x = torch.randn(SAMPLES, 3, 5)
+    kept = torch.zeros(3 * SAMPLES), torch.ones(3 * SAMPLES)
+    cases: Any = (((None, None), True), (kept, False))
+    for statistics, proven in cases:
+        dependence = Dependence()
+        dependence.mark(x)
+        with nullcontext() if proven else pytest.raises(UnprovenError), dependence:
+            out = F.batch_norm(
+                x.view(1, -1, 5), statistics[0], statistics[1], training=True
+            ).view_as(x)
+            dependence.check_rows("the output", out)
+    dependence = Dependence()
+    dependence.mark(x)
+    with pytest.raises(UnprovenError, match="depends on other samples"), dependence:
+        dependence.check_rows("the output", F.batch_norm(x, None, None, training=True))
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_instance_norms_are_proven(affine: bool) -> None:
+    norm = nn.InstanceNorm2d(4, affine=affine)
+    check_independent(through(norm), TRIAL)
 
 
 def test_frozen_networks_are_proven_with_batch_norm_in_evaluation_mode() -> None:
