@@ -17,6 +17,7 @@ from dpmac_cli.accounting.selection import Search, Trials
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
+from dpmac_cli.release.listing import find_runs
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
 from dpmac_cli.release.publish import Finished
@@ -235,6 +236,41 @@ def test_a_search_that_fails_shows_no_score_and_can_be_resumed(
     list(carry_out_search(plan_of()))
     assert draws == []
     assert_only_the_winner_is_left(max(SCORES[:3]))
+
+
+def test_no_command_shows_or_continues_a_trial(
+    draws: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws[:] = [2]
+    train, copies = tuning.train, [Path("copy")]
+
+    def copied(*args: Any) -> Iterator[Any]:
+        if copies:  # after the first trial, which is the best so far
+            yield from train(*args)
+            shutil.copytree(OUT / SECRET / "current", copies.pop())
+            return
+        raise RunError("memory ran out")
+
+    monkeypatch.setattr(tuning, "train", copied)
+    with pytest.raises(RunError):
+        list(carry_out_search(plan_of()))
+    best = OUT / SECRET / "best"
+    score = json.loads((best / folder.REPORT).read_bytes())["test"]["accuracy"]
+    for roots in ([OUT], [OUT / SECRET], [best]):
+        assert find_runs(roots) == []
+    for words in (
+        *(("report", best), ("card", best), ("account", best), ("eval", best)),
+        *(("predict", best, "--data", "digits"), ("train", "--resume", best)),
+        *(("train", "--fork", best, "--out", "new", "--steps", "9"), ("runs", OUT)),
+    ):
+        result = dpmac(*words)
+        assert result.exit_code == (0 if words[0] == "runs" else 2), words
+        assert f"{score:.2%}" not in result.output
+        assert words[0] in ("runs", "predict") or "is a trial of a search" in result.output
+    for words in (("--resume", "copy"), ("--fork", "copy", "--out", "new", "--steps", "9")):
+        result = dpmac("train", *words)
+        assert result.exit_code == 2
+        assert "is a trial of a search" in result.output
 
 
 def test_if_every_trial_diverges_nothing_is_left(draws: list[int], trained: Trainer) -> None:

@@ -17,7 +17,8 @@ from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 
 #: Folder of the state, in the folder of the search, and what is in it.
-SECRET, FILE, CURRENT, BEST, NOTE = "search", "state.json", "current", "best", "PRIVATE.txt"
+SECRET, FILE = folder.SEARCH, folder.SEARCH_STATE
+CURRENT, BEST, NOTE = "current", "best", "PRIVATE.txt"
 NOTE_TEXT = """\
 These files are private. They contain the number of trials of a search and their results so far,
 which must stay secret for its epsilon to hold. The same command of dpmac tune ends the search and
