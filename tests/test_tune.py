@@ -8,6 +8,7 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,31 @@ def test_the_time_of_the_end_does_not_depend_on_the_number_of_trials(
         assert {event.longest for event in events if isinstance(event, Searching)} == {40.0}
         ends.append(clock.now)
     assert (ends == [7.0, 35.0]) if early else ends == pytest.approx([40.0, 40.0])
+
+
+def test_the_first_trial_corrects_when_the_search_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With trials that take five times as long as estimated, whatever their number."""
+    ends, clock = set(), FakeTime()
+    monkeypatch.setattr(tuning, "time", clock)
+    plan = replace(plan_of(stop_early=False, longest=51.0), seconds=(2.0,))
+    for number in (1, 4, 6, 12):
+        (tmp_path / str(number)).mkdir()
+        os.chdir(tmp_path / str(number))
+        fake = Trainer([0.5] * number)
+
+        def slow(*args: Any, fake: Trainer = fake) -> Iterator[Finished]:
+            clock.now += 10.0
+            yield from fake(*args)
+
+        monkeypatch.setattr(tuning, "train", slow)
+        monkeypatch.setattr(Trials, "draw", lambda _, number=number: number)
+        began = clock.now
+        for _ in carry_out_search(plan):
+            pass
+        ends.add(round(clock.now - began, 3))
+    assert ends == {15 + 12 * 1.5 * 10}
 
 
 def test_time_before_a_stop_counts(

@@ -158,7 +158,12 @@ def _follow(events: Iterator["SearchEvent"], screen: Console, plan: "TunePlan") 
             for event in events:
                 if isinstance(event, Finished):
                     return event
-                bar.update(task, completed=event.seconds, time=_time(event.seconds))
+                bar.update(
+                    task,
+                    total=event.longest,
+                    completed=event.seconds,
+                    time=_time(event.seconds),
+                )
     except KeyboardInterrupt:
         stop("interrupted; run the same command to resume.", INTERRUPTED)
     raise AssertionError("a search that neither finished nor failed")

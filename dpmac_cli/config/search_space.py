@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,11 @@ class SearchSpace:
             raise ValueError("the settings of a trial are not among the candidates of its search")
         texts = tuple(dimension.text for dimension in self.dimensions)
         return replace(plan, search=SearchPlan(self.search, texts, stop_early))
+
+
+def kind_of(plan: TrainPlan) -> Hashable:
+    """Return what trials have in common that cost and take the same: steps and network."""
+    return replace(plan.privacy.event, noise_multiplier=0.0), plan.network, plan.recipe.views
 
 
 def events_of_trial(plan: TrainPlan) -> tuple[TrainingEvent, ...]:
@@ -313,7 +318,7 @@ def _kinds(
     seen = set()
     for setting in settings:
         plan = _resolved({**shared, "epsilon": target}, setting, file, data)
-        kind = (replace(plan.privacy.event, noise_multiplier=0.0), plan.network, plan.recipe.views)
+        kind = kind_of(plan)
         if kind not in seen:
             seen.add(kind)
             yield setting

@@ -39,6 +39,7 @@ class SearchState:
         setting: settings of the current trial; None before they are drawn.
         verdict: what is being done with the current trial, or the best; "" if nothing is.
         seconds: time that the search has taken.
+        longest: seconds after which it ends; 0 until its first trial has ended.
         records: checksums of the records.
     """
 
@@ -47,6 +48,7 @@ class SearchState:
     setting: Mapping[str, str] | None = None
     verdict: str = ""
     seconds: float = 0.0
+    longest: float = 0.0
     records: Mapping[str, str] = field(default_factory=dict)
 
 
