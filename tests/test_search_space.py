@@ -140,7 +140,8 @@ def test_what_a_search_decides_cannot_be_set_in_a_file_either(
     file.write_text(f"{line}\nforce: false\nepsilon: 3\n")
     with pytest.raises(InputError, match=why) as failure:
         plan_search({"dataset": "digits", "model": "linear"}, file, ["lr=0.1,1"], trials_of(2))
-    assert [error.partition(" in ")[0] for error in failure.value.errors] == [line.split(":")[0]]
+    [error] = failure.value.errors
+    assert error.startswith(f"{line.partition(':')[0]} in ")
 
 
 def test_every_value_is_validated_before_anything_is_trained() -> None:

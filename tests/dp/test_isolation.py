@@ -467,6 +467,60 @@ class VmapRule(torch.autograd.Function):
         return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
 
 
+def _rounded(x: Tensor) -> Tensor:
+    """Rounding with one scale per tensor, which few random samples do not show to mix samples."""
+    scale = x.detach().abs().amax().clamp(min=50.0)
+    return (x / scale * 127).round() / 127 * scale
+
+
+class Rounded(torch.autograd.Function):
+    """Mixes samples in its rule for vmap if one of them is large."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _rounded(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return Rounded.apply(x), in_dims[0]
+
+
+@torch.library.custom_op("dpmac_tests::rounded", mutates_args=())
+def rounded(x: Tensor) -> Tensor:
+    return _rounded(x)
+
+
+@rounded.register_vmap
+def _(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+    return _rounded(x), in_dims[0]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("own", [Rounded.apply, lambda x: rounded(x)])
+def test_a_rule_for_vmap_of_the_program_never_sees_two_samples(own: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Mixing(own), nn.Linear(5, CLASSES))
+    layers = split_by_module(net)
+    isolated = Isolated(net, layers, numbers(5))
+    assert not isolated.vmapped
+    [note] = isolated.notes
+    assert "rule for vmap of its own" in note
+    x, y = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
+    x[3] = 3000.0
+    _, alone = isolated(x[:3], y[:3])
+    _, beside = isolated(x, y)
+    assert torch.equal(alone[0], beside[0][:3])  # type: ignore[index,arg-type]
+    assert Rounded.vmap(None, (0,), x)[1] == 0  # put back
+
+
 def _mixed_inside(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(5, 5), Mixing(mix), nn.Tanh(), nn.Linear(5, CLASSES))
 
