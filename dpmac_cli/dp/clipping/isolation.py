@@ -20,13 +20,13 @@ from dpmac_cli.dp.clipping.batches import Batch, Structure, by_row, map_rows, sa
 from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.clipping.layer_rules import LAYER_RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
-from dpmac_cli.dp.clipping.vmap_rules import (
+from dpmac_cli.dp.losses import Loss, plain
+from dpmac_cli.dp.vmap_rules import (
     OWN_RULE,
     OwnOperators,
     OwnRuleError,
     without_own_rules,
 )
-from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.layers import forked, seed_all
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
