@@ -23,6 +23,7 @@ from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report_file import recount
+from dpmac_cli.release.run import train
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies import search_state
@@ -243,7 +244,7 @@ def test_no_command_shows_or_continues_a_trial(
     draws: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws[:] = [2]
-    train, copies = tuning.train, [Path("copy")]
+    copies = [Path("copy")]
 
     def copied(*args: Any) -> Iterator[Any]:
         if copies:  # after the first trial, which is the best so far
@@ -268,8 +269,8 @@ def test_no_command_shows_or_continues_a_trial(
         assert result.exit_code == (0 if words[0] == "runs" else 2), words
         assert f"{score:.2%}" not in result.output
         assert words[0] in ("runs", "predict") or "is a trial of a search" in result.output
-    for words in (("--resume", "copy"), ("--fork", "copy", "--out", "new", "--steps", "9")):
-        result = dpmac("train", *words)
+    for flags in (["--resume", "copy"], ["--fork", "copy", "--out", "new", "--steps", "9"]):
+        result = dpmac("train", *flags)
         assert result.exit_code == 2
         assert "is a trial of a search" in result.output
 

@@ -500,7 +500,8 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def by_operator(x: Tensor) -> Tensor:
-    return rounded(x)
+    found: Tensor = rounded(x)
+    return found
 
 
 @rounded.register_vmap
@@ -522,7 +523,7 @@ def test_a_rule_for_vmap_of_the_program_never_sees_two_samples(own: Any) -> None
     x[3] = 3000.0
     _, alone = isolated(x[:3], y[:3])
     _, beside = isolated(x, y)
-    assert torch.equal(alone[0], beside[0][:3])  # type: ignore[index,arg-type]
+    assert torch.equal(alone[0], beside[0][:3])  # type: ignore[arg-type]
     assert Rounded.vmap(None, (0,), x)[1] == 0  # put back
 
 
@@ -534,7 +535,8 @@ class Weighed(nn.Module):
         self.weight = nn.Parameter(torch.randn(CLASSES, 5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Rounded.apply(x) @ torch.stack([self.weight.tanh()])[0].T
+        found: Tensor = Rounded.apply(x) @ torch.stack([self.weight.tanh()])[0].T
+        return found
 
 
 @pytest.mark.privacy
@@ -551,7 +553,8 @@ def test_a_layer_with_a_rule_for_vmap_of_its_own_is_not_run_on_batches() -> None
 @pytest.mark.parametrize("own", [Rounded.apply, by_operator])
 def test_a_loss_with_a_rule_for_vmap_of_its_own_sees_one_sample(own: Any) -> None:
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        return (own(outputs.detach()) * outputs).sum(1) + 0 * labels
+        found: Tensor = (own(outputs.detach()) * outputs).sum(1) + 0 * labels
+        return found
 
     torch.manual_seed(0)
     outputs, labels = torch.randn(4, CLASSES), torch.zeros(4, dtype=torch.long)
