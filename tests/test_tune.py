@@ -1,5 +1,6 @@
 """dpmac tune: what a search keeps secret, on disk, on screen and in time, however it ends."""
 
+import io
 import json
 import math
 import os
@@ -13,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
 from dpmac_cli.accounting.selection import Search, Trials
+from dpmac_cli.cli import console
+from dpmac_cli.cli import tune as command
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
@@ -342,6 +347,32 @@ def test_the_first_trial_corrects_when_the_search_ends(
             pass
         ends.add(round(clock.now - began, 3))
     assert ends == {15 + 12 * 1.5 * 10}
+
+
+def test_the_display_moves_on_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However rare events are, which tells where trials begin."""
+    clock, shown = FakeTime(), list[str]()
+    screen = Console(file=io.StringIO(), force_terminal=True)
+
+    made = list[Progress]()
+    bar = console.bar
+
+    def kept(*columns: Any, **more: Any) -> Progress:
+        made.append(bar(*columns, **more, get_time=clock.monotonic, auto_refresh=False))
+        return made[0]
+
+    def events() -> Iterator[Searching | Finished]:
+        yield Searching(3.0, 40.0)
+        for seconds in (3.5, 4.0, 9.0, 9.5):
+            clock.now += 1.0
+            [task] = made[0].tasks
+            shown.append(str(command._Passed()(task)))
+            yield Searching(seconds, 40.0)
+        yield Finished({}, OUT, "finished")
+
+    monkeypatch.setattr(console, "bar", kept)
+    command._follow(events(), screen, plan_of())
+    assert shown == [f"0:00:0{second} of 0:00:40" for second in (4, 5, 6, 7)]
 
 
 def test_time_before_a_stop_counts(
