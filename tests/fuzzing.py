@@ -631,6 +631,8 @@ PRICED: Mapping[str, Sequence[str]] = {
     "delta": ("1e-5", "1e-13", "1e-15", "1e-20", "1e-300", "0.5", "0.999999", "1", "1e-400"),
     "sampler": FLAGS["sampler"].choices,
     "accountant": FLAGS["accountant"].choices,
+    "tune": ("2", "10", "1", "1001", "ten"),
+    "most-trials": ("3", "40", "2", "0"),
 }
 assert PRICED.keys() == set(map(flag_name, FLAGS))
 

@@ -305,7 +305,7 @@ def test_the_command_lists_and_clears(cache: Path) -> None:
     train_digits(**RUN)
     [file] = kept_files(cache)
     size = decimal(file.stat().st_size)
-    assert f"1 files, {size} of 20.0 GB" in dpmac("cache").output
+    assert f"1 file, {size} of 20.0 GB" in dpmac("cache").output
     assert "1 removed" in dpmac("cache", "--clear").output
     assert kept_files(cache) == []
 

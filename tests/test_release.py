@@ -290,7 +290,9 @@ MISFITS: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
     ),
     "other images": (
         edited(
-            lambda t, f: f["input"].update(shape=[3, 8, 8], mean=[0.3] * 3, std=[0.4] * 3),
+            lambda t, f: f["input"].update(
+                shape=[3, 8, 8], record=[3, 8, 8], mean=[0.3] * 3, std=[0.4] * 3
+            ),
         ),
         r"does not fit digits: 1.weight: \(64, 64\) in the file, expected \(64, 192\)",
     ),

@@ -343,7 +343,7 @@ def test_the_command_lists_images_too(cache: Path) -> None:
     photos(Path("photos"))
     load(Source(Path("photos")))
     assert len(kept_files(cache)) == 1
-    assert "1 files" in dpmac("cache").output
+    assert "1 file" in dpmac("cache").output
     assert "1 removed" in dpmac("cache", "--clear").output
     assert kept_files(cache) == []
 

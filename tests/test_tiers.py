@@ -59,6 +59,12 @@ ALSO_SHOWN: Mapping[str, str] = {
     "tests/test_fuzz.py::test_no_damage_of_any_kind_breaks_a_promise": (
         "tests/test_flips.py::test_a_flipped_byte_changes_no_resumed_run"
     ),
+    "tests/test_tune.py::test_the_command_shows_a_plan_and_no_trial": (
+        "tests/test_tune.py::test_nothing_else_is_visible_while_it_goes_on"
+    ),
+    "tests/test_tune.py::test_a_command_that_is_killed_leaves_no_score_in_sight": (
+        "tests/test_tune.py::test_a_search_that_is_killed_at_any_moment_is_resumed_and_cleaned_up"
+    ),
     "tests/test_units.py::test_the_attack_finds_a_build_that_clips_each_record_of_a_unit": (
         "tests/test_units.py::test_a_unit_moves_the_clipped_sum_by_at_most_one"
     ),

@@ -172,6 +172,7 @@ def test_an_innocent_network_is_trained_on_its_true_gradients(network: type[nn.M
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_most_innocent_networks_are_proven_to_be() -> None:
     found = {network.__name__: independence(made(network), SHAPE, CLASSES) for network in INNOCENT}
     isolated = {name for name, (kind, _) in found.items() if kind == "isolated"}

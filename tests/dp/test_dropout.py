@@ -1,6 +1,7 @@
 """Random draws in a forward pass: gradients are those of the losses that were drawn."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,13 @@ SAMPLES, TOKENS, WIDTH, CLASSES = 5, 3, 4, 3
 class Attending(nn.Module):
     """torch's attention, with dropout, given what it attends to in some way."""
 
-    def __init__(self, given: Callable[[Tensor], tuple[Tensor, ...]], **named: object) -> None:
+    def __init__(
+        self, given: Callable[[Tensor], tuple[Any, ...]], *, learnt_key: bool = False, **named: Any
+    ) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.4, batch_first=True)
+        self.attention = nn.MultiheadAttention(
+            WIDTH, 2, dropout=0.4, batch_first=True, add_bias_kv=learnt_key
+        )
         self.given, self.named = given, named
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,6 +63,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: Attending(lambda x: (x, x, x), need_weights=False),
     "attention-and-its-weights": lambda: Attending(lambda x: (x, x, x)),
     "weights-of-each-head": lambda: Attending(lambda x: (x, x, x), average_attn_weights=False),
+    "other-keys": lambda: Attending(lambda x: (x, x.flip(1), x)),
+    "other-values": lambda: Attending(lambda x: (x, x, x.tanh())),
+    "mask": lambda: Attending(lambda x: (x, x, x, None, False, torch.eye(TOKENS) < 1)),
     "encoder": lambda: encoder(norm_first=False),
     "encoder-norm-first": lambda: encoder(norm_first=True),
     "fused": Fused,
@@ -101,18 +109,8 @@ def test_gradients_are_those_of_the_losses_that_were_drawn(name: str) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param(lambda x: (x, x.flip(1), x), id="other-keys"),
-        pytest.param(lambda x: (x, x, x.tanh()), id="other-values"),
-        pytest.param(lambda x: (x, x, x, None, False, torch.eye(TOKENS) > 0), id="mask"),
-    ],
-)
-def test_attention_that_is_not_plain_is_left_as_it_is(
-    given: Callable[[Tensor], tuple[Tensor, ...]],
-) -> None:
-    model = made(Attending(given)).float()
+def test_attention_that_is_not_plain_is_left_as_it_is() -> None:
+    model = made(Attending(lambda x: (x, x, x), learnt_key=True)).float()
     x = records()[0].float()
     model(x)
     assert plainly_called(model, x) == set()
@@ -122,7 +120,7 @@ def test_attention_that_is_not_plain_is_left_as_it_is(
 @pytest.mark.privacy
 def test_attention_that_is_not_plain_cannot_drop() -> None:
     """Its forward is run again for gradients, where other draws would be made."""
-    model = made(Attending(lambda x: (x, x.flip(1), x)))
+    model = made(Attending(lambda x: (x, x, x), learnt_key=True))
     x, y = records()
     model(x)
     layers = find_layers(model, x[:2])
@@ -140,7 +138,7 @@ def test_a_call_in_another_way_than_on_the_example_is_an_error() -> None:
     model(x)
     layers = find_layers(model, x[:2])
     flatten_parameters(layers)
-    middle.given = lambda x: (x, x.flip(1), x)
+    middle.given = lambda x: (x.flatten(0, 1),) * 3  # without a batch
     subject = Subject(model, layers, torch.zeros(1), ClippedChunkSum(model, layers, SAMPLES), 1.0)
     with pytest.raises(ModelError, match=r"layer 0\.attention was called differently"):
         subject.stored_gradients(x, y)
