@@ -136,7 +136,7 @@ class SearchSpace:
         return replace(plan, search=SearchPlan(self.search, texts, stop_early))
 
 
-def kind_of(plan: TrainPlan) -> Hashable:
+def kind_of_trial(plan: TrainPlan) -> Hashable:
     """Return what trials have in common that cost and take the same: steps and network."""
     return replace(plan.privacy.event, noise_multiplier=0.0), plan.network, plan.recipe.views
 
@@ -318,7 +318,7 @@ def _kinds(
     seen = set()
     for setting in settings:
         plan = _resolved({**shared, "epsilon": target}, setting, file, data)
-        kind = kind_of(plan)
+        kind = kind_of_trial(plan)
         if kind not in seen:
             seen.add(kind)
             yield setting

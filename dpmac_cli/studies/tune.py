@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, Unpack
 from dpmac_cli.accounting.selection import trials_of
 from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
-from dpmac_cli.config.search_space import SearchSpace, kind_of, plan_search
+from dpmac_cli.config.search_space import SearchSpace, kind_of_trial, plan_search
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, RunError
@@ -100,8 +100,8 @@ class TunePlan:
         """
         if not self.seconds:
             return self.longest
-        kinds = list(map(kind_of, self.space.plans))
-        slower = took / self.seconds[kinds.index(kind_of(first))]
+        kinds = list(map(kind_of_trial, self.space.plans))
+        slower = took / self.seconds[kinds.index(kind_of_trial(first))]
         return max(self.longest, _end(self.space, slower * max(self.seconds)))
 
     @property
@@ -137,7 +137,7 @@ def plan_tune(
 
 
 def _end(space: SearchSpace, seconds: float) -> float:
-    """Return the seconds after which a search ends, if its longest trial takes so many."""
+    """Return the seconds after which a search ends, if its longest trial takes ``seconds``."""
     most = space.search.trials.most
     assert most is not None  # noqa: S101
     return float(math.ceil(AROUND + most * SLOWER * seconds))
