@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,6 +120,28 @@ def test_all_faults_are_reported_together() -> None:
     assert len(failure.value.errors) == 10
     for name in ("sigma", "seed", "an earlier fault", "clip-norm", "twice", "contradict"):
         assert any(name in error for error in failure.value.errors)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("seed: 5", "how many trials"),  # every trial would have the same noise and batches
+        ("sigma: 0.3", "calibrated"),
+        ("max-epsilon: 1", "calibrated"),
+        ("score-every: 1", "last score"),
+        ("canaries: 20", "audit"),
+    ],
+)
+def test_what_a_search_decides_cannot_be_set_in_a_file_either(
+    line: str, why: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"{line}\nforce: false\nepsilon: 3\n")
+    with pytest.raises(InputError, match=why) as failure:
+        plan_search({"dataset": "digits", "model": "linear"}, file, ["lr=0.1,1"], trials_of(2))
+    [error] = failure.value.errors
+    assert error.startswith(f"{line.partition(':')[0]} in ")
 
 
 def test_every_value_is_validated_before_anything_is_trained() -> None:

@@ -1,5 +1,6 @@
 """dpmac tune: what a search keeps secret, on disk, on screen and in time, however it ends."""
 
+import io
 import json
 import math
 import os
@@ -8,19 +9,26 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
 from dpmac_cli.accounting.selection import Search, Trials
+from dpmac_cli.cli import console
+from dpmac_cli.cli import tune as command
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
+from dpmac_cli.release.listing import find_runs
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report_file import recount
+from dpmac_cli.release.run import train
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies import search_state
@@ -237,6 +245,41 @@ def test_a_search_that_fails_shows_no_score_and_can_be_resumed(
     assert_only_the_winner_is_left(max(SCORES[:3]))
 
 
+def test_no_command_shows_or_continues_a_trial(
+    draws: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws[:] = [2]
+    copies = [Path("copy")]
+
+    def copied(*args: Any) -> Iterator[Any]:
+        if copies:  # after the first trial, which is the best so far
+            yield from train(*args)
+            shutil.copytree(OUT / SECRET / "current", copies.pop())
+            return
+        raise RunError("memory ran out")
+
+    monkeypatch.setattr(tuning, "train", copied)
+    with pytest.raises(RunError):
+        list(carry_out_search(plan_of()))
+    best = OUT / SECRET / "best"
+    score = json.loads((best / folder.REPORT).read_bytes())["test"]["accuracy"]
+    for roots in ([OUT], [OUT / SECRET], [best]):
+        assert find_runs(roots) == []
+    for words in (
+        *(("report", best), ("card", best), ("account", best), ("eval", best)),
+        *(("predict", best, "--data", "digits"), ("train", "--resume", best)),
+        *(("train", "--fork", best, "--out", "new", "--steps", "9"), ("runs", OUT)),
+    ):
+        result = dpmac(*words)
+        assert result.exit_code == (0 if words[0] == "runs" else 2), words
+        assert f"{score:.2%}" not in result.output
+        assert words[0] in ("runs", "predict") or "is a trial of a search" in result.output
+    for flags in (["--resume", "copy"], ["--fork", "copy", "--out", "new", "--steps", "9"]):
+        result = dpmac("train", *flags)
+        assert result.exit_code == 2
+        assert "is a trial of a search" in result.output
+
+
 def test_if_every_trial_diverges_nothing_is_left(draws: list[int], trained: Trainer) -> None:
     del draws
     trained.scores = [None, None, None]
@@ -279,6 +322,57 @@ def test_the_time_of_the_end_does_not_depend_on_the_number_of_trials(
         assert {event.longest for event in events if isinstance(event, Searching)} == {40.0}
         ends.append(clock.now)
     assert (ends == [7.0, 35.0]) if early else ends == pytest.approx([40.0, 40.0])
+
+
+def test_the_first_trial_corrects_when_the_search_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With trials that take five times as long as estimated, whatever their number."""
+    ends, clock = set(), FakeTime()
+    monkeypatch.setattr(tuning, "time", clock)
+    plan = replace(plan_of(stop_early=False, longest=51.0), seconds=(2.0,))
+    for number in (1, 4, 6, 12):
+        (tmp_path / str(number)).mkdir()
+        os.chdir(tmp_path / str(number))
+        fake = Trainer([0.5] * number)
+
+        def slow(*args: Any, fake: Trainer = fake) -> Iterator[Finished]:
+            clock.now += 10.0
+            yield from fake(*args)
+
+        monkeypatch.setattr(tuning, "train", slow)
+        monkeypatch.setattr(Trials, "draw", lambda _, number=number: number)
+        began = clock.now
+        for _ in carry_out_search(plan):
+            pass
+        ends.add(round(clock.now - began, 3))
+    assert ends == {15 + 12 * 1.5 * 10}
+
+
+def test_the_display_moves_on_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However rare events are, which tells where trials begin."""
+    clock, shown = FakeTime(), list[str]()
+    screen = Console(file=io.StringIO(), force_terminal=True)
+
+    made = list[Progress]()
+    bar = console.bar
+
+    def kept(*columns: Any, **more: Any) -> Progress:
+        made.append(bar(*columns, **more, get_time=clock.monotonic, auto_refresh=False))
+        return made[0]
+
+    def events() -> Iterator[Searching | Finished]:
+        yield Searching(3.0, 40.0)
+        for seconds in (3.5, 4.0, 9.0, 9.5):
+            clock.now += 1.0
+            [task] = made[0].tasks
+            shown.append(str(command._Passed()(task)))
+            yield Searching(seconds, 40.0)
+        yield Finished({}, OUT, "finished")
+
+    monkeypatch.setattr(console, "bar", kept)
+    command._follow(events(), screen, plan_of())
+    assert shown == [f"0:00:0{second} of 0:00:40" for second in (4, 5, 6, 7)]
 
 
 def test_time_before_a_stop_counts(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, StrictBool
 from rich.console import Console
-from rich.progress import BarColumn
+from rich.progress import BarColumn, ProgressColumn, Task
 from rich.text import Text
 
 from dpmac_cli.accounting.selection import LONGEST, trials_of
@@ -151,17 +151,34 @@ def _follow(events: Iterator["SearchEvent"], screen: Console, plan: "TunePlan") 
     """Show the time until the search is published. Raises typer.Exit if it is stopped."""
     from dpmac_cli.release.publish import Finished  # noqa: PLC0415  (loads torch)
 
-    bar = console.bar("searching, {task.fields[time]}", BarColumn(), console=screen)
-    task = bar.add_task("", total=plan.longest, time="")
+    bar = console.bar("searching", _Passed(), BarColumn(), console=screen)
+    task = bar.add_task("", total=None, before=0.0, longest=plan.longest)
+    begun = False
     try:
         with bar:
             for event in events:
                 if isinstance(event, Finished):
                     return event
-                bar.update(task, completed=event.seconds, time=_time(event.seconds))
+                if not begun:
+                    bar.reset(task, total=None, before=event.seconds, longest=event.longest)
+                begun = True
+                bar.update(task, longest=event.longest)
     except KeyboardInterrupt:
         stop("interrupted; run the same command to resume.", INTERRUPTED)
     raise AssertionError("a search that neither finished nor failed")
+
+
+class _Passed(ProgressColumn):
+    """Time that has passed, by the clock of the display.
+
+    Events of a search are rarer where a trial begins, so a time that stood still until the next one
+    would show how many trials there were.
+    """
+
+    def render(self, task: Task) -> Text:
+        """Return the time and the longest time of the search."""
+        passed = task.fields["before"] + (task.elapsed or 0.0)
+        return Text(f"{_time(passed)} of {_time(task.fields['longest'])}")
 
 
 def _plan_lines(plan: "TunePlan") -> Iterator[Text]:

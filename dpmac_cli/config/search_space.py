@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, RECIPE, SETTINGS, TASK
 from dpmac_cli.config.sources import is_setting
+from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.errors import InputError, raise_errors
 
 #: Settings that a search can draw.
@@ -135,6 +136,11 @@ class SearchSpace:
         return replace(plan, search=SearchPlan(self.search, texts, stop_early))
 
 
+def kind_of_trial(plan: TrainPlan) -> Hashable:
+    """Return what trials have in common that cost and take the same: steps and network."""
+    return replace(plan.privacy.event, noise_multiplier=0.0), plan.network, plan.recipe.views
+
+
 def events_of_trial(plan: TrainPlan) -> tuple[TrainingEvent, ...]:
     """Return what a whole trial does to training and test records: its steps and its score."""
     privacy = plan.privacy
@@ -167,7 +173,7 @@ def plan_search(
     dimensions = tuple(filter(None, (_dimension(text, errors) for text in texts)))
     if not texts:
         errors.append("A search needs at least one --search NAME=VALUES.")
-    errors += _faults(given, dimensions)
+    errors += (*_decided(given, file), *_faults(given, dimensions))
     raise_errors(errors)
     shared: dict[SettingName, Any] = {n: value for n, value in given.items() if n != "epsilon"}
     settings = tuple(_combinations(dimensions))
@@ -238,12 +244,20 @@ def _range(
     return Dimension(name, ends, low, high, log, text)
 
 
-def _faults(given: Mapping[SettingName, Any], dimensions: Sequence[Dimension]) -> Iterator[str]:
-    """Yield faults of settings that a search decides, or that are named twice."""
-    names = [dimension.name for dimension in dimensions]
+def _decided(given: Mapping[SettingName, Any], file: Path | None) -> Iterator[str]:
+    """Yield faults of settings that a search decides, on the command line or in the file."""
+    written = {} if file is None else read_settings(file, [])  # its faults are reported later
     for name, why in DECIDED.items():
-        if given.get(name) not in (None, False):
-            yield f"--{flag_name(name)} cannot be set in a search: {why}."
+        origins = {} if given.get(name) in (None, False) else {f"--{flag_name(name)}": None}
+        if name in written and written[name].value not in (None, False):
+            origins[written[name].origin] = None
+        for origin in origins:
+            yield f"{origin} cannot be set in a search: {why}."
+
+
+def _faults(given: Mapping[SettingName, Any], dimensions: Sequence[Dimension]) -> Iterator[str]:
+    """Yield faults of settings that are named twice."""
+    names = [dimension.name for dimension in dimensions]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield f"--search {flag_name(name)} is given twice. Give it once."
@@ -304,7 +318,7 @@ def _kinds(
     seen = set()
     for setting in settings:
         plan = _resolved({**shared, "epsilon": target}, setting, file, data)
-        kind = (replace(plan.privacy.event, noise_multiplier=0.0), plan.network, plan.recipe.views)
+        kind = kind_of_trial(plan)
         if kind not in seen:
             seen.add(kind)
             yield setting

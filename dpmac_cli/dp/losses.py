@@ -23,6 +23,7 @@ from torch.nn.functional import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from dpmac_cli.dp.vmap_rules import OwnOperators, OwnRuleError, without_own_rules
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import what_failed
 
@@ -188,7 +189,7 @@ def alone(
         return torch.stack([single(*pair) for pair in zip(outputs, labels, strict=True)])
 
     try:
-        with _WithoutMeans(), _Closed(parameters), torch.enable_grad():
+        with _WithoutMeans(), _Closed(parameters), torch.enable_grad(), OwnOperators() as own:
             found, again = looped(outputs, labels), looped(outputs, labels)
     except ModelError:
         raise
@@ -203,10 +204,16 @@ def alone(
             "The loss must return one finite real number per sample, the same for the same sample. "
             "It must not store anything between calls or use random numbers."
         )
-    mapped = vmap(single)
+
+    @without_own_rules()
+    def mapped(outputs: Tensor, labels: Tensor) -> Tensor:
+        losses: Tensor = vmap(single)(outputs, labels)
+        return losses
+
     try:
-        vmapped = torch.allclose(mapped(outputs, labels), found)
-    except (RuntimeError, TypeError, ValueError):  # vmap has no rule for some operations
+        vmapped = not own.found and torch.allclose(mapped(outputs, labels), found)
+    # vmap has no rule for some operations, or the program's own.
+    except (RuntimeError, TypeError, ValueError, OwnRuleError):
         vmapped = False
 
     def closed(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -111,6 +111,7 @@ class Session:
             "state": state.numbers(),
             "config": by_flag(self.plan.recorded),
             "spent": asdict(self.ledger.spent),
+            "searched": self.plan.search is not None,
             "history": self.history,
             "seconds": self.seconds,
             "fingerprints": dict(self.task.fingerprints),

@@ -180,10 +180,21 @@ def _spent(plan: TrainPlan, before: Spent, steps: int) -> Spent:
 FIXED = tuple(name for name, option in SETTINGS.items() if option.flag.fixed)
 
 
+def _newest(where: Path) -> checkpoint.Checkpoint:
+    """Return the newest checkpoint. Raises InputError if it is of a trial, or there is none."""
+    saved = checkpoint.newest(where)
+    if saved.record.get("searched"):  # a copy of a trial; older checkpoints do not say
+        raise InputError(
+            f"{where} is a trial of a search, whose cost is not that of one run, so it can neither "
+            "be resumed nor forked. To end the search, repeat its command of dpmac tune."
+        )
+    return saved
+
+
 def _resumed(
     where: Path, given: Mapping[SettingName, Any], ranks: Ranks | None
 ) -> tuple[TrainPlan, Inherited]:
-    saved = checkpoint.newest(where)
+    saved = _newest(where)
     recorded, step = saved.record["config"], saved.step
     check_changes(where, recorded, given, "--resume", ("dataset", "model"))
     resolved = change(recorded, given)
@@ -241,7 +252,7 @@ def _check_unchanged(
 
 
 def _forked(parent: Path, given: Mapping[SettingName, Any]) -> tuple[TrainPlan, Inherited]:
-    saved = checkpoint.newest(parent)
+    saved = _newest(parent)
     recorded, step = saved.record["config"], saved.step
     check_changes(parent, recorded, given, "--fork", FIXED)
     resolved = change(recorded, given)

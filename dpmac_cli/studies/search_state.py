@@ -17,7 +17,8 @@ from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 
 #: Folder of the state, in the folder of the search, and what is in it.
-SECRET, FILE, CURRENT, BEST, NOTE = "search", "state.json", "current", "best", "PRIVATE.txt"
+SECRET, FILE = folder.SEARCH, folder.SEARCH_STATE
+CURRENT, BEST, NOTE = "current", "best", "PRIVATE.txt"
 NOTE_TEXT = """\
 These files are private. They contain the number of trials of a search and their results so far,
 which must stay secret for its epsilon to hold. The same command of dpmac tune ends the search and
@@ -38,6 +39,7 @@ class SearchState:
         setting: settings of the current trial; None before they are drawn.
         verdict: what is being done with the current trial, or the best; "" if nothing is.
         seconds: time that the search has taken.
+        longest: seconds after which it ends; 0 until its first trial has ended.
         records: checksums of the records.
     """
 
@@ -46,6 +48,7 @@ class SearchState:
     setting: Mapping[str, str] | None = None
     verdict: str = ""
     seconds: float = 0.0
+    longest: float = 0.0
     records: Mapping[str, str] = field(default_factory=dict)
 
 

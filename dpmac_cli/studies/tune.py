@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, Unpack
 from dpmac_cli.accounting.selection import trials_of
 from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
-from dpmac_cli.config.search_space import SearchSpace, plan_search
+from dpmac_cli.config.search_space import SearchSpace, kind_of_trial, plan_search
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, RunError
@@ -82,6 +82,8 @@ class TunePlan:
         stop_early: whether it ends with its last trial.
         expected, longest: estimated seconds that it takes on average, and the seconds after which
             it ends.
+        seconds: estimated seconds of a trial, for each plan of the space; empty if they are not to
+            be corrected.
     """
 
     space: SearchSpace
@@ -89,6 +91,18 @@ class TunePlan:
     stop_early: bool
     expected: float
     longest: float
+    seconds: tuple[float, ...] = ()
+
+    def corrected(self, first: TrainPlan, took: float) -> float:
+        """Return when the search ends, if its first trial took longer than estimated.
+
+        Every search has a first trial, so this says nothing of how many there are.
+        """
+        if not self.seconds:
+            return self.longest
+        kinds = list(map(kind_of_trial, self.space.plans))
+        slower = took / self.seconds[kinds.index(kind_of_trial(first))]
+        return max(self.longest, _end(self.space, slower * max(self.seconds)))
 
     @property
     def checksum(self) -> str:
@@ -111,18 +125,22 @@ def plan_tune(
         out: folder of the search. stop_early: see :class:`TunePlan`.
         longest: seconds after which the search ends; None for an estimate.
     """
-    trials = space.search.trials
-    assert trials.most is not None  # noqa: S101
-    seconds = [_seconds(plan) for plan in space.plans]
-    expected = AROUND + trials.mean * sum(seconds) / len(seconds)
-    most = AROUND + trials.most * SLOWER * max(seconds)
+    seconds = tuple(_seconds(plan) for plan in space.plans)
     return TunePlan(
         space=space,
         out=out,
         stop_early=stop_early,
-        expected=expected,
-        longest=float(math.ceil(most if longest is None else longest)),
+        expected=AROUND + space.search.trials.mean * sum(seconds) / len(seconds),
+        longest=_end(space, max(seconds)) if longest is None else float(math.ceil(longest)),
+        seconds=seconds if longest is None else (),
     )
+
+
+def _end(space: SearchSpace, seconds: float) -> float:
+    """Return the seconds after which a search ends, if its longest trial takes ``seconds``."""
+    most = space.search.trials.most
+    assert most is not None  # noqa: S101
+    return float(math.ceil(AROUND + most * SLOWER * seconds))
 
 
 def _seconds(plan: TrainPlan) -> float:
@@ -228,6 +246,11 @@ class _Clock:
         self._written = self._since
 
     @property
+    def longest(self) -> float:
+        """Seconds after which the search ends."""
+        return self.state.longest or self._plan.longest
+
+    @property
     def seconds(self) -> float:
         """Seconds that the search has taken."""
         return self._before + time.monotonic() - self._since
@@ -242,15 +265,15 @@ class _Clock:
         """Return how long the search has taken, and record it from time to time."""
         if time.monotonic() - self._written > HEARTBEAT:
             self.write()
-        return Searching(self.seconds, self._plan.longest)
+        return Searching(self.seconds, self.longest)
 
     def wait(self) -> Iterator[Searching]:
         """Wait until a time that does not depend on the number of trials.
 
-        It is the longest time that was announced, or a multiple of it. Raises KeyboardInterrupt.
+        It is the longest time that was announced, corrected by that of the first trial; or a
+        multiple of it, if later ones took longer than that one suggests. Raises KeyboardInterrupt.
         """
-        longest = self._plan.longest
-        end = longest * max(1, math.ceil(self.seconds / longest))
+        end = self.longest * max(1, math.ceil(self.seconds / self.longest))
         while not self._plan.stop_early and (left := end - self.seconds) > 0:
             yield self.tick()
             if self.stop():
@@ -264,21 +287,27 @@ def _trial(plan: TunePlan, secret: SecretFolder, clock: _Clock, data: Data) -> I
     if clock.state.verdict == "":
         if clock.state.setting is None:
             clock.write(setting=plan.space.draw())
-        won = yield from _won(plan, secret, clock, data)
-        clock.write(remaining=clock.state.remaining - 1, setting=None, verdict=WON if won else LOST)
+        setting, began = dict(clock.state.setting or {}), clock.seconds
+        trial = plan.space.plan_of(setting, stop_early=plan.stop_early)  # type: ignore[arg-type]
+        won = yield from _won(trial, secret, clock, data)
+        took = clock.seconds - began
+        clock.write(
+            remaining=clock.state.remaining - 1,
+            setting=None,
+            verdict=WON if won else LOST,
+            longest=clock.state.longest or plan.corrected(trial, took),
+        )
     secret.settle(clock.state.verdict)
     clock.write(verdict="")
 
 
 def _won(
-    plan: TunePlan, secret: SecretFolder, clock: _Clock, data: Data
+    trial: TrainPlan, secret: SecretFolder, clock: _Clock, data: Data
 ) -> Generator[Searching, None, bool]:
     """Train a trial from scratch, and return whether its covered score is the best so far.
 
     A trial that was stopped is started again: nothing of it was seen.
     """
-    assert clock.state.setting is not None  # noqa: S101
-    trial = plan.space.plan_of(dict(clock.state.setting), stop_early=plan.stop_early)  # type: ignore[arg-type]
     place = ChosenFolder(secret.current)
     remove(secret.current)
     try:

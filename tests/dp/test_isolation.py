@@ -17,10 +17,11 @@ from torch.nn.functional import cross_entropy, layer_norm
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from dpmac_cli.dp import losses as user_losses
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
-from dpmac_cli.dp.clipping.layers import Layer, flatten_parameters, split_by_module
+from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters, split_by_module
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.per_sample_gradients import Instantiated
@@ -465,6 +466,101 @@ class VmapRule(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
         return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Rounding with one scale per tensor, which few random samples do not show to mix samples."""
+    scale = x.detach().abs().amax().clamp(min=50.0)
+    return (x / scale * 127).round() / 127 * scale
+
+
+class Rounded(torch.autograd.Function):
+    """Mixes samples in its rule for vmap if one of them is large."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _rounded(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return Rounded.apply(x), in_dims[0]
+
+
+@torch.library.custom_op("dpmac_tests::rounded", mutates_args=())
+def rounded(x: Tensor) -> Tensor:
+    return _rounded(x)
+
+
+def by_operator(x: Tensor) -> Tensor:
+    found: Tensor = rounded(x)
+    return found
+
+
+@rounded.register_vmap
+def _(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+    return _rounded(x), in_dims[0]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("own", [Rounded.apply, by_operator])
+def test_a_rule_for_vmap_of_the_program_never_sees_two_samples(own: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Mixing(own), nn.Linear(5, CLASSES))
+    layers = split_by_module(net)
+    isolated = Isolated(net, layers, numbers(5))
+    assert not isolated.vmapped
+    [note] = isolated.notes
+    assert "rule for vmap of its own" in note
+    x, y = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
+    x[3] = 3000.0
+    _, alone = isolated(x[:3], y[:3])
+    _, beside = isolated(x, y)
+    assert torch.equal(alone[0], beside[0][:3])  # type: ignore[arg-type]
+    assert Rounded.vmap(None, (0,), x)[1] == 0  # put back
+
+
+class Weighed(nn.Module):
+    """Reads a parameter of its own, so that its gradients are made by vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(CLASSES, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Rounded.apply(x) @ torch.stack([self.weight.tanh()])[0].T
+        return found
+
+
+@pytest.mark.privacy
+def test_a_layer_with_a_rule_for_vmap_of_its_own_is_not_run_on_batches() -> None:
+    net, x = Weighed(), torch.randn(3, 5)
+    layers = find_layers(net, x)
+    assert [layer.direct for layer in layers] == [False]
+    flatten_parameters(layers)
+    with pytest.raises(ModelError, match="rule for vmap of its own"):
+        ClippedChunkSum(net, layers).gradients(x, torch.zeros(3, dtype=torch.long), ball=True)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("own", [Rounded.apply, by_operator])
+def test_a_loss_with_a_rule_for_vmap_of_its_own_sees_one_sample(own: Any) -> None:
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = (own(outputs.detach()) * outputs).sum(1) + 0 * labels
+        return found
+
+    torch.manual_seed(0)
+    outputs, labels = torch.randn(4, CLASSES), torch.zeros(4, dtype=torch.long)
+    by_sample = user_losses.alone(loss, outputs[:2], labels[:2])
+    outputs[3] = 3000.0
+    assert torch.equal(by_sample(outputs, labels)[:3], by_sample(outputs[:3], labels[:3]))
 
 
 def _mixed_inside(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:

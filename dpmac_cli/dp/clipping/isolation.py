@@ -21,6 +21,12 @@ from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.clipping.layer_rules import LAYER_RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
 from dpmac_cli.dp.losses import Loss, plain
+from dpmac_cli.dp.vmap_rules import (
+    OWN_RULE,
+    OwnOperators,
+    OwnRuleError,
+    without_own_rules,
+)
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.layers import forked, seed_all
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
@@ -93,8 +99,12 @@ class Isolated:
                 probe = duplicate(model).double()
                 for p in probe.parameters():  # zeros would hide uses of other weights
                     p.add_(torch.randn_like(p), alpha=0.1)
-                self._check_repeatable(probe, x, y)
-            self.vmapped = self._try_vmap(probe, x, y)  # False: chunks run in a loop
+                with OwnOperators() as operators:
+                    self._check_repeatable(probe, x, y)
+            if operators.found:
+                self.notes = (OWN_RULE.format(operators.found),)
+            # False: chunks run in a loop
+            self.vmapped = not operators.found and self._try_vmap(probe, x, y)
         if not self.vmapped:
             self.run_in_a_loop()
 
@@ -236,7 +246,8 @@ class Isolated:
         trained = {n: named[n] for layer in loose for n in self._names[layer]}
         one: Any = grad(loss_of, argnums=(0, 1), has_aux=True)
         mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
-        with sdpa_kernel(SDPBackend.MATH):  # the other backends have no batching rule
+        # The other backends have no batching rule.
+        with sdpa_kernel(SDPBackend.MATH), without_own_rules():
             (deltas, g), (losses, read) = mapped(taps, trained, x, y)
         self._calls = calls  # the same in every run
         uses: dict[str, list[Use]] = {name: [] for name in self.recorded}
@@ -275,7 +286,9 @@ class Isolated:
         except Exception as failure:
             if out_of_memory(failure):
                 raise
-            if any(word in str(failure) for word in NEEDS_A_RULE):
+            if isinstance(failure, OwnRuleError):
+                self.notes = (str(failure),)
+            elif any(word in str(failure) for word in NEEDS_A_RULE):
                 self.notes = (NO_RULE,)
             return False
 

@@ -20,6 +20,7 @@ from dpmac_cli.dp.clipping.unfold import (
     inputs_by_position,
     kernel_gradient,
 )
+from dpmac_cli.dp.vmap_rules import without_own_rules
 from dpmac_cli.errors import ModelError
 
 #: Inputs per output of a convolution, and positions of an image, up to which products of patches
@@ -143,7 +144,8 @@ def _by_vmap(layer: Layer, use: Use, views: int) -> Gradients:
 
     inputs = tuple(_by_sample(rows, views) for rows in use.inputs)
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # the other backends have no batching rule
+        # The other backends have no batching rule.
+        with sdpa_kernel(SDPBackend.MATH), without_own_rules():
             gradients: Gradients = vmap(one)(inputs, _by_sample(use.delta, views))
     except RuntimeError as failure:
         if "random" not in str(failure):
