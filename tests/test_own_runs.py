@@ -370,6 +370,7 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
         "schema": "schema.yaml",
         "records_per_unit": "2",
         "skip_bad": True,
+        "encoding": "latin-1",
         "data_dir": "there",
     }
     in_panel = {n for n, s in SETTINGS.items() if s.flag.group == DATA} | {"data_dir"}

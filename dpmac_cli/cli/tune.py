@@ -1,11 +1,12 @@
 """dpmac tune: search for the best settings, and publish the best trial only."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import Field, StrictBool
 from rich.console import Console
@@ -25,12 +26,15 @@ from dpmac_cli.config.search_space import DECIDED, plan_search
 from dpmac_cli.config.settings import OUTPUT, SETTINGS, Count, DisplayFlags
 from dpmac_cli.errors import INTERRUPTED, InputError
 from dpmac_cli.storage.files import to_json
+from dpmac_cli.storage.report_keys import ReportKeys
 
 if TYPE_CHECKING:
     from dpmac_cli.release.publish import Finished
     from dpmac_cli.studies.tune import SearchEvent, TunePlan
 
 SEARCH = "Search"
+#: Setting that decides what is printed, and is not one of the trials.
+JSON: SettingName = "json"
 #: Settings of a training run that a search does not decide itself.
 SHARED: Mapping[SettingName, Option] = {
     name: option
@@ -101,7 +105,7 @@ def tune(search: list[str] | None, **given: Any) -> None:
     command to resume).
     """
     flags, shown = take(TuneFlags, given), take(DisplayFlags, dict(given))
-    json = bool(given.pop("json", False))
+    json = bool(given.pop(JSON, False))
     errors: list[str] = []
     try:
         trials = trials_of(flags.trials, flags.most_trials)
@@ -210,10 +214,12 @@ def _plan_lines(plan: "TunePlan") -> Iterator[Text]:
 def _summary(finished: "Finished") -> Iterator[Text]:
     report = finished.report
     privacy, chosen = report["privacy"], report["hyperparameters"]
+    claim = cast(ReportKeys, report)["privacy"]
+    epsilon = math.inf if claim["epsilon"] is None else claim["epsilon"]
     yield Text.assemble(
         "privacy ",
-        (f"epsilon {format_epsilon(privacy['epsilon'])}", "bold"),
-        f" at delta {privacy['delta']:g}, of search and model together",
+        (f"epsilon {format_epsilon(epsilon)}", "bold"),
+        f" at delta {claim['delta']:g}, of search and model together",
     )
     yield Text("settings: " + ", ".join(f"{name} {value:g}" for name, value in chosen.items()))
     yield Text(privacy["search"]["time"])

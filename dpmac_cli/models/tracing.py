@@ -36,6 +36,8 @@ SAMPLES = 4
 #: Largest batch size for which the operations must be the same.
 LARGEST_BATCH = 1 << 20
 #: Names of operations and inputs, grouped by how outputs depend on inputs.
+#: Arguments that tell a normalisation to use the statistics of its inputs.
+IN_TRAINING = ("training", "train")
 KNOWN = catalogue(frozenset[str], Path(__file__).with_name("operations.toml"))
 
 
@@ -105,7 +107,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             found = [_union(given)] * len(outputs)
         elif name in KNOWN["along"]:
             found = _along(given, _dims_of(func, named), outputs)
-        elif name in KNOWN["by_channel"] and told <= KNOWN["channels"] and _keeps_nothing(named):
+        elif name in KNOWN["by_channel"] and told <= KNOWN["of_channels"] and _keeps_nothing(named):
             found = _by_channel(given, outputs)
         elif told <= KNOWN["rows"] and (name in KNOWN["by_row"] or named.get("training") is False):
             found = _row_by_row(given, outputs)
@@ -173,7 +175,7 @@ def _along(given: Sequence[Tensor], dims: list[int], outputs: Sequence[Tensor]) 
 def _keeps_nothing(named: Mapping[str, Any]) -> bool:
     """Return whether a normalisation has statistics of its inputs alone, which it does not keep."""
     statistics = named.get("running_mean"), named.get("running_var")
-    return statistics == (None, None) and bool(named.get("training", named.get("train")))
+    return statistics == (None, None) and any(named.get(key) for key in IN_TRAINING)
 
 
 def _by_channel(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -179,9 +179,8 @@ class PrivateTraining:
         """Return the privacy so far, for a notebook."""
         privacy, facts = self.plan.privacy, self.plan.data.facts
         counted = "units" if self.plan.data.found.unit else "records"
-        rows = of_privacy(
-            private=privacy.private, epsilon=self.epsilon, delta=privacy.delta, unit=privacy.unit
-        )
+        delta = privacy.delta if privacy.private else None
+        rows = of_privacy(self.epsilon, delta, privacy.unit)
         done = f"{self._begun:,} of {self._steps:,}"
         rows += [("trains on", f"{facts.train_size:,} {counted}"), ("steps", done)]
         return as_html("Private training", rows)

@@ -83,8 +83,8 @@ def _write_audit(session: Session, report: ReportKeys) -> None:
     if not session.trainer.hooks:
         return
     [canaries] = session.trainer.hooks
-    cost = report["privacy"]
-    claim = (cost["epsilon"], cost["delta"], session.plan.privacy.audit.guesses)
+    plan = session.plan.privacy
+    claim = (report["privacy"]["epsilon"], plan.delta, plan.audit.guesses)
     seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
     events = tuple(e for e in session.spent().events if e.records == "training")
     text = files.to_json(audit.Audit(*claim, *seen, events).as_json())

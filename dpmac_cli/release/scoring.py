@@ -1,9 +1,7 @@
 """Score a published model on a test split."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.keywords import Keywords
@@ -18,7 +16,8 @@ from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
-from dpmac_cli.tasks.notebook import as_html, of_privacy
+from dpmac_cli.storage.report_keys import PrivacyPart
+from dpmac_cli.tasks.notebook import as_html, of_claim
 from dpmac_cli.training.evaluation import EXACT, Evaluation, evaluate
 
 
@@ -35,12 +34,11 @@ class Scored:
     path: Path
     covered: bool = False
     held_out: bool = False
-    privacy: Mapping[str, Any] = field(default_factory=dict)
+    privacy: PrivacyPart | None = None
 
     def _repr_html_(self) -> str:
         """Return the numbers that matter, for a notebook."""
-        facts = {key: self.privacy[key] for key in ("private", "epsilon", "delta")}
-        guarantee = of_privacy(**facts, unit=self.privacy["unit"]["name"]) if self.privacy else []
+        guarantee = [] if self.privacy is None else of_claim(self.privacy)
         return as_html(f"{self.path} on {self.dataset}", [*guarantee, *self.result.rows()], EXACT)
 
 

@@ -12,6 +12,7 @@ class DatasetPart(TypedDict):
     """Dataset that a model was trained on."""
 
     name: str
+    train_size: int
     multilabel: bool
 
 
@@ -40,7 +41,7 @@ class PrivacyPart(TypedDict):
 
     private: bool
     epsilon: float | None
-    delta: float
+    delta: float | None
     unit: UnitPart
     adjacency: str
     sampler: str

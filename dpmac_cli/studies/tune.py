@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias, Unpack, cast
 
 from dpmac_cli.accounting.selection import trials_of
-from dpmac_cli.config.keywords import Keywords
+from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.search_space import SearchSpace, kind_of_trial, plan_search
 from dpmac_cli.data.dataset import Data
@@ -177,7 +177,8 @@ def tune(
         BudgetError: no noise meets the target epsilon.
         RunError: every trial diverged, or memory ran out.
     """
-    given: dict[Any, Any] = {n: v for n, v in keywords.items() if v is not None and v is not False}
+    typed = {n: v for n, v in keywords.items() if v is not None and v is not False}
+    given = cast(dict[SettingName, Any], typed)  # others are refused with the search
     out = Path(given.pop("out", OUT))
     space = plan_search(given, None, search, trials_of(trials, most_trials))
     return carry_out_search(plan_tune(space, out, stop_early=stop_early), stop)
