@@ -376,7 +376,8 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     in_panel = {n for n, s in SETTINGS.items() if s.flag.group == DATA} | {"data_dir"}
     # Units and tokens are refused where they do nothing.
     assert every.keys() | {"unit", "tokens"} == in_panel
-    split_off, always = {"test_fraction", "split_seed"}, {"schema", "data_dir", "records_per_unit"}
+    split_off = {"test_fraction", "split_seed"}
+    always = {"schema", "encoding", "data_dir", "records_per_unit"}
     idle = {
         "photos": {*split_off, "feature_range", *always},
         "album": {"feature_range", *always},
