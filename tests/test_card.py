@@ -16,7 +16,7 @@ from torch import Tensor
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.dataset import standardisation
+from dpmac_cli.data.dataset import Split, standardisation
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.models.build import build_model
@@ -91,7 +91,10 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
     torch.manual_seed(0)
     data = load_data("digits", tmp_path, CPU)
     network = build_model(BuiltIn(model), config.data.facts.signature, seed=1).eval()
-    task = PreparedRun(model=network, trained=network, data=data, independence="built in")
+    like = Split(torch.zeros(1, *config.data.facts.shape), torch.zeros(1, dtype=torch.int64))
+    task = PreparedRun(
+        model=network, trained=network, data=replace(data, train=like), independence="built in"
+    )
     facts = public_facts(config, spent(steps=1), task, trained=0)
     pixels = torch.randint(0, 256, (20, *config.data.facts.shape), dtype=torch.uint8)
     given = facts["input"]

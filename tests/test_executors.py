@@ -175,7 +175,7 @@ def test_on_ray_a_killed_worker_leaves_the_table_as_it_would_have_been(
     running = process(*FLAGS, *flags)
     wait_for(lambda: under_way(out))
     os.kill(ray_workers()[0], signal.SIGKILL)
-    output, errors = running.communicate(timeout=120)
+    output, errors = running.communicate(timeout=300)
     assert running.returncode == 0, errors
     assert "its process died (WorkerCrashedError); resuming it" in " ".join(errors.split())
     assert table(json.loads(output)) == written(out) == local
@@ -193,7 +193,7 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     running = process(*FLAGS, *flags)
     wait_for(lambda: under_way(out))
     running.send_signal(signal.SIGTERM)  # which Ray would like to have for itself
-    output, errors = running.communicate(timeout=60)
+    output, errors = running.communicate(timeout=180)
     assert running.returncode == 130, errors
     assert "files that do not belong to a run" in output
     assert "run the same command to resume" in errors
@@ -203,7 +203,7 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert not any(run.folder.exists() for run in later)
     (broken.folder / "thesis.txt").unlink()
     running = process(*FLAGS, *flags[:-2])
-    output, errors = running.communicate(timeout=120)
+    output, errors = running.communicate(timeout=300)
     assert running.returncode == 0, errors
     assert written(out) == local
 

@@ -28,7 +28,7 @@ OFTEN = ("--checkpoint-every", "5", "--jobs", "2")
 def completed(*args: str) -> str:
     """Type a command in a process of its own: what it printed."""
     running = process(*args)
-    output, errors = running.communicate(timeout=120)
+    output, errors = running.communicate(timeout=300)
     assert running.returncode == 0, errors
     return output
 
@@ -146,7 +146,7 @@ def test_a_killed_worker_leaves_the_table_as_it_would_have_been(
     running = process(*LONG, *OFTEN, "--out", str(hurt))
     wait_for_steps(hurt)
     os.kill(children(running.pid)[0], signal.SIGKILL)
-    output, errors = running.communicate(timeout=120)
+    output, errors = running.communicate(timeout=300)
     assert running.returncode == 0, errors
     assert "its process died (signal 9); resuming it" in " ".join(output.split())
     assert table(hurt) == table(undisturbed)
@@ -174,7 +174,7 @@ def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
     running = process(*LONG, *OFTEN, "--out", str(out))
     wait_for_steps(out)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
+    _, errors = running.communicate(timeout=180)
     assert running.returncode == 130
     assert "run the same command to resume" in errors
     assert "Traceback" not in errors
@@ -210,7 +210,7 @@ def test_what_fails_for_one_reason_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("")
     net = f"{tmp_path / 'net.py'}:Net"
     running = process(*SMALL, "--out", str(tmp_path / "study"), "--model", net)
-    lines = running.communicate(timeout=120)[1].splitlines()
+    lines = running.communicate(timeout=300)[1].splitlines()
     [line] = [line for line in lines if line.startswith("failed: ")]
     assert re.match(rf"failed: digits-dp-sgd-\w+ \(seed 0\) and 3 more: --model {net}: ", line)
 
@@ -259,11 +259,11 @@ def test_two_commands_do_not_share_a_folder(tmp_path: Path) -> None:
     first = process(*LONG, "--out", str(out), "--jobs", "1", "--checkpoint-every", "5")
     wait_for_steps(out)
     second = process(*SMALL, "--out", str(out))
-    _, errors = second.communicate(timeout=60)
+    _, errors = second.communicate(timeout=180)
     assert second.returncode == 2
     assert "in use" in errors
     first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=60)
+    first.communicate(timeout=180)
     assert first.returncode == 130
 
 

@@ -69,7 +69,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
     with started(2, *TRAIN, "--epochs", "2000", "--checkpoint-every", "5") as (first, second):
         wait_for_training()
         second.send_signal(signal.SIGKILL)
-        out, err = first.communicate(timeout=60)
+        out, err = first.communicate(timeout=180)
         said = " ".join(err.split())
         assert first.returncode == 4, said
         assert "One of the 2 processes of this run stopped, or does not answer (" in said
@@ -79,7 +79,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
     saved = max(int(file.stem.split("-")[-1]) for file in Path("run/checkpoint").glob("step-*"))
     more = ("--out", "longer", "--steps", str(saved + 30))
     with process("train", "--fork", "run", *more) as alone:
-        _, err = alone.communicate(timeout=120)
+        _, err = alone.communicate(timeout=300)
         assert alone.returncode == 0, err
     longer = report("longer")
     assert longer["state"] == "finished"
@@ -92,7 +92,7 @@ def test_where_rank_0_is_lost_the_others_say_so_and_how_to_go_on() -> None:
         wait_for_training()
         first.send_signal(signal.SIGKILL)
         for other in others:
-            out, err = other.communicate(timeout=60)
+            out, err = other.communicate(timeout=180)
             said = " ".join(err.split())
             assert other.returncode == 4, said
             assert "One of the 3 processes of this run stopped, or does not answer (" in said
