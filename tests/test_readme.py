@@ -63,7 +63,7 @@ SHORTER = {
     "--epochs 10": "--steps 4",
     "--seeds 3": "--seeds 1",
     " --minutes 5": "",  # it would contradict the steps
-    "cifar10-de2022.yaml": "cifar10-de2022.yaml --batch-size 16 --physical-batch 8",
+    "--recipe cifar10-de2022": "--recipe cifar10-de2022 --batch-size 16 --physical-batch 8",
     "--warmup-steps 20": "--warmup-steps 1",
     # An attack contradicts a sound claim by chance, in one of twenty runs; not in this one.
     "--canaries 5000": "--canaries 5000 --seed 1",
