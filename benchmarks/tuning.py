@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.selection import trials_of
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.search_space import SearchSpace, plan_search
@@ -86,7 +88,8 @@ def _trials(
     space: SearchSpace, out: Path, seed: int, noisy: Callable[[TrainPlan, int], TrainPlan]
 ) -> Iterator[Path]:
     """Train as many trials as a search has on average, and yield the folders of those that end."""
-    source, count = random.Random(seed), round(space.search.trials.mean)  # noqa: S311  (public)
+    source = random.Random(seed)  # noqa: S311  (its draws are repeated, and protect nothing)
+    count = round(space.search.trials.mean)
     for number in range(count):
         setting = {each.name: each.draw(source) for each in space.dimensions}
         plan = noisy(space.plan_of(setting, stop_early=True), count)
@@ -116,9 +119,10 @@ def main() -> None:
     found = {tuple(row[:-1]): row[-1] for row in map(json.loads, lines)}
     for dataset in options.datasets.split(","):
         for epsilon in map(float, options.epsilon.split(",")):
-            given = {"dataset": dataset, "epsilon": epsilon, "device": "cpu"}
+            given: dict[SettingName, Any] = {"dataset": dataset, "epsilon": epsilon}
+            given["device"] = "cpu"
             trials = trials_of(options.trials)
-            space = plan_search(given, None, options.search or SPACE, trials)  # type: ignore[arg-type]
+            space = plan_search(given, None, options.search or SPACE, trials)
             for repeat in range(options.repeats):
                 for name, way in WAYS.items():
                     key = (dataset, epsilon, repeat, name)

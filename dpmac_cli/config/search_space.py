@@ -224,7 +224,8 @@ def _range(
     name: SettingName, text: str, found: re.Match[str], errors: list[str]
 ) -> Dimension | None:
     """Return a range of numbers to draw from, and add its faults to ``errors``."""
-    low, high, log = float(found["low"]), float(found["high"]), found["log"] is not None
+    low, high = float(found["low"]), float(found["high"])
+    log = found["log"] is not None
     kind, before = SETTINGS[name].kind, len(errors)
     if kind not in (int, float):
         errors.append(f"--search {text}: {flag_name(name)} is not a number. List its values.")

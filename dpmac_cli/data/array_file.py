@@ -173,7 +173,9 @@ def _leave_out_bad(arrays: ArrayDict, source: Source, unusable: Mapping[str, Fau
     ``unusable`` says, for each side, which records cannot be used and why. Raises InputError with
     every reason why the arrays cannot be used as a dataset.
     """
-    faults, skipped, why = list[str](), list[str](), list[str]()
+    faults: list[str] = []
+    skipped: list[str] = []
+    why: list[str] = []
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InputError(f"{source.path}: x_test and y_test must both be given; one is missing.")
     sides = [side for side in SIDES if f"x{side}" in arrays]

@@ -137,8 +137,8 @@ class Column(Written):
             for whole numbers, each of which becomes an input like a category. "date" is for dates
             and times. "boolean" is for two categories, false and true, that become one input.
         range: lowest and highest number, or first and last date. Others are clipped to it.
-        categories: each becomes an input that is 0 or 1. One more input, "other", stands for all
-            undeclared values.
+        categories: declared values. Each becomes an input that is 0 or 1, and all other values
+            share one more input, "other".
         text: largest number of tokens of a text. Longer texts are truncated.
         format: how dates are written, as for ``strptime``; by default as in ISO 8601.
         parts: parts of a date that become inputs; by default its age.

@@ -81,7 +81,9 @@ class CsvFile:
                 f"--skip-bad reads each line of {self.path} by itself, which {self.encoding} does "
                 "not allow: save the table as UTF-8, or leave out --skip-bad."
             )
-        delimiter, broken, cells = self.delimiter(), dict[int, str](), list[list[str | None]]()
+        delimiter = self.delimiter()
+        broken: dict[int, str] = {}
+        cells: list[list[str | None]] = []
         content = self.path.read_bytes()
         content = content.removeprefix(codecs.BOM_UTF8) if self._codec == "utf-8-sig" else content
         lines = re.split(rb"\r\n|\n|\r", content)
