@@ -1,6 +1,7 @@
 """Train a small causal language model privately: all of it, and with LoRA.
 
     python benchmarks/language_model.py > docs/data/language_model.json       # an hour on two cores
+    python benchmarks/language_model.py --device cuda
     python benchmarks/language_model.py --layers 1 --width 32 --words 50 --records 2000 --steps 20
 
 Texts are generated: after each word, one of four follows, and as in a language few words are
@@ -10,8 +11,12 @@ texts, with other words in part. docs/language-models.md shows the figures.
 """
 
 import argparse
+import copy
 import json
 import math
+import time
+from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -128,12 +133,16 @@ def text_loss(model: Any, batch: Text) -> Tensor:
     return losses.sum(1) / mask.sum(1).clamp(min=1)
 
 
+def rows_of(texts: Texts, rows: Tensor | slice, model: nn.Module) -> Text:
+    """Return some texts on the device of a network."""
+    device = next(model.parameters()).device
+    return {"input_ids": texts.ids[rows].to(device), "attention_mask": texts.mask[rows].to(device)}
+
+
 @torch.no_grad()
 def perplexity(model: nn.Module, texts: Texts) -> float:
     """Return the perplexity of public texts."""
-    losses, mask = token_losses(
-        model.eval(), {"input_ids": texts.ids, "attention_mask": texts.mask}
-    )
+    losses, mask = token_losses(model.eval(), rows_of(texts, slice(None), model))
     return math.exp(float(losses.sum() / mask.sum()))
 
 
@@ -142,22 +151,46 @@ def pretrain(model: nn.Module, texts: Texts, steps: int) -> None:
     adam = torch.optim.Adam(model.parameters(), lr=3e-3)
     for step in range(steps):
         rows = torch.randint(len(texts), (64,), generator=torch.Generator().manual_seed(step))
-        batch = {"input_ids": texts.ids[rows], "attention_mask": texts.mask[rows]}
         adam.zero_grad()
-        text_loss(model, batch).mean().backward()  # type: ignore[no-untyped-call]
+        text_loss(model, rows_of(texts, rows, model)).mean().backward()  # type: ignore[no-untyped-call]
         adam.step()
+
+
+def plain_step(model: nn.Module, batch_size: int) -> Callable[[Text], object]:
+    """Return a step of Adam without privacy, on the whole batch at once."""
+    adam = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
+    device = next(model.parameters()).device
+
+    def one(batch: Text) -> None:
+        adam.zero_grad()
+        losses = text_loss(model, {name: values.to(device) for name, values in batch.items()})
+        (losses.sum() / batch_size).backward()  # type: ignore[no-untyped-call]
+        adam.step()
+
+    return one
+
+
+def timed(one: Callable[[Text], object], batch: Text) -> float:
+    """Return the seconds that a step takes."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    one(batch)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 def run(options: argparse.Namespace, *, lora: bool) -> dict[str, Any]:
     """Train privately; return perplexities and what they cost."""
     torch.manual_seed(0)
     words, length = options.words, options.length
-    model: nn.Module = Gpt(words, length, options.layers, options.width)
+    model: nn.Module = Gpt(words, length, options.layers, options.width).to(options.device)
     if lora:
         pretrain(
             model, Texts(20_000, words, length, seed=1, changed=options.changed), options.public
         )
-        model = with_lora(model)
+        model = with_lora(model).to(options.device)
     records, held = Texts(options.records, words, length, 2), Texts(500, words, length, 3)
     before = perplexity(model, held)
     step = PrivateStep(
@@ -168,11 +201,13 @@ def run(options: argparse.Namespace, *, lora: bool) -> dict[str, Any]:
         lr=options.lora_lr if lora else options.lr,
         epsilon=8,
         steps=options.steps,
-        physical_batch=64,
+        physical_batch=options.physical_batch,
         seed=0,
     )
+    plain = plain_step(copy.deepcopy(model), options.batch)
+    taken: list[tuple[float, float]] = []
     for batch in step.loader(records):
-        step(batch)
+        taken.append((timed(plain, batch), timed(step, batch)))
     return {
         "trained": "LoRA" if lora else "all",
         "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -180,6 +215,8 @@ def run(options: argparse.Namespace, *, lora: bool) -> dict[str, Any]:
         "perplexity after": round(perplexity(model, held), 1),
         "epsilon": step.epsilon,
         "sigma": step.sigma,
+        "seconds a step": round(median(own for _, own in taken), 4),
+        "times plain": round(median(own / base for base, own in taken), 2),
         "notes": step.notes,
     }
 
@@ -195,6 +232,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--lora-lr", type=float, default=3e-3)
     parser.add_argument("--changed", type=float, default=0.3)
+    parser.add_argument("--physical-batch", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     for lora in (False, True):
         print(json.dumps(run(options, lora=lora)), flush=True)

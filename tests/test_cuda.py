@@ -6,6 +6,7 @@ Skipped on machines without a GPU; ``tests/test_synchronisation.py`` is for thos
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli import ArrayData, Poisson, PrivateStep, resolve
+from dpmac_cli import make_trainer as make_planned
 from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
@@ -23,7 +27,14 @@ from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import after, digits_config, dpmac, train_events
 from tests.helpers import Batches, SecureSpy, Spy, a_key, class_task, make_trainer
+from tests.test_language_models import LENGTH, WORDS, Texts, text_loss
+from tests.test_language_models import model as language_model
+from tests.test_private_step import Reader
+from tests.test_private_step import loss as reader_loss
 from tests.test_synchronisation import NETWORKS, SIDE
+from tests.test_text_encoder import LAYOUT, features, inputs
+from tests.test_wordpiece import TEXTS
+from tests.tiny_bert import write_encoder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 RECORDS, BATCH, STEPS = 64, 16, 3
@@ -163,3 +174,100 @@ def test_a_run_that_was_stopped_is_resumed_with_new_keys() -> None:
     assert started.fresh_noise == "steps on a GPU cannot be repeated bit for bit"
     assert isinstance(last, Finished)
     assert [event["steps"] for event in last.report["privacy"]["events"]] == [5, 4]
+
+
+class Recurrent(Reader):
+    """Classifies the last hidden state of an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, *, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        hidden = self.cells(self.words(input_ids))[0]
+        return {"logits": self.head((hidden * attention_mask.unsqueeze(2)).sum(1))}
+
+
+class Uncalled(Reader):
+    """Uses a weight without a call."""
+
+    def forward(self, *, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        mixed = self.words(input_ids) @ self.words.weight.T @ self.words.weight
+        return {"logits": self.head((mixed * attention_mask.unsqueeze(2)).sum(1))}
+
+
+def labelled_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A text is labelled by whether its first word is even."""
+    return reader_loss(model, {**batch, "labels": batch["input_ids"][:, 0] % 2})
+
+
+PROGRAMS: dict[str, tuple[Any, Any]] = {
+    "reader": (Reader, labelled_loss),
+    "lstm": (Recurrent, labelled_loss),
+    "uncalled": (Uncalled, labelled_loss),
+    "tied": (lambda: language_model(lora=False), text_loss),
+    "lora": (lambda: language_model(lora=True), text_loss),
+}
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights")  # cuDNN copies them; true, and harmless
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("optimizer", ["dp-adam", "dp-macadam"])
+def test_steps_of_a_program_are_those_of_the_cpu(optimizer: str, name: str) -> None:
+    build, loss = PROGRAMS[name]
+    records, moved = Texts(RECORDS, WORDS, LENGTH, seed=1), []
+    for device in (CPU, CUDA):
+        torch.manual_seed(0)
+        model = build().to(device)
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        sampling = Poisson(n=RECORDS, batch_size=BATCH)
+        step = PrivateStep(
+            model, loss, sampling=sampling, optimizer=optimizer, sigma=1.0, steps=3, lr=0.01, seed=0
+        )
+        for batch in step.loader(records):
+            assert all(values.device.type == device.type for values in batch.values())
+            step(batch)
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        moved.append((after - before).double().cpu())
+    assert (moved[1] - moved[0]).norm() <= 1e-3 * moved[0].norm()
+
+
+@pytest.mark.parametrize("loss", ["mse", "huber", "quantile:0.9"])
+def test_a_number_is_predicted(loss: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (400, 6)).astype(np.float32)
+    data = ArrayData(
+        x,
+        x.sum(1),
+        low=-1,
+        high=1,
+        target_low=-6,
+        target_high=6,
+        x_test=x[:50],
+        y_test=x[:50].sum(1),
+    )
+    thetas = []
+    for device in ("cpu", "cuda"):
+        flags = {"dataset": data, "sigma": 1.0, "epochs": 2, "seed": 0, "loss": loss}
+        plan = resolve({**flags, "device": device}).plan
+        trainer = make_planned(plan)
+        for _ in range(plan.privacy.steps):
+            trainer.step()
+        assert trainer.state.theta.device.type == device
+        thetas.append(trainer.state.theta.double().cpu())
+    assert (thetas[1] - thetas[0]).norm() <= 1e-3 * thetas[0].norm()
+
+
+@pytest.mark.privacy
+def test_the_vector_of_a_text_is_that_of_the_cpu_and_has_no_neighbours() -> None:
+    """In a batch of one size, as features are computed."""
+    encoder = read_encoder(str(write_encoder(Path("encoder")))).of(LAYOUT)
+    network, x = features(encoder), inputs("encoder", TEXTS)
+    on_cpu, on_cuda = network(x), network.to(CUDA)(x.to(CUDA))
+    torch.testing.assert_close(on_cuda.cpu(), on_cpu, atol=2e-6, rtol=0)
+    order = torch.randperm(len(TEXTS), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(network(x[order].to(CUDA)), on_cuda[order.to(CUDA)])
+    for row in range(len(TEXTS)):
+        others = torch.zeros_like(x)
+        others[row] = x[row]
+        assert torch.equal(network(others.to(CUDA))[row], on_cuda[row])

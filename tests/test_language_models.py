@@ -78,6 +78,7 @@ def test_every_parameter_gets_its_clipped_gradient(lora: bool) -> None:
 def test_perplexity_falls_under_epsilon_8(lora: bool) -> None:
     small: dict[str, Any] = {"words": 40, "length": 8, "layers": 1, "width": 16, "records": 2000}
     small |= {"batch": 128, "steps": 30, "public": 60, "lr": 0.01, "lora_lr": 0.01, "changed": 0.5}
+    small |= {"physical_batch": 64, "device": "cpu"}
     found = run(argparse.Namespace(**small), lora=lora)
     assert found["perplexity after"] < 0.95 * found["perplexity before"]
     assert found["epsilon"] <= 8

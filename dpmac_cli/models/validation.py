@@ -231,7 +231,8 @@ def randomise_zeros(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         if p.is_floating_point() and not p.any():
-            p.data = torch.empty_like(p).normal_(std=0.1, generator=generator)
+            drawn = torch.empty(p.shape, dtype=p.dtype).normal_(std=0.1, generator=generator)
+            p.data = drawn.to(p.device)
 
 
 @contextlib.contextmanager

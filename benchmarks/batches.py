@@ -1,0 +1,127 @@
+"""The six optimizers of the paper, each with the batch and rate that are best for it.
+
+    python benchmarks/batches.py docs/data/batches.jsonl
+    python benchmarks/batches.py docs/data/batches.jsonl --part 2/8 --device cuda   # a share
+
+The networks and epochs are the paper's, the epsilons those of its noise. Batch and rate are chosen
+on a seed that is not in the table: both are doubled and halved as long as the best is at an end.
+The runs are on other seeds, the same for all optimizers. A line is a run; what is in the file is
+not run again. Shares write to files of their own, which `cat` joins. At the end, what is finished
+is printed as a table.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+from dpmac_cli import make_trainer, resolve
+
+TUNED, SEEDS, EPOCHS = 100, (0, 1, 2, 3, 4), 5
+#: Epsilons of each dataset, and the batch with which the search begins.
+EPSILONS = {"mnist": (0.785, 2.3158, 7.4793), "cifar10": (2.435,)}
+BATCHES = {"mnist": 3750, "cifar10": 1250}
+#: The learning rate with which the search begins, by optimizer: of MNIST and of CIFAR-10.
+RATES = {
+    "dp-sgd": (2.0, 2.0),
+    "adaclip": (1.0, 1.0),
+    "dp-adam": (0.02, 0.004),
+    "dp-adambc": (0.005, 0.001),
+    "dp-macadam": (0.02, 0.004),
+    "dp-macadambc": (0.005, 0.001),
+}
+
+
+class Cell(NamedTuple):
+    """One optimizer at one epsilon of a dataset."""
+
+    dataset: str
+    epsilon: float
+    optimizer: str
+
+
+class Runs:
+    """Runs of a file, by their settings; new ones are added to it."""
+
+    def __init__(self, file: Path, device: str) -> None:
+        lines = file.read_text().splitlines() if file.exists() else []
+        self._file, self._device = file, device
+        self._done = {_key(line): line["accuracy"] for line in map(json.loads, lines)}
+
+    def accuracy(self, cell: Cell, batch: int, rate: float, seed: int) -> float:
+        """Return the test accuracy of a run in percent."""
+        flags: dict[str, Any] = {**cell._asdict(), "batch_size": batch, "lr": rate, "seed": seed}
+        if _key(flags) not in self._done:
+            plan = resolve({**flags, "recipe": "paper", "epochs": EPOCHS, "device": self._device})
+            trainer = make_trainer(plan.plan)
+            for _ in range(plan.plan.privacy.steps):
+                trainer.step()
+            found = round(100 * trainer.evaluate().accuracy, 2)
+            with self._file.open("a") as out:
+                print(json.dumps({**flags, "accuracy": found, "device": self._device}), file=out)
+            self._done[_key(flags)] = found
+        return self._done[_key(flags)]
+
+    def tuned(self, cell: Cell) -> tuple[int, float]:
+        """Return the batch and rate that are best on the seed of the tuning."""
+        rates: dict[int, float] = {}
+
+        def of_batch(batch: float) -> float:
+            def of_rate(rate: float) -> float:
+                return self.accuracy(cell, int(batch), rate, TUNED)
+
+            rates[int(batch)] = best(of_rate, RATES[cell.optimizer][cell.dataset == "cifar10"])
+            return of_rate(rates[int(batch)])
+
+        batch = int(best(of_batch, BATCHES[cell.dataset]))
+        return batch, rates[batch]
+
+
+def best(score: Callable[[float], float], start: float) -> float:
+    """Return the best of ``start`` times powers of two, of which neither end is the best."""
+    powers = {power: score(start * 2.0**power) for power in (-1, 0, 1)}
+    while (chosen := max(powers, key=lambda power: powers[power])) in (min(powers), max(powers)):
+        power = chosen + (1 if chosen == max(powers) else -1)
+        powers[power] = score(start * 2.0**power)
+    return start * 2.0**chosen
+
+
+def table(runs: Runs, cells: Iterable[Cell]) -> str:
+    """Tune each cell, run it on the other seeds, and return a row for each."""
+    lines = ["| dataset | epsilon | optimizer | batch | rate | accuracy | runs |", "|---" * 7 + "|"]
+    for cell in cells:
+        batch, rate = runs.tuned(cell)
+        found = [runs.accuracy(cell, batch, rate, seed) for seed in SEEDS]
+        told = " ".join(f"{value:.2f}" for value in found)
+        dataset, epsilon, optimizer = cell
+        row = f"{dataset} | {epsilon:g} | {optimizer} | {batch} | {rate:g} | {mean(found):.2f}"
+        lines.append(f"| {row} | {told} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run a share of the cells, all by default, and print them as a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--part", default="0/1", help="a share of the cells, as 2/8 (0/1: all)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dataset", choices=EPSILONS, help="this one alone")
+    options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    cells = [
+        Cell(dataset, epsilon, optimizer)
+        for dataset in ([options.dataset] if options.dataset else EPSILONS)
+        for epsilon, optimizer in product(EPSILONS[dataset], RATES)
+    ]
+    print(table(Runs(options.file, options.device), cells[part::parts]))
+
+
+def _key(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in (*Cell._fields, "batch_size", "lr", "seed"))
+
+
+if __name__ == "__main__":
+    main()
