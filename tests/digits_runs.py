@@ -86,7 +86,8 @@ def dpmac(*args: str) -> Result:
 
 def refused(*args: str, code: int = 2) -> str:
     """What ``dpmac train`` says of settings that it refuses, on one line."""
-    result = dpmac("train", "--dataset", "digits", "--steps", "1", "--out", "no", *args)
+    noise = () if {"--sigma", "--epsilon", "--no-dp"} & set(args) else ("--sigma", f"{SIGMA:g}")
+    result = dpmac("train", "--dataset", "digits", "--steps", "1", "--out", "no", *noise, *args)
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     assert not Path("no").exists()

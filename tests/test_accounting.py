@@ -81,7 +81,7 @@ def test_mnist_epsilons_of_the_paper(sigma: float, ours: float, paper: float) ->
     assert total_epsilon((event,), config.privacy.delta) <= paper
 
 
-@pytest.mark.parametrize(("sigma", "ours", "paper"), CIFAR_GOLDEN)
+@pytest.mark.parametrize(("sigma", "ours", "paper"), rest_long(CIFAR_GOLDEN))
 def test_cifar_epsilons_of_the_paper(sigma: float, ours: float, paper: float) -> None:
     epsilon = total_epsilon((TrainingEvent(512 / 50_000, sigma, 490),), DELTA)
     assert epsilon == pytest.approx(ours, abs=1e-3)

@@ -70,7 +70,7 @@ def test_there_are_enough_settings() -> None:
     assert len(set(SETTINGS)) == len(SETTINGS) >= 60
 
 
-@pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), rest_long(SETTINGS, 8))
+@pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), rest_long(SETTINGS, 4))
 def test_our_price_lies_within_the_bounds_of_opacus(
     rate: float, sigma: float, steps: int, delta: float
 ) -> None:

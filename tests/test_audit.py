@@ -204,6 +204,7 @@ def test_a_claim_holds_up_to_the_bound() -> None:
 
 
 @pytest.mark.privacy
+@pytest.mark.long
 def test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

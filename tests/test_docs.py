@@ -15,6 +15,7 @@ from dpmac_cli.config import keywords
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
+from tests.tiers import one_in
 from tests.typed import dpmac
 
 ROOT = Path(__file__).parent.parent
@@ -120,7 +121,7 @@ def commands() -> Iterator[tuple[str, str, list[str]]]:
                 yield page.name, command, lines
 
 
-@pytest.mark.parametrize(("page", "command", "lines"), list(commands()))
+@pytest.mark.parametrize(("page", "command", "lines"), one_in(4, commands()))
 def test_commands_print_what_stands_below_them(page: str, command: str, lines: list[str]) -> None:
     name, *args = command.split()
     assert name == "dpmac", page

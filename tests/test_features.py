@@ -54,10 +54,12 @@ from tests.digits_runs import (
     train_events,
     weights,
 )
+from tests.tiers import rest_long
 
 CPU = torch.device("cpu")
 DIGITS = DATASETS["digits"]
 SCATTER: dict[str, Any] = {"features": "scatter", "optimizer": "dp-adam"}
+MIRRORED: dict[str, Any] = {**SCATTER, "features": "scatter-mirror"}
 #: A network with batch norm, which only a frozen part may have, and one more of the same weights.
 NETWORKS = """
 from torch import nn
@@ -226,6 +228,7 @@ def test_batch_norm_without_public_weights_is_refused(net: str) -> None:
 # Runs
 
 
+@pytest.mark.long
 def test_a_run_on_features_trains_and_is_scored_from_its_folder_alone(cache: Path) -> None:
     events, finished = train_events(digits_config(**SCATTER, epochs=6, lr="0.02"))
     assert computed(events)
@@ -267,7 +270,7 @@ def test_report_and_card_say_what_was_public(net: str, public: Path) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("what", ["scatter", "head", "all"])
+@pytest.mark.parametrize("what", rest_long(["scatter", "head", "all"]))
 def test_the_price_is_that_of_any_other_run(what: str, net: str, public: Path) -> None:
     flags: dict[str, Any] = SCATTER if what == "scatter" else tuned(net, public, train=what)
     if what == "all":
@@ -281,7 +284,7 @@ def test_the_price_is_that_of_any_other_run(what: str, net: str, public: Path) -
     }
 
 
-@pytest.mark.parametrize("what", ["scatter", "head"])
+@pytest.mark.parametrize("what", rest_long(["scatter", "head"]))
 def test_a_run_that_stopped_goes_on_bit_for_bit(what: str, net: str, public: Path) -> None:
     flags = SCATTER if what == "scatter" else tuned(net, public)
     config = digits_config(**flags, steps=6, seed=3)
@@ -333,6 +336,7 @@ def test_what_is_frozen_cannot_change_in_a_run(change: dict[str, str]) -> None:
         list(run.fork(first.folder, {**change, "steps": "9"}))
 
 
+@pytest.mark.long
 def test_the_card_loads_a_network_of_ones_own_on_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +355,7 @@ def test_the_card_loads_a_network_of_ones_own_on_features(
     assert right.float().mean().item() == pytest.approx(finished.report["test"]["accuracy"])
 
 
+@pytest.mark.long
 def test_only_the_last_layer_changes(net: str, public: Path) -> None:
     finished = train_digits(**tuned(net, public), epochs=3, no_dp=True)
     before, after = public_weights(net), weights(finished.folder)
@@ -410,7 +415,7 @@ def test_the_cache_is_its_owners_alone(cache: Path) -> None:
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in cache.iterdir()} == {0o600}
     cache.chmod(0o755)
-    train_digits(backbone="efficientnet-lite0", backbone_size="32")
+    train_digits(**MIRRORED)
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
@@ -422,6 +427,7 @@ def test_features_are_computed_once(cache: Path) -> None:
     assert kept(cache)
 
 
+@pytest.mark.long
 def test_the_person_who_waits_is_told(cache: Path) -> None:
     args = ("train", "--dataset", "digits", "--features", "scatter", "--steps", "1", "--sigma", "6")
     said = f"computing features of 1,797 records, once: kept in {cache}"
@@ -457,14 +463,14 @@ def test_other_records_have_other_features(cache: Path) -> None:
     assert len(list(cache.glob("*.rows"))) == 3
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])
+@pytest.mark.parametrize("damage", rest_long(["other", "flipped", "cut", "empty"]))
 def test_a_damaged_file_is_computed_anew(damage: str, cache: Path) -> None:
     one = train_digits(**SCATTER, seed=1)
     file = kept(cache)
     content = bytearray(file.read_bytes())
     content[-1000] ^= 1
     if damage == "other":  # whole, but of something else
-        train_digits(backbone="efficientnet-lite0", backbone_size="32")
+        train_digits(**MIRRORED)
         (other,) = set(cache.glob("*.rows")) - {file}
         file.write_bytes(other.read_bytes())
     else:

@@ -215,7 +215,7 @@ def test_an_addition_is_zero_at_first_and_can_be_merged() -> None:
 def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
     part: str, pretrained: dict[str, Any]
 ) -> None:
-    finished = train_digits(**pretrained, train=part, steps=3, out="run")
+    finished = train_digits(**pretrained, train=part, steps=3, batch_size=32, out="run")
     before, after_it = load_file(pretrained["pretrained"]), load_file("run/model.safetensors")
     assert before.keys() == after_it.keys()  # loads into the network that it came from
     moved = {name for name in before if not torch.equal(before[name], after_it[name])}
@@ -235,7 +235,7 @@ def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(
     part: str, pretrained: dict[str, Any]
 ) -> None:
-    settings = {**pretrained, "train": part, "steps": 6, "seed": 3}
+    settings = {**pretrained, "train": part, "steps": 6, "batch_size": 32, "seed": 3}
     whole = train_digits(**settings, out="whole")
     list(train(digits_config(**settings, out="cut"), after(2)))
     assert finish(list(resume("cut", {"model": pretrained["model"]}))).state == "finished"
@@ -245,7 +245,14 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(
 @pytest.mark.privacy
 @pytest.mark.parametrize("pretrained", ["ViT"], indirect=True)
 def test_lora_is_published_merged_and_resumed_exactly(pretrained: dict[str, Any]) -> None:
-    settings = {**pretrained, "train": "lora", "lora_rank": 2, "steps": 6, "seed": 3}
+    settings = {
+        **pretrained,
+        "train": "lora",
+        "lora_rank": 2,
+        "steps": 6,
+        "batch_size": 32,
+        "seed": 3,
+    }
     whole = train_digits(**settings, out="whole")
     list(train(digits_config(**settings, out="cut"), after(2)))
     assert finish(list(resume("cut", {"model": pretrained["model"]}))).state == "finished"

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from dpmac_cli import ClippedSum, ball
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
+from tests.tiers import one_in, rest_long
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from language_model import Gpt, Texts, run, text_loss, with_lora
@@ -41,8 +43,9 @@ def without(batch: dict[str, Tensor], row: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("lora", [True, False])
-@pytest.mark.parametrize("physical", [256, 2])
+@pytest.mark.parametrize(
+    ("lora", "physical"), one_in(3, itertools.product([True, False], [256, 2]))
+)
 def test_a_document_moves_the_sum_by_at_most_the_radius(lora: bool, physical: int) -> None:
     net, batch = model(lora=lora), texts()
     clipped = ClippedSum(net, text_loss, ball(RADIUS), batch_size=COUNT, physical_batch=physical)
@@ -52,7 +55,7 @@ def test_a_document_moves_the_sum_by_at_most_the_radius(lora: bool, physical: in
     assert 0.99 * RADIUS < max(moved) <= RADIUS
 
 
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("lora", rest_long([True, False]))
 def test_every_parameter_gets_its_clipped_gradient(lora: bool) -> None:
     """Against autograd, one text after the other, in float64."""
     net, batch = model(lora=lora).double(), texts()

@@ -73,6 +73,7 @@ def test_a_name_that_is_not_there_is_named() -> None:
         dpmac_cli.trian  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.long
 def test_prices_and_settings_load_no_torch() -> None:
     script = (
         "import sys\n"

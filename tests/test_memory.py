@@ -37,6 +37,7 @@ from tests.helpers import (
     tiny_data,
     walk,
 )
+from tests.tiers import rest_long
 
 WIDTH = 2000
 PLAN = StepPlan(steps=100, steps_per_epoch=10, physical_batch=1000)
@@ -236,11 +237,12 @@ def test_smaller_chunks_are_clipped_as_the_configured_ones() -> None:
 
 
 @pytest.mark.privacy
-def test_many_small_chunks_round_no_more_than_a_few_large_ones() -> None:
+@pytest.mark.parametrize("count", rest_long([501, 3001]))
+def test_many_small_chunks_round_no_more_than_a_few_large_ones(count: int) -> None:
     trainer = make_trainer("dp-sgd", dtype=torch.float32)
     trainer.state.chunk = 1
     single = trainer._clip_and_sum(np.array([3])).double()
-    found = trainer._clip_and_sum(np.full(3001, 3)).double() / 3001
+    found = trainer._clip_and_sum(np.full(count, 3)).double() / count
     assert (found - single).norm() <= 1e-7 * single.norm()
 
 

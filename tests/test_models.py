@@ -19,6 +19,7 @@ from dpmac_cli.models.build import build_model
 from dpmac_cli.models.independence import independence
 from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.models.validation import check_model
+from tests.tiers import rest_long
 
 IMAGE = (4, 6, 6)
 
@@ -344,7 +345,7 @@ class LastOf(nn.Module):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", rest_long([nn.LSTM, nn.GRU]))
 def test_torchs_recurrent_layers_are_proven_independent(kind: type[nn.LSTM | nn.GRU]) -> None:
     model = LastOf(kind)
     check_model(model, IMAGE, 3)
@@ -406,6 +407,7 @@ def test_other_uses_of_layers_are_isolated_by_name(model: type[LastOf]) -> None:
     assert not re.search(r"\d", said), "sizes are private once training has begun"
 
 
+@pytest.mark.long
 def test_recurrent_layers_with_dropout_between_them_are_proven() -> None:
     model = LastOf(nn.GRU)
     model.recur = nn.GRU(24, 4, 2, batch_first=True, dropout=0.5)

@@ -50,7 +50,7 @@ def data(**more: object) -> ArrayData:
 
 
 def trained(**more: object) -> tuple[PrivateTraining, Finished]:
-    private = make_private(Net(), data(**more), epsilon=3, steps=3, batch_size=16)
+    private = make_private(Net(), data(**more), sigma=4, steps=3, batch_size=16)
     list(private)
     return private, private.publish("run", force=True)
 
@@ -82,7 +82,7 @@ def test_an_instance_keeps_its_weights() -> None:
 def test_a_loaded_network_of_a_cell_carries_its_training() -> None:
     private, _ = trained()
     again = make_private(
-        load_model("run", network=Net).model, data(), epsilon=9, steps=2, batch_size=16
+        load_model("run", network=Net).model, data(), sigma=4, steps=2, batch_size=16
     )
     assert again.epsilon == pytest.approx(private.epsilon)
     list(again)

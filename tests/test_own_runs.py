@@ -455,6 +455,7 @@ def test_delta_shrinks_with_the_records() -> None:
     assert resolve({"dataset": "many.npz", "delta": 1e-6}).plan.privacy.delta == 1e-6
 
 
+@pytest.mark.long
 def test_classes_that_are_not_tested_are_named() -> None:
     photos("photos")
     for digit in (3, 7):
@@ -670,7 +671,7 @@ def test_hints_name_the_network_of_a_run() -> None:
 @pytest.mark.parametrize("what", ["more", "fewer"])
 def test_files_that_come_or_go_during_a_run_change_nothing_of_it(what: str) -> None:
     photos("photos", records=100)
-    settings = {"steps": "40", "batch_size": "8", "sigma": "1", "device": "cpu", "out": "run"}
+    settings = {"steps": "40", "batch_size": "8", "sigma": "4", "device": "cpu", "out": "run"}
     events: list[RunEvent] = []
     for event in train(resolve({"dataset": "photos", "model": "mlp-small", **settings}).plan):
         if isinstance(event, Started) and what == "more":
@@ -685,7 +686,7 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it(what: str) -> N
     assert len(last.report["classes"]) == 10
     price = last.report["privacy"]
     assert (price["sampling_rate"], price["steps"]) == (0.1, 40)
-    ran = TrainingEvent(0.1, 1.0, 40, "poisson", 10)
+    ran = TrainingEvent(0.1, 4.0, 40, "poisson", 10)
     assert price["events"] == [vars(ran)]
     assert price["epsilon"] == total_epsilon((ran,), 1e-5)
     assert all(e.plan.data.facts.train_size == 80 for e in events if isinstance(e, Started))

@@ -26,6 +26,7 @@ from dpmac_cli import (
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from tests.digits_runs import train_digits, weights
 from tests.kinks import largest_move
+from tests.tiers import rest_long
 
 SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "seed": 1, "device": "cpu"}
 
@@ -203,15 +204,18 @@ def test_records_at_hand_in_a_loop(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
     ("kind", "physical", "sizes"),
-    [
-        ("isolated", 25, (8, 7)),
-        ("isolated", 25, (20, 19)),
-        ("weight-norm", 25, (8, 7)),
-        ("weight-norm", 25, (20, 19)),
-        ("plain", 2, (4, 3)),
-        ("plain", 25, (2, 1)),
-        ("plain", 25, (17, 16)),
-    ],
+    rest_long(
+        [
+            ("isolated", 25, (8, 7)),
+            ("isolated", 25, (20, 19)),
+            ("weight-norm", 25, (8, 7)),
+            ("plain", 2, (4, 3)),
+            ("weight-norm", 25, (20, 19)),
+            ("plain", 25, (2, 1)),
+            ("plain", 25, (17, 16)),
+        ],
+        short=4,
+    ),
 )
 def test_a_record_more_moves_no_other_across_a_kink(
     kind: str, physical: int, sizes: tuple[int, int]
@@ -221,7 +225,7 @@ def test_a_record_more_moves_no_other_across_a_kink(
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("instructions", ["DEFAULT", "AVX2"])
+@pytest.mark.parametrize("instructions", rest_long(["DEFAULT", "AVX2"]))
 def test_threads_that_share_a_batch_move_no_record_across_a_kink(instructions: str) -> None:
     """oneDNN rounds the image where the shares of two threads meet in another way."""
     attack = ["tests.kinks", "2", "convolution", "25", "18", "17"]

@@ -217,7 +217,7 @@ def test_defaults_are_covered_to_a_point_and_a_half(dataset: str, size: int) -> 
 # Runs.
 
 COVERED: dict[str, Any] = {
-    **{"cover_scores": True, "epsilon": "3", "steps": 36},
+    **{"cover_scores": True, "sigma": "1", "steps": 36},
     "recipe": "paper",
 }
 
@@ -352,7 +352,7 @@ def test_no_score_is_released_twice_whatever_is_killed(
 
 @pytest.mark.long
 def test_classes_are_scored_where_balanced_accuracy_is_asked_for() -> None:
-    finished = train_digits(**{**COVERED, "epsilon": "50"}, metric="balanced-accuracy")
+    finished = train_digits(**{**COVERED, "sigma": "0.4"}, metric="balanced-accuracy")
     test = finished.report["test"]
     assert len(test["sensitivity"]) == 10
     assert test["balanced_accuracy"] == pytest.approx(np.mean(test["sensitivity"]))

@@ -1,6 +1,7 @@
 """Several processes on one run: the same numbers as one, noise once, and no secret told."""
 
 import faulthandler
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ from dpmac_cli.runs.setup import make_trainer as make_run_trainer
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.schedules import Recipe
 from dpmac_cli.training.trainer import Trainer
-from tests.conftest import every_optimizer
+from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import digits_config, same_weights, weights
 from tests.helpers import (
     DIMENSION,
@@ -46,6 +47,7 @@ from tests.helpers import (
     walk,
 )
 from tests.test_units import SIZES, in_units
+from tests.tiers import one_in, rest_long
 
 #: Odd shares, an empty share, an empty batch, a share of several chunks.
 BATCHES = [[0, 3, 7, 9, 12], [5], [], [1, 2, 30, 31], list(range(23)), *([i] for i in range(6))]
@@ -111,8 +113,7 @@ def stepping(steps: int, name: str, **options: Any) -> Callable[[Ranks], Tensor]
 
 
 @pytest.mark.privacy
-@every_optimizer
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("name", "size"), one_in(5, itertools.product(OPTIMIZER_NAMES, [2, 3])))
 def test_ranks_take_the_steps_that_one_process_takes(name: str, size: int) -> None:
     options: dict[str, Any] = {"plan": in_chunks_of(4), "kappa": "tracked", "phi": "tracked"}
     options["sampler"] = Batches(*BATCHES)
@@ -154,8 +155,9 @@ def test_the_noise_is_that_of_one_process_whatever_the_ranks(size: int) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["dp-adam", "dp-macadam"])
+@pytest.mark.parametrize(
+    ("name", "size"), one_in(3, itertools.product(["dp-adam", "dp-macadam"], [2, 3]))
+)
 def test_a_unit_moves_the_clipped_sum_of_all_ranks_by_at_most_one(name: str, size: int) -> None:
     """Whatever rank works on it, and however many of its records are drawn."""
 
@@ -334,7 +336,9 @@ def training(**flags: Any) -> Callable[[Ranks], Any]:
     return work
 
 
-@pytest.mark.parametrize("flags", [{}, {"secure": True}, {"augmentations": 2, "ema": 0.9}])
+@pytest.mark.parametrize(
+    "flags", rest_long([{}, {"secure": True}, {"augmentations": 2, "ema": 0.9}])
+)
 def test_a_run_of_two(flags: dict[str, Any]) -> None:
     report, nothing = together(2, training(steps=6, out="two", **flags))
     assert nothing is None
@@ -348,7 +352,7 @@ def test_a_run_of_two(flags: dict[str, Any]) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("before", "after"), rest_long([(1, 3), (2, 2), (3, 1)], short=2))
 def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
     """With new keys, since other sums round otherwise."""
     asked = iter(range(100))

@@ -111,6 +111,7 @@ def set_scene(folder: Path) -> None:
     safetensors.torch.save_file(weights, folder / "weights.safetensors")
 
 
+@pytest.mark.long
 def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (shown,) = LOOP.findall(read(README))

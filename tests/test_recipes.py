@@ -1,5 +1,6 @@
 """Recipes: two meanings of noise and budget, the rule of the best one, and files by name."""
 
+import itertools
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from dpmac_cli.config.sources import by_flag
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.studies.grid import plan as grid
+from tests.tiers import one_in, rest_long
 
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.command == "train"]
@@ -69,6 +71,7 @@ def test_epsilon_3_is_the_default() -> None:
     assert grid({"optimizers": "dp-adam", "seeds": "1,"}, None).column == "epsilon"
 
 
+@pytest.mark.long
 def test_a_budget_of_the_papers_run() -> None:
     plan = resolve(dataset="mnist", epsilon=1, recipe="paper").plan
     privacy = plan.privacy
@@ -138,8 +141,15 @@ def test_the_rule_knows_only_public_facts() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("flags", [{"epsilon": 2}, {"sigma": 1}, {"epsilon": 2, "recipe": "paper"}])
-@pytest.mark.parametrize("data", ["mnist", "own.npz"])
+@pytest.mark.parametrize(
+    ("data", "flags"),
+    one_in(
+        4,
+        itertools.product(
+            ["mnist", "own.npz"], [{"epsilon": 2}, {"sigma": 1}, {"epsilon": 2, "recipe": "paper"}]
+        ),
+    ),
+)
 def test_a_run_is_resumed_with_its_recipe(flags: dict[str, Any], data: str) -> None:
     images("own.npz", (1, 28, 28))
     plan = resolve({"dataset": data, **flags}).plan
@@ -149,8 +159,10 @@ def test_a_run_is_resumed_with_its_recipe(flags: dict[str, Any], data: str) -> N
     assert resolve(file=Path("config.yaml")).plan.recorded == plan.recorded
 
 
-@pytest.mark.parametrize("targets", ["1", "1,3,8"])
-@pytest.mark.parametrize("more", [{}, {"model": "mlp"}, {"recipe": "paper"}])
+@pytest.mark.parametrize(
+    ("targets", "more"),
+    rest_long(itertools.product(["1", "1,3,8"], [{}, {"model": "mlp"}, {"recipe": "paper"}])),
+)
 def test_account_prices_what_train_runs(targets: str, more: dict[str, str]) -> None:
     questions = asked({"epsilon": targets, "dataset": "mnist", **more})
     rows = [row for one in questions for row in answer(one)]
@@ -184,7 +196,7 @@ def test_the_samples_are_the_recipes() -> None:
         assert file_of(name).read_bytes() == (SAMPLES / f"{name}.yaml").read_bytes()
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", one_in(4, TRAINED))
 def test_a_recipe_by_name_is_its_file(name: str) -> None:
     noise = {"sigma": 1} if name.startswith("bench") else {}
     by_file = resolve({"pretrained": None, **noise}, SAMPLES / f"{name}.yaml").plan

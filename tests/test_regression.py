@@ -183,6 +183,7 @@ def test_a_quantile_has_as_many_records_below(tmp_path: Path, level: float) -> N
     assert test["at_or_below"] == pytest.approx(level, abs=0.06)
 
 
+@pytest.mark.long
 def test_a_comparison_ranks_the_least_error_first(tmp_path: Path) -> None:
     file = table(tmp_path, rows(40))
     flags = f"--schema {tmp_path}/care.yaml --epochs 4 --sigma 1 --seeds 0,1,2"
@@ -547,7 +548,7 @@ def test_the_noise_of_a_covered_error_has_the_promised_distribution() -> None:
 
 def test_a_covered_run_shows_its_error_and_nothing_else(tmp_path: Path) -> None:
     file, folder = table(tmp_path, rows()), tmp_path / "run"
-    flags = f"--schema {tmp_path}/care.yaml --unit person --epsilon 8 --cover-scores --epochs 3"
+    flags = f"--schema {tmp_path}/care.yaml --unit person --sigma 2 --cover-scores --epochs 3"
     done = dpmac("train", "--dataset", file, *flags.split(), "--out", folder)
     assert done.exit_code == 0, done.output
     assert "without the noise, MAE" in done.stdout

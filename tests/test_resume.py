@@ -510,6 +510,9 @@ def test_what_computes_otherwise_draws_with_new_keys(
     assert started.fresh_noise == f"the machine or its software changed ({name})"
 
 
+PACKAGE = Path(dpmac_cli.__file__).parent
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("file", "old", "new", "same"),
@@ -533,15 +536,24 @@ def test_what_computes_otherwise_draws_with_new_keys(
 def test_code_that_computes_is_another_source_and_help_is_not(
     file: str, old: str, new: str, same: bool, tmp_path: Path
 ) -> None:
-    root = tmp_path / "dpmac_cli"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(dpmac_cli.__file__).parent, root, ignore=ignored)
-    before = environment._source.__wrapped__(root)
-    assert before == environment._source.__wrapped__()
-    text = (root / file).read_text()
+    text, copy = (PACKAGE / file).read_text(), tmp_path / "dpmac_cli" / file
     assert old in text
-    (root / file).write_text(text.replace(old, new))
-    assert (environment._source.__wrapped__(root) == before) == same
+    copy.parent.mkdir(parents=True)
+    copy.write_text(text)
+    before = environment._source.__wrapped__(tmp_path / "dpmac_cli")
+    copy.write_text(text.replace(old, new))
+    assert (environment._source.__wrapped__(tmp_path / "dpmac_cli") == before) == same
+
+
+@pytest.mark.privacy
+def test_the_source_is_the_same_wherever_it_lies_and_another_with_a_file_more(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "dpmac_cli"
+    shutil.copytree(PACKAGE, root, ignore=shutil.ignore_patterns("__pycache__"))
+    assert environment._source.__wrapped__(root) == environment._source()
+    (root / "dp" / "more.py").touch()
+    assert environment._source.__wrapped__(root) != environment._source()
 
 
 @pytest.mark.privacy
@@ -646,7 +658,7 @@ def test_checkpoints_are_private_and_the_last_two_are_kept() -> None:
     assert {path.stat().st_mode & 0o777 for path in where.iterdir()} == {0o600}
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
+@pytest.mark.parametrize("damage", rest_long(["flip", "cut", "empty", "text"]))
 def test_the_newest_whole_checkpoint_serves(damage: str) -> None:
     whole = finish(run.train(start()))
     first = finish(run.train(start(out="run"), after(6)))
@@ -707,7 +719,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("when", [12, 21], ids=["an epoch's end", "the last step"])
-@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("where", rest_long(["before", "after"]))
 def test_a_run_killed_about_a_checkpoint_keeps_every_line(
     when: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

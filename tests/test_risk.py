@@ -33,6 +33,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.release.report import privacy
 from dpmac_cli.runs.ledger import Spent
 from tests.digits_runs import train_digits
+from tests.tiers import rest_long
 from tests.typed import dpmac
 
 pytestmark = pytest.mark.privacy
@@ -64,7 +65,9 @@ def test_the_curve_of_full_batches_is_the_gaussian_one(sigma: float, steps: int)
     assert bound == pytest.approx(exact, abs=1e-4)
 
 
-@pytest.mark.parametrize("event", [POISSON, ALLOCATED, MNIST, TrainingEvent(0.01, 0.05, 100)])
+@pytest.mark.parametrize(
+    "event", rest_long([POISSON, ALLOCATED, MNIST, TrainingEvent(0.01, 0.05, 100)], short=2)
+)
 def test_curves_are_convex_and_never_above_guessing(event: TrainingEvent) -> None:
     alphas = np.linspace(0.001, 0.999, 200)
     curve = trade_off((event,), alphas)
@@ -297,7 +300,7 @@ def test_what_does_not_go_together_is_refused(flags: str, said: str) -> None:
     assert said in result.stderr.replace("\n", " ")
 
 
-@pytest.mark.parametrize("kind", ["png", "svg"])
+@pytest.mark.parametrize("kind", rest_long(["png", "svg"]))
 def test_the_curve_is_drawn(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"curve.{kind}"
     line = f"{SMALL} --risk --plot {path}".replace("sigma 6", "sigma 6,0")

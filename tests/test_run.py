@@ -82,6 +82,7 @@ def test_metrics_have_a_line_an_epoch_and_an_epsilon_that_never_falls() -> None:
         assert exact <= line["epsilon"] <= finished.report["privacy"]["epsilon"]
 
 
+@pytest.mark.long
 def test_the_epsilon_of_an_evaluation_is_of_its_own_step() -> None:
     """Even where the schedule of the display has no point: here every second epoch has one."""
     finished = train_digits(epochs=130, batch_size=1200, sigma=30.0)

@@ -284,7 +284,7 @@ def test_a_word_is_used_once() -> None:
 def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str, Any]) -> None:
     """The expected batch over n, however few samples are worked on at a time."""
     config = resolve(
-        {"dataset": "digits", "batch_size": 100, "seed": 3, "sampler": sampler, **flags}
+        {"dataset": "digits", "sigma": 4, "batch_size": 100, "seed": 3, "sampler": sampler, **flags}
     ).plan
     assert config.privacy.event.sampling_rate == 100 / 1437
     assert config.privacy.steps_per_epoch == 15

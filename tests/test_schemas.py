@@ -79,6 +79,15 @@ def faults(schema: Mapping[str, Any], value: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def plain_reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The reports of an ordinary run and of one without privacy."""
+    root = tmp_path_factory.mktemp("plain")
+    names = ("ordinary", "baseline")
+    folders = {name: train_digits(out=root / name, **RUNS[name]).folder for name in names}
+    return {name: json.loads((at / "report.json").read_text()) for name, at in folders.items()}
+
+
+@pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The report of a run of each kind, as it lies in its folder."""
     root = tmp_path_factory.mktemp("reports")
@@ -128,6 +137,7 @@ def test_schemas_are_schemas_that_describe_every_key(schema: dict[str, Any]) -> 
             assert described["description"].endswith("."), f"{path}/{name}"
 
 
+@pytest.mark.long
 def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
     assert len(reports) == len(RUNS) + 10
     assert {report["state"] for report in reports.values()} == {
@@ -145,11 +155,18 @@ def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
     assert reports["pretrained"]["model"]["public_part"]["train"] == "head"
 
 
+def test_plain_reports_are_as_described(plain_reports: dict[str, Any]) -> None:
+    for name, report in plain_reports.items():
+        assert faults(REPORT, report) == [], name
+
+
+@pytest.mark.long
 def test_reports_are_as_described(reports: dict[str, Any]) -> None:
     for name, report in reports.items():
         assert faults(REPORT, report) == [], name
 
 
+@pytest.mark.long
 def test_no_key_is_described_that_no_run_has(reports: dict[str, Any]) -> None:
     def keys(value: Any) -> Iterator[str]:
         if isinstance(value, Mapping):
@@ -188,9 +205,9 @@ def test_names_are_those_that_may_be_chosen() -> None:
     ],
 )
 def test_another_report_is_refused(
-    reports: dict[str, Any], where: tuple[str | int, ...], key: str, value: Any
+    plain_reports: dict[str, Any], where: tuple[str | int, ...], key: str, value: Any
 ) -> None:
-    changed = copy.deepcopy(reports["ordinary"])
+    changed = copy.deepcopy(plain_reports["ordinary"])
     part = changed
     for name in where:
         part = part[name]
@@ -198,9 +215,9 @@ def test_another_report_is_refused(
     assert faults(REPORT, changed)
 
 
-def test_a_baseline_that_claims_something_is_refused(reports: dict[str, Any]) -> None:
+def test_a_baseline_that_claims_something_is_refused(plain_reports: dict[str, Any]) -> None:
     for key, value in (("epsilon", 1.0), ("delta", 1e-5), ("adjacency", "zero-out")):
-        changed = copy.deepcopy(reports["baseline"])
+        changed = copy.deepcopy(plain_reports["baseline"])
         changed["privacy"][key] = value
         assert faults(REPORT, changed)
 

@@ -158,6 +158,7 @@ for kind in ("plain", "secure"):
 
 
 @pytest.mark.privacy
+@pytest.mark.long
 def test_processes_started_in_the_same_instant_have_nothing_in_common() -> None:
     processes = [
         subprocess.Popen(

@@ -114,7 +114,9 @@ def exact_delta(trials: Trials, sigma: float, epsilon: float, *, high: bool, add
 
 
 @pytest.mark.parametrize("sigma", rest_long([2.0, 0.7, 8.0], 1))
-@pytest.mark.parametrize(("mean", "most"), [(2, 8), (10, 40), (10, None), (100, 150)])
+@pytest.mark.parametrize(
+    ("mean", "most"), rest_long([(10, 40), (10, None), (2, 8), (100, 150)], short=2)
+)
 def test_the_cost_covers_the_best_of_normal_numbers(
     sigma: float, mean: float, most: int | None
 ) -> None:

@@ -76,6 +76,7 @@ def a_plan() -> TrainPlan:
     return resolve(dataset=records, sigma=1).plan
 
 
+@pytest.mark.long
 def test_records_are_freed_with_their_plan() -> None:
     before = len(readers())
     plan = a_plan()
@@ -96,6 +97,7 @@ def test_facts_that_are_sent_to_other_processes_contain_no_records() -> None:
     assert copy == found
 
 
+@pytest.mark.long
 def test_importing_the_package_changes_no_library() -> None:
     code = """
         import importlib, logging, os, pkgutil, signal, sys, types, warnings

@@ -40,7 +40,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     "situation",
     one_in(
-        4,
+        9,
         (
             pytest.param(each, id=each.name, marks=[pytest.mark.long] if each.long else [])
             for each in SITUATIONS

@@ -17,6 +17,7 @@ step_time.main()
 """
 
 
+@pytest.mark.long
 def test_a_contender_that_is_slower_than_its_warm_up_is_timed(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     tiny = ["--model", "mlp", "--batch", "4", "--only", "dp-adam", "--rounds", "2", "--no-peers"]
@@ -44,6 +45,7 @@ regression.main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limit", "scatter", "code"), [(1e-6, 1e6, 1), (1e6, 1e6, 0), (1e-6, -1.0, 0)]
 )

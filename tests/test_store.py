@@ -221,7 +221,9 @@ def test_a_damaged_row_ends_the_run_and_is_decoded_again(
 def test_a_full_disk_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     photos(Path("photos"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-    result = dpmac("train", "--dataset", "photos", "--device", "cpu", "--out", "run")
+    result = dpmac(
+        "train", "--dataset", "photos", "--sigma", "4", "--device", "cpu", "--out", "run"
+    )
     assert result.exit_code == 2
     assert "The images cannot be stored in" in result.output
     assert "0.0 GB are needed, 0.1 GB more than are available" in result.output
@@ -242,9 +244,9 @@ def test_a_process_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mistake", "said"),
     [
         (("--sigma", "0.3", "--max-epsilon", "0.0001"), "max-epsilon"),
-        (("--model", "net.py:Net"), "BatchNorm"),
-        (("--out", "taken"), "taken"),
-        (("--batch-size", "1000"), "batch-size"),
+        (("--sigma", "4", "--model", "net.py:Net"), "BatchNorm"),
+        (("--sigma", "4", "--out", "taken"), "taken"),
+        (("--sigma", "4", "--batch-size", "1000"), "batch-size"),
     ],
     ids=["budget", "network", "folder", "flag"],
 )

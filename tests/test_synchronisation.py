@@ -5,6 +5,7 @@ it is dispatched, so that a step that asks the device for a value is found. Oper
 devices, and those whose shape depends on values, fail by themselves.
 """
 
+import itertools
 import multiprocessing
 import re
 import traceback
@@ -33,6 +34,7 @@ from dpmac_cli.training.schedules import Recipe, StepPlan
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import Batches, a_key, class_task, make_trainer
+from tests.tiers import one_in, rest_long
 
 # Tensors without data have an address of 0, which the check of the network compares.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -204,8 +206,9 @@ def unavoidable(optimizer: str) -> Counter[str]:
     return ASKED if OPTIMIZERS[optimizer].geometry == "ball" else ASKED_IN_ELLIPSOIDS
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+@pytest.mark.parametrize(
+    ("optimizer", "network"), one_in(4, itertools.product(OPTIMIZER_NAMES, NETWORKS))
+)
 def test_a_step_on_cuda_asks_for_three_answers_at_most(optimizer: str, network: str) -> None:
     watch = steps(optimizer, network)
     assert watch.operations > 100
@@ -217,7 +220,7 @@ def test_a_step_on_cuda_asks_for_three_answers_at_most(optimizer: str, network: 
     [{"secure": True}, {"ema": 0.9}, {"views": 4, "augment": "crop-flip"}],
     ids=["secure", "ema", "views"],
 )
-@pytest.mark.parametrize("optimizer", ["dp-adam", "dp-macadam"])
+@pytest.mark.parametrize("optimizer", rest_long(["dp-macadam", "dp-adam"]))
 def test_options_wait_for_nothing_more(optimizer: str, more: dict[str, Any]) -> None:
     assert steps(optimizer, "cnn", **more).found == unavoidable(optimizer)
 

@@ -382,6 +382,7 @@ def test_what_the_schema_says_is_not_said_again(tmp_path: Path, flag: tuple[str,
     assert f"--schema and {flag[0]} contradict each other" in result.output
 
 
+@pytest.mark.long
 def test_penguins_are_told_apart_by_the_defaults_alone_and_the_report_has_the_schema(
     tmp_path: Path,
 ) -> None:
@@ -403,6 +404,7 @@ def test_penguins_are_told_apart_by_the_defaults_alone_and_the_report_has_the_sc
     assert json.loads(again.stdout)["accuracy"] == report["test"]["accuracy"]
 
 
+@pytest.mark.long
 def test_every_command_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     penguins(tmp_path)

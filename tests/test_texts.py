@@ -430,6 +430,7 @@ def test_limits_that_the_encoder_does_not_support_are_named() -> None:
 GUIDE = (Path(__file__).parents[1] / "docs" / "own-texts.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_the_commands_of_the_guide_lead_from_a_table_to_a_card() -> None:
     (typed,) = re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
     (schema,) = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)

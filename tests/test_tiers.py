@@ -1,5 +1,6 @@
 """The short tests show every privacy promise."""
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +26,9 @@ ALSO_SHOWN: Mapping[str, str] = {
     "tests/dp/test_rounding.py::test_the_margin_covers_the_rounding_of_all_chunks": (
         "tests/dp/test_rounding.py::test_the_margin_covers_the_rounding_of_the_sum"
     ),
+    "tests/cli/test_account.py::test_the_row_of_the_paper_in_one_table": (
+        "tests/cli/test_account.py::test_the_line_of_the_issue"
+    ),
     "tests/test_accounting.py::test_the_smallest_rates_are_priced_as_larger_ones": (
         "tests/test_accounting.py::test_no_rate_is_priced_below_the_least"
     ),
@@ -34,6 +38,9 @@ ALSO_SHOWN: Mapping[str, str] = {
     ),
     "tests/test_accounting.py::test_mnist_schedule_costs_little_time_and_falls_on_epochs": (
         "tests/test_accounting.py::test_schedule_is_an_increasing_upper_bound_with_an_exact_end"
+    ),
+    "tests/test_audit.py::test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve": (
+        "tests/test_audit.py::test_a_claim_holds_up_to_the_bound"
     ),
     "tests/test_calibration.py::test_the_largest_batch_is_the_largest_of_all": (
         "tests/test_pricing.py::test_the_largest_batch_is_the_largest_of_all"
@@ -59,6 +66,9 @@ ALSO_SHOWN: Mapping[str, str] = {
     "tests/test_fuzz.py::test_no_damage_of_any_kind_breaks_a_promise": (
         "tests/test_flips.py::test_a_flipped_byte_changes_no_resumed_run"
     ),
+    "tests/test_secure.py::test_processes_started_in_the_same_instant_have_nothing_in_common": (
+        "tests/test_run.py::test_without_a_seed_no_run_repeats_another"
+    ),
     "tests/test_tune.py::test_the_command_shows_a_plan_and_no_trial": (
         "tests/test_tune.py::test_nothing_else_is_visible_while_it_goes_on"
     ),
@@ -76,6 +86,17 @@ def test_a_privacy_promise_that_takes_long_to_show_is_also_shown_by_a_short_test
 ) -> None:
     """Of the tests that are run with this one."""
     assert pytestconfig.stash[LONG_ALONE] <= ALSO_SHOWN.keys()
+
+
+def test_a_short_test_looks_for_every_bug_that_is_put_in(pytestconfig: pytest.Config) -> None:
+    """Of those that break a privacy promise, in benchmarks/mutants.toml."""
+    rows = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text(encoding="utf-8"))
+    long = pytestconfig.stash[LONG_ALONE]
+    assert [
+        row["name"]
+        for row in rows["mutant"]
+        if row.get("marker") is None and {test.partition("[")[0] for test in row["tests"]} <= long
+    ] == []
 
 
 @pytest.mark.parametrize("test", sorted({*ALSO_SHOWN, *ALSO_SHOWN.values()}))

@@ -118,7 +118,7 @@ MIXING = [
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     "function",
-    one_in(3, MIXING, "size of the batch", "places by a sum", "constants that are as many"),
+    one_in(5, MIXING, "size of the batch", "places by a sum", "constants that are as many"),
 )
 def test_what_mixes_samples_is_not_proven(function: Callable[[Tensor], Tensor]) -> None:
     model = through(lambda x: x)

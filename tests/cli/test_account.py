@@ -84,6 +84,7 @@ PAPER = {0.5: 7.4793, 0.6: 3.9886, 0.7: 2.3158, 0.8: 1.4470, 0.9: 1.0122, 1.0: 0
 
 
 @pytest.mark.privacy
+@pytest.mark.long
 def test_the_row_of_the_paper_in_one_table() -> None:
     line = f"--sigma {','.join(map(str, PAPER))}"
     rows = answered(line)

@@ -14,6 +14,7 @@ import pytest
 
 from dpmac_cli.runs import folder
 from dpmac_cli.studies.grid import plan
+from tests.tiers import rest_long
 from tests.typed import dpmac, hooked, loading, process
 
 COMMON = ("compare", "--dataset", "digits", "--sigma", "6", "--device", "cpu")
@@ -62,6 +63,7 @@ def wait_for_steps(out: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
     out = tmp_path / "study"
     result = dpmac(*SMALL, "--out", str(out), "--jobs", "2", columns=80)
@@ -99,7 +101,7 @@ def test_finished_runs_are_found_again_and_never_run_twice(tmp_path: Path) -> No
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("finished", rest_long([True, False]))
 def test_runs_on_other_units_do_not_add_up(finished: bool, tmp_path: Path) -> None:
     """The file changed in between: as many records, and as many units, but not the same."""
     rng, out = np.random.default_rng(0), tmp_path / "study"

@@ -38,6 +38,7 @@ def typed(*command: object, environment: dict[str, str]) -> subprocess.Completed
     return subprocess.run(words, env=kept | environment, capture_output=True, check=False)
 
 
+@pytest.mark.long
 def test_a_run_is_scored_in_a_locale_of_one_byte() -> None:
     trained = dpmac("train", "--dataset", photos(), *SHORT, "--out", "l\u00e4uft")
     assert trained.exit_code == 0, trained.output

@@ -195,6 +195,7 @@ def test_an_output_that_is_no_number_is_said(tmp_path: Path) -> None:
         assert (scored.exit_code, scored.stderr.count(f"note: {said}")) == (0, 1)
 
 
+@pytest.mark.long
 def test_a_network_with_numbers_of_every_kind_is_scored(tmp_path: Path) -> None:
     train_own(
         "class Net(nn.Module):\n"

@@ -50,6 +50,7 @@ def test_the_page_of_a_run_has_card_course_attacks_and_settings(tmp_path: Path) 
     assert attacks.find(f".//{SVG}path") is not None
 
 
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to open and print the page with")
 def test_a_browser_shows_and_prints_the_page(tmp_path: Path) -> None:
     page_of(train_digits(out=tmp_path / "run", epochs=1).folder, tmp_path)
@@ -76,6 +77,7 @@ def test_a_run_without_privacy_has_no_picture_of_attacks(tmp_path: Path) -> None
     assert "What any membership attack" not in text
 
 
+@pytest.mark.long
 def test_the_page_of_a_comparison_has_its_table_and_a_picture(tmp_path: Path) -> None:
     study = tmp_path / "study"
     given = ("--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--steps", "2", "--jobs", "1")

@@ -45,6 +45,7 @@ def test_a_report_is_complete_when_a_run_is_resumed_at_its_end() -> None:
     assert json.loads(Path("run/report.json").read_text())["test"] == before
 
 
+@pytest.mark.long
 def test_a_comparison_by_another_metric_uses_the_same_runs() -> None:
     study = ("compare", *SHORT, "--steps", "13", "--seeds", "2", "--optimizers", "dp-sgd,dp-adam")
     first = dpmac(*study, "--out", "study", "--json")
