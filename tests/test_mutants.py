@@ -54,54 +54,56 @@ SHARE = "the grid's share of the sensitivity forgotten: "
 HERE = "SecureMechanism.whitened"
 
 
+#: File, what it says, what it would say, and the answer.
+CHANGES = [
+    (
+        "dpmac_cli/dp/mechanism.py",
+        TOTAL,
+        "total.add_(z.mul_(self.noise_multiplier / (2 * GRID)).round_())",
+        f"{OFF}its old code occurs 0 times in {HERE}; nearest: total.add_(z.mul_(self.noise_m",
+    ),
+    (
+        "dpmac_cli/dp/mechanism.py",
+        TOTAL,
+        f"{TOTAL}\n        {TOTAL}",
+        f"{OFF}its old code occurs 2 times in {HERE}",
+    ),
+    (
+        "dpmac_cli/dp/mechanism.py",
+        "def whitened(",
+        "def in_whitened_space(",
+        f"{OFF}there is no {HERE}; look at SecureMechanism.in_whitened_space",
+    ),
+    (
+        "benchmarks/mutants.toml",
+        'replace = "return GRID"',
+        'replace = "return BIG"',
+        f"{SHARE}its new code uses BIG, which the file does not define",
+    ),
+    (
+        "benchmarks/mutants.toml",
+        'replace = "return GRID"',
+        'replace = "return ]"',
+        f"{SHARE}not Python",
+    ),
+    (
+        "tests/dp/test_precision.py",
+        "def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps(",
+        "def test_a_program_may_turn_tf32_on(",
+        "TF32 left on: there is no tests/dp/test_precision.py::test_a_program_that_turns_tf32",
+    ),
+    (
+        "benchmarks/mutants.toml",
+        'name = "clipping to 2"',
+        'name = "no clipping"',
+        "Two mutants have one name: no clipping.",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
-    rest_long(
-        [
-            (
-                "dpmac_cli/dp/mechanism.py",
-                TOTAL,
-                "total.add_(z.mul_(self.noise_multiplier / (2 * GRID)).round_())",
-                f"{OFF}its old code occurs 0 times in {HERE}; nearest: total.add_(z.mul_(self.noise_m",
-            ),
-            (
-                "dpmac_cli/dp/mechanism.py",
-                TOTAL,
-                f"{TOTAL}\n        {TOTAL}",
-                f"{OFF}its old code occurs 2 times in {HERE}",
-            ),
-            (
-                "dpmac_cli/dp/mechanism.py",
-                "def whitened(",
-                "def in_whitened_space(",
-                f"{OFF}there is no {HERE}; look at SecureMechanism.in_whitened_space",
-            ),
-            (
-                "benchmarks/mutants.toml",
-                'replace = "return GRID"',
-                'replace = "return BIG"',
-                f"{SHARE}its new code uses BIG, which the file does not define",
-            ),
-            (
-                "benchmarks/mutants.toml",
-                'replace = "return GRID"',
-                'replace = "return ]"',
-                f"{SHARE}not Python",
-            ),
-            (
-                "tests/dp/test_precision.py",
-                "def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps(",
-                "def test_a_program_may_turn_tf32_on(",
-                "TF32 left on: there is no tests/dp/test_precision.py::test_a_program_that_turns_tf32",
-            ),
-            (
-                "benchmarks/mutants.toml",
-                'name = "clipping to 2"',
-                'name = "no clipping"',
-                "Two mutants have one name: no clipping.",
-            ),
-        ]
-    ),
+    rest_long(CHANGES),
     ids=["changed", "twice", "renamed", "unbound", "not Python", "no test", "same name"],
 )
 def test_one_that_no_longer_applies_is_named(

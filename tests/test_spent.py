@@ -158,7 +158,7 @@ def lose(draw: random.Random, where: Path) -> bool:
     ("seed", "scores"),
     [
         *rest_long(((seed, {}) for seed in range(12)), short=2),
-        *rest_long(((seed, SCORED) for seed in range(25, 31))),
+        *rest_long((seed, SCORED) for seed in range(25, 31)),
         *rest_long((seed, {"cover_scores": True}) for seed in range(37, 41)),
     ],
 )
