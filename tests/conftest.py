@@ -42,7 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--long") or named:
         return
     long = [item for item in items if item.get_closest_marker("long")]
-    items[:] = [item for item in items if item not in set(long)]
+    left_out = set(long)
+    items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=long)
     config.stash[LEFT_OUT] = len(long)
     if hasattr(config, "workeroutput"):  # every worker of xdist collects all tests

@@ -1,10 +1,14 @@
 """Tests in two tiers: which cases of a test are long."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
+from operator import getitem
 from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
+
+from tests.pairwise import all_pairs
 
 
 def rest_long(cases: Iterable[Any], short: int = 1) -> list[ParameterSet]:
@@ -18,6 +22,16 @@ def one_in(count: int, cases: Iterable[Any], *kept: str) -> list[ParameterSet]:
     return [
         case if number % count == 0 or case.id in kept else _long(case)
         for number, case in enumerate(found)
+    ]
+
+
+def pairs_short(*columns: Sequence[Any]) -> list[ParameterSet]:
+    """Return all combinations: short where a covering array has them, and long otherwise."""
+    places = [range(len(column)) for column in columns]
+    short = set(all_pairs(*places))
+    return [
+        (_case if each in short else _long)(tuple(map(getitem, columns, each)))
+        for each in itertools.product(*places)
     ]
 
 
