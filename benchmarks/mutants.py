@@ -3,6 +3,7 @@
     python benchmarks/mutants.py --out docs/data/mutants.json --page docs/mutants.md
                                                    # all of them: half an hour
     python benchmarks/mutants.py --only chunks     # some, by name, definition or file
+    python benchmarks/mutants.py --short           # by the tests that `pytest` runs, without --long
     python benchmarks/mutants.py --check           # only whether each still applies: seconds
     python benchmarks/mutants.py --places          # only name the files that they are in now
 
@@ -66,6 +67,8 @@ LIBRARIES = (
     *("dp_accounting.rdp.rdp_privacy_accountant", "matplotlib.pyplot", "rich.live"),
 )
 FORKS = multiprocessing.get_context("fork")
+#: Markers of the tests to run, one after the other, until one fails.
+TIERS = ("not long", "long")
 KILLED, SURVIVED, BROKEN = "killed", "survived", "broken"
 #: Definitions of the package by qualified name.
 Known: TypeAlias = Mapping[str, list[Definition]]
@@ -253,7 +256,9 @@ def in_package(file: Path) -> str:
     return file.as_posix().rpartition(f"/{PACKAGE}/")[2]
 
 
-def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
+def run_tests(
+    tree: Path, tests: Sequence[str], marker: str, tiers: Sequence[str] = TIERS
+) -> tuple[int, str]:
     """Run tests of a tree up to the first failure: pytest's exit code, and what it printed.
 
     Those that are long only run if none of the others fails.
@@ -262,7 +267,7 @@ def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
         TimeoutError: they go on for ever.
     """
     least, said = NO_TESTS, ""
-    for tier in ("not long", "long"):
+    for tier in tiers:
         code, said = _run_tier(tree, tests, f"{marker} and {tier}" if marker else tier)
         if code not in (PASSED, NO_TESTS):
             return code, said
@@ -310,7 +315,7 @@ def load_libraries() -> None:
         importlib.import_module(name)
 
 
-def examine(mutant: Mutant, known: Known, tree: Path) -> Verdict:
+def examine(mutant: Mutant, known: Known, tree: Path, tiers: Sequence[str] = TIERS) -> Verdict:
     """Put a mutant into a tree, run its tests, and take it out again."""
     began, where = time.monotonic(), ""
 
@@ -326,7 +331,7 @@ def examine(mutant: Mutant, known: Known, tree: Path) -> Verdict:
     file = tree / PACKAGE / where
     try:
         file.write_text(mutated, encoding="utf-8")
-        code, said = run_tests(tree, mutant.tests, mutant.marker)
+        code, said = run_tests(tree, mutant.tests, mutant.marker, tiers)
     except TimeoutError as failure:
         return verdict(BROKEN, why=str(failure))
     finally:
@@ -338,17 +343,17 @@ def examine(mutant: Mutant, known: Known, tree: Path) -> Verdict:
     return verdict(KILLED, found[1], found[2] or "")
 
 
-def check_baseline(mutants: Sequence[Mutant], tree: Path) -> None:
+def check_baseline(mutants: Sequence[Mutant], tree: Path, tiers: Sequence[str]) -> None:
     """Run all their tests without a mutant. Ends the program if they do not pass."""
     for marker in sorted({mutant.marker for mutant in mutants}):
         wanted = {test for m in mutants if m.marker == marker for test in m.tests}
-        code, said = run_tests(tree, sorted(wanted), marker)
+        code, said = run_tests(tree, sorted(wanted), marker, tiers)
         if code != PASSED:
             wrong = "\n".join(FAILED_LINE.findall(said)) or said[-1000:]
             sys.exit(f"Without a mutant, tests do not pass:\n{wrong}")
 
 
-def examine_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
+def examine_all(mutants: Sequence[Mutant], jobs: int, tiers: Sequence[str]) -> Iterator[Verdict]:
     """Examine mutants, some at a time, each in a tree that no other uses meanwhile.
 
     All of them in the code as it is at the start, however long they take.
@@ -363,12 +368,12 @@ def examine_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
         def work(mutant: Mutant) -> Verdict:
             tree = trees.get()
             try:
-                return examine(mutant, known, tree)
+                return examine(mutant, known, tree, tiers)
             finally:
                 trees.put(tree)
 
         tree = trees.get()
-        check_baseline(mutants, tree)
+        check_baseline(mutants, tree, tiers)
         trees.put(tree)
         with ThreadPoolExecutor(jobs) as pool:
             yield from pool.map(work, mutants)
@@ -440,6 +445,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--check", action="store_true", help="only whether each still applies")
     parser.add_argument("--places", action="store_true", help="only write where each is now")
+    parser.add_argument("--short", action="store_true", help="leave out long tests")
     parser.add_argument("--only", default="", help="part of a name, definition or file")
     parser.add_argument("--out", type=Path, help="with --only, its other rows stay as they are")
     parser.add_argument("--page", type=Path, help="for the same as Markdown")
@@ -454,7 +460,7 @@ def main() -> None:
     verdicts = earlier(options.out) if options.only else {}
     load_libraries()
     print(HEAD, flush=True)
-    for verdict in examine_all(chosen, options.jobs):
+    for verdict in examine_all(chosen, options.jobs, TIERS[: 1 if options.short else 2]):
         print(as_row(verdict), flush=True)
         verdicts[verdict.name] = verdict
         write_all(verdicts, mutants, known, options.out, options.page)

@@ -1,5 +1,6 @@
 """``benchmarks/step_time.py`` runs to its end, in a tiny size."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -7,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("opacus")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="needs opacus"),
+]
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 #: Times so short that a single step takes longer, as for slow contenders on a slow machine.
 PROGRAM = """
@@ -17,7 +21,6 @@ step_time.main()
 """
 
 
-@pytest.mark.long
 def test_a_contender_that_is_slower_than_its_warm_up_is_timed(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     tiny = ["--model", "mlp", "--batch", "4", "--only", "dp-adam", "--rounds", "2", "--no-peers"]
@@ -45,7 +48,6 @@ regression.main()
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("limit", "scatter", "code"), [(1e-6, 1e6, 1), (1e6, 1e6, 0), (1e-6, -1.0, 0)]
 )
