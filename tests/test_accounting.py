@@ -235,13 +235,13 @@ def test_an_epoch_begun_costs_a_whole_one_whatever_the_rate(
 @pytest.mark.privacy
 def test_what_runs_of_other_epochs_cost_is_added_up() -> None:
     """Epochs of one kind are not priced as those of another."""
-    long, short = mnist("random-allocation"), digits("random-allocation", 1.0)
+    long, short = mnist("random-allocation", 2.0), digits("random-allocation", 2.0)
     parts = [total_epsilon((event,), DELTA) for event in (long, short)]
     together = total_epsilon((long, short), DELTA)
     assert parts[1] > 3 * parts[0]
     assert max(parts) < together < sum(parts)
     assert together == pytest.approx(total_epsilon((short, long), DELTA), rel=1e-9)
-    halves = (mnist("random-allocation", steps=470), mnist("random-allocation", steps=705))
+    halves = (mnist("random-allocation", 2.0, 470), mnist("random-allocation", 2.0, 705))
     assert total_epsilon(halves, DELTA) == total_epsilon((long,), DELTA)
 
 

@@ -93,14 +93,14 @@ def test_a_trial_without_covered_scores_is_refused() -> None:
 
 @pytest.mark.privacy
 def test_search_and_model_together_meet_the_target() -> None:
-    given = {"dataset": "digits", "model": "linear", "epsilon": 1.0, "device": "cpu"}
+    given = {"dataset": "digits", "model": "linear", "epsilon": 0.3, "device": "cpu"}
     space = plan_search(given, None, ["lr=0.01..1:log", "steps=3,12"], trials_of(4))  # type: ignore[arg-type]
-    assert 0.995 < space.epsilon <= 1.0
+    assert 0.995 * 0.3 < space.epsilon <= 0.3
     assert len(space.search.candidates) == 2
     for setting in ({"lr": "0.3", "steps": "3"}, {"lr": "0.01", "steps": "12"}):
         plan = space.plan_of(setting, stop_early=False)  # type: ignore[arg-type]
         assert plan.search is not None
-        assert Search(space.search.trials, (events_of_trial(plan),)).epsilon(1e-5) <= 1.0
+        assert Search(space.search.trials, (events_of_trial(plan),)).epsilon(1e-5) <= 0.3
         assert {e.records for e in events_of_trial(plan)} == {"training", "test"}
 
 

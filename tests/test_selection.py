@@ -191,7 +191,7 @@ def test_no_simulated_search_loses_more_than_is_claimed(mean: float, most: int) 
 
 
 def test_every_candidate_and_every_score_is_charged() -> None:
-    cheap, dear = (with_score(TrainingEvent(0.1, sigma, 50), DELTA) for sigma in (4.0, 1.0))
+    cheap, dear = (with_score(TrainingEvent(0.1, sigma, 50), DELTA) for sigma in (8.0, 2.0))
     trials = trials_of(10)
     both = Search(trials, (cheap, dear)).epsilon(DELTA)
     assert both >= Search(trials, (dear,)).epsilon(DELTA) > Search(trials, (cheap,)).epsilon(DELTA)

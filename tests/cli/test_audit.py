@@ -18,6 +18,7 @@ from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.report import TEXTS
 from dpmac_cli.runs import folder
 from tests.digits_runs import digits_config
+from tests.tiers import rest_long
 from tests.typed import dpmac
 
 DIGITS = (
@@ -110,13 +111,15 @@ def _bounds_computed_once() -> Iterator[None]:
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("known", rest_long([{"events": []}, {}], short=1))
 def test_a_claim_that_the_attack_contradicts_is_exit_code_4(
-    trained: tuple[Path, Result], tmp_path: Path
+    known: dict[str, Any], trained: tuple[Path, Result], tmp_path: Path
 ) -> None:
+    """With the bound for any training alone, and for this one."""
     kept: dict[str, Any] = json.loads((trained[0] / folder.AUDIT).read_text())
     scores = [1.0 if coin else -1.0 for coin in kept["coins"]]
     (tmp_path / folder.CONFIG).write_text("")
-    text = json.dumps({**kept, "guesses": 40, "scores": scores})
+    text = json.dumps({**kept, "guesses": 40, "scores": scores, **known})
     (tmp_path / folder.AUDIT).write_text(text)
     told, found = (dpmac("eval", tmp_path, "--audit", *flags) for flags in ((), ("--json",)))
     assert (told.exit_code, found.exit_code) == (4, 4)
