@@ -30,7 +30,7 @@ from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
-from tests.tiers import rest_long
+from tests.tiers import pairs_short, rest_long
 
 pytestmark = pytest.mark.privacy
 
@@ -141,9 +141,10 @@ def gaussian_delta(sigma: float, epsilon: float) -> float:
     return float(gain - loss)
 
 
-@pytest.mark.parametrize("delta", [1e-9, 1e-11, 1e-12, 1e-13, 1e-14, 1e-15, 1e-20])
-@pytest.mark.parametrize("steps", [1, 10_000, 90_000])
-@pytest.mark.parametrize("mu", [0.3, 1.0])
+@pytest.mark.parametrize(
+    ("mu", "steps", "delta"),
+    pairs_short([0.3, 1.0], [1, 10_000, 90_000], [1e-9, 1e-11, 1e-12, 1e-13, 1e-14, 1e-15, 1e-20]),
+)
 def test_rounding_never_makes_a_small_delta_look_cheaper(
     mu: float, steps: int, delta: float
 ) -> None:

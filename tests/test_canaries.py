@@ -23,7 +23,7 @@ from dpmac_cli.runs import setup as assembly
 from dpmac_cli.training.canaries import FAR, Canaries
 from dpmac_cli.training.trainer import Trainer
 from tests import secret_search
-from tests.conftest import every_optimizer
+from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.digits_runs import SEED, after, contents, digits_config, same_weights, train_digits
 from tests.helpers import (
     CLIP_LIMIT,
@@ -35,6 +35,7 @@ from tests.helpers import (
     place,
     walk,
 )
+from tests.tiers import pairs_short
 
 RECORDS, COUNT, RATE = 40, 10, 0.2
 CPU = torch.device("cpu")
@@ -87,10 +88,10 @@ def whitened(trainer: Trainer, batch: list[int]) -> Tensor:
 
 
 @pytest.mark.privacy
-@every_optimizer
-@pytest.mark.parametrize("centre", ["own", "far out"])
-@pytest.mark.parametrize("chunk", [3, 1000])
-@pytest.mark.parametrize("others", [[], [0, 1, 2, 3, 45]])
+@pytest.mark.parametrize(
+    ("name", "centre", "chunk", "others"),
+    pairs_short(OPTIMIZER_NAMES, ["own", "far out"], [3, 1000], [[], [0, 1, 2, 3, 45]]),
+)
 def test_a_canary_moves_the_sum_by_no_more_than_a_record_may(
     name: str, centre: str, chunk: int, others: list[int]
 ) -> None:

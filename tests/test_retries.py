@@ -11,6 +11,7 @@ from torch import nn
 from dpmac_cli.randomness.noise import SeededNormals
 from tests.helpers import MECHANISM, Spy, make_trainer
 from tests.test_trained_again import SETTINGS, network
+from tests.tiers import pairs_short
 
 PHASES = ["_draw", "_clip_and_sum", "_begin", "_release", "_update", "_end"]
 FAILURES: dict[str, Callable[[], BaseException]] = {
@@ -38,10 +39,10 @@ def failing(method: Any, when: int, failure: Callable[[], BaseException], after:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("optimizer", ["dp-sgd", "dp-macadam"])
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("how", FAILURES)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "how", "after", "optimizer"),
+    pairs_short(PHASES, [*FAILURES], [False, True], ["dp-sgd", "dp-macadam"]),
+)
 def test_a_retry_adds_no_noise_twice_and_is_charged(
     phase: str, how: str, after: bool, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

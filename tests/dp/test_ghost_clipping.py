@@ -36,6 +36,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.training.chunks import ChunkedSum, first_chunk
 from tests.helpers import in_chunks_of, make_trainer
 from tests.pairwise import all_pairs
+from tests.tiers import pairs_short
 
 from .reference import whiten
 
@@ -306,13 +307,16 @@ def assert_sums(form: PositionProducts, oracle: Tensor, tolerance: float) -> Non
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(("views", "count"), [(3, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["linear", "stride", "padding", "standardised"])
+@pytest.mark.parametrize(
+    ("name", "way", "kind", "views_and_uses"),
+    pairs_short(
+        ["linear", "stride", "padding", "standardised"], [*WAYS], KINDS, [(3, 1), (1, 2), (2, 2)]
+    ),
+)
 def test_views_and_uses_of_a_sample_are_added_up(
-    name: str, way: str, kind: str, views: int, count: int
+    name: str, way: str, kind: str, views_and_uses: tuple[int, int]
 ) -> None:
+    views, count = views_and_uses
     layer = LAYERS[name].layer(torch.float64)
     uses = random_uses(LAYERS[name], layer, 4, views, count)
     assert_like_autograd(layer, uses, views, region_of(kind, layer), way, kind, 1e-12)
@@ -723,9 +727,10 @@ def test_gradients_near_the_end_of_float32_weigh_no_more_than_one(way: str) -> N
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["linear", "padding", "stride", "standardised"])
+@pytest.mark.parametrize(
+    ("name", "way", "kind"),
+    pairs_short(["linear", "padding", "stride", "standardised"], [*WAYS], KINDS),
+)
 def test_samples_that_are_not_finite_add_exactly_nothing(name: str, way: str, kind: str) -> None:
     layer = LAYERS[name].layer()
     [use] = random_uses(LAYERS[name], layer, 9)

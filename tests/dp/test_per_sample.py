@@ -37,6 +37,7 @@ from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError
 from tests.helpers import Batches, in_chunks_of, make_trainer
+from tests.tiers import pairs_short
 
 from .reference import Subject, clip, prepare, whiten
 
@@ -684,9 +685,9 @@ def assert_matches_oracle(subject: Subject, x: Tensor, y: Tensor, kind: str) -> 
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"), pairs_short([*NETS], KINDS, [*TOLERANCE]), ids=str
+)
 def test_norms_and_sums_match_the_oracle(name: str, kind: str, dtype: torch.dtype) -> None:
     net = NETS[name]
     x, y = net.batch()
@@ -711,9 +712,7 @@ def views_of(net: Net, views: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("views", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*NETS, *AGAIN])
+@pytest.mark.parametrize(("name", "kind", "views"), pairs_short([*NETS, *AGAIN], KINDS, [1, 3]))
 def test_views_and_uses_match_the_oracle(name: str, kind: str, views: int) -> None:
     assert_viewed_matches_oracle(name, kind, views)
 
@@ -728,14 +727,16 @@ def assert_viewed_matches_oracle(name: str, kind: str, views: int) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("views", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("sequence", "linear-no-bias", "mlp", "recurrent", "linear-twice", "attention"),
-        *("transformer", "lstm", "gru"),
-    ],
+    ("name", "kind", "views"),
+    pairs_short(
+        [
+            *("sequence", "linear-no-bias", "mlp", "recurrent", "linear-twice", "attention"),
+            *("transformer", "lstm", "gru"),
+        ],
+        KINDS,
+        [1, 3],
+    ),
 )
 def test_pairs_of_positions_match_the_oracle(
     name: str, kind: str, views: int, monkeypatch: pytest.MonkeyPatch
@@ -929,9 +930,7 @@ POISONS = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MASKED_NETS)
+@pytest.mark.parametrize(("name", "kind", "poison"), pairs_short(MASKED_NETS, KINDS, [*POISONS]))
 def test_a_non_finite_sample_adds_nothing(name: str, kind: str, poison: str) -> None:
     net = NETS[name]
     subject, (x, y) = prepare(net.build()), net.batch()
@@ -946,9 +945,9 @@ def test_a_non_finite_sample_adds_nothing(name: str, kind: str, poison: str) -> 
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("size", [1e10, 1e19, 1e30, 3e38])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MASKED_NETS)
+@pytest.mark.parametrize(
+    ("name", "kind", "size"), pairs_short(MASKED_NETS, KINDS, [1e10, 1e19, 1e30, 3e38])
+)
 def test_a_sample_near_overflow_adds_at_most_one(name: str, kind: str, size: float) -> None:
     """Whether it counts as finite is up to rounding; what it may do is not."""
     net = NETS[name]

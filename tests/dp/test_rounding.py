@@ -24,6 +24,7 @@ from dpmac_cli.dp.geometry import part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, ball, ellipsoid
 from dpmac_cli.randomness.noise import SeededNormals
 from tests.helpers import Batches, in_chunks_of, make_trainer
+from tests.tiers import pairs_short
 
 from .reference import Subject, prepare, whiten
 
@@ -105,9 +106,7 @@ class Case:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("model", [mlp, cnn])
+@pytest.mark.parametrize(("model", "ratio", "spread"), pairs_short([mlp, cnn], RATIOS, SPREADS))
 def test_no_sample_weighs_more_than_one(
     model: Callable[[], nn.Sequential], ratio: float, spread: float
 ) -> None:
@@ -125,12 +124,13 @@ def assert_no_sample_weighs_more_than_one(case: Case, ratio: float) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize(("model", "size"), [(mlp, 32), (cnn, 8)])
+@pytest.mark.parametrize(
+    ("model_and_size", "ratio", "spread"), pairs_short([(mlp, 32), (cnn, 8)], RATIOS, SPREADS)
+)
 def test_removing_a_sample_moves_the_computed_sum_by_at_most_one(
-    model: Callable[[], nn.Sequential], size: int, ratio: float, spread: float
+    model_and_size: tuple[Callable[[], nn.Sequential], int], ratio: float, spread: float
 ) -> None:
+    model, size = model_and_size
     case = Case(model(), ratio, spread, size)
     everyone = case.whitened_sum()
     for i in (0, 7, size - 1):
