@@ -340,9 +340,8 @@ def test_batches_of_features_are_of_one_size(size: int) -> None:
     assert AT_A_TIME % at_a_time(size) == 0
 
 
-@pytest.mark.parametrize("sizes", rest_long([(1437, 120), (50_000, 4167)]))
-def test_a_head_needs_no_settings(sizes: tuple[int, int]) -> None:
-    size, batch = sizes
+@pytest.mark.parametrize(("size", "batch"), rest_long([(1437, 120), (50_000, 4167)]))
+def test_a_head_needs_no_settings(size: int, batch: int) -> None:
     name = "cifar10" if size == 50_000 else "digits"
     plan = resolve({"dataset": name, "backbone": LITE0}).plan
     assert (plan.data.facts.train_size, plan.privacy.batch_size, plan.privacy.steps) == (

@@ -468,6 +468,7 @@ print(trained(continued(torch.load(sys.argv[1], weights_only=False)), Notes()).t
 
 
 @pytest.mark.privacy
+@pytest.mark.long
 def test_another_process_has_the_same_code(saved: dict[str, Any], tmp_path: Path) -> None:
     """Whatever its hash seed and its addresses."""
     torch.save(saved, tmp_path / "state")

@@ -52,6 +52,9 @@ ALSO_SHOWN: Mapping[str, str] = {
     "tests/test_canaries.py::test_the_attack_tells_broken_builds_from_sound_ones": (
         "tests/test_canaries.py::test_scores_are_the_likelihood_ratios_of_what_is_released"
     ),
+    "tests/test_private_step.py::test_another_process_has_the_same_code": (
+        "tests/test_private_step.py::test_a_training_that_was_killed_goes_on_exactly"
+    ),
     "tests/test_private_scores.py::test_no_score_is_released_twice_whatever_is_killed": (
         "tests/test_private_scores.py::test_an_interrupted_run_releases_no_score_and_is_resumed_exactly"
     ),
