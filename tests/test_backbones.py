@@ -141,6 +141,7 @@ def test_only_the_head_is_trained_and_all_of_it_is_published() -> None:
 
 
 @pytest.mark.privacy
+@pytest.mark.usefixtures("features_of_one")
 def test_a_resumed_run_ends_as_if_it_had_never_stopped() -> None:
     whole = train_digits(**SMALL, steps=6, seed=3, out="whole")
     list(train(digits_config(**SMALL, steps=6, seed=3, out="cut"), after(2)))

@@ -217,7 +217,7 @@ def test_defaults_are_covered_to_a_point_and_a_half(dataset: str, size: int) -> 
 # Runs.
 
 COVERED: dict[str, Any] = {
-    **{"cover_scores": True, "sigma": "1", "steps": 36},
+    **{"cover_scores": True, "sigma": "3", "steps": 36},
     "recipe": "paper",
 }
 
@@ -363,7 +363,7 @@ def test_classes_are_scored_where_balanced_accuracy_is_asked_for() -> None:
 
 
 def test_the_interval_on_the_screen_is_that_of_the_metric() -> None:
-    flags = ("--cover-scores", "--epsilon", "50", "--steps", "12", "--seed", "0")
+    flags = ("--cover-scores", "--sigma", "1", "--steps", "12", "--seed", "0")
     for name in ("balanced-accuracy", "accuracy"):
         result = dpmac("train", "--dataset", "digits", *flags, "--metric", name, "--out", name)
         test = json.loads(Path(name, "report.json").read_text())["test"]
@@ -435,26 +435,26 @@ def cost_of_scores(report: dict[str, Any]) -> float:
 def test_a_budget_that_ends_a_run_pays_for_its_last_score(sampler: str) -> None:
     flags: dict[str, Any] = {
         "sampler": sampler,
-        "sigma": 0.8,
+        "sigma": 2.0,
         "epochs": 10,
         "batch_size": 64,
-        "max_epsilon": 3.0,
+        "max_epsilon": 0.5,
     }
     finished = train_digits(cover_scores=True, out="run", **flags)
     privacy = finished.report["privacy"]
     assert finished.state == "budget-spent"
     assert privacy["covered_scores"]["released"] == 1
-    assert 2.99 < cost_of_scores(finished.report) <= privacy["epsilon"] <= 3.0
+    assert 0.49 < cost_of_scores(finished.report) <= privacy["epsilon"] <= 0.5
     assert lines(finished.folder)[-1]["epsilon"] == privacy["epsilon"]
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("more", rest_long([0.5, 3.0]))
 def test_the_budget_of_a_fork_pays_for_the_scores_of_its_parent(more: float) -> None:
-    flags: dict[str, Any] = {"sigma": 1.0, "epochs": 4, "batch_size": 200, "score_every": "4"}
+    flags: dict[str, Any] = {"sigma": 2.0, "epochs": 2, "batch_size": 200, "score_every": "4"}
     before = train_digits(cover_scores=True, out="parent", **flags).report
     budget = cost_of_scores(before) + more
-    changes = {"epochs": "8", "max_epsilon": f"{budget}", "out": "fork"}
+    changes = {"epochs": "4", "max_epsilon": f"{budget}", "out": "fork"}
     try:
         report = run.finish(run.fork("parent", changes)).report
     except BudgetError:
@@ -497,6 +497,7 @@ def test_a_program_is_told_where_to_cover_scores() -> None:
         dpmac_cli.make_private(
             torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)),
             data="digits",
+            sigma=6,
             cover_scores=True,
         )
 
