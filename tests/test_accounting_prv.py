@@ -97,12 +97,15 @@ def test_what_opacus_reports_is_its_upper_bound() -> None:
 
 @pytest.mark.parametrize(
     "event",
-    [
-        TrainingEvent(0.3, 0.7, 500),
-        TrainingEvent(0.05, 0.3, 3000),
-        TrainingEvent(0.1, 0.05, 500),
-        TrainingEvent(1.0, 0.5, 60),
-    ],
+    rest_long(
+        [
+            TrainingEvent(0.05, 0.3, 3000),
+            TrainingEvent(0.1, 0.05, 500),
+            TrainingEvent(0.3, 0.7, 500),
+            TrainingEvent(1.0, 0.5, 60),
+        ],
+        short=2,
+    ),
     ids=str,
 )
 def test_beyond_its_reach_our_price_lies_below_the_renyi_accountants(event: TrainingEvent) -> None:

@@ -115,7 +115,7 @@ def network(name: str, shape: tuple[int, ...] = SHAPE) -> Any:
     return model
 
 
-@pytest.fixture(params=["ViT", "ResNet"])
+@pytest.fixture(params=rest_long(["ResNet", "ViT"]))
 def pretrained(request: pytest.FixtureRequest, file: Path) -> dict[str, Any]:
     """Settings of a run from public weights of a network."""
     weights = file.with_name("weights.safetensors")

@@ -18,6 +18,7 @@ from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import after, same_weights
 from tests.networks import CLASSES, Perceptron, WhitenedIfLarge
+from tests.tiers import rest_long
 from tests.typed import dpmac
 
 NETWORKS = Path(__file__).with_name("networks.py")
@@ -47,16 +48,19 @@ def run_of(images: Path, model: str, **more: Any) -> Finished:
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("model", "flag", "kind"),
-    [
-        ("mlp-small", None, "built in"),
-        ("mlp-small", "isolate", "isolated"),
-        ("Perceptron", None, "traced"),
-        ("Perceptron", "isolate", "isolated"),
-        ("VisionTransformer", None, "isolated"),
-        ("WordsFirst", "isolate", "isolated"),
-        ("WhitenedIfLarge", None, "isolated"),
-        ("GhostNorm", None, "isolated"),
-    ],
+    rest_long(
+        [
+            ("mlp-small", None, "built in"),
+            ("Perceptron", None, "traced"),
+            ("Perceptron", "isolate", "isolated"),
+            ("VisionTransformer", None, "isolated"),
+            ("mlp-small", "isolate", "isolated"),
+            ("WordsFirst", "isolate", "isolated"),
+            ("WhitenedIfLarge", None, "isolated"),
+            ("GhostNorm", None, "isolated"),
+        ],
+        short=4,
+    ),
 )
 def test_report_and_card_say_how_samples_are_kept_apart(
     images: Path, model: str, flag: str | None, kind: str
@@ -162,7 +166,7 @@ def test_the_draws_of_a_record_differ_from_step_to_step_and_run_to_run(images: P
 
 
 @pytest.mark.privacy
-@RANDOM
+@pytest.mark.parametrize("model", rest_long(["RandomByNumPy", "RandomByTorch", "RandomByPython"]))
 def test_a_resumed_run_repeats_the_draws_of_its_network(images: Path, model: str) -> None:
     """Other draws would be other gradients, under the same noise."""
     chosen = settings(images, model, steps=6, isolate=True)

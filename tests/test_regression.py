@@ -102,6 +102,7 @@ def evaluated(
 # What a person types, and what it prints.
 
 
+@pytest.mark.long
 def test_a_number_is_predicted_in_its_own_units(tmp_path: Path) -> None:
     file, folder = table(tmp_path, rows()), tmp_path / "run"
     flags = f"--schema {tmp_path}/care.yaml --unit person --epsilon 8 --epochs 30 --seed 0"

@@ -144,6 +144,7 @@ def test_what_a_search_decides_cannot_be_set_in_a_file_either(
     assert error.startswith(f"{line.partition(':')[0]} in ")
 
 
+@pytest.mark.long
 def test_every_value_is_validated_before_anything_is_trained() -> None:
     given = {"dataset": "digits", "model": "linear"}
     texts = ["epochs=0,2", "batch-size=99999,3", "optimizer=dp-sgdd,dp-adam", "ema=0.5..1"]

@@ -14,6 +14,7 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.models import feature_cache
 from dpmac_cli.models.features import FrozenFeatures
 from tests.helpers import make_trainer
+from tests.tiers import rest_long
 
 ONE_ULP = 2.0**-20
 
@@ -117,7 +118,7 @@ def test_features_that_depend_on_places_are_computed_one_by_one() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("only", ["own Linear 64 to 1", "Conv2d 1 to 16, kernel 8"])
+@pytest.mark.parametrize("only", rest_long(["own Linear 64 to 1", "Conv2d 1 to 16, kernel 8"]))
 def test_the_scan_finds_nothing_left(only: str, tmp_path: Path) -> None:
     out = tmp_path / "scan.json"
     script = Path(__file__).parents[2] / "benchmarks" / "row_rounding.py"
