@@ -231,7 +231,8 @@ def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("part", rest_long(["norm", "all"]))
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["norm", "all"])
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(
     part: str, pretrained: dict[str, Any]
 ) -> None:
@@ -288,6 +289,7 @@ def test_lora_leaves_out_layers_whose_weights_are_used_without_a_call() -> None:
     assert trained_names(model) == expected
 
 
+@pytest.mark.long
 def test_a_pickle_is_refused_with_the_line_that_converts_it(file: Path) -> None:
     path = Path("weights.pth")
     torch.save(network("ViT").state_dict(), path)

@@ -55,7 +55,8 @@ def test_a_document_moves_the_sum_by_at_most_the_radius(lora: bool, physical: in
     assert 0.99 * RADIUS < max(moved) <= RADIUS
 
 
-@pytest.mark.parametrize("lora", rest_long([True, False]))
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [True, False])
 def test_every_parameter_gets_its_clipped_gradient(lora: bool) -> None:
     """Against autograd, one text after the other, in float64."""
     net, batch = model(lora=lora).double(), texts()

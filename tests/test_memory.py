@@ -136,6 +136,7 @@ def peak_with_views(views: int) -> int:
     return peak_bytes(lambda: clipped_sum.of(x, y, RegionMetric(metric), out))
 
 
+@pytest.mark.long
 def test_views_cost_activations_but_no_gradients_of_their_own() -> None:
     """All gradients of the samples together would take 54 MiB."""
     one, many = peak_with_views(1), peak_with_views(8)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import rest_long
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -101,9 +99,10 @@ CHANGES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
-    rest_long(CHANGES),
+    CHANGES,
     ids=["changed", "twice", "renamed", "unbound", "not Python", "no test", "same name"],
 )
 def test_one_that_no_longer_applies_is_named(

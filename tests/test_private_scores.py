@@ -362,6 +362,7 @@ def test_classes_are_scored_where_balanced_accuracy_is_asked_for() -> None:
     assert [low, high] != test["interval"]
 
 
+@pytest.mark.long
 def test_the_interval_on_the_screen_is_that_of_the_metric() -> None:
     flags = ("--cover-scores", "--sigma", "1", "--steps", "12", "--seed", "0")
     for name in ("balanced-accuracy", "accuracy"):

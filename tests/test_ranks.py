@@ -336,9 +336,8 @@ def training(**flags: Any) -> Callable[[Ranks], Any]:
     return work
 
 
-@pytest.mark.parametrize(
-    "flags", rest_long([{}, {"secure": True}, {"augmentations": 2, "ema": 0.9}])
-)
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [{}, {"secure": True}, {"augmentations": 2, "ema": 0.9}])
 def test_a_run_of_two(flags: dict[str, Any]) -> None:
     report, nothing = together(2, training(steps=6, out="two", **flags))
     assert nothing is None

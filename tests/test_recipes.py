@@ -23,7 +23,7 @@ from dpmac_cli.config.sources import by_flag
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.studies.grid import plan as grid
-from tests.tiers import one_in, rest_long
+from tests.tiers import one_in
 
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.command == "train"]
@@ -159,10 +159,9 @@ def test_a_run_is_resumed_with_its_recipe(flags: dict[str, Any], data: str) -> N
     assert resolve(file=Path("config.yaml")).plan.recorded == plan.recorded
 
 
-@pytest.mark.parametrize(
-    ("targets", "more"),
-    rest_long(itertools.product(["1", "1,3,8"], [{}, {"model": "mlp"}, {"recipe": "paper"}])),
-)
+@pytest.mark.long
+@pytest.mark.parametrize("targets", ["1", "1,3,8"])
+@pytest.mark.parametrize("more", [{}, {"model": "mlp"}, {"recipe": "paper"}])
 def test_account_prices_what_train_runs(targets: str, more: dict[str, str]) -> None:
     questions = asked({"epsilon": targets, "dataset": "mnist", **more})
     rows = [row for one in questions for row in answer(one)]

@@ -34,7 +34,7 @@ from dpmac_cli.training.schedules import Recipe, StepPlan
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import Batches, a_key, class_task, make_trainer
-from tests.tiers import one_in, rest_long
+from tests.tiers import one_in
 
 # Tensors without data have an address of 0, which the check of the network compares.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -215,12 +215,13 @@ def test_a_step_on_cuda_asks_for_three_answers_at_most(optimizer: str, network: 
     assert watch.found == unavoidable(optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [{"secure": True}, {"ema": 0.9}, {"views": 4, "augment": "crop-flip"}],
     ids=["secure", "ema", "views"],
 )
-@pytest.mark.parametrize("optimizer", rest_long(["dp-macadam", "dp-adam"]))
+@pytest.mark.parametrize("optimizer", ["dp-adam", "dp-macadam"])
 def test_options_wait_for_nothing_more(optimizer: str, more: dict[str, Any]) -> None:
     assert steps(optimizer, "cnn", **more).found == unavoidable(optimizer)
 

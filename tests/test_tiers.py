@@ -52,6 +52,9 @@ ALSO_SHOWN: Mapping[str, str] = {
     "tests/test_canaries.py::test_the_attack_tells_broken_builds_from_sound_ones": (
         "tests/test_canaries.py::test_scores_are_the_likelihood_ratios_of_what_is_released"
     ),
+    "tests/test_fine_tuning.py::test_a_resumed_run_ends_as_if_it_had_never_stopped": (
+        "tests/test_fine_tuning.py::test_lora_is_published_merged_and_resumed_exactly"
+    ),
     "tests/test_private_step.py::test_another_process_has_the_same_code": (
         "tests/test_private_step.py::test_a_training_that_was_killed_goes_on_exactly"
     ),
