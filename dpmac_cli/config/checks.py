@@ -129,10 +129,10 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
             )
         elif (fault := features.fault(data.facts.shape)) is not None:
             yield f"{flag}: {features.reads} of {data.dataset} {fault}"
-        if features.reads == "texts" and (weights is not None or network.trained.part != "head"):
+        if features.reads == "texts" and weights is not None:
             yield (
-                f"{flag}: only the head of a network on texts is trained, from the weights of the "
-                "encoder's folder. Leave out --train and --pretrained."
+                f"{flag} starts from the weights in the encoder's own folder. Leave out "
+                "--pretrained, or use another folder with --backbone."
             )
         package = BACKBONES[features.kind].package if isinstance(features, Backbone) else ""
         if package and weights is None:
