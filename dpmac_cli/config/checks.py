@@ -123,9 +123,10 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
     if features is not None:
         flag = f"--{'features' if isinstance(features, Scattered) else 'backbone'} {features.kind}"
         if features.reads != data.facts.holds:
+            declarable = (features.reads, data.facts.holds) == ("texts", "numbers")
             yield (
                 f"{flag} is for {features.reads}, but {data.dataset} contains {data.facts.holds}. "
-                f"{DECLARE if features.reads == 'texts' else 'Leave it out.'}"
+                f"{DECLARE if declarable else 'Leave it out.'}"
             )
         elif (fault := features.fault(data.facts.shape)) is not None:
             yield f"{flag}: {features.reads} of {data.dataset} {fault}"

@@ -96,10 +96,10 @@ class TokenVectors(nn.Module):
         """
         places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         x = self.words(ids) + self.types(torch.zeros_like(ids)) + self.positions(places)
-        x = self.norm(x)
+        found: Tensor = self.norm(x)
         for block in self.blocks:
-            x = block(x, attended(used))
-        return x
+            found = block(found, attended(used))
+        return found
 
 
 class Bert(TokenVectors):
@@ -218,10 +218,10 @@ class TextFeatures(nn.Module):
         if ids.is_cuda or (self._trained and torch.is_grad_enabled()):
             found: Tensor = self.network(ids, used)
             return found
-        return torch.cat(one_by_one(self.network, ids, used))
+        return torch.cat(texts_alone(self.network, ids, used))
 
 
-def one_by_one(network: TokenVectors, ids: Tensor, used: Tensor) -> list[Tensor]:
+def texts_alone(network: TokenVectors, ids: Tensor, used: Tensor) -> list[Tensor]:
     """Return what a network computes of each text separately, without its padding and gradients."""
     lengths = used.sum(1).tolist()
     texts = [row[:, :n] for row, n in zip(torch.split(ids, 1), lengths, strict=True)]

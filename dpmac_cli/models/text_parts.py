@@ -12,8 +12,8 @@ from dpmac_cli.models.text_encoder import (
     TextFeatures,
     attended,
     features_of,
-    one_by_one,
     pooled,
+    texts_alone,
     used_of,
 )
 
@@ -54,7 +54,7 @@ class BeforeLast(nn.Module):
         if ids.is_cuda:
             found: Tensor = self.network(ids, used)
             return torch.where(used[..., None], found, 0)
-        texts = one_by_one(self.network, ids, used)
+        texts = texts_alone(self.network, ids, used)
         return torch.cat([pad(text, (0, 0, 0, count - text.shape[1])) for text in texts])
 
 
@@ -71,11 +71,11 @@ class LastBlock(nn.Module):
         """Return the outputs for features of shape (records, features, 1, 1)."""
         rows = x.flatten(1)
         sizes = [*(count * self._width for count in self._counts), *self._counts]
-        *parts, others = rows.split([*sizes, rows.shape[1] - sum(sizes)], 1)
+        *parts, others = torch.split(rows, [*sizes, rows.shape[1] - sum(sizes)], 1)
         vectors, texts = list[Tensor](), len(self._counts)
         for text, marks in zip(parts[:texts], parts[texts:], strict=True):
             used = used_of(marks)
-            tokens = self.block(text.unflatten(1, (-1, self._width)), attended(used))
+            tokens = self.block(text.reshape(len(text), -1, self._width), attended(used))
             vectors.append(pooled(tokens, used, first=self._first))
         outputs: Tensor = self.head(features_of(vectors, others))
         return outputs

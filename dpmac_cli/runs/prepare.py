@@ -82,7 +82,7 @@ def prepare(
     own = passed_in or isinstance(network.model, UserModel)
     form = form_of(built.model, forms_of(plan, own=own), facts.task.outputs)
     model = built.model.to(device)
-    parts = None if passed_in else parts_of(network, facts, model)
+    parts = None if passed_in else cut_network(network, facts, model)
     kind, why = independence_of(network, facts, model, parts, form, own=own)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(network, facts, model, form)
@@ -122,7 +122,7 @@ class _Built:
     built_by: str = ""
 
 
-def parts_of(network: NetworkPlan, facts: Dataset, model: nn.Module) -> FrozenFeatures | None:
+def cut_network(network: NetworkPlan, facts: Dataset, model: nn.Module) -> FrozenFeatures | None:
     """Return the frozen part, which runs once per record, and the trained one, if it has both."""
     if isinstance(model, FrozenFeatures):
         return model

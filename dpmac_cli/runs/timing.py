@@ -15,7 +15,7 @@ from dpmac_cli.models.registry import UserModel
 from dpmac_cli.models.validation import form_of
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.prepare import PreparedRun, forms_of, independence_of, parts_of
+from dpmac_cli.runs.prepare import PreparedRun, cut_network, forms_of, independence_of
 from dpmac_cli.runs.setup import make_trainer
 
 #: Seconds besides training, scoring and features: start, validation and the files of the run.
@@ -115,7 +115,7 @@ def _task(plan: TrainPlan, records: int, device: torch.device) -> PreparedRun:
     own = isinstance(plan.network.model, UserModel)
     form = form_of(model, forms_of(plan, own=own), task.outputs)
     gain, offset = torch.ones(1, 1, 1, device=device), torch.zeros(1, 1, 1, device=device)
-    parts = parts_of(plan.network, facts, model)
+    parts = cut_network(plan.network, facts, model)
     if parts is None:
         trained, x = model, _images(plan, records, device).reshape(records, *form)
     else:
@@ -144,7 +144,7 @@ def _images(plan: TrainPlan, records: int, device: torch.device) -> Tensor:
 def _features(plan: TrainPlan, device: torch.device) -> float:
     """Return the seconds that the features of a record take; 0 without features."""
     model = _network(plan, device)
-    parts = parts_of(plan.network, plan.data.facts, model)
+    parts = cut_network(plan.network, plan.data.facts, model)
     if parts is None:
         return 0.0
     images = _images(plan, IMAGES, device)

@@ -95,11 +95,11 @@ def _set_scene_of_texts(folder: Path) -> None:
     write_encoder(folder / "encoder")
     write_encoder(folder / "roberta", model_type="roberta")
     (write_encoder(folder / "bare") / "vocab.txt").rename(folder / "bare" / "tokenizer.json")
-    kind = ENCODERS["minilm"]
-    write_encoder(folder / SITE / kind.folder)  # under the name of the package, but another one
-    about = folder / SITE / f"{kind.package.replace('-', '_')}-1.0.dist-info"
+    known = ENCODERS["minilm"]
+    write_encoder(folder / SITE / known.folder)  # under the name of the package, but another one
+    about = folder / SITE / f"{known.package.replace('-', '_')}-1.0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {kind.package}\nVersion: 1.0\n")
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {known.package}\nVersion: 1.0\n")
 
 
 def say(typed: str) -> tuple[str, int]:
