@@ -313,7 +313,18 @@ def test_the_last_block_sees_what_it_sees_in_the_whole_network() -> None:
 
 
 @pytest.mark.privacy
-def test_vectors_before_the_last_block_depend_on_one_text_alone_bit_for_bit() -> None:
+def test_vectors_before_the_last_block_depend_on_one_text_alone_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real: Any = TokenVectors.forward
+
+    def noted(network: TokenVectors, ids: Tensor, used: Tensor | None = None) -> Any:
+        assert used is None
+        assert len(ids) == 1
+        assert ids.all()  # at its own length
+        return real(network, ids)
+
+    monkeypatch.setattr(TokenVectors, "forward", noted)
     parts, x = cut_before_last(network("last").float()), records().float()
     together = parts.features(x)
     for row in range(len(TEXTS)):
