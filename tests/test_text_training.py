@@ -261,7 +261,7 @@ def test_a_trained_encoder_is_published_and_predicts(part: str) -> None:
     assert public["trained_parameters"] <= sum(p.numel() for p in count.parameters())
     Path("encoder").rename("elsewhere")  # the model has what it needs
     assert score("run").result.accuracy == report["test"]["accuracy"]
-    texts = [text for text, _ in notes(9, seed=4)]
+    texts = [text for text, _ in notes(3, seed=4)]
     together = predict("run", texts).probabilities
     alone = [predict("run", [text]).probabilities[0] for text in texts]
     assert np.array_equal(together, np.stack(alone))
