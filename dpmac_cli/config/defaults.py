@@ -18,7 +18,7 @@ GAMMA_PRIME = 1e-8
 FEW_GUESSES = 20
 #: Pixels to process at a time if a backbone is trained.
 PIXELS_AT_A_TIME = 16 * 224**2
-#: Tokens to process at a time if a text encoder is trained. A run of LoRA on MiniLM then takes 2 GB.
+#: Tokens to process at a time if a text encoder is trained. LoRA on MiniLM then takes 2 GB.
 TOKENS_AT_A_TIME = 4096
 
 
