@@ -91,8 +91,9 @@ class ResNet(nn.Module):
 """
 
 
-#: The ResNet has no linear layer besides its head.
-PARTS_OF = [("ViT", part) for part in PARTS] + [("ResNet", p) for p in PARTS if p != "lora"]
+#: The ResNet has no linear layer besides its head. Only text encoders have a last block.
+PARTS_OF = [("ViT", part) for part in PARTS if part != "last"]
+PARTS_OF += [("ResNet", part) for part in PARTS if part not in ("lora", "last")]
 
 
 @pytest.fixture

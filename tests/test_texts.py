@@ -423,8 +423,6 @@ def test_limits_that_the_encoder_does_not_support_are_named() -> None:
     assert "note" in refused()
     Path("schema.yaml").write_text(SCHEMA.replace("text: 16", "text: 16, range: [0, 1]"))
     assert "either a range or categories or text" in refused()
-    Path("schema.yaml").write_text(SCHEMA)
-    assert "--train" in refused(train="lora")
 
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "own-texts.md").read_text(encoding="utf-8")

@@ -123,16 +123,17 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
     if features is not None:
         flag = f"--{'features' if isinstance(features, Scattered) else 'backbone'} {features.kind}"
         if features.reads != data.facts.holds:
+            declarable = (features.reads, data.facts.holds) == ("texts", "numbers")
             yield (
                 f"{flag} is for {features.reads}, but {data.dataset} contains {data.facts.holds}. "
-                f"{DECLARE if features.reads == 'texts' else 'Leave it out.'}"
+                f"{DECLARE if declarable else 'Leave it out.'}"
             )
         elif (fault := features.fault(data.facts.shape)) is not None:
             yield f"{flag}: {features.reads} of {data.dataset} {fault}"
-        if features.reads == "texts" and (weights is not None or network.trained.part != "head"):
+        if features.reads == "texts" and weights is not None:
             yield (
-                f"{flag}: only the head of a network on texts is trained, from the weights of the "
-                "encoder's folder. Leave out --train and --pretrained."
+                f"{flag} starts from the weights in the encoder's own folder. Leave out "
+                "--pretrained, or use another folder with --backbone."
             )
         package = BACKBONES[features.kind].package if isinstance(features, Backbone) else ""
         if package and weights is None:

@@ -18,6 +18,8 @@ GAMMA_PRIME = 1e-8
 FEW_GUESSES = 20
 #: Pixels to process at a time if a backbone is trained.
 PIXELS_AT_A_TIME = 16 * 224**2
+#: Tokens to process at a time if a text encoder is trained. LoRA on MiniLM then takes 2 GB.
+TOKENS_AT_A_TIME = 4096
 
 
 def completed(given: Settings, facts: Dataset) -> Complete:
@@ -80,6 +82,8 @@ def _samples_at_a_time(found: Settings, facts: Dataset) -> int:
     elif (backbone := BACKBONES.get(found.backbone or "")) is not None:
         size = found.backbone_size or backbone.size
         most = max(1, PIXELS_AT_A_TIME // size**2)
+    elif found.backbone is not None and facts.texts:
+        most = max(1, TOKENS_AT_A_TIME // sum(count for _, count in facts.texts))
     elif kind is not None:
         most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))
     return max(1, most // (found.augmentations or 1))

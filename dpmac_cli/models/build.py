@@ -24,6 +24,7 @@ from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze, with_features
 from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
 from dpmac_cli.models.text_encoder import TextFeatures
+from dpmac_cli.models.text_parts import on_texts
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model, form_of
 from dpmac_cli.torch_errors import what_failed
 
@@ -89,18 +90,18 @@ def build_model(
 def _behind(
     head: nn.Module, features: Features, signature: Signature, trained: Trained | None
 ) -> nn.Module:
-    """Apply a network to features of images. Raises ModelError if the images do not fit."""
+    """Apply a network to features of records. Raises ModelError if the records do not fit."""
     if (fault := features.fault(signature.shape)) is not None:
         raise ModelError(f"The {features.reads} {fault}")
+    head_only = trained is None or trained.part == "head"
     if isinstance(features, TextEncoder):
-        return FrozenFeatures(TextFeatures(features), head, torch.float32)
+        texts = TextFeatures(features, trained=not head_only)
+        return FrozenFeatures(texts, head, torch.float32) if head_only else on_texts(texts, head)
     if not isinstance(features, Backbone):
         return with_features(head, signature.shape, features.kind)
     backbone = PublicBackbone(features, signature)
     network = (
-        FrozenFeatures(backbone, head, torch.float16)
-        if trained is None or trained.part == "head"
-        else WithHead(backbone, head)
+        FrozenFeatures(backbone, head, torch.float16) if head_only else WithHead(backbone, head)
     )
     network.at_a_time = at_a_time(features.size)
     return network

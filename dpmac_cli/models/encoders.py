@@ -128,7 +128,10 @@ class TextEncoder:
         most, longest = self.form.max_position_embeddings, max(n for _, n in self.texts)
         if longest <= most:
             return None
-        return f"may have {longest} tokens, but the encoder supports {most}. Use a smaller limit."
+        return (
+            f"may have {longest} tokens, but the encoder supports {most}. Declare text: {most} in "
+            f"the schema, or add --tokens {most} if there is none."
+        )
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,14 @@ NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, ConstantNorm)
 
 
 class WithHead(nn.Module):
-    """A network that maps images to features, and a head that maps features to logits."""
+    """A network that maps images or texts to features, and a head that maps these to logits."""
 
-    #: Images that a CPU processes at a time if no gradient is needed.
+    #: Records that a CPU processes at a time if no gradient is needed.
     at_a_time = 256
+    #: Linear layers that ``--train lora`` updates, by the ends of their names; None for all.
+    lora_layers: tuple[str, ...] | None = None
+    #: Name of the block that ``--train last`` trains; None if there is none.
+    last_block: str | None = None
 
     def __init__(self, frozen: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -212,7 +216,12 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
     if head is None:
         raise _missing(trained, "the network does not end in a linear layer that it does not share")
     parts = [network.get_submodule(head)]
-    if trained.part == "norm":
+    if trained.part == "last":
+        last = network.last_block if isinstance(network, WithHead) else None
+        if last is None:
+            raise _missing(trained, "the network is not a text encoder (--backbone minilm)")
+        parts.append(network.get_submodule(last))
+    elif trained.part == "norm":
         norms = [module for module in network.modules() if isinstance(module, NORMS)]
         if not norms:
             raise _missing(trained, "the network has no normalisation layer")
@@ -220,6 +229,8 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
     elif trained.part == "lora":
         calls, _ = linear_calls(network, shape)
         names = dict.fromkeys(n for n, *_ in calls if not f"{n}.".startswith(f"{head}."))
+        ends = network.lora_layers if isinstance(network, WithHead) else None
+        names = {n: None for n in names if ends is None or n.rpartition(".")[2] in ends}
         if not names:
             raise _missing(trained, "the network has no linear layer besides its head")
         for name in names:

@@ -183,5 +183,6 @@ PARTS: Mapping[str, str] = {
     "all": "every parameter",
     "head": "the last linear layer, or the network after a backbone",
     "norm": "the head, and scales and shifts of all normalisation layers",
-    "lora": "the head, and low-rank updates of the linear layers",
+    "lora": "the head, and low-rank updates of linear layers",
+    "last": "the head, and the last block of a text encoder",
 }

@@ -1,14 +1,16 @@
-"""BERT encoders as frozen features of texts (Devlin et al. 2019, arXiv 1810.04805).
+"""BERT encoders of texts, frozen or trained further (Devlin et al. 2019, arXiv 1810.04805).
 
 A text becomes one vector of norm 1: the mean of its tokens' vectors (Reimers and Gurevych 2019,
-arXiv 1908.10084), or the first. It depends on that text alone, bit for bit: on a CPU each text is
-processed separately, at its own length; on a GPU all have one shape, and padding is masked.
+arXiv 1908.10084), or the first. A frozen encoder's depends on that text alone, bit for bit: on a
+CPU each text is processed separately, at its own length; on a GPU all have one shape, and padding
+is masked. So they are in training, where :class:`~dpmac_cli.training.chunks.ChunkedSum` finds a way
+to run the network in which no record rounds others. There is no dropout.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -69,52 +71,134 @@ class TransformerBlock(nn.Module):
         return result
 
 
-class Bert(nn.Module):
-    """A BERT encoder, from numbers of tokens to one vector of norm 1 per text."""
+class TokenVectors(nn.Module):
+    """Embeddings and blocks of a BERT encoder, from numbers of tokens to their vectors.
 
-    def __init__(self, form: BertForm) -> None:
+    Layers are called with one row per text, so that embeddings have per-sample gradients, too.
+    """
+
+    def __init__(
+        self,
+        embeddings: tuple[nn.Embedding, nn.Embedding, nn.Embedding],
+        norm: nn.LayerNorm,
+        blocks: nn.ModuleList,
+    ) -> None:
         super().__init__()
-        self.words = nn.Embedding(form.vocab_size, form.hidden_size)
-        self.positions = nn.Embedding(form.max_position_embeddings, form.hidden_size)
-        self.types = nn.Embedding(form.type_vocab_size, form.hidden_size)
-        self.norm = nn.LayerNorm(form.hidden_size, form.layer_norm_eps)
-        self.blocks = nn.ModuleList(TransformerBlock(form) for _ in range(form.num_hidden_layers))
-        self._first = form.pooling == "cls"
+        self.words, self.positions, self.types = embeddings
+        self.norm, self.blocks = norm, blocks
 
     def forward(self, ids: Tensor, used: Tensor | None = None) -> Tensor:
-        """Return vectors of texts, shape (texts, width).
+        """Return vectors of tokens, shape (texts, tokens, width).
 
         Args:
             ids: numbers of tokens, int64, shape (texts, tokens).
             used: True for tokens that are not padding, shape (texts, tokens); None if all.
         """
-        x = self.words(ids) + self.types.weight[0] + self.positions.weight[: ids.shape[1]]
-        x, mask = self.norm(x), None if used is None else used[:, None, None]
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        x = self.words(ids) + self.types(torch.zeros_like(ids)) + self.positions(places)
+        found: Tensor = self.norm(x)
         for block in self.blocks:
-            x = block(x, mask)
-        if self._first:
-            found = x[:, 0]
-        elif used is None:
-            found = x.mean(1)
-        else:
-            found = (x * used[..., None]).sum(1) / used.sum(1, keepdim=True)
-        return normalize(found, dim=1)
+            found = block(found, attended(used))
+        return found
+
+
+class Bert(TokenVectors):
+    """A BERT encoder, from numbers of tokens to one vector of norm 1 per text."""
+
+    def __init__(self, form: BertForm) -> None:
+        words, positions, types = (
+            nn.Embedding(size, form.hidden_size)
+            for size in (form.vocab_size, form.max_position_embeddings, form.type_vocab_size)
+        )
+        norm = nn.LayerNorm(form.hidden_size, form.layer_norm_eps)
+        blocks = nn.ModuleList(TransformerBlock(form) for _ in range(form.num_hidden_layers))
+        super().__init__((words, positions, types), norm, blocks)
+        self.first = form.pooling == "cls"
+
+    def forward(self, ids: Tensor, used: Tensor | None = None) -> Tensor:
+        """Return vectors of texts, shape (texts, width); see :class:`TokenVectors`."""
+        return pooled(super().forward(ids, used), used, first=self.first)
+
+    def before_last(self) -> TokenVectors:
+        """Return everything before the last block, with the same parameters."""
+        embeddings = self.words, self.positions, self.types
+        return TokenVectors(embeddings, self.norm, self.blocks[:-1])
+
+
+def used_of(ids: Tensor) -> Tensor:
+    """Return which tokens are not padding, whose number is 0; the first is none in any case."""
+    used = ids > 0
+    used[:, 0] = True  # the vector of nothing but padding must not be 0 / 0
+    return used
+
+
+def attended(used: Tensor | None) -> Tensor | None:
+    """Return the mask of a block: see :class:`TransformerBlock`."""
+    return None if used is None else used[:, None, None]
+
+
+def pooled(x: Tensor, used: Tensor | None, *, first: bool) -> Tensor:
+    """Return vectors of texts, (texts, width), of those of tokens: their mean, or the first."""
+    if first:
+        found = x[:, 0]
+    elif used is None:
+        found = x.mean(1)
+    else:
+        found = (x * used[..., None]).sum(1) / used.sum(1, keepdim=True)
+    return normalize(found, dim=1)
+
+
+@dataclass(frozen=True)
+class TextInputs:
+    """Which of a record's inputs are tokens of texts.
+
+    Attributes:
+        places: first input and number of inputs of each text.
+        scale: number that they are multiplied by to get numbers of tokens.
+        size: number of tokens that the network knows.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    scale: int
+    size: int
+
+    def ids(self, rows: Tensor) -> list[Tensor]:
+        """Return the tokens of each text of inputs, (records, inputs): int64, (records, tokens)."""
+        parts = (rows[:, first : first + count] for first, count in self.places)
+        return [(part * self.scale).round().long().clamp(0, self.size - 1) for part in parts]
+
+    def others(self, rows: Tensor) -> Tensor:
+        """Return the inputs that are not of texts, (records, others)."""
+        ends = [0, *(first + count for first, count in self.places)]
+        begins = [*(first for first, _ in self.places), rows.shape[1]]
+        return torch.cat([rows[:, b:e] for b, e in zip(ends, begins, strict=True)], 1)
+
+
+def features_of(vectors: Sequence[Tensor], others: Tensor) -> Tensor:
+    """Return vectors of texts, scaled to a mean square of 1, then other inputs.
+
+    Their shape is (records, features, 1, 1).
+    """
+    scaled = [vector * math.sqrt(vector.shape[1]) for vector in vectors]
+    return torch.cat([*scaled, others], 1)[:, :, None, None]
 
 
 class TextFeatures(nn.Module):
     """Maps the inputs of a record to vectors of its texts, followed by its other inputs.
 
     Vectors are scaled to a mean square of 1, which is the scale that default learning rates fit.
-    Nothing in it is trained or random. The vocabulary is a buffer, so it is published with the
-    weights.
+    Nothing in it is random. The vocabulary is a buffer, so it is published with the weights.
+    ``trained``: whether a part of it is trained, so that texts have one shape if gradients are
+    enabled.
     """
 
-    def __init__(self, encoder: TextEncoder) -> None:
+    def __init__(self, encoder: TextEncoder, *, trained: bool = False) -> None:
         super().__init__()
-        self.network, self._form = Bert(encoder.form), encoder.form
+        self.network = Bert(encoder.form)
         size = encoder.form.vocabulary_bytes
         self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))
-        self._texts, self._scale = encoder.texts, encoder.scale
+        self.inputs = TextInputs(encoder.texts, encoder.scale, encoder.form.vocab_size)
+        self._trained = trained
         self.requires_grad_(False).train(False)
 
     def train(self, mode: bool = True) -> "TextFeatures":
@@ -124,31 +208,30 @@ class TextFeatures(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features, shape (records, features, 1, 1), of inputs (records, inputs, 1, 1)."""
-        rows, parts, last = x.flatten(1), list[Tensor](), 0
-        others = []
-        for first, count in self._texts:
-            ids = (rows[:, first : first + count] * self._scale).round().long()
-            parts.append(self._vectors(ids.clamp(0, self._form.vocab_size - 1)))
-            others.append(rows[:, last:first])
-            last = first + count
-        vectors = [part * math.sqrt(part.shape[1]) for part in parts]
-        return torch.cat([*vectors, *others, rows[:, last:]], 1)[:, :, None, None]
+        rows = x.flatten(1)
+        vectors = [self._vectors(ids) for ids in self.inputs.ids(rows)]
+        return features_of(vectors, self.inputs.others(rows))
 
     def _vectors(self, ids: Tensor) -> Tensor:
-        """Return the vectors of texts, shape (texts, width). Padding has the number 0."""
-        used = ids != 0
-        used[:, 0] = True  # the vector of nothing but padding must not be 0 / 0
-        if ids.is_cuda:
+        """Return the vectors of texts, shape (texts, width)."""
+        used = used_of(ids)
+        if ids.is_cuda or (self._trained and torch.is_grad_enabled()):
             found: Tensor = self.network(ids, used)
             return found
-        lengths = used.sum(1).tolist()
-        texts = [row[:, :n] for row, n in zip(torch.split(ids, 1), lengths, strict=True)]
-        return torch.cat(_by_threads(self._vector, texts))
+        return torch.cat(texts_alone(self.network, ids, used))
+
+
+def texts_alone(network: TokenVectors, ids: Tensor, used: Tensor) -> list[Tensor]:
+    """Return what a network computes of each text separately, without its padding and gradients."""
+    lengths = used.sum(1).tolist()
+    texts = [row[:, :n] for row, n in zip(torch.split(ids, 1), lengths, strict=True)]
 
     @torch.no_grad()  # which holds for one thread
-    def _vector(self, text: Tensor) -> Tensor:
-        vector: Tensor = self.network(text)
-        return vector
+    def alone(text: Tensor) -> Tensor:
+        found: Tensor = network(text)
+        return found
+
+    return _by_threads(alone, texts)
 
 
 def _by_threads(function: Callable[[Tensor], Tensor], items: Sequence[Tensor]) -> list[Tensor]:

@@ -263,8 +263,10 @@ def _public_part(
     if network.pretrained is not None:
         file = network.pretrained.name
         said.append(TEXTS.pretrained.format(file=file))
-    if network.starts_public and network.trained.part != "all":
-        said.append(TEXTS.trained.format(part=PARTS[network.trained.part]))
+    if network.starts_public:
+        part_trained = network.trained.part
+        whole = part_trained == "all"
+        said.append(TEXTS.trained_all if whole else TEXTS.trained.format(part=PARTS[part_trained]))
     part = {
         **{name: recorded.get(name) for name in OF_PUBLIC_PART},
         **part,

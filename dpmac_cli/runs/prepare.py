@@ -15,9 +15,10 @@ from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
-from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
+from dpmac_cli.models.features import FrozenFeatures, WithHead, cut_before_head, head_of
 from dpmac_cli.models.independence import ALONE, Independence, independence
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
+from dpmac_cli.models.text_parts import cut_before_last
 from dpmac_cli.models.trial import Trial
 from dpmac_cli.models.validation import check_model, check_precision, form_of
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
@@ -81,10 +82,10 @@ def prepare(
     own = passed_in or isinstance(network.model, UserModel)
     form = form_of(built.model, forms_of(plan, own=own), facts.task.outputs)
     model = built.model.to(device)
-    parts = None if passed_in else _parts(network, facts, model)
+    parts = None if passed_in else cut_network(network, facts, model)
     kind, why = independence_of(network, facts, model, parts, form, own=own)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
-        _check_precision(network, facts, model, parts, form)
+        _check_precision(network, facts, model, form)
     fingerprints = {**built.fingerprints, **_data_sums(plan.data, data)}
     if data is None:
         data = yield from loading(plan.data.source, plan.data.folder, device, facts=facts)
@@ -121,25 +122,23 @@ class _Built:
     built_by: str = ""
 
 
-def _parts(network: NetworkPlan, facts: Dataset, model: nn.Module) -> FrozenFeatures | None:
+def cut_network(network: NetworkPlan, facts: Dataset, model: nn.Module) -> FrozenFeatures | None:
     """Return the frozen part, which runs once per record, and the trained one, if it has both."""
     if isinstance(model, FrozenFeatures):
         return model
+    if network.trained.part == "last" and isinstance(model, WithHead):
+        return cut_before_last(model)
     return cut_before_head(model, facts.shape) if network.head_only else None
 
 
 def _check_precision(
-    network: NetworkPlan,
-    facts: Dataset,
-    model: nn.Module,
-    parts: FrozenFeatures | None,
-    form: tuple[int, ...],
+    network: NetworkPlan, facts: Dataset, model: nn.Module, form: tuple[int, ...]
 ) -> None:
     """Reject autocast in the trained part of a network."""
     classes = facts.task.outputs
-    if parts is not None and network.features is not None:
+    if network.features is not None and isinstance(model, FrozenFeatures):
         shape = network.features.shape_of(facts.shape)
-        check_precision(parts.head, Trial.of(shape, classes))
+        check_precision(model.head, Trial.of(shape, classes))
     elif not network.head_only:
         check_precision(model, Trial.of(form, classes))
 

@@ -154,7 +154,7 @@ def _canaries(
         return []
     return [
         Canaries(
-            parameters=sum(p.numel() for p in task.trained.parameters()),
+            parameters=sum(p.numel() for p in task.trained.parameters() if p.requires_grad),
             rate=privacy.event.sampling_rate,
             batch=privacy.batch_size,
             first=task.data.train.size,

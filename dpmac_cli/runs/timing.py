@@ -11,12 +11,11 @@ from torch import Tensor
 from dpmac_cli.config.plan import AuditPlan, TrainPlan
 from dpmac_cli.data.dataset import Data, Split, standardisation
 from dpmac_cli.models import build
-from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.models.registry import UserModel
 from dpmac_cli.models.validation import form_of
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.prepare import PreparedRun, forms_of, independence_of
+from dpmac_cli.runs.prepare import PreparedRun, cut_network, forms_of, independence_of
 from dpmac_cli.runs.setup import make_trainer
 
 #: Seconds besides training, scoring and features: start, validation and the files of the run.
@@ -116,14 +115,12 @@ def _task(plan: TrainPlan, records: int, device: torch.device) -> PreparedRun:
     own = isinstance(plan.network.model, UserModel)
     form = form_of(model, forms_of(plan, own=own), task.outputs)
     gain, offset = torch.ones(1, 1, 1, device=device), torch.zeros(1, 1, 1, device=device)
-    trained, parts = model, None
-    if isinstance(model, FrozenFeatures):
-        trained, parts = model.head, model
-        with torch.no_grad():
-            like = model.features(_images(plan, 2, device))
-        x = torch.randn(records, *like.shape[1:], device=device)
+    parts = cut_network(plan.network, facts, model)
+    if parts is None:
+        trained, x = model, _images(plan, records, device).reshape(records, *form)
     else:
-        x = _images(plan, records, device).reshape(records, *form)
+        like = parts.features(_images(plan, 2, device))
+        trained, x = parts.head, torch.randn(records, *like.shape[1:], device=device)
     kind, why = independence_of(plan.network, facts, model, parts, form, own=own)
     targets = task.examples()[1]
     split = Split(x, targets[torch.arange(records) % len(targets)].to(device))
@@ -147,8 +144,8 @@ def _images(plan: TrainPlan, records: int, device: torch.device) -> Tensor:
 def _features(plan: TrainPlan, device: torch.device) -> float:
     """Return the seconds that the features of a record take; 0 without features."""
     model = _network(plan, device)
-    if not isinstance(model, FrozenFeatures):
+    parts = cut_network(plan.network, plan.data.facts, model)
+    if parts is None:
         return 0.0
     images = _images(plan, IMAGES, device)
-    with torch.no_grad():
-        return _seconds(lambda: model.features(images)) / IMAGES
+    return _seconds(lambda: parts.features(images)) / IMAGES

@@ -11,6 +11,7 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
+from dpmac_cli.models.encoders import ENCODERS
 from tests.digits_runs import contents
+from tests.tiny_bert import write_encoder
 
 TRANSCRIPTS = Path(__file__).with_name("mistakes.md")
 HEADING = """# Mistakes
@@ -31,6 +34,10 @@ COMMAND = re.compile(r"^\$ dpmac (.*)$", re.MULTILINE)
 #: A table with German numbers and dates.
 STAYS = "day;cost\n" + "31.12.2020;28.570\n02.01.2021;1.200,50\n" * 20
 COLUMNS = "columns:\n  day: {type: date, range: [2015-01-01, 2024-12-31]}\n"
+#: A table of notes, and the packages that are installed where mistakes with them are made.
+NOTES = "note,age,outcome\n" + "mild pain,40,home\nsevere pain,50,ward\n" * 20
+OUTCOME = "label: {column: outcome, classes: [home, ward]}\ncolumns:\n  "
+SITE = "site"
 NET = """from torch import nn
 
 
@@ -58,9 +65,15 @@ def set_scene(folder: Path) -> None:
         "classes.yaml": "label: {column: cost, classes: [low, high]}\n" + COLUMNS,
         "dates.yaml": "label: {column: cost, range: [0, 9]}\ncolumns:\n  day: "
         "{range: [2015-01-01, 2024-12-31]}\n",
+        "clinic.csv": NOTES,
+        "gaps.csv": NOTES + ",40,home\n" * 2,
+        "note.yaml": OUTCOME + "note: {text: 16}\n  age: {range: [0, 120]}\n",
+        "age.yaml": OUTCOME + "note: {text: 16}\n  age: {text: 16}\n",
+        "long.yaml": OUTCOME + "note: {text: 512}\n  age: {range: [0, 120]}\n",
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
+    _set_scene_of_texts(folder)
     (folder / "photos" / "cats").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(folder / "photos" / "cats" / "1.png")
     np.savez(folder / "table.npz", x=np.zeros((30, 4), np.float32), y=np.arange(30) % 3)
@@ -73,9 +86,26 @@ def set_scene(folder: Path) -> None:
         )
 
 
+def _set_scene_of_texts(folder: Path) -> None:
+    """Encoders that cannot be used beside one that can, and texts in another encoding."""
+    (folder / "latin.csv").write_bytes((NOTES + "fi\u00e8vre,40,home\n").encode("latin-1"))
+    for kind in ("home", "ward"):
+        (folder / "letters" / kind).mkdir(parents=True)
+        (folder / "letters" / kind / "1.txt").write_bytes("fi\u00e8vre".encode("latin-1"))
+    write_encoder(folder / "encoder")
+    write_encoder(folder / "roberta", model_type="roberta")
+    (write_encoder(folder / "bare") / "vocab.txt").rename(folder / "bare" / "tokenizer.json")
+    known = ENCODERS["minilm"]
+    write_encoder(folder / SITE / known.folder)  # under the name of the package, but another one
+    about = folder / SITE / f"{known.package.replace('-', '_')}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {known.package}\nVersion: 1.0\n")
+
+
 def say(typed: str) -> tuple[str, int]:
     """What a command prints, without typer's usage lines and boxes, and its exit code."""
-    result = CliRunner().invoke(app, shlex.split(typed), env={"COLUMNS": "80", "NO_COLOR": "1"})
+    with mock.patch.object(sys, "path", [SITE, *sys.path]):
+        result = CliRunner().invoke(app, shlex.split(typed), env={"COLUMNS": "80", "NO_COLOR": "1"})
     lines = (line.strip("│╭╮╰╯─ ") for line in result.output.splitlines())
     kept = [line for line in lines if line not in ("", "Error")]
     said = [line for line in kept if not line.startswith(("Usage: ", "Try 'dpmac"))]

@@ -1,0 +1,401 @@
+"""Text encoders that are trained further: their gradients, sensitivity, caches and models."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.data.schema import InMemoryData
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
+from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.errors import DpmacError
+from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.models.features import LoraLinear, WithHead, freeze
+from dpmac_cli.models.registry import PARTS, Trained
+from dpmac_cli.models.text_encoder import TextFeatures, TokenVectors, encoder_weights
+from dpmac_cli.models.text_parts import cut_before_last, on_texts
+from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.release.run import finish, resume, train
+from dpmac_cli.runs.prepare import prepare
+from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.storage.paths import cache_folder
+from dpmac_cli.storage.progress import outcome
+from dpmac_cli.storage.rows import RowFile
+from dpmac_cli.training.trainer import Trainer
+from tests.digits_runs import after, same_weights
+from tests.test_wordpiece import TEXTS
+from tests.tiers import rest_long
+from tests.tiny_bert import LAYERS, WIDTH, notes, write_encoder
+
+LIMIT = 24
+CPU = torch.device("cpu")
+TRAINED = ("lora", "last", "norm", "all")
+SHORT: dict[str, Any] = {
+    **{"backbone": "./encoder", "sigma": 4.0, "batch_size": 10, "device": "cpu", "steps": 4},
+    "out": Path("run"),
+}
+
+
+@pytest.fixture(autouse=True)
+def encoder() -> Path:
+    return write_encoder(Path("encoder"))
+
+
+def plan(data: InMemoryData | str, **more: Any) -> TrainPlan:
+    return resolve({**SHORT, "dataset": data, **more}).plan
+
+
+def some_notes(count: int = 80, seed: int = 0) -> ArrayData:
+    rows = notes(count, seed)
+    return ArrayData([text for text, _ in rows], [kind for _, kind in rows])
+
+
+def network(part: str, limit: int = LIMIT, *, texts: int = 1) -> WithHead:
+    """A network on texts and two numbers in float64, whose LoRA updates are not 0."""
+    torch.manual_seed(0)
+    inner = tuple((1 + number * limit, limit) for number in range(texts))
+    encoder = read_encoder("encoder").of(inner)
+    features = TextFeatures(encoder, trained=True)
+    list(encoder_weights(encoder).adopted_by(features, None))
+    width = texts * WIDTH + 2
+    whole = on_texts(features, nn.Sequential(nn.Flatten(), nn.Linear(width, 3)))
+    freeze(whole, Trained(part, rank=3), (2 + texts * limit, 1, 1))
+    for layer in whole.modules():
+        if isinstance(layer, LoraLinear):
+            nn.init.normal_(layer.up.weight, std=0.3)
+    return whole.double()
+
+
+def records(limit: int = LIMIT, *, texts: int = 1) -> Tensor:
+    """Records of one or several of :data:`TEXTS` and two numbers, in float64."""
+    tokenizer = read_encoder("encoder").tokenizer
+    ids = torch.tensor(tokenizer.tokens(TEXTS, limit)).double() / tokenizer.scale
+    others = torch.linspace(-1, 1, 2 * len(TEXTS)).double().view(-1, 2)
+    parts = [ids.roll(number, 0) for number in range(texts)]
+    return torch.cat([others[:, :1], *parts, others[:, 1:]], 1)[:, :, None, None]
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.privacy
+def test_only_the_chosen_part_is_trained() -> None:
+    whole = network("all")
+    every = trained_names(whole)
+    assert every == {name for name, _ in whole.named_parameters()}
+    head = {"head.1.weight", "head.1.bias"}
+    last = f"frozen.network.blocks.{LAYERS - 1}."
+    expected = {
+        "all": every,
+        "norm": head | {name for name in every if "norm" in name},
+        "last": head | {name for name in every if name.startswith(last)},
+        "lora": head
+        | {
+            f"frozen.network.blocks.{block}.{layer}.{side}.weight"
+            for block in range(LAYERS)
+            for layer in ("query", "value", "up", "down")
+            for side in ("down", "up")
+        },
+    }
+    for part in TRAINED:
+        assert trained_names(network(part)) == expected[part]
+
+
+def per_sample(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Per-sample gradients by the engine, (samples, d). Flattens the parameters."""
+    layers = find_layers(model, x[:2])
+    flatten_parameters(layers)
+    found = ClippedChunkSum(model, layers).gradients(x, y, ball=True)
+    rows = torch.empty(len(x), layers[-1].stop, dtype=x.dtype)
+    for number, row in enumerate(rows):
+        chosen = torch.zeros(len(x), dtype=x.dtype)
+        chosen[number] = 1
+        for layer, form in found:
+            form.weighted_sum(chosen, None, row[layer.start : layer.stop])
+    return rows
+
+
+def by_autograd(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The same by autograd, of each sample alone."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rows = []
+    for row in range(len(x)):
+        loss = cross_entropy(model(x[row : row + 1]), y[row : row + 1])
+        parts = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        rows.append(torch.cat([part.flatten() for part in parts]))
+    return torch.stack(rows)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("texts", [1, 2])
+@pytest.mark.parametrize("part", TRAINED)
+def test_gradients_are_those_of_autograd(part: str, texts: int) -> None:
+    """Of every kind of text: empty, with other scripts, NUL, only spaces, 25,000 characters."""
+    model, x, y = network(part, texts=texts), records(texts=texts), torch.arange(len(TEXTS)) % 3
+    expected = by_autograd(model, x, y)
+    assert expected.norm(dim=1).min() > 0.01
+    assert torch.allclose(per_sample(model, x, y), expected, atol=1e-10)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("part", TRAINED)
+def test_padding_has_no_gradient(part: str) -> None:
+    """A larger limit changes none but for rounding, and what padding contains does not matter."""
+    few = [row for row, text in enumerate(TEXTS) if len(text) < 10]
+    y = torch.arange(len(few)) % 3
+    expected = by_autograd(network(part), records()[few], y)
+    longer = by_autograd(network(part, 60), records(60)[few], y)
+    assert torch.allclose(longer, expected, atol=1e-12)
+    spoilt = network(part)
+    with torch.no_grad():
+        spoilt.frozen.get_submodule("network.words").get_parameter("weight")[0] = 1e3
+    found = by_autograd(spoilt, records()[few], y)
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+def frame_of_texts(copies: int = 2) -> InMemoryData:
+    """Every text of :data:`TEXTS`, empty ones too, with a number, and three texts per unit."""
+    texts = list(TEXTS) * copies
+    count = len(texts)
+    frame = pd.DataFrame(
+        {
+            "note": texts,
+            "age": np.arange(count) % 90,
+            "kind": ["ab"[row % 2] for row in range(count)],
+            "patient": np.arange(count) // 3,
+        }
+    )
+    schema = {
+        "label": {"column": "kind", "classes": ["a", "b"]},
+        "columns": {"note": {"text": LIMIT, "missing": "input"}, "age": {"range": [0, 90]}},
+        "drop": ["patient"],
+    }
+    return from_dataframe(frame, schema)
+
+
+def file_of_notes() -> str:
+    """The same notes in a file, which a run can be resumed and scored with."""
+    rows = notes(80)
+    np.savez("notes.npz", x=np.array([text for text, _ in rows]), y=[kind for _, kind in rows])
+    return "notes.npz"
+
+
+def trainer_of(part: str, **more: Any) -> Trainer:
+    """A trainer whose parameters, LoRA updates among them, are not 0."""
+    trainer = make_trainer(plan(frame_of_texts(), train=part, seed=3, **more))
+    generator = torch.Generator().manual_seed(0)
+    drawn = 0.1 * torch.randn(trainer.state.theta.shape, generator=generator)
+    trainer.state.theta.add_(drawn)
+    return trainer
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("unit", [None, "patient"])
+@pytest.mark.parametrize("optimizer", ["dp-adam", "dp-macadam"])
+@pytest.mark.parametrize("part", TRAINED)
+def test_one_text_or_unit_moves_a_sum_by_at_most_one(
+    part: str, optimizer: str, unit: str | None
+) -> None:
+    """By brute force: without each text, or each unit of several texts, in turn."""
+    more = {"unit": unit, "records_per_unit": 2, "batch_size": 4} if unit else {}
+    trainer = trainer_of(part, optimizer=optimizer, clip_norm=0.5, **more)
+    everyone = np.arange(trainer.data.train.size)
+    scale = trainer.state.region.scale
+
+    def sum_of(drawn: Any) -> Tensor:
+        return trainer._clip_and_sum(drawn).double().clone()
+
+    whole = sum_of(everyone)
+    moves = [float(((whole - sum_of(np.delete(everyone, row))) / scale).norm()) for row in everyone]
+    assert max(moves) <= 1
+    assert max(moves) > 0.9
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("part", TRAINED)
+def test_no_record_rounds_another(part: str) -> None:
+    """In the way in which the network runs, bit for bit, whatever the others and the places."""
+    trainer = trainer_of(part)
+    sums, data = trainer._sums, trainer.data
+    x, y = data.standardised(data.train.at(slice(None))[0]), data.train.labels
+    outputs: list[Tensor] = []
+    orders = [torch.arange(len(x)), torch.randperm(len(x)), torch.arange(20)]
+    with sums.manner.of(trainer.model):
+        for order in orders:
+            found = torch.empty(len(x), 2).fill_(torch.nan)
+            found[order] = sums.clipped_sum.forward(x[order], y[order])[0].detach()
+            outputs.append(found)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0][:20], outputs[2][:20])
+
+
+def trained(data: InMemoryData | str | None = None, **more: Any) -> dict[str, Any]:
+    return dict(finish(train(plan(data or some_notes(), tokens=16, **more))).report)
+
+
+@pytest.mark.parametrize("part", rest_long(["last", "lora", "norm", "all"]))
+def test_a_trained_encoder_is_published_and_predicts(part: str) -> None:
+    trained(file_of_notes(), out=Path("head"))
+    report = trained("notes.npz", train=part)
+    public = report["model"]["public_part"]
+    assert public["train"] == part
+    assert (PARTS[part] in public["statement"]) == (part != "all")
+    assert ("trained further" in public["statement"]) == (part == "all")
+    before, found = (load_file(f"{name}/model.safetensors") for name in ("head", "run"))
+    assert before.keys() == found.keys()
+    moved = {name for name in before if not torch.equal(before[name], found[name])}
+    inner = {name.removeprefix("frozen.network.") for name in moved if "head" not in name}
+    assert inner
+    assert all("norm" in name for name in inner) or part != "norm"
+    assert all(name.startswith(f"blocks.{LAYERS - 1}.") for name in inner) or part != "last"
+    count = load_model("run").model
+    assert public["trained_parameters"] <= sum(p.numel() for p in count.parameters())
+    Path("encoder").rename("elsewhere")  # the model has what it needs
+    assert score("run").result.accuracy == report["test"]["accuracy"]
+    texts = [text for text, _ in notes(3, seed=4)]
+    together = predict("run", texts).probabilities
+    alone = [predict("run", [text]).probabilities[0] for text in texts]
+    assert np.array_equal(together, np.stack(alone))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("part", rest_long(["lora", "last", "norm", "all"], 2))
+def test_a_resumed_run_ends_as_if_it_had_never_stopped(part: str) -> None:
+    settings = {"tokens": 16, "train": part, "seed": 3, "steps": 6}
+    whole = finish(train(plan(file_of_notes(), out=Path("whole"), **settings)))
+    list(train(plan("notes.npz", out=Path("cut"), **settings), after(2)))
+    assert finish(list(resume("cut"))).state == "finished"
+    assert same_weights(Path("cut"), whole.folder)
+
+
+@pytest.mark.parametrize("part", rest_long(["last", "lora"]))
+def test_texts_decide_what_is_learnt(part: str) -> None:
+    settings = {"no_dp": True, "sigma": None, "lr": 0.02, "batch_size": 50, "steps": 60}
+    report = trained(some_notes(200), train=part, **settings)
+    assert report["test"]["accuracy"] > 0.9
+
+
+def test_layers_before_the_last_block_run_once_per_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("cache").absolute()))
+    real: Any = TokenVectors.forward
+    calls: list[int] = []
+
+    def noted(network: TokenVectors, ids: Tensor, used: Tensor | None = None) -> Any:
+        calls.append(len(network.blocks))
+        return real(network, ids, used)
+
+    monkeypatch.setattr(TokenVectors, "forward", noted)
+    trained(train="last", steps=1)
+    once = calls.count(LAYERS - 1)
+    assert 80 <= once <= 80 + 16 + 1  # those of the probe are computed twice
+    calls.clear()
+    trained(train="last", steps=20, out=Path("more"))
+    assert calls.count(LAYERS - 1) <= 16 + 1  # the rest is read from the cache
+
+
+@pytest.mark.privacy
+def test_the_last_block_sees_what_it_sees_in_the_whole_network() -> None:
+    model, x, y = network("last", texts=2), records(texts=2), torch.arange(len(TEXTS)) % 3
+    parts = cut_before_last(model)
+    expected = by_autograd(model, x, y)
+    features = parts.features(x).double()  # stored in float32
+    assert torch.allclose(parts.head(features), model(x), atol=1e-5)
+    assert torch.allclose(by_autograd(parts.head, features, y), expected, atol=1e-4)
+
+
+@pytest.mark.privacy
+def test_vectors_before_the_last_block_depend_on_one_text_alone_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real: Any = TokenVectors.forward
+
+    def noted(network: TokenVectors, ids: Tensor, used: Tensor | None = None) -> Any:
+        assert used is None
+        assert len(ids) == 1
+        assert ids.all()  # at its own length
+        return real(network, ids)
+
+    monkeypatch.setattr(TokenVectors, "forward", noted)
+    parts, x = cut_before_last(network("last").float()), records().float()
+    together = parts.features(x)
+    for row in range(len(TEXTS)):
+        assert torch.equal(parts.features(x[row : row + 1])[0], together[row])
+    longer = cut_before_last(network("last", 60).float()).features(records(60).float())
+    for row, text in enumerate(TEXTS):
+        if len(text) < 10:
+            kept = together[row, : LIMIT * WIDTH, 0, 0]
+            assert torch.equal(longer[row, : LIMIT * WIDTH, 0, 0], kept)
+            assert not longer[row, LIMIT * WIDTH : 60 * WIDTH].any()
+
+
+@pytest.mark.privacy
+def test_the_cache_is_told_apart_by_every_weight_before_the_last_block() -> None:
+    """Otherwise a run would read the vectors of another encoder."""
+    model = network("last")
+    inner = model.frozen.get_submodule("network")
+    held = {id(p) for p in inner.parameters()}
+    last = {id(p) for p in inner.get_submodule(f"blocks.{LAYERS - 1}").parameters()}
+    parts = cut_before_last(model)
+    assert {id(p) for p in parts.public_weights().values()} == held - last
+    assert {id(p) for p in parts.head.parameters()} == last | {
+        id(p) for p in model.head.parameters()
+    }
+
+
+@pytest.mark.privacy
+def test_the_cache_contains_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text could be read from their numbers as it is."""
+    monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("cache").absolute()))
+    trained(train="last")
+    (file,) = cache_folder().glob("*.rows")
+    found = RowFile(file).read(np.arange(80))[:, :, 0, 0]
+    assert found.shape == (80, 16 * WIDTH + 16)
+    assert set(np.unique(found[:, 16 * WIDTH :])) == {0.0, 1.0}
+
+
+def prepared(data: InMemoryData | str, **more: Any) -> object:
+    return outcome(prepare(plan(data, **more), CPU, make_keys(0)))
+
+
+def refused(data: InMemoryData | str, **more: Any) -> str:
+    with pytest.raises(DpmacError) as caught:
+        prepared(data, **more)
+    return str(caught.value)
+
+
+def test_what_cannot_be_trained_is_refused_with_the_remedy() -> None:
+    Path("weights.safetensors").touch()
+    said = refused(some_notes(), tokens=16, train="lora", pretrained="weights.safetensors")
+    assert "Leave out --pretrained" in said
+    said = refused("digits", backbone="resnet18", train="last")
+    assert "--train last: the network is not a text encoder (--backbone minilm)" in said
+    assert "Train another part" in said
+
+
+def test_chunks_of_a_trained_encoder_fit_in_memory() -> None:
+    data = some_notes(4000)
+    head, whole = (plan(data, tokens=64, train=part, batch_size=500) for part in ("head", "lora"))
+    assert (head.run.physical_batch, whole.run.physical_batch) == (1024, 64)
+
+
+def test_canaries_are_coordinates_of_what_is_trained() -> None:
+    """Not of frozen parameters, which have no gradient."""
+    trainer = make_trainer(plan(some_notes(40), tokens=16, train="lora", canaries=40))
+    assert trainer.state.theta.numel() < sum(p.numel() for p in trainer.model.parameters())
+    trainer.step()
+    (canaries,) = trainer.hooks
+    assert int(canaries.tensors()["canary_coordinates"].max()) < len(trainer.state.theta)
+
+
+def test_each_text_may_run_alone() -> None:
+    settings = {"train": "lora", "steps": 1, "isolate": True}
+    assert trained(some_notes(40), **settings)["state"] == "finished"
