@@ -329,7 +329,8 @@ def test_arrays_that_cannot_be_meant_are_explained() -> None:
     )
     assert "contradict" in said(**both, classes=["a", "b"])
     assert "one number per record" in said(np.zeros((40, 3)), **both)
-    assert "must be one number each" in said(target_low=[0, 1], target_high=[1, 2])
+    assert "must be one number each" in said(target_low=[[0]], target_high=[[1]])
+    assert "must have 2 numbers per record" in said(target_low=[0, 1], target_high=[1, 2])
     assert "NaN or infinite in 1 of 40 rows, such as row 3" in said(
         [*y[:3], math.nan, *y[4:]], **both
     )

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
+from dpmac_cli.tasks.task import EvaluationMetric, Task, TaskFacts, Usage
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from dpmac_cli.tasks.estimates import Estimates
 
 #: Transforms of a target, with their inverses; see :class:`Regression`.
 Transform = Literal["none", "log1p"]
@@ -73,7 +75,7 @@ class Regression(Task):
 
     @property
     def _code(self) -> str:
-        low, high = self._ends
+        low, high = self.ends
         code = f"{low!r} + ({{}}[:, 0].clamp(-1, 1) + 1) / 2 * {high - low!r}"
         return f"({code}).expm1()" if self.transform == "log1p" else code
 
@@ -111,14 +113,14 @@ class Regression(Task):
         import numpy as np  # noqa: PLC0415  (help is fast)
 
         clipped = np.clip(targets.astype(np.float64), self.low, self.high)
-        low, high = self._ends
+        low, high = self.ends
         moved = np.log1p(clipped) if self.transform == "log1p" else clipped
         scaled = (2 * (moved - low) / (high - low) - 1).clip(-1, 1)
         return scaled.astype(np.float32)[:, None]
 
     def decoded(self, scaled: "Tensor") -> "Tensor":
         """Return numbers in the units of the target, in its range, float64."""
-        low, high = self._ends
+        low, high = self.ends
         moved = low + (scaled.double() + 1) / 2 * (high - low)
         found = moved.expm1() if self.transform == "log1p" else moved
         return found.clamp(self.low, self.high)
@@ -144,7 +146,7 @@ class Regression(Task):
 
     def results(
         self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
-    ) -> Results:
+    ) -> "Estimates":
         """Compare predicted numbers with targets. One that is NaN is as wrong as possible."""
         from dpmac_cli.tasks.estimates import Estimates  # noqa: PLC0415  (help is fast)
 
@@ -157,8 +159,8 @@ class Regression(Task):
         )
 
     @property
-    def _ends(self) -> tuple[float, float]:
-        """Transformed ends of the range."""
+    def ends(self) -> tuple[float, float]:
+        """Ends of the range, transformed."""
         if self.transform == "log1p":
             return math.log1p(self.low), math.log1p(self.high)
         return self.low, self.high
