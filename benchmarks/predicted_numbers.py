@@ -352,13 +352,7 @@ class Study:
 
     def run(self, name: str, method: str, epsilon: float, seed: int, changed: Settings) -> None:
         """Run one case, unless the file has it."""
-        line = {
-            "set": name,
-            "method": method,
-            "epsilon": epsilon,
-            "seed": seed,
-            "settings": changed,
-        }
+        line = case(name, method, epsilon, seed, changed)
         if (key := key_of(line)) in self.done:
             return
         fit, flags = METHODS[method]

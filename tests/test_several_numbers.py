@@ -102,8 +102,8 @@ def test_several_numbers_are_predicted_in_their_own_units(tmp_path: Path) -> Non
     shown = dpmac("eval", folder).stdout
     assert f"NMAE {said}" in shown
     assert re.search(rf"days +\S* *{number(errors[1])}", shown)
-    asked = ["--json", "--plot", tmp_path / "e.svg"]
-    assert json.loads(dpmac("eval", folder, *asked).stdout)["by_target"] == test["by_target"]
+    asked = dpmac("eval", folder, "--json", "--plot", tmp_path / "e.svg").stdout
+    assert json.loads(asked)["by_target"] == test["by_target"]
     assert (tmp_path / "e.svg").stat().st_size > 1000
     assert f"NMAE {said}" in dpmac("runs", tmp_path).stdout
     _check_predictions(folder, tmp_path)
@@ -290,7 +290,7 @@ def test_arrays_that_cannot_be_meant_are_explained() -> None:
     assert "not counts" in said(target_kind="count")
     assert "a name of its own" in said(target_names=["a", "a"])
     assert "target_name has 3 values, but there are 2 targets" in said(target_names=["a", "b", "c"])
-    bad = y.tolist()
+    bad: list[list[Any]] = y.tolist()
     bad[3] = [0.5, math.nan]
     assert "NaN or infinite in 1 of 40 rows, such as row 3" in said(bad)
     bad[3] = [0.5]

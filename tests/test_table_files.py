@@ -345,7 +345,7 @@ def test_a_filled_in_draft_is_a_schema_whatever_the_columns_are_called(tmp_path:
     (tmp_path / "s.yaml").write_text(filled)
     schema = read_schema(tmp_path / "s.yaml")
     assert [column.name for column in schema.columns] == names[:-1]
-    assert schema.label.column == "out"
+    assert [label.column for label in schema.labels] == ["out"]
 
 
 @pytest.mark.parametrize(
