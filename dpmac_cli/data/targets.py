@@ -165,23 +165,7 @@ class NumberTargets(Targets):
         if any(end.ndim > 1 or not end.size or end.dtype.kind not in "fiu" for end in ends):
             yield "target_low and target_high must be one number each, or one for each target"
             return
-        targets = number_of_targets(arrays)
-        sizes = {name: arrays[name].size for name in DECLARED if name in arrays}
-        if wrong := [name for name, size in sizes.items() if size not in (1, targets or 1)]:
-            yield (
-                f"{wrong[0]} has {sizes[wrong[0]]} values, but there are {targets or 1} targets, "
-                "one for each number of target_low"
-            )
-            return
-        names = [target.name for target in _declared(arrays)]
-        if len(set(names)) < len(names):
-            yield "target_name must give each target a name of its own"
-        for target in _declared(arrays):
-            of = f"{target.name}: " * (targets is not None)
-            faults = faults_of_range(target.low, target.high, target.transform, target.kind)
-            yield from (f"{of}{fault}" for fault in faults)
-            if targets is not None and target.kind == "count":
-                yield f"{of}several targets must be numbers, not counts: leave out target_kind"
+        yield from _faults_of_each(arrays, number_of_targets(arrays))
 
     def task(self, arrays: Arrays, source: Source, found: Sequence[str] = ()) -> Task:
         """Return regression, with one or several targets, or the task of counts."""
@@ -193,7 +177,7 @@ class NumberTargets(Targets):
 
 
 class Declaration(NamedTuple):
-    """What is declared of a target."""
+    """Declaration of a target: its name, range, kind and transform."""
 
     name: str
     low: float
@@ -206,6 +190,27 @@ def number_of_targets(arrays: Arrays) -> int | None:
     """Return the number of targets; None for one number per record, not in a row."""
     sizes = [arrays[name].size for name in ("target_low", "target_high") if name in arrays]
     return most if (most := max(sizes, default=1)) > 1 else None
+
+
+def _faults_of_each(arrays: Arrays, targets: int | None) -> Iterator[str]:
+    """Yield faults of what is declared of each target; ``targets`` is None for a single one."""
+    count = targets or 1
+    for name in DECLARED:
+        if name in arrays and (size := arrays[name].size) not in (1, count):
+            yield (
+                f"{name} has {size} values, but there are {count} targets, one for each number of "
+                "target_low"
+            )
+            return
+    declared = _declared(arrays)
+    if len({target.name for target in declared}) < count:
+        yield "target_name must give each target a name of its own"
+    for target in declared:
+        of = f"{target.name}: " * (targets is not None)
+        faults = faults_of_range(target.low, target.high, target.transform, target.kind)
+        yield from (f"{of}{fault}" for fault in faults)
+        if targets is not None and target.kind == "count":
+            yield f"{of}several targets must be numbers, not counts: leave out target_kind"
 
 
 def _declared(arrays: Arrays) -> list[Declaration]:

@@ -165,7 +165,7 @@ class Estimates(NumberResults):
 
     @property
     def beats_median(self) -> bool:
-        """Whether the error is below that of predicting the median of the targets for all."""
+        """Return whether the error is below that of predicting the median for all records."""
         middle = float(np.median(self.truth))
         return not np.isfinite(middle) or bool(
             self.metric("mae") < np.abs(self.truth - middle).mean()
