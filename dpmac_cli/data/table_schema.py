@@ -59,7 +59,7 @@ def _form(label: Any) -> str:
 
 #: Tags of the forms of a label. They are part of the places of faults, but not of messages.
 ONE, SEVERAL = "one", "several"
-Labels = Annotated[
+OneOrSeveral = Annotated[
     Annotated[Label, Tag(ONE)] | Annotated[tuple[Label, ...], Field(min_length=2), Tag(SEVERAL)],
     Discriminator(_form),
 ]
@@ -78,7 +78,7 @@ class TableSchema(Declared):
 
     decimal: Literal[".", ","] | None = None
     thousands: Literal[".", ",", " ", "'"] | None = None
-    label: Labels
+    label: OneOrSeveral
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()
     test: TestSet | None = None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Transforms of a target, with their inverses; see :class:`Regression`.
 Transform = Literal["none", "log1p"]
 MAE = EvaluationMetric("mae", "MAE", covered=True, share=False, lower=True)
-METRICS = (
+NUMBER_METRICS = (
     MAE,
     EvaluationMetric("rmse", "RMSE", share=False, lower=True),
     EvaluationMetric("r2", "R2", share=False),
@@ -46,7 +46,7 @@ class Regression(Task):
     kind: ClassVar[str] = "regression"
     of_record: ClassVar[str] = "one number"
     losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
-    metrics: ClassVar[tuple[EvaluationMetric, ...]] = METRICS
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = NUMBER_METRICS
     reported: ClassVar[tuple[str, ...]] = (
         *("rmse", "r2", "at_or_below", "noise", "interval", "mae_interval"),
     )
@@ -176,7 +176,7 @@ class Counts(Regression):
     of_record: ClassVar[str] = "one count"
     losses: ClassVar[tuple[str, ...]] = ("poisson",)
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
-        *METRICS,
+        *NUMBER_METRICS,
         EvaluationMetric("deviance", "Poisson deviance", share=False, lower=True),
     )
     reported: ClassVar[tuple[str, ...]] = (*Regression.reported, "deviance")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from dpmac_cli.tasks.regression import METRICS, Regression
+from dpmac_cli.tasks.regression import NUMBER_METRICS, Regression
 from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Means over the targets. Errors are shares of the range of their target.
 NMAE = EvaluationMetric("nmae", "NMAE", covered=True, share=False, lower=True)
 NRMSE = EvaluationMetric("nrmse", "NRMSE", share=False, lower=True)
-_KEPT = tuple(metric for metric in METRICS if metric.name in ("r2", "at-or-below"))
+_KEPT = tuple(metric for metric in NUMBER_METRICS if metric.name in ("r2", "at-or-below"))
 
 
 @dataclass(frozen=True)
