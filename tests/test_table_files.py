@@ -31,7 +31,7 @@ PAGES = [Path(__file__).parents[1] / "docs" / f"own-{kind}.md" for kind in ("ima
 #: Their text.
 GUIDE = "\n".join(page.read_text() for page in PAGES)
 #: The schema of penguins.csv that they show.
-(PENGUINS,) = re.findall(r"```yaml\n(label:\n.*?)```", GUIDE, re.DOTALL)
+(PENGUINS,) = re.findall(r"```yaml\n(label:\n  column: species\n.*?)```", GUIDE, re.DOTALL)
 
 PATIENTS = """\
 age,sex,ward,outcome,site,name
