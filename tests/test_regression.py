@@ -16,7 +16,7 @@ from sklearn import metrics as sklearn
 from torch import Tensor, nn
 from torch.nn.functional import huber_loss, mse_loss, poisson_nll_loss
 
-from dpmac_cli import ArrayData, from_dataframe, predict
+from dpmac_cli import ArrayData, from_dataframe, make_trainer, predict
 from dpmac_cli.accounting.events import Scores
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import Source
@@ -198,6 +198,29 @@ def test_a_comparison_ranks_the_least_error_first(tmp_path: Path) -> None:
     assert number(best["mean"]) in (study / "compare.md").read_text()
 
 
+@pytest.mark.parametrize("model", ["linear", "mlp-small"])
+def test_an_untrained_network_predicts_the_same_for_all_records(model: str) -> None:
+    """The middle of the range, or a tenth of the largest count, instead of random numbers."""
+    x, y = np.random.default_rng(0).uniform(-1, 1, (40, 3)), np.linspace(0, 30, 40)
+    for kind, wanted in (("number", 15.0), ("count", 3.0)):
+        data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=30, target_kind=kind)
+        trainer = make_trainer(resolve(dataset=data, model=model, batch_size=4, seed=0).plan)
+        found = trainer.evaluate()
+        assert found.task.answers(found.logits) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "records", "epsilon", "model"),
+    [(5, 2000, 1, "linear"), (5, 2000, 3, "mlp-small"), (8, 2000, 3, "linear")],
+)
+def test_a_table_gets_the_network_that_its_size_allows(
+    inputs: int, records: int, epsilon: float, model: str
+) -> None:
+    x, y = np.zeros((records * 5 // 4 + 40, inputs)), np.zeros(records * 5 // 4 + 40)
+    data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=1)
+    assert resolve(dataset=data, epsilon=epsilon).plan.network.model.name == model
+
+
 # Targets.
 
 
@@ -331,7 +354,8 @@ def test_arrays_that_cannot_be_meant_are_explained() -> None:
     )
     assert "contradict" in said(**both, classes=["a", "b"])
     assert "one number per record" in said(np.zeros((40, 3)), **both)
-    assert "must be one number each" in said(target_low=[0, 1], target_high=[1, 2])
+    assert "must be one number each" in said(target_low=[[0]], target_high=[[1]])
+    assert "must have 2 numbers per record" in said(target_low=[0, 1], target_high=[1, 2])
     assert "NaN or infinite in 1 of 40 rows, such as row 3" in said(
         [*y[:3], math.nan, *y[4:]], **both
     )

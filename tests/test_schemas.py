@@ -42,6 +42,11 @@ TEXT_SCHEMA = SCHEMA.replace("sex: {categories: [f, m]}", "sex: {text: 8}")
 TABLE = "age,sex,ill,site\n" + "30,f,no,a\n40,m,yes,b\n31,m,yes,a\n" * 30
 #: The other columns of a schema that predicts the age.
 NUMBERS = "columns: {sex: {categories: [f, m]}, ill: {categories: [no, yes]}}\ndrop: [site]"
+SEVERAL = """
+label: [{column: age, range: [0, 99]}, {column: dose, range: [0, 9]}]
+columns: {sex: {categories: [f, m]}}
+"""
+SEVERAL_TABLE = "age,sex,dose\n" + "30,f,1\n40,m,2\n31,m,3\n" * 30
 #: Kinds of run, by what makes them.
 RUNS: Mapping[str, dict[str, Any]] = {
     "ordinary": {},
@@ -113,6 +118,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             file.write_text(f"{said}\n{NUMBERS}")
             numbers = {**of_table, "schema": str(file), "model": "linear"}
             train_digits(dataset=str(root / "t.csv"), out=root / kind, **numbers)
+        (root / "several.yaml").write_text(SEVERAL)
+        (root / "several.csv").write_text(SEVERAL_TABLE)
+        several = {**of_table, "schema": str(root / "several.yaml"), "model": "linear"}
+        train_digits(dataset=str(root / "several.csv"), out=root / "several", **several)
         of_text = {**of_table, "backbone": str(write_encoder(root / "encoder"))}
         (root / "schema.yaml").write_text(TEXT_SCHEMA)
         train_digits(dataset=str(root / "t.csv"), out=root / "texts", **of_text)
@@ -139,7 +148,7 @@ def test_schemas_are_schemas_that_describe_every_key(schema: dict[str, Any]) -> 
 
 @pytest.mark.long
 def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
-    assert len(reports) == len(RUNS) + 10
+    assert len(reports) == len(RUNS) + 11
     assert {report["state"] for report in reports.values()} == {
         *("finished", "interrupted", "budget-spent")
     }

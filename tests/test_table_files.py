@@ -31,7 +31,7 @@ PAGES = [Path(__file__).parents[1] / "docs" / f"own-{kind}.md" for kind in ("ima
 #: Their text.
 GUIDE = "\n".join(page.read_text() for page in PAGES)
 #: The schema of penguins.csv that they show.
-(PENGUINS,) = re.findall(r"```yaml\n(label:\n.*?)```", GUIDE, re.DOTALL)
+(PENGUINS,) = re.findall(r"```yaml\n(label:\n  column: species\n.*?)```", GUIDE, re.DOTALL)
 
 PATIENTS = """\
 age,sex,ward,outcome,site,name
@@ -345,7 +345,7 @@ def test_a_filled_in_draft_is_a_schema_whatever_the_columns_are_called(tmp_path:
     (tmp_path / "s.yaml").write_text(filled)
     schema = read_schema(tmp_path / "s.yaml")
     assert [column.name for column in schema.columns] == names[:-1]
-    assert schema.label.column == "out"
+    assert [label.column for label in schema.labels] == ["out"]
 
 
 @pytest.mark.parametrize(

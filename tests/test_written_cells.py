@@ -168,7 +168,7 @@ def test_a_column_may_be_written_otherwise_than_the_table() -> None:
         "it",
     )
     assert [column.decimal for column in schema.columns] == [",", ".", None]
-    assert schema.label.decimal == ","
+    assert [label.decimal for label in schema.labels] == [","]
     assert type(schema).model_validate(schema.model_dump(mode="json")) == schema
 
 

@@ -21,7 +21,11 @@ from dpmac_cli.storage.paths import cache_folder, cache_size
 class Columns(Flags, frozen=True):
     """Flags of ``dpmac schema``."""
 
-    label: Annotated[str | None, Field(description="Column to predict."), Flag("Table")] = None
+    label: Annotated[
+        str | None,
+        Field(description="Column to predict, or several of numbers, separated by commas."),
+        Flag("Table"),
+    ] = None
     drop: Annotated[
         str | None,
         Field(description="Columns to leave out, separated by commas."),
@@ -78,15 +82,18 @@ def schema(file: Path, **given: Any) -> None:
         for flag, names in typed.items()
         for name in (names.split(",") if names else [])
     }
+    labels = [name.strip() for name in (flags.label or "").split(",") if name.strip()]
+    if flags.label in kinds:  # its name may have commas
+        labels = [flags.label]
     raise_errors(
         f"--{flag} {name}: {file} has no such column.{near(name, kinds)}"
-        for name, flag in {**named, **({flags.label: "label"} if flags.label else {})}.items()
+        for name, flag in {**named, **dict.fromkeys(labels, "label")}.items()
         if name not in kinds
     )
     kinds |= {name: flag for name, flag in named.items() if flag != "drop"}
     drop = tuple(name for name, flag in named.items() if flag == "drop")
     semicolons = has_semicolons(file, flags.encoding)
-    console.print_result(draft(file, kinds, flags.label, drop, semicolons))
+    console.print_result(draft(file, kinds, labels, drop, semicolons))
 
 
 @with_options(options(CacheFlags))

@@ -103,9 +103,8 @@ def _table(found: Sequence["ListedRun"], roots: Sequence[Path], columns: Sequenc
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(f"{roots[0]}/" if below else "run", overflow="ellipsis", no_wrap=True)
     for name in columns:
-        title = (
-            "score" if name == "accuracy" and any(run.mae is not None for run in found) else name
-        )
+        numbers = any((run.mae, run.nmae) != (None, None) for run in found)
+        title = "score" if name == "accuracy" and numbers else name
         table.add_column(title, justify="right" if name in NUMBERS else "left", no_wrap=True)
     varied = [", ".join(_settings(settings)) for settings in varied_settings(found)]
     if any(varied):
@@ -158,7 +157,10 @@ def age(seconds: float) -> str:
 
 def _score(run: "ListedRun") -> str:
     """Return the accuracy, or the error of a run that predicts numbers."""
-    return percent_or_dash(run.accuracy) if run.mae is None else f"MAE {number(run.mae)}"
+    for title, error in (("MAE", run.mae), ("NMAE", run.nmae)):
+        if error is not None:
+            return f"{title} {number(error)}"
+    return percent_or_dash(run.accuracy)
 
 
 #: Cells of a run by the names of columns.

@@ -12,7 +12,7 @@ from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.models.registry import MODELS, Scattered
-from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.classification import Classification, SeveralLabels
 
 #: Epsilon without --sigma or --epsilon.
 EPSILON = 3.0
@@ -30,8 +30,8 @@ _OF_NETWORK: tuple[SettingName, ...] = (
 #: Features above which a head is wide, and inputs of a record up to which it is a small one.
 WIDE, FEW_INPUTS = 8192, 256
 #: n epsilon below which noise allows only few steps, and from which a table is large enough for a
-#: hidden layer.
-FEW, LARGE = 30_000, 2_000
+#: hidden layer: with classes, and with numbers to predict for each of its inputs.
+FEW, LARGE, LARGE_BY_INPUT = 30_000, 2_000, 1_000
 #: Learning rates of Adam's rules, as multiples of dp-adam's: those that were best on fixed features
 #: (docs/recipes.md). Rates of the others depend on the scale of the gradients.
 RATES: Mapping[str, float] = {
@@ -91,11 +91,14 @@ def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
 def _network(given: Settings, facts: Dataset) -> Keywords:
     """Return features of small images and a network for tables, unless an input is given."""
     typed = any(name in given.explicit for name in _OF_NETWORK)
-    if typed or not isinstance(facts.task, Classification):
+    classes = isinstance(facts.task, Classification)
+    if typed or isinstance(facts.task, SeveralLabels):
         return {}
     if facts.holds == "numbers" and _is_small(facts):
-        large = _scale(given, facts) >= LARGE
-        return {"model": "mlp-small" if large else "linear"}
+        least = LARGE if classes else LARGE_BY_INPUT * math.prod(facts.shape)
+        return {"model": "mlp-small" if _scale(given, facts) >= least else "linear"}
+    if not classes:
+        return {}
     kind = Scattered("scatter" if facts.shape[0] == 1 else "scatter-mirror")
     if facts.holds != "images" or kind.fault(facts.shape) is not None:
         return {}

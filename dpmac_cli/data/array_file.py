@@ -18,7 +18,13 @@ from dpmac_cli.data.decoding import DIM, decode
 from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source
 from dpmac_cli.data.splits import Records, data_facts, split
 from dpmac_cli.data.stacking import key_of, labels_in, masks, numbers_in, stacked
-from dpmac_cli.data.targets import CLASSES, DECLARED, are_numbers, targets_in
+from dpmac_cli.data.targets import (
+    CLASSES,
+    DECLARED,
+    are_numbers,
+    number_of_targets,
+    targets_in,
+)
 from dpmac_cli.errors import InputError, counted, raise_errors
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
@@ -158,7 +164,10 @@ def _made_canonical(arrays: ArrayDict, unusable: Mapping[str, Faults]) -> dict[s
             arrays[f"x{side}"], more = stacked(x, ranged or None, found)
             found |= more
         if y is not None:
-            read = numbers_in(y) if are_numbers(arrays) else labels_in(y, names, known=found)
+            if are_numbers(arrays):
+                read = numbers_in(y, number_of_targets(arrays))
+            else:
+                read = labels_in(y, names, known=found)
             arrays[f"y{side}"], more = read
             found |= more
         if units is not None and units.ndim == 1:

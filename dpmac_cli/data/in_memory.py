@@ -25,7 +25,8 @@ class ArrayData(InMemoryData):
             numbers, shape (records, columns) or that of images, which need ``low`` and ``high``.
             Anything that numpy can convert to an array, such as a tensor.
         y: labels, integers from 0, or names in ``classes``, shape (records,). For several labels
-            per record, 0 or 1 for each label, shape (records, labels).
+            per record, 0 or 1 for each label, shape (records, labels). Numbers to predict, shape
+            (records,) or (records, targets), need ``target_low`` and ``target_high``.
         x_test, y_test: records to test on, which epsilon does not cover. By default some are held
             out, as set by ``test_fraction``.
         classes: class names in label order, declared as public; by default those found in ``y``.
@@ -33,9 +34,11 @@ class ArrayData(InMemoryData):
         unit, unit_test: number or name of the unit of privacy that each record belongs to, such as
             a person, shape (records,); by default each record is one.
         target_low, target_high: public range of numbers to predict, which ``y`` then has instead of
-            classes; other numbers are clipped to it.
-        target_transform: "log1p" to predict log(1 + y), for numbers of very different sizes.
+            classes; other numbers are clipped to it. For several targets, one range for each.
+        target_transform: "log1p" to predict log(1 + y), for numbers of very different sizes; for
+            several targets, one for all of them or one for each.
         target_kind: "count" to predict counts, with a range that begins at 0.
+        target_names: names of several targets in reports; by default y1, y2 and so on.
         name: the dataset's name in reports.
         unusable: why rows of ``x`` (key "") and ``x_test`` (key "_test") cannot be used.
 
@@ -58,16 +61,18 @@ class ArrayData(InMemoryData):
         high: ArrayLike | None = None,
         unit: ArrayLike | None = None,
         unit_test: ArrayLike | None = None,
-        target_low: float | None = None,
-        target_high: float | None = None,
-        target_transform: str | None = None,
+        target_low: ArrayLike | None = None,
+        target_high: ArrayLike | None = None,
+        target_transform: str | Sequence[str] | None = None,
         target_kind: str | None = None,
+        target_names: Sequence[str] | None = None,
         name: str = "arrays",
         unusable: Mapping[str, Mapping[int, str]] | None = None,
     ) -> None:
         facts = {"low": low, "high": high, "classes": None if classes is None else list(classes)}
         facts |= {"target_low": target_low, "target_high": target_high}
         facts |= {"target_transform": target_transform, "target_kind": target_kind}
+        facts |= {"target_name": target_names}
         records = {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
         records |= {"unit": unit, "unit_test": unit_test}
         arrays = {name: np.asarray(array) for name, array in facts.items() if array is not None}
@@ -100,10 +105,11 @@ class ArrayFacts(TypedDict, total=False):
     classes: Sequence[str] | None
     low: ArrayLike | None
     high: ArrayLike | None
-    target_low: float | None
-    target_high: float | None
-    target_transform: str | None
+    target_low: ArrayLike | None
+    target_high: ArrayLike | None
+    target_transform: str | Sequence[str] | None
     target_kind: str | None
+    target_names: Sequence[str] | None
     name: str
 
 

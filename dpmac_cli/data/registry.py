@@ -50,6 +50,7 @@ class Signature:
     mean: tuple[float, ...]  # per channel, as in :class:`Dataset`
     std: tuple[float, ...]
     own: tuple[int, ...] = ()  # as in :class:`Dataset`
+    start: float | None = None  # as in :class:`~dpmac_cli.tasks.task.Task`
 
     @property
     def forms(self) -> tuple[tuple[int, ...], ...]:
@@ -80,7 +81,8 @@ class Dataset:
     @property
     def signature(self) -> Signature:
         """Signature of a network on these records."""
-        return Signature(self.shape, self.task.outputs, self.mean, self.std, self.own)
+        task = self.task
+        return Signature(self.shape, task.outputs, self.mean, self.std, self.own, task.start)
 
     @property
     def holds(self) -> Literal["images", "texts", "numbers"]:

@@ -3,7 +3,6 @@
 The form of a record depends on that record, and on what was declared.
 """
 
-import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -176,23 +175,33 @@ def labels_in(
     return _labels_of_objects(y, classes, shape, known)
 
 
-def numbers_in(y: NDArray[Any]) -> tuple[NDArray[Any], Faults]:
-    """Return numbers to predict as float64, each converted by itself, and faults."""
-    if y.ndim == 2 and y.shape[1] == 1:  # a column
+def numbers_in(y: NDArray[Any], targets: int | None = None) -> tuple[NDArray[Any], Faults]:
+    """Return numbers to predict as float64, each record's converted by themselves, and faults.
+
+    Args:
+        y: shape (records,), or (records, targets); objects are rows.
+        targets: number of targets; None for one number per record, not in a row.
+    """
+    form = () if targets is None else (targets,)
+    if targets is None and y.ndim == 2 and y.shape[1] == 1:  # a column
         y = y[:, 0]
-    if y.ndim != 1 or y.dtype.kind not in "biufOUS":
+    rows = y.dtype.kind == "O" and y.ndim == 1
+    if not y.ndim or not (rows or y.shape[1:] == form) or y.dtype.kind not in "biufOUS":
         return y, Faults()
-    values, faults = np.zeros(len(y)), Faults()
+    values, faults = np.zeros((len(y), *form)), Faults()
     for row, value in enumerate(y.tolist()):
         try:
-            number = float(np.asarray(value, np.float64).reshape(()))
+            number = np.asarray(value, np.float64)
+            number = number.reshape(form) if targets is None else number
         except FAILURES:
             faults[row] = "has a target that is not a number"
+            continue
+        if number.shape != form:
+            faults[row] = f"has targets of shape {number.shape}, not {form}"
+        elif np.isfinite(number).all():
+            values[row] = number
         else:
-            if math.isfinite(number):
-                values[row] = number
-            else:
-                faults[row] = "has a target that is NaN or infinite"
+            faults[row] = "has a target that is NaN or infinite"
     return values, faults
 
 

@@ -111,27 +111,51 @@ def column_inputs(
 
 
 def targets_of(
+    labels: Sequence[Label], cells: Cells, bad: dict[str, BoolArray]
+) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+    """Return targets and what is declared of them; add masks of invalid records to ``bad``.
+
+    Targets have shape (records,), or (records, targets) if there are several.
+    """
+    if labels[0].range is None:
+        return _classes_of(labels[0], cells[labels[0].column], bad)
+    columns = [_target_of(label, cells[label.column], bad) for label in labels]
+    words = [
+        {"low": low, "high": high, "kind": label.kind, "transform": label.transform}
+        | {"name": label.column}
+        for label in labels
+        for low, high in [label.ends]
+    ]
+    if len(labels) == 1:
+        [values], [declared] = columns, words
+        return values, {f"target_{name}": np.array(value) for name, value in declared.items()}
+    together = {name: np.array([of[name] for of in words]) for name in words[0]}
+    return np.stack(columns, 1), {f"target_{name}": value for name, value in together.items()}
+
+
+def _classes_of(
     label: Label, cells: pa.Array, bad: dict[str, BoolArray]
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
-    """Return targets and what is declared of them; add masks of invalid records to ``bad``."""
+    """Return numbers of classes, and their names."""
     missing = _missing(cells, label.classes)
-    if label.range is None:
-        places = places_of(cells, label.classes)
-        hint = " (a number to predict needs range: [LOW, HIGH] in the schema instead of classes)"
-        first = _first(cells, (places < 0) & ~missing)
-        numeric = bool(first and read_numbers(pa.array([first]), Written())[1][0])
-        what = f"no class of the schema in {label.column}"
-        _add(bad, what, places < 0, cells, hint * numeric)
-        return places, {"classes": np.array(label.classes)}
+    places = places_of(cells, label.classes)
+    hint = " (a number to predict needs range: [LOW, HIGH] in the schema instead of classes)"
+    first = _first(cells, (places < 0) & ~missing)
+    numeric = bool(first and read_numbers(pa.array([first]), Written())[1][0])
+    what = f"no class of the schema in {label.column}"
+    _add(bad, what, places < 0, cells, hint * numeric)
+    return places, {"classes": np.array(label.classes)}
+
+
+def _target_of(label: Label, cells: pa.Array, bad: dict[str, BoolArray]) -> NDArray[np.float64]:
+    """Return numbers to predict."""
+    missing = _missing(cells)
     values, outside = _numbers(label, label.column, cells, missing, bad)
     bad[f"no value in {label.column}"] = missing
     if label.outside == "refuse":
         what = f"a value outside the range of the schema in {label.column}"
         _add(bad, what, outside, cells)
-    low, high = label.range
-    words = {"kind": label.kind, "transform": label.transform, "name": label.column}
-    declared: dict[str, float | str] = {"low": low, "high": high, **words}
-    return values, {f"target_{name}": np.array(value) for name, value in declared.items()}
+    return values
 
 
 def _number_input(

@@ -109,7 +109,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
         remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
         refuse([*rows.ragged, *_reasons(bad)], remedy)
         if table is None:
-            _check_no_line_hidden(CsvFile(path, encoding), len(rows), schema.columns, schema.label)
+            _check_no_line_hidden(CsvFile(path, encoding), len(rows), schema.columns, schema.labels)
             _check_points(CsvFile(path, encoding), schema, rows.cells)
     good, left_out = _left_out(bad, rows)
     sides = {"": good}
@@ -130,7 +130,7 @@ def _contents(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]], dict[str, BoolArray]]:
     """Return arrays with a row per record, what is declared of them, and unusable records."""
     bad: dict[str, BoolArray] = {}
-    labels, declared = targets_of(schema.label, cells[schema.label.column], bad)
+    labels, declared = targets_of(schema.labels, cells, bad)
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
         of_records["unit"], unusable = units_in(_unit_values(cells[source.unit]))
@@ -222,7 +222,7 @@ def has_semicolons(path: Path, encoding: str = UTF8) -> bool:
 
 
 def _check_no_line_hidden(
-    file: CsvFile, records: int, columns: Sequence[Column], label: Label | None = None
+    file: CsvFile, records: int, columns: Sequence[Column], labels: Sequence[Label] = ()
 ) -> None:
     """Reject a CSV of which a stray quotation mark hides records in a cell.
 
@@ -238,8 +238,8 @@ def _check_no_line_hidden(
     bad: dict[str, BoolArray] = {"broken": np.isin(np.arange(table.num_rows), list(broken))}
     if plain:
         column_inputs(plain, cells, bad, False, None)
-    if label is not None:
-        targets_of(label, cells[label.column], bad)
+    if labels:
+        targets_of(labels, cells, bad)
     alone = int((~np.logical_or.reduce(list(bad.values()))).sum()) if len(bad) > 1 else 0
     if alone > records:
         first = next(iter(broken.values()), "")
@@ -260,8 +260,7 @@ def _check_points(file: CsvFile, schema: TableSchema, cells: Cells) -> None:
     forms: dict[str, Written] = {
         column.name: column for column in schema.columns if column.type in ("number", "integer")
     }
-    if schema.label.range is not None:
-        forms[schema.label.column] = schema.label
+    forms |= {label.column: label for label in schema.labels if label.range is not None}
     faults = list[str]()
     for name, form in forms.items():
         if form.decimal is None and form.thousands is None and pa.types.is_string(cells[name].type):

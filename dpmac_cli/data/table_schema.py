@@ -4,13 +4,15 @@ A schema is public and is written before looking at the records, so no record ca
 another one is read. Imports neither numpy nor torch.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -50,12 +52,25 @@ def _with_signs(given: Any, signs: Mapping[str, str], numbers: bool) -> Any:
     return {**given, **signs} if numbers and not own else given
 
 
+def _form(label: Any) -> str:
+    """Return the tag of a label as it is given: one column, or a list of several."""
+    return SEVERAL if isinstance(label, list | tuple) else ONE
+
+
+#: Tags of the forms of a label. They are part of the places of faults, but not of messages.
+ONE, SEVERAL = "one", "several"
+OneOrSeveral = Annotated[
+    Annotated[Label, Tag(ONE)] | Annotated[tuple[Label, ...], Field(min_length=2), Tag(SEVERAL)],
+    Discriminator(_form),
+]
+
+
 class TableSchema(Declared):
     """Public description of a table.
 
     Attributes:
         decimal, thousands: how all numbers are written whose columns do not declare it.
-        label: the column to predict.
+        label: the column to predict, or several columns of numbers.
         columns: the inputs of the network.
         drop: columns that are not used.
         test: records to test on; None to hold some out.
@@ -63,7 +78,7 @@ class TableSchema(Declared):
 
     decimal: Literal[".", ","] | None = None
     thousands: Literal[".", ",", " ", "'"] | None = None
-    label: Label
+    label: OneOrSeveral
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()
     test: TestSet | None = None
@@ -72,18 +87,29 @@ class TableSchema(Declared):
     @classmethod
     def _write_alike(cls, given: Any) -> Any:
         """Let columns of numbers be written as the table is."""
-        if not isinstance(given, dict) or not isinstance(label := given.get("label"), dict):
+        if not isinstance(given, dict) or not isinstance(given.get("label"), dict | list | tuple):
             return given
         signs = {key: given[key] for key in ("decimal", "thousands") if given.get(key)}
         columns = _named(given.get("columns"))
         if isinstance(columns, list | tuple):
             columns = [_with_signs(of, signs, _reads_numbers(of)) for of in columns]
-        label = _with_signs(label, signs, bool(label.get("range")))
+        label = given["label"]
+        labels = [
+            _with_signs(of, signs, isinstance(of, dict) and bool(of.get("range")))
+            for of in (label if _form(label) == SEVERAL else [label])
+        ]
+        label = labels if _form(label) == SEVERAL else labels[0]
         return {**given, "label": label, "columns": columns}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         distinct(self.declared)
+        for label in self.labels if len(self.labels) > 1 else ():
+            if label.range is None or label.kind == "count":
+                raise ValueError(
+                    f"label: several columns must be numbers, each with a range, but {label.column}"
+                    f" has {'classes' if label.range is None else 'kind: count'}"
+                )
         dates = [column.name for column in self.columns if column.type == "date"]
         for column in self.columns:
             if column.reference is not None and column.reference not in dates:
@@ -93,16 +119,22 @@ class TableSchema(Declared):
         return self
 
     @property
+    def labels(self) -> tuple[Label, ...]:
+        """Return the columns to predict."""
+        return self.label if isinstance(self.label, tuple) else (self.label,)
+
+    @property
     def points(self) -> dict[str, str]:
         """Return the sign before the decimals of each column of numbers."""
         numbers = {column.name: column.point for column in self.columns}
-        return {**numbers, self.label.column: self.label.point}
+        return {**numbers, **{label.column: label.point for label in self.labels}}
 
     @property
     def declared(self) -> tuple[str, ...]:
         """Return the names of all columns of the table."""
         test = () if self.test is None else (self.test.column,)
-        return (self.label.column, *(column.name for column in self.columns), *self.drop, *test)
+        labels = (label.column for label in self.labels)
+        return (*labels, *(column.name for column in self.columns), *self.drop, *test)
 
 
 class _Once(yaml.BaseLoader):
@@ -141,6 +173,8 @@ def schema_of(given: Any, origin: str) -> TableSchema:
             where = list(error["loc"])
             if where[:1] == ["columns"] and len(where) > 1:  # a column's name, not its number
                 where[1] = list(given["columns"])[int(where[1])]
+            if where[:1] == ["label"] and where[1:2] in ([ONE], [SEVERAL]):
+                del where[1]
             place = ".".join(map(str, where)) or "it"
             faults.append(f"{origin}: {place}: {error['msg'].removeprefix('Value error, ')}.")
         raise InputError(faults) from failure
@@ -149,8 +183,8 @@ def schema_of(given: Any, origin: str) -> TableSchema:
 def draft(
     file: Path,
     kinds: Mapping[str, str | None],
-    label: str | None,
-    drop: tuple[str, ...] = (),
+    labels: Sequence[str] = (),
+    drop: Sequence[str] = (),
     semicolons: bool = False,
 ) -> str:
     """Return a draft of a schema for a table.
@@ -158,7 +192,7 @@ def draft(
     Args:
         file: the table.
         kinds: type of each column, as in :class:`Column`; None if it is not declared.
-        label: column to predict.
+        labels: columns to predict; several are of numbers.
         drop: columns to leave out.
         semicolons: whether the columns of a CSV are separated by semicolons.
     """
@@ -170,9 +204,9 @@ def draft(
         file=file.name,
         csv=file.suffix != ".parquet",
         semicolons=semicolons,
-        label=label and _quoted(label),
-        label_kind=kinds.get(label or ""),
-        columns={_quoted(name): kind for name, kind in kinds.items() if name not in (label, *drop)},
+        labels=[_quoted(label) for label in labels],
+        label_kind=kinds[labels[0]] if labels else None,
+        columns={_quoted(n): kind for n, kind in kinds.items() if n not in (*labels, *drop)},
         drop=map(_quoted, drop),
     )
 

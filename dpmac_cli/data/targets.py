@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,14 @@ from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import check_classes, check_name
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
 from dpmac_cli.tasks.regression import Counts, Regression
+from dpmac_cli.tasks.several_numbers import SeveralNumbers
 from dpmac_cli.tasks.task import Task
 
 #: Arrays that declare numbers to predict, and values of the last two, the default first.
 DECLARED = ("target_low", "target_high", "target_kind", "target_transform", "target_name")
 KINDS, TRANSFORMS = ("number", "count"), ("none", "log1p")
+#: Said of a row of numbers where one is declared.
+SEVERAL = " (for several, declare a range for each: target_low=[0, 0], target_high=[10, 500])"
 #: Array of class names.
 CLASSES = "classes"
 Arrays = Mapping[str, NDArray[Any]]
@@ -125,13 +128,20 @@ class LabelTargets(Targets):
 
 
 class NumberTargets(Targets):
-    """Numbers, one per record, with a declared range."""
+    """Numbers with declared ranges: one per record, or a row of them.
+
+    Each end of the range is a number, or an array with one for each target.
+    """
 
     def faults_of_array(self, arrays: Arrays, side: str) -> Iterator[str]:
         """Yield faults of an array of numbers."""
-        y = arrays[f"y{side}"]
-        if y.ndim != 1 or y.dtype.kind != "f":
-            yield f"y{side} must have one number per record, not {y.dtype} of shape {y.shape}"
+        y, targets = arrays[f"y{side}"], number_of_targets(arrays)
+        form, what = ((), "one number") if targets is None else ((targets,), f"{targets} numbers")
+        if y.shape[1:] != form or not y.ndim or y.dtype.kind != "f":
+            several = " (one for each of target_low)" if targets else SEVERAL * (y.ndim == 2)
+            yield (
+                f"y{side} must have {what} per record{several}, not {y.dtype} of shape {y.shape}"
+            )
 
     def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, RecordMask]]:
         """Yield nothing: a number that cannot be read has been found before."""
@@ -152,24 +162,79 @@ class NumberTargets(Targets):
             )
             return
         ends = [arrays[name] for name in ("target_low", "target_high")]
-        if any(end.shape != () or end.dtype.kind not in "fiu" for end in ends):
-            yield "target_low and target_high must be one number each"
+        if any(end.ndim > 1 or not end.size or end.dtype.kind not in "fiu" for end in ends):
+            yield "target_low and target_high must be one number each, or one for each target"
             return
-        kind, transform = (
-            str(arrays.get(name, known[0]))
-            for name, known in (("target_kind", KINDS), ("target_transform", TRANSFORMS))
-        )
-        yield from faults_of_range(float(ends[0]), float(ends[1]), transform, kind)
+        yield from _faults_of_each(arrays, number_of_targets(arrays))
 
     def task(self, arrays: Arrays, source: Source, found: Sequence[str] = ()) -> Task:
-        """Return regression, or the task of counts."""
-        check_name(source.path.name)
-        name = str(arrays.get("target_name", "y"))
-        low, high = (float(arrays[end]) for end in ("target_low", "target_high"))
-        if str(arrays.get("target_kind", KINDS[0])) == "count":
-            return Counts((name,), low, high)
-        transform: Any = str(arrays.get("target_transform", TRANSFORMS[0]))
-        return Regression((name,), low, high, transform)
+        """Return regression, with one or several targets, or the task of counts."""
+        declared = _declared(arrays)
+        check_name(source.path.name, *(target.name for target in declared))
+        if number_of_targets(arrays) is None:
+            return _of_one(declared[0])
+        return SeveralNumbers.of([_regression(target) for target in declared])
+
+
+class Declaration(NamedTuple):
+    """Declaration of a target: its name, range, kind and transform."""
+
+    name: str
+    low: float
+    high: float
+    kind: str
+    transform: Any
+
+
+def number_of_targets(arrays: Arrays) -> int | None:
+    """Return the number of targets; None for one number per record, not in a row."""
+    sizes = [arrays[name].size for name in ("target_low", "target_high") if name in arrays]
+    return most if (most := max(sizes, default=1)) > 1 else None
+
+
+def _faults_of_each(arrays: Arrays, targets: int | None) -> Iterator[str]:
+    """Yield faults of what is declared of each target; ``targets`` is None for a single one."""
+    count = targets or 1
+    for name in DECLARED:
+        if name in arrays and (size := arrays[name].size) not in (1, count):
+            yield (
+                f"{name} has {size} values, but there are {count} targets, one for each number of "
+                "target_low"
+            )
+            return
+    declared = _declared(arrays)
+    if len({target.name for target in declared}) < count:
+        yield "target_name must give each target a name of its own"
+    for target in declared:
+        of = f"{target.name}: " * (targets is not None)
+        faults = faults_of_range(target.low, target.high, target.transform, target.kind)
+        yield from (f"{of}{fault}" for fault in faults)
+        if targets is not None and target.kind == "count":
+            yield f"{of}several targets must be numbers, not counts: leave out target_kind"
+
+
+def _declared(arrays: Arrays) -> list[Declaration]:
+    """Return what is declared of each target; one value is for all of them."""
+    count = number_of_targets(arrays)
+    names = ["y"] if count is None else [f"y{place}" for place in range(1, count + 1)]
+    defaults = {"target_name": names, "target_kind": KINDS[0], "target_transform": TRANSFORMS[0]}
+    given = {**{name: np.array(value) for name, value in defaults.items()}, **arrays}
+    order = ("target_name", "target_low", "target_high", "target_kind", "target_transform")
+    each = (np.broadcast_to(given[name].ravel(), (count or 1,)).tolist() for name in order)
+    return [
+        Declaration(str(name), float(low), float(high), str(kind), str(transform))
+        for name, low, high, kind, transform in zip(*each, strict=True)
+    ]
+
+
+def _of_one(target: Declaration) -> Task:
+    if target.kind == "count":
+        return Counts((target.name,), target.low, target.high)
+    return _regression(target)
+
+
+def _regression(target: Declaration) -> Regression:
+    return Regression((target.name,), target.low, target.high, target.transform)
 
 
 def are_numbers(arrays: Arrays) -> bool:

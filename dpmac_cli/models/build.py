@@ -111,6 +111,10 @@ def build_network(name: str, signature: Signature) -> nn.Module:
     """Return a built-in network, not validated, initialised with torch's global generator."""
     kind = MODELS[name]
     network: nn.Module = getattr(architectures, kind.builder)(signature, *kind.arguments)
+    if signature.start is not None:
+        *_, last = (layer for layer in network.modules() if isinstance(layer, nn.Linear))
+        nn.init.zeros_(last.weight)
+        nn.init.constant_(last.bias, signature.start)
     return network
 
 

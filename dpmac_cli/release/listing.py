@@ -40,6 +40,7 @@ class ListedRun:
         epsilon: ``inf`` without privacy; of the last evaluated epoch if there is no report, as is
             the accuracy (0 to 1).
         mae: mean absolute error, for numbers instead of classes.
+        nmae: the same in shares of the ranges, for several numbers per record.
         seeded: whether the user chose a seed; only a report tells.
         settings: contents of config.yaml; empty if it cannot be read.
     """
@@ -54,6 +55,7 @@ class ListedRun:
     delta: float | None = None
     accuracy: float | None = None
     mae: float | None = None
+    nmae: float | None = None
     seeded: bool | None = None
     audit: bool | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -75,12 +77,14 @@ class _MetricsLine(BaseModel):
     epsilon: float | None = None
     test_accuracy: float | None = None
     test_mae: float | None = None
+    test_nmae: float | None = None
     diverged: bool = False
 
     @property
     def scored(self) -> bool:
         """Return whether the line has a score."""
-        return self.test_accuracy is not None or self.test_mae is not None
+        scores = (self.test_accuracy, self.test_mae, self.test_nmae)
+        return any(score is not None for score in scores)
 
 
 def find_runs(roots: Iterable[Path]) -> list[ListedRun]:
@@ -161,6 +165,7 @@ def _read(where: Path) -> dict[str, Any]:
         "delta": report.delta,
         "accuracy": report.accuracy,
         "mae": report.mae,
+        "nmae": report.nmae,
         "seeded": report.seeded,
         "audit": report.audit is not None,
         "settings": settings,
@@ -192,6 +197,7 @@ def _unreported(where: Path, state: str) -> dict[str, Any]:
         "delta": None if settings.no_dp else settings.delta,
         "accuracy": last.test_accuracy,
         "mae": last.test_mae,
+        "nmae": last.test_nmae,
         "audit": settings.canaries > 0,
         "settings": recorded,
     }

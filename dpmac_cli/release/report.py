@@ -335,7 +335,7 @@ def _scores(
     """Return test scores: exact metrics, or scores that were released with noise."""
     last, headline = history[-1], task.headline
     scored = [line for line in history if line.get(headline.logged) is not None]
-    best = max(scored, key=lambda line: float(line[headline.logged]), default=last)
+    best = max(scored, key=lambda line: headline.better(line[headline.logged]), default=last)
     return {
         headline.key: last[headline.logged],
         "loss": last["test_loss"],

@@ -108,6 +108,7 @@ class Report(BaseModel):
     train_size: CountInFile = _at("dataset", "train_size")
     accuracy: float | None = _at("test", "accuracy", default=None)
     mae: float | None = _at("test", "mae", default=None)
+    nmae: float | None = _at("test", "nmae", default=None)
     seeded: bool | None = _at("privacy", "seed_policy", "given", default=None)
     audit: dict[str, Any] | None = None
     private: bool = _at("privacy", "private")
@@ -156,6 +157,15 @@ class Target(BaseModel):
         return self
 
 
+class SeveralTargets(BaseModel):
+    """Several numbers to predict."""
+
+    model_config = STRICT
+
+    kind: Literal["several numbers"]
+    targets: tuple[Target, ...] = Field(min_length=2)
+
+
 class Facts(BaseModel):
     """Keys of a model file's header that dpmac reads.
 
@@ -186,7 +196,7 @@ class Facts(BaseModel):
     secure: bool = _at("privacy", "randomness", "secure", default=False)
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
     classes: tuple[PrintableText, ...]
-    target: Target | None = None
+    target: Target | SeveralTargets | None = None
     table: dict[str, Any] | None = _at("dataset", "schema", default=None)
     shape: tuple[CountInFile, CountInFile, CountInFile] = _at("input", "shape")
     record: tuple[CountInFile, ...] | None = _at("input", "record", default=None)
@@ -200,7 +210,7 @@ class Facts(BaseModel):
     @property
     def task(self) -> Task:
         """Task that the model was trained for."""
-        target = None if self.target is None else dict(self.target)
+        target = None if self.target is None else self.target.model_dump()
         return task_of({"classes": self.classes, "multilabel": self.multilabel, "target": target})
 
     @property

@@ -6,9 +6,13 @@ from typing import Any, cast
 from dpmac_cli.storage.report_keys import ReportKeys
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
 from dpmac_cli.tasks.regression import Counts, Regression
+from dpmac_cli.tasks.several_numbers import SeveralNumbers
 from dpmac_cli.tasks.task import EvaluationMetric, Task, TaskFacts
 
-TASKS: tuple[type[Task], ...] = (Classification, SeveralLabels, Regression, Counts)
+TASKS: tuple[type[Task], ...] = (
+    *(Classification, SeveralLabels),
+    *(Regression, Counts, SeveralNumbers),
+)
 #: Metrics of all tasks by name.
 METRICS: Mapping[str, EvaluationMetric] = {
     metric.name: metric for task in TASKS for metric in task.metrics

@@ -10,17 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
+from dpmac_cli.tasks.task import EvaluationMetric, Task, TaskFacts, Usage
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from dpmac_cli.tasks.estimates import Estimates
+
 #: Transforms of a target, with their inverses; see :class:`Regression`.
 Transform = Literal["none", "log1p"]
 MAE = EvaluationMetric("mae", "MAE", covered=True, share=False, lower=True)
-METRICS = (
+NUMBER_METRICS = (
     MAE,
     EvaluationMetric("rmse", "RMSE", share=False, lower=True),
     EvaluationMetric("r2", "R2", share=False),
@@ -44,13 +46,15 @@ class Regression(Task):
     kind: ClassVar[str] = "regression"
     of_record: ClassVar[str] = "one number"
     losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
-    metrics: ClassVar[tuple[EvaluationMetric, ...]] = METRICS
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = NUMBER_METRICS
     reported: ClassVar[tuple[str, ...]] = (
         *("rmse", "r2", "at_or_below", "noise", "interval", "mae_interval"),
     )
     target: ClassVar[str] = "float32"
     public: ClassVar[str] = "range of the target"
     weighted: ClassVar[bool] = False
+    #: The middle of the range: noise leaves no steps to unlearn random outputs.
+    start: ClassVar[float | None] = 0.0
 
     @property
     def described(self) -> str:
@@ -73,7 +77,7 @@ class Regression(Task):
 
     @property
     def _code(self) -> str:
-        low, high = self._ends
+        low, high = self.ends
         code = f"{low!r} + ({{}}[:, 0].clamp(-1, 1) + 1) / 2 * {high - low!r}"
         return f"({code}).expm1()" if self.transform == "log1p" else code
 
@@ -111,14 +115,14 @@ class Regression(Task):
         import numpy as np  # noqa: PLC0415  (help is fast)
 
         clipped = np.clip(targets.astype(np.float64), self.low, self.high)
-        low, high = self._ends
+        low, high = self.ends
         moved = np.log1p(clipped) if self.transform == "log1p" else clipped
         scaled = (2 * (moved - low) / (high - low) - 1).clip(-1, 1)
         return scaled.astype(np.float32)[:, None]
 
     def decoded(self, scaled: "Tensor") -> "Tensor":
         """Return numbers in the units of the target, in its range, float64."""
-        low, high = self._ends
+        low, high = self.ends
         moved = low + (scaled.double() + 1) / 2 * (high - low)
         found = moved.expm1() if self.transform == "log1p" else moved
         return found.clamp(self.low, self.high)
@@ -144,7 +148,7 @@ class Regression(Task):
 
     def results(
         self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
-    ) -> Results:
+    ) -> "Estimates":
         """Compare predicted numbers with targets. One that is NaN is as wrong as possible."""
         from dpmac_cli.tasks.estimates import Estimates  # noqa: PLC0415  (help is fast)
 
@@ -157,8 +161,8 @@ class Regression(Task):
         )
 
     @property
-    def _ends(self) -> tuple[float, float]:
-        """Transformed ends of the range."""
+    def ends(self) -> tuple[float, float]:
+        """Ends of the range, transformed."""
         if self.transform == "log1p":
             return math.log1p(self.low), math.log1p(self.high)
         return self.low, self.high
@@ -172,10 +176,12 @@ class Counts(Regression):
     of_record: ClassVar[str] = "one count"
     losses: ClassVar[tuple[str, ...]] = ("poisson",)
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
-        *METRICS,
+        *NUMBER_METRICS,
         EvaluationMetric("deviance", "Poisson deviance", share=False, lower=True),
     )
     reported: ClassVar[tuple[str, ...]] = (*Regression.reported, "deviance")
+    #: A tenth of the largest count.
+    start: ClassVar[float | None] = math.log(0.1)
 
     @property
     def _code(self) -> str:

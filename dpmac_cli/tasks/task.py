@@ -186,6 +186,7 @@ class Task(ABC):
         weighted: whether classes can have weights, and their labels be smoothed.
         frozen_parts: whether features of frozen layers can be computed once.
         audited: whether a run can have canaries.
+        start: output of an untrained built-in network for all records; None for random outputs.
     """
 
     names: tuple[str, ...]
@@ -200,6 +201,7 @@ class Task(ABC):
     weighted: ClassVar[bool] = True
     frozen_parts: ClassVar[bool] = True
     audited: ClassVar[bool] = True
+    start: ClassVar[float | None] = None
 
     @property
     def outputs(self) -> int:
