@@ -9,7 +9,6 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,8 @@ pytestmark = pytest.mark.privacy
 OUT = Path("out")
 #: Scores that no other number in a file is by chance.
 SCORES = [0.31415926, 0.27182818, 0.57721566, 0.16180339, 0.41421356]
+#: Score of all trials after these.
+WORST = 0.01234567
 
 
 class Killed(BaseException):
@@ -71,7 +72,7 @@ class Trainer:
         if stop():
             yield Finished({}, where, "interrupted")
             return
-        score = self.scores[0]
+        score = self.scores[0] if self.scores else WORST
         if score is None:
             self.scores.pop(0)
             raise DivergedError(1)
@@ -81,7 +82,7 @@ class Trainer:
         for name in folder.PUBLISHED:
             files.write_atomically(where / name, texts.get(name, f"{score}").encode())
         folder.seal(where)
-        self.scores.pop(0)
+        del self.scores[:1]
         self.rates.append(str(plan.optimizer.hyper.lr))
         yield Finished(report, where, "finished")
 
@@ -301,52 +302,66 @@ class FakeTime:
         self.now += seconds
 
 
+def ended_at(
+    number: int,
+    plan: TunePlan,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: Callable[[int], float] = lambda _: 7.0,
+) -> tuple[float, list[Searching], Trainer]:
+    """When a search ends of which ``number`` trials count, by how long each trial takes."""
+    where = Path(f"{number}")
+    where.mkdir()
+    clock, fake = FakeTime(), Trainer([*SCORES])
+
+    def slow(*args: Any) -> Iterator[Finished]:
+        clock.now += seconds(fake.begun)
+        yield from fake(*args)
+
+    with monkeypatch.context() as patch:
+        patch.chdir(where)
+        patch.setattr(tuning, "time", clock)
+        patch.setattr(tuning, "train", slow)
+        patch.setattr(Trials, "draw", lambda _: number)
+        *events, _ = carry_out_search(plan)
+    return clock.now, [event for event in events if isinstance(event, Searching)], fake
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_the_time_of_the_end_does_not_depend_on_the_number_of_trials(
-    early: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = []
-    for number in (1, 5):
-        (tmp_path / str(number)).mkdir()
-        os.chdir(tmp_path / str(number))
-        clock, fake = FakeTime(), Trainer(list(SCORES))
-
-        def slow(*args: Any, clock: FakeTime = clock, fake: Trainer = fake) -> Iterator[Finished]:
-            clock.now += 7.0
-            yield from fake(*args)
-
-        monkeypatch.setattr(tuning, "time", clock)
-        monkeypatch.setattr(tuning, "train", slow)
-        monkeypatch.setattr(Trials, "draw", lambda _, number=number: number)
-        events = [*carry_out_search(plan_of(stop_early=early, longest=40.0))]
-        assert {event.longest for event in events if isinstance(event, Searching)} == {40.0}
-        ends.append(clock.now)
-    assert (ends == [7.0, 35.0]) if early else ends == pytest.approx([40.0, 40.0])
+    plan = plan_of(stop_early=early, longest=100.0)
+    found = [ended_at(number, plan, monkeypatch) for number in (1, 5)]
+    assert {event.longest for _, events, _ in found for event in events} == {100.0}
+    ends = [end for end, *_ in found]
+    assert (ends == [7.0, 35.0]) if early else ends == pytest.approx([100.0, 100.0])
 
 
-def test_the_first_trial_corrects_when_the_search_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("later", [10.0, 25.0, 100.0])
+def test_slow_trials_move_the_end_of_a_search_however_many_count(
+    later: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With trials that take five times as long as estimated, whatever their number."""
-    ends, clock = set(), FakeTime()
-    monkeypatch.setattr(tuning, "time", clock)
-    plan = replace(plan_of(stop_early=False, longest=51.0), seconds=(2.0,))
+    """The first trial takes as long as announced; later ones do not."""
+    plan, seen = plan_of(stop_early=False, longest=51.0), set()
     for number in (1, 4, 6, 12):
-        (tmp_path / str(number)).mkdir()
-        os.chdir(tmp_path / str(number))
-        fake = Trainer([0.5] * number)
+        end, events, _ = ended_at(
+            number, plan, monkeypatch, lambda begun: later if begun else 51 / 12
+        )
+        shown = tuple((round(event.seconds, 3), event.longest) for event in events)
+        seen.add((round(end, 3), shown))
+    [(end, _)] = seen  # all that is ever shown, too
+    assert end == 51 * math.ceil((51 / 12 + 11 * later) / 51)
 
-        def slow(*args: Any, fake: Trainer = fake) -> Iterator[Finished]:
-            clock.now += 10.0
-            yield from fake(*args)
 
-        monkeypatch.setattr(tuning, "train", slow)
-        monkeypatch.setattr(Trials, "draw", lambda _, number=number: number)
-        began = clock.now
-        for _ in carry_out_search(plan):
-            pass
-        ends.add(round(clock.now - began, 3))
-    assert ends == {15 + 12 * 1.5 * 10}
+def test_trials_that_do_not_count_are_trained_and_never_win(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = plan_of(stop_early=False)
+    for number in (1, 2, 3):
+        _, _, fake = ended_at(number, plan, monkeypatch)
+        assert len(fake.rates) == plan.most == 12
+        report = json.loads((Path(f"{number}") / OUT / folder.REPORT).read_bytes())
+        assert report["test"]["accuracy"] == max(SCORES[:number])
 
 
 def test_the_display_moves_on_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +398,7 @@ def test_time_before_a_stop_counts(
     monkeypatch.setattr(tuning, "time", clock)
     plan = plan_of(stop_early=False, longest=40.0)
     with pytest.raises(KeyboardInterrupt):
-        list(carry_out_search(plan, lambda: clock.now > 15))
+        list(carry_out_search(plan, lambda: clock.now > 15))  # while it waits
     list(carry_out_search(plan))
     assert clock.now == pytest.approx(40.0, abs=0.5)  # not 15 and another 40
 
