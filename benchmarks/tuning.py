@@ -85,7 +85,7 @@ def penguins(where: Path, _: Path) -> Given:
 
 
 def mnist(where: Path, _: Path) -> Given:
-    """The first images of MNIST, as a folder of your own."""
+    """First images of MNIST, as files in folders."""
     data = load_data("mnist", data_folder(None), torch.device("cpu"))
     sides = zip(("train", "test"), (data.train, data.test), IMAGES, strict=True)
     for side, split, count in sides:

@@ -39,6 +39,7 @@ def space_of(*texts: str, trials: Trials | None = None, **given: str) -> SearchS
         given=shared,  # type: ignore[arg-type]
         file={},
         data=resolve_data({"dataset": "digits"}),
+        judge=None,
         dimensions=tuple(map(dimension, texts)),
         search=Search(trials or trials_of(3), (events_of_trial(plan),)),
         plans=(plan,),

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -20,15 +22,19 @@ from dpmac_cli.accounting.selection import Search, Trials
 from dpmac_cli.cli import console
 from dpmac_cli.cli import tune as command
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
+from dpmac_cli.config.search_space import SearchSpace, ask_search
 from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
 from dpmac_cli.release.listing import find_runs
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report_file import recount
-from dpmac_cli.release.run import train
+from dpmac_cli.release.run import finish, train
+from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.prepare import record_sums
 from dpmac_cli.storage import files
 from dpmac_cli.studies import search_state
 from dpmac_cli.studies import tune as tuning
@@ -39,7 +45,7 @@ from tests.typed import dpmac, process
 
 pytestmark = pytest.mark.privacy
 
-OUT = Path("out")
+OUT, CPU = Path("out"), torch.device("cpu")
 #: Scores that no other number in a file is by chance.
 SCORES = [0.31415926, 0.27182818, 0.57721566, 0.16180339, 0.41421356]
 #: Score of all trials after these.
@@ -507,7 +513,7 @@ def test_what_is_published_does_not_tell_the_number_of_trials(
     trials = plan.space.search.trials
     assert (search["mean_trials"], search["most_trials"]) == (trials.mean, trials.most)
     known = {"mean_trials", "most_trials", "log_weight", "epsilon_of_a_trial", "space"}
-    assert set(search) == known | {"candidates", "stop_early", "statement", "time"}
+    assert set(search) == known | {"candidates", "scored_on", "stop_early", "statement", "time"}
     times = {path.stat().st_mtime for path in run.iterdir() if path.name != folder.LOCK}
     assert max(times) - min(times) < 1  # not those of the trial that won
     assert not (run / folder.CHECKPOINTS).exists()
@@ -532,6 +538,55 @@ def test_a_report_without_its_search_is_found_out(
     done = dpmac("account", tmp_path)
     assert done.exit_code == 2
     assert "trial of the search" in done.stderr
+
+
+def test_public_records_decide_without_noise(
+    draws: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best trial on them wins, whatever its covered score; epsilon is that of the trials."""
+    draws[:] = [3]
+    data = load_data("digits", Path(), CPU)
+    x, y = data.test.images[:200].numpy(), data.test.labels[:200].numpy()
+    random = np.random.default_rng(0)
+    noisy = np.clip(x + random.integers(-1, 2, x.shape), 0, 16).astype(np.float32)
+    held = {"x": noisy, "y": y, "x_test": noisy, "y_test": y, "low": 0.0, "high": 16.0}
+    np.savez("public.npz", **held)
+    np.savez("private.npz", **held | {"x": x.astype(np.float32)})
+    given = {"dataset": "private.npz", "model": "linear", "steps": 3, "epsilon": 3}
+    own = {"trials": 2, "most_trials": 3, "stop_early": True, "score_on": "public.npz"}
+    _, space = ask_search({**given, "device": "cpu"}, own, ["lr=0.01..1:log"], None)
+    assert isinstance(space, SearchSpace)
+    scores = list[float]()
+
+    class Recorded(tuning.PublicScore):
+        def __call__(self, run: Path, metric: str) -> float:
+            scores.append(super().__call__(run, metric))
+            return scores[-1]
+
+    monkeypatch.setattr(tuning, "PublicScore", Recorded)
+    monkeypatch.setattr(tuning, "covered_score", None)
+    plan = TunePlan(space=space, out=OUT, stop_early=True, expected=1.0, longest=1.0)
+    done = finish(carry_out_search(plan))
+    assert len(set(scores)) > 1
+    assert score(OUT, "public.npz", device="cpu").result.accuracy == max(scores)
+    search = done.report["privacy"]["search"]
+    assert search["scored_on"] == "public.npz"
+    assert "declared public" in search["statement"]
+    assert done.report["privacy"]["epsilon"] == space.epsilon
+    assert "settings scored on" in (OUT / folder.CARD).read_text()
+
+
+def test_private_records_cannot_decide_as_public_ones() -> None:
+    own = {"trials": 2, "score_on": "digits"}
+    given = {"dataset": "digits", "model": "linear", "steps": 3, "device": "cpu"}
+    with pytest.raises(InputError, match="private data itself"):
+        ask_search(given, own, ["lr=0.1,1"], None)
+    with pytest.raises(InputError, match="same classes and shape"):
+        ask_search(given, own | {"score_on": "mnist"}, ["lr=0.1,1"], None)
+    plan = plan_of()
+    sums = {str(name): sha for name, sha in record_sums(load_data("digits", Path(), CPU)).items()}
+    with pytest.raises(InputError, match="same records"):
+        tuning.PublicScore(plan.space.data, CPU, sums)
 
 
 FLAGS = (

@@ -32,7 +32,7 @@ from dpmac_cli.storage.report_keys import ReportKeys
 
 if TYPE_CHECKING:
     from dpmac_cli.release.publish import Finished
-    from dpmac_cli.studies.tune import SearchEvent, TunePlan
+    from dpmac_cli.studies.tune import SecretEvent, TunePlan
 
 #: Setting that decides what is printed, and is not one of the trials.
 JSON: SettingName = "json"
@@ -176,7 +176,7 @@ def _transfer_lines(plan: Transfer, out: Path) -> Iterator[Text]:
     yield Text(f"writing {out}, and the trials beside it", style="dim")
 
 
-def _silenced(plan: "TunePlan", asked: Callable[[], bool]) -> Generator["SearchEvent", None, None]:
+def _silenced(plan: "TunePlan", asked: Callable[[], bool]) -> Generator["SecretEvent", None, None]:
     """Carry out a search; what networks print is discarded, because it may tell trials apart."""
     from dpmac_cli.studies.tune import carry_out_search  # noqa: PLC0415  (loads torch)
 
@@ -194,7 +194,7 @@ def _silenced(plan: "TunePlan", asked: Callable[[], bool]) -> Generator["SearchE
             yield event
 
 
-def _follow(events: Iterator["SearchEvent"], screen: Console, plan: "TunePlan") -> "Finished":
+def _follow(events: Iterator["SecretEvent"], screen: Console, plan: "TunePlan") -> "Finished":
     """Show the time until the search is published. Raises typer.Exit if it is stopped."""
     from dpmac_cli.release.publish import Finished  # noqa: PLC0415  (loads torch)
 
@@ -242,6 +242,8 @@ def _plan_lines(plan: "TunePlan") -> Iterator[Text]:
         yield Text(f"  {each.steps:,} steps with noise multiplier {each.sigma:g}")
     one = format_epsilon(space.search.trial_epsilon(privacy.delta))
     yield Text(f"one trial: epsilon {one}, with its covered score")
+    if space.judge is not None:
+        yield Text(f"the best score on {space.judge.found.name} wins, which is declared public")
     yield Text.assemble(
         "search and model together: ",
         (f"epsilon {format_epsilon(space.epsilon)}", "bold"),

@@ -62,6 +62,15 @@ class SearchFlags(Flags, frozen=True):
         ),
         Flag(SEARCH),
     ] = None
+    score_on: Annotated[
+        str | None,
+        Choice(tuple(DATASETS), OWN_DATA),
+        Field(
+            description="Choose by exact scores on this public data of the same shape and classes, "
+            "instead of covered ones."
+        ),
+        Flag(SEARCH),
+    ] = None
     out: Annotated[
         SomePath, Field(description="Folder of the search, and of the published run."), Flag(OUTPUT)
     ] = Path("runs/tune")
@@ -173,7 +182,7 @@ def _as_text(origin: str, value: object, errors: list[str]) -> str | None:
 
 
 def _faults_of_range(value: Mapping[Any, object]) -> Iterator[str]:
-    """Yield what is wrong with the keys and values of a range."""
+    """Yield faults of the keys and values of a range."""
     known = (*ENDS, "scale")
     for key in value:
         if key not in known:

@@ -25,7 +25,7 @@ from dpmac_cli.config.search_file import (
     read_search,
 )
 from dpmac_cli.config.sources import SettingValue, is_given
-from dpmac_cli.config.transfer import Transfer, plan_transfer
+from dpmac_cli.config.transfer import Transfer, judge_of, plan_transfer
 from dpmac_cli.errors import InputError
 
 
@@ -37,6 +37,7 @@ class SearchSpace:
         given: settings that all trials share, by name, with the epsilon of one trial.
         file: settings of all trials from their file.
         data: the dataset, whose facts were read once.
+        judge: public data whose test records decide which trial is best; None for covered scores.
         dimensions: settings to draw.
         search: trials and candidates, from which the privacy cost follows.
         plans: a plan for each candidate.
@@ -47,6 +48,7 @@ class SearchSpace:
     given: Mapping[SettingName, Any]
     file: Mapping[SettingName, SettingValue]
     data: DataPlan
+    judge: DataPlan | None
     dimensions: tuple[Dimension, ...]
     search: Search
     plans: tuple[TrainPlan, ...]
@@ -74,7 +76,8 @@ class SearchSpace:
         if events_of_trial(plan) not in self.search.candidates:
             raise ValueError("the settings of a trial are not among the candidates of its search")
         texts = tuple(dimension.text for dimension in self.dimensions)
-        return replace(plan, search=SearchPlan(self.search, texts, stop_early))
+        judge = None if self.judge is None else self.judge.found.name
+        return replace(plan, search=SearchPlan(self.search, texts, stop_early, judge))
 
 
 def kind_of_trial(plan: TrainPlan) -> Hashable:
@@ -123,7 +126,7 @@ def ask_search(
             trials = trials_of(flags.trials, flags.most_trials)
         except InputError as failure:
             errors += failure.errors
-    return flags, plan_search(typed, whole, trials, errors)
+    return flags, plan_search(typed, whole, trials, errors, flags.score_on)
 
 
 def plan_search(
@@ -131,6 +134,7 @@ def plan_search(
     file: SearchFile,
     trials: Trials,
     found: Sequence[str] = (),
+    score_on: str | None = None,
 ) -> SearchSpace:
     """Validate a search space, and calibrate the noise of its trials.
 
@@ -139,6 +143,7 @@ def plan_search(
         file: settings to draw, and more of those that all trials share.
         trials: distribution of the number of trials.
         found: faults that were found before.
+        score_on: public data whose test records decide; None for covered scores.
 
     Raises:
         InputError: lists every fault found.
@@ -149,6 +154,7 @@ def plan_search(
     shared["cover_scores"] = True
     settings = tuple(combinations(dimensions))
     data, target, notes = checked(shared, given.get("epsilon"), file.settings, settings)
+    judge = None if score_on is None else judge_of(shared, file.settings, score_on, data)
     kinds = tuple(_kinds(shared, settings, file.settings, data, target))
 
     def plans_at(epsilon: float) -> tuple[TrainPlan, ...]:
@@ -164,6 +170,7 @@ def plan_search(
         given={**shared, "epsilon": epsilon},
         file=file.settings,
         data=data,
+        judge=judge,
         dimensions=dimensions,
         search=search_of(epsilon),
         plans=plans_at(epsilon),

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli.config.best import EPSILON
+from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.dimensions import Dimension, Setting, checked, combinations, dimensions_of
+from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.search_file import SearchFile, SearchFlags
+from dpmac_cli.config.settings import DATA, SETTINGS
 from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError, raise_errors
@@ -85,27 +88,65 @@ def plan_transfer(
     if "epsilon" not in file.settings:
         shared.setdefault("epsilon", EPSILON)
     settings = tuple(combinations(dimensions))
-    found_data, notes, errors = dict[str, DataPlan](), (), dict[str, None]()
-    for name, dataset in (("public", {"dataset": flags.on}), ("data", {})):
-        at: dict[Any, Any] = {**shared, **dataset}
+    plans, notes = list[DataPlan](), list[str]()
+    errors = dict[str, None]()
+    for at in ({**shared, "dataset": flags.on}, shared):
         try:
-            found_data[name], _, notes = checked(at, None, file.settings, settings)
+            data, _, notes[:] = checked(at, None, file.settings, settings)
+            plans.append(data)
         except InputError as failure:
             errors |= dict.fromkeys(failure.errors)
     raise_errors(errors)
-    raise_errors(_misfits(**found_data))
+    public, private = plans
+    raise_errors(_misfits(public, private))
     return Transfer(
         given=shared,
         file=file.settings,
         dimensions=dimensions,
+        public=public,
+        data=private,
         trials=round(flags.trials),
-        notes=notes,
-        **found_data,
+        notes=tuple(notes),
     )
 
 
+def judge_of(
+    given: Mapping[SettingName, Any],
+    file: Mapping[SettingName, SettingValue],
+    score_on: str,
+    data: DataPlan,
+) -> DataPlan:
+    """Return public data that trials on private ``data`` are scored on.
+
+    They are read with the same settings. Raises InputError if models for one do not fit the other.
+    """
+    written = {name: entry.value for name, entry in file.items()}
+    settings = {
+        name: value
+        for name, value in {**written, **given, "dataset": score_on}.items()
+        if name in ("dataset", "data_dir")
+        or (SETTINGS[name].flag.group == DATA and name not in ("unit", "records_per_unit"))
+    }
+    texts = data.source.texts if isinstance(data.source, Source) else None
+    judge = resolve_data(settings, texts=texts)
+    if _place(judge) == _place(data):
+        raise InputError(
+            f"--score-on {score_on} is the private data itself, whose exact scores reveal its test "
+            "records. Leave out --score-on, or give public data."
+        )
+    ours, theirs = data.facts, judge.facts
+    if ours.task != theirs.task or ours.shape != theirs.shape or ours.levels != theirs.levels:
+        raise InputError(
+            f"--score-on {score_on} has {theirs.task.summary} and records of shape {theirs.shape}, "
+            f"but {data.dataset} has {ours.task.summary} and {ours.shape}. Give public data with "
+            "the same classes and shape."
+        )
+    return judge
+
+
 def _without_effect(flags: SearchFlags) -> Iterator[str]:
-    for name, value in (("most-trials", flags.most_trials), ("stop-early", flags.stop_early)):
+    names = ("most_trials", "stop_early", "score_on")
+    for name, value in ((flag_name(name), getattr(flags, name)) for name in names):
         if value:
             yield (
                 f"--{name} has no effect with --on: a search on public data has --trials trials, "

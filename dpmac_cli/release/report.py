@@ -115,8 +115,13 @@ def _search(plan: SearchPlan, delta: float) -> dict[str, Any]:
         "epsilon_of_a_trial": finite_or_none(search.trial_epsilon(delta)),
         "space": list(plan.space),
         "candidates": [[vars(event) for event in events] for events in search.candidates],
+        "scored_on": plan.judge,
         "stop_early": plan.stop_early,
-        "statement": TEXTS.searched.format(mean=trials.mean, most=trials.most),
+        "statement": TEXTS.searched.format(
+            mean=trials.mean,
+            most=trials.most,
+            score=TEXTS.by_public if plan.judge else TEXTS.by_covered,
+        ),
         "time": (TEXTS.stopped_early if plan.stop_early else TEXTS.same_time).format(
             most=trials.most
         ),

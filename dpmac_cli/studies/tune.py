@@ -18,15 +18,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias, Unpack
 
+import torch
+
 from dpmac_cli.config.keywords import Keywords
-from dpmac_cli.config.plan import ChosenFolder, TrainPlan
+from dpmac_cli.config.plan import ChosenFolder, DataPlan, TrainPlan
 from dpmac_cli.config.search_space import SearchSpace, ask_search
 from dpmac_cli.config.transfer import Transfer
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, RunError
+from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, train
+from dpmac_cli.release.scoring import score_trial
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import record_sums
@@ -41,6 +45,7 @@ from dpmac_cli.studies.search_state import (
     remove,
 )
 from dpmac_cli.studies.transfer import Tried, carry_out_transfer, last_score
+from dpmac_cli.tasks.known import METRICS
 
 #: Seconds between two records of the time that a search has taken.
 HEARTBEAT = 10.0
@@ -69,8 +74,12 @@ class Searching:
     longest: float
 
 
-#: Events of a search, the last of which is Finished. Those of one on public data tell more.
-SearchEvent: TypeAlias = Searching | Tried | RunEvent
+#: Score of a run, by its folder and the name of a metric; larger for better runs.
+Score: TypeAlias = Callable[[Path, str], float]
+#: Events of a search, the last of which is Finished.
+SecretEvent: TypeAlias = Searching | Finished
+#: Events of any search: one on public data tells of its trials, and of the final run.
+SearchEvent: TypeAlias = SecretEvent | Tried | RunEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +125,9 @@ class TunePlan:
         given = {n: str(v) for n, v in space.given.items() if n not in OF_MACHINE}
         shared = {n: v for n, v in space.plans[0].recorded.items() if n != "device"}
         search = asdict(space.search)
+        judge = None if space.judge is None else space.judge.found.name
         text = [given, str(shared), [d.text for d in space.dimensions], search, self.stop_early]
+        text.append(judge)
         return hashlib.sha256(json.dumps(text, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -157,6 +168,7 @@ def tune(
     most_trials: int | None = None,
     stop_early: bool = False,
     on: str | None = None,
+    score_on: str | None = None,
     stop: Callable[[], bool] = lambda: False,
     **keywords: Unpack[Keywords],
 ) -> Iterator[SearchEvent]:
@@ -174,6 +186,8 @@ def tune(
         stop_early: end with the last trial that counts, at a time that tells how many there were.
         on: public data to search on instead, at no privacy cost; the private records are then used
             for one run, with the best settings and the whole epsilon.
+        score_on: public data of the same shape and classes, whose test records decide which trial
+            is best, instead of covered scores.
         stop: called often; True ends the search, to be resumed.
         keywords: settings that all trials share; ``epsilon`` is that of the whole search, and
             ``out`` its folder, in which the best trial becomes an ordinary run.
@@ -184,8 +198,8 @@ def tune(
         RunError: every trial diverged, or memory ran out.
     """
     given: dict[str, Any] = dict(keywords)
-    own = {"trials": trials, "most_trials": most_trials, "stop_early": stop_early, "on": on}
-    own["out"] = given.pop("out", None)
+    own = {"trials": trials, "most_trials": most_trials, "stop_early": stop_early}
+    own |= {"on": on, "score_on": score_on, "out": given.pop("out", None)}
     flags, space = ask_search(given, own, search, None if config is None else Path(config))
     if isinstance(space, Transfer):
         return carry_out_transfer(space, flags.out, stop)
@@ -195,7 +209,7 @@ def tune(
 
 def carry_out_search(
     plan: TunePlan, stop: Callable[[], bool] = lambda: False
-) -> Generator[SearchEvent, None, None]:
+) -> Generator[SecretEvent, None, None]:
     """Carry out a search, or resume it, and report nothing but time until it is published.
 
     Raises:
@@ -213,10 +227,13 @@ def carry_out_search(
         device = choose_device(first.run.device)
         data = load_data(first.data.source, first.data.folder, device, facts=first.data.facts)
         sums = {str(name): sha for name, sha in record_sums(data).items()}
+        score = covered_score
+        if plan.space.judge is not None:
+            score = PublicScore(plan.space.judge, device, sums)
         clock = _Clock(plan, secret, _begun(plan, secret, sums), stop)
         trained = plan.trained(clock.state.counted)
         while clock.state.ended < trained or clock.state.verdict in (WON, LOST):
-            yield from _trial(plan, secret, clock, data)
+            yield from _trial(plan, secret, clock, data, score)
         yield from clock.wait()
         yield _published(plan, secret, clock)
 
@@ -288,7 +305,9 @@ class _Clock:
             time.sleep(min(PATIENCE, left))
 
 
-def _trial(plan: TunePlan, secret: SecretFolder, clock: _Clock, data: Data) -> Iterator[Searching]:
+def _trial(
+    plan: TunePlan, secret: SecretFolder, clock: _Clock, data: Data, score: Score
+) -> Iterator[Searching]:
     """Run one trial completely, and keep it if it counts and is the best.
 
     A trial that does not count is trained and scored like the others. Raises KeyboardInterrupt.
@@ -298,7 +317,7 @@ def _trial(plan: TunePlan, secret: SecretFolder, clock: _Clock, data: Data) -> I
             clock.write(setting=plan.space.draw())
         setting = dict(clock.state.setting or {})
         trial = plan.space.plan_of(setting, stop_early=plan.stop_early)  # type: ignore[arg-type]
-        better = yield from _better(trial, secret, clock, data)
+        better = yield from _better(trial, secret, clock, data, score)
         won = better and clock.state.ended < clock.state.counted
         verdict = WON if won else LOST
         clock.write(ended=clock.state.ended + 1, setting=None, verdict=verdict)
@@ -307,9 +326,9 @@ def _trial(plan: TunePlan, secret: SecretFolder, clock: _Clock, data: Data) -> I
 
 
 def _better(
-    trial: TrainPlan, secret: SecretFolder, clock: _Clock, data: Data
+    trial: TrainPlan, secret: SecretFolder, clock: _Clock, data: Data, score: Score
 ) -> Generator[Searching, None, bool]:
-    """Train a trial from scratch, and return whether its covered score is the best so far.
+    """Train a trial from scratch, and return whether its score is the best so far.
 
     A trial that was stopped is started again: nothing of it was seen.
     """
@@ -324,9 +343,7 @@ def _better(
     except DivergedError:
         return False
     metric = trial.run.metric
-    return not secret.best.exists() or covered_score(secret.current, metric) > covered_score(
-        secret.best, metric
-    )
+    return not secret.best.exists() or score(secret.current, metric) > score(secret.best, metric)
 
 
 def covered_score(run: Path, metric: str) -> float:
@@ -338,6 +355,36 @@ def covered_score(run: Path, metric: str) -> float:
     if not (report["privacy"]["covered_scores"] or {}).get("released"):
         raise ValueError("a search needs covered scores")
     return last_score(run, metric)
+
+
+class PublicScore:
+    """Score of a run on the test records of data that are declared public.
+
+    Args:
+        judge: the public data. device: where to score.
+        sums: checksums of the private records, to which those of the public ones are added.
+
+    Raises:
+        InputError: they are the private records.
+    """
+
+    def __init__(self, judge: DataPlan, device: torch.device, sums: dict[str, str]) -> None:
+        self._data = load_data(judge.source, judge.folder, device, facts=judge.facts)
+        self._facts, self._device = judge.facts, device
+        public = record_sums(self._data)
+        if public["data"] == sums["data"]:
+            raise InputError(
+                f"--score-on {judge.dataset} has the same records as the private data, whose exact "
+                "scores reveal its test records. Leave out --score-on, or give public data."
+            )
+        sums["public data"] = public["data"]
+
+    def __call__(self, run: Path, metric: str) -> float:
+        """Return the score of a run, which is larger for better runs."""
+        model = str(folder.settings(run)["model"])
+        factory = model if isinstance(parse_model(model), UserModel) else None
+        found = score_trial(run, self._data, self._facts, self._device, factory).metric(metric)
+        return -math.inf if math.isnan(found) else METRICS[metric].better(found)
 
 
 def _published(plan: TunePlan, secret: SecretFolder, clock: _Clock) -> Finished:
