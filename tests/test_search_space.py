@@ -249,7 +249,8 @@ epsilon: much
 lr: 0.5
 search:
   lr: [0.1, 1]
-  clip-norm: {low: 1}
+  clip-norm: [0.1, 1]
+  ema: {low: 1}
   clip_norm: [1, 2]
   epocs: 5,10
 """
@@ -258,8 +259,8 @@ search:
     said = "\n".join(failure.value.errors)
     assert "Traceback" not in said
     for part in (
-        *("trials in search.yaml", "needs high", "given twice, again in line 8", "epocs"),
-        *("lr in search.yaml and search in search.yaml: lr contradict", "line 8"),
+        *("trials in search.yaml", "needs high", "given twice, again in line 9", "epocs"),
+        *("lr in search.yaml and search in search.yaml: lr contradict", "epsilon in search.yaml"),
     ):
         assert part in said
 

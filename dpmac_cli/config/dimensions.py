@@ -20,7 +20,15 @@ from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.search_file import SearchFile
 from dpmac_cli.config.settings import OPTIMIZER, RECIPE, SETTINGS, TASK
-from dpmac_cli.config.sources import EXCLUSIVE, SettingValue, faults_of_model, is_given, is_setting
+from dpmac_cli.config.sources import (
+    EXCLUSIVE,
+    SettingValue,
+    faults_of_model,
+    from_flags,
+    is_given,
+    is_setting,
+    validated,
+)
 from dpmac_cli.errors import InputError, raise_errors
 
 #: Settings that a search can draw.
@@ -101,7 +109,10 @@ def dimensions_of(
     dimensions = tuple(filter(None, (_dimension(entry, errors) for entry in file.drawn)))
     if not file.drawn:
         errors.append("A search needs at least one --search NAME=VALUES.")
-    raise_errors([*errors, *_decided(given, file), *_faults(given, file, dimensions)])
+    errors += (*_decided(given, file), *_faults(given, file, dimensions))
+    if errors:  # say what is wrong with other settings, too
+        validated({**file.settings, **from_flags(given, errors)}, errors)
+    raise_errors(dict.fromkeys(errors))
     return dimensions
 
 
