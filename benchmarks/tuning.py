@@ -12,7 +12,7 @@
 
 Each result is a line of results.jsonl: the exact accuracy of the published model on the test
 records. What is in the file is not run again. Repeats are paired: a repeat has one split of the
-records (where they have no test set), and settings of the last two ways are drawn with the same
+records (except for digits and MNIST), and settings of the last two ways are drawn with the same
 public seed. FOLDER has sms.train.csv.xz and sms.test.csv.xz with the columns text and label.
 """
 
@@ -28,6 +28,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
@@ -40,6 +41,8 @@ from sklearn.feature_extraction.text import HashingVectorizer
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
+from dpmac_cli.config.data import resolve_data
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.search_space import SearchSpace, ask_search
@@ -58,34 +61,38 @@ IMAGES = (6_000, 2_000)
 Given: TypeAlias = dict[str, Any]
 
 
-def digits(_: Path, __: Path) -> Given:
-    """scikit-learn's digits: 1,437 training records, 10 classes."""
+def digits(_: Path, __: Path, ___: int) -> Given:
+    """scikit-learn's digits: 1,437 training records, 10 classes, one split."""
     return {"dataset": "digits"}
 
 
-def breast(where: Path, _: Path) -> Given:
+def breast(where: Path, _: Path, repeat: int) -> Given:
     """Breast cancer: 569 records, 30 numbers with published ranges, 2 classes."""
     x, y = load_breast_cancer(return_X_y=True)
     low, high = x.min(0), x.max(0)  # the documentation of scikit-learn lists them
-    np.savez(where / "breast.npz", x=x.astype(np.float32), y=y, low=low, high=high)
-    return {"dataset": str(where / "breast.npz")}
+    return _split(where / f"breast-{repeat}.npz", x, y, repeat, low=low, high=high)
 
 
-def penguins(where: Path, _: Path) -> Given:
+def penguins(where: Path, _: Path, repeat: int) -> Given:
     """Penguins: 344 records, 3 classes, with the schema of docs/own-tables.md."""
     page = Path(__file__).parents[1] / "docs" / "own-tables.md"
     (schema,) = re.findall(r"```yaml\n(label:\n.*?)```", page.read_text(), re.DOTALL)
-    (where / "schema.yaml").write_text(schema)
+    (where / "schema.yaml").write_text(f"{schema}test: {{column: side, values: [test]}}\n")
     spec = importlib.util.find_spec("palmerpenguins")
     assert spec is not None
     assert spec.submodule_search_locations is not None
     table = Path(spec.submodule_search_locations[0], "data", "penguins.csv")
-    shutil.copy(table, where / "penguins.csv")
-    return {"dataset": str(where / "penguins.csv"), "schema": str(where / "schema.yaml")}
+    header, *rows = table.read_text().splitlines()
+    random.Random(repeat).shuffle(rows)  # noqa: S311
+    tested = len(rows) // 5
+    sides = [f"{row},{'test' if n < tested else 'train'}" for n, row in enumerate(rows)]
+    file = where / f"penguins-{repeat}.csv"
+    file.write_text("\n".join([f"{header},side", *sides, ""]))
+    return {"dataset": str(file), "schema": str(where / "schema.yaml")}
 
 
-def mnist(where: Path, _: Path) -> Given:
-    """First images of MNIST, as files in folders."""
+def mnist(where: Path, _: Path, __: int) -> Given:
+    """First images of MNIST, as files in folders, one split."""
     data = load_data("mnist", data_folder(None), torch.device("cpu"))
     sides = zip(("train", "test"), (data.train, data.test), IMAGES, strict=True)
     for side, split, count in sides:
@@ -96,24 +103,31 @@ def mnist(where: Path, _: Path) -> Given:
     return {"dataset": str(where / "mnist")}
 
 
-def sms(where: Path, texts: Path) -> Given:
-    """SMS spam as 1,024 hashed words: 4,459 training records, 2 classes."""
-    words, arrays = HashingVectorizer(n_features=1_024, alternate_sign=True), {}
-    for side, ending in (("train", ""), ("test", "_test")):
+def sms(where: Path, texts: Path, repeat: int) -> Given:
+    """SMS spam as 1,024 hashed words: 5,574 records, 2 classes."""
+    rows = []
+    for side in ("train", "test"):
         with lzma.open(texts / f"sms.{side}.csv.xz") as packed:
-            rows = [*csv.DictReader(io.TextIOWrapper(packed, "utf-8", newline=""))]
-        x = words.transform([row["text"] for row in rows]).toarray()
-        arrays[f"x{ending}"] = x.astype(np.float32)
-        arrays[f"y{ending}"] = np.array([row["label"] == "spam" for row in rows], np.int64)
-    np.savez(where / "sms.npz", low=-0.5, high=0.5, **arrays)
-    return {"dataset": str(where / "sms.npz")}
+            rows += csv.DictReader(io.TextIOWrapper(packed, "utf-8", newline=""))
+    words = HashingVectorizer(n_features=1_024, alternate_sign=True)
+    x = words.transform([row["text"] for row in rows]).toarray()
+    y = np.array([row["label"] == "spam" for row in rows], np.int64)
+    return _split(where / f"sms-{repeat}.npz", x, y, repeat, low=-0.5, high=0.5)
 
 
-def generated(where: Path, _: Path) -> Given:
+def generated(where: Path, _: Path, repeat: int) -> Given:
     """Five classes of 3,000 generated records with 20 numbers."""
     x, y = make_classification(3_000, 20, n_informative=8, n_classes=5, random_state=0)
-    np.savez(where / "generated.npz", x=x.astype(np.float32), y=y, low=-10.0, high=10.0)
-    return {"dataset": str(where / "generated.npz")}
+    return _split(where / f"generated-{repeat}.npz", x, y, repeat, low=-10.0, high=10.0)
+
+
+def _split(file: Path, x: Any, y: Any, repeat: int, **ends: Any) -> Given:
+    """Write records with a random fifth of them as test records; sizes are the same for all."""
+    order = np.random.default_rng(repeat).permutation(len(x))
+    test, train = np.split(order, [len(x) // 5])
+    x = x.astype(np.float32)
+    np.savez(file, x=x[train], y=y[train], x_test=x[test], y_test=y[test], **ends)
+    return {"dataset": str(file)}
 
 
 SETS = {"digits": digits, "breast": breast, "penguins": penguins}
@@ -190,25 +204,28 @@ Found: TypeAlias = dict[tuple[str, float, int, str], float]
 
 def measure(options: argparse.Namespace, file: Path, found: Found) -> None:
     """Run what is not in the file yet, a repeat of all sets at a time."""
-    names, epsilons = options.sets.split(","), list(map(float, options.epsilon.split(",")))
     (where := options.out / "data").mkdir(parents=True, exist_ok=True)
-    held = {name: SETS[name](where, options.texts) for name in names}
-    for repeat in range(options.repeats):
-        for epsilon, name in ((epsilon, name) for epsilon in epsilons for name in names):
-            if all((name, epsilon, repeat, way) in found for way in WAYS):
-                continue
-            given = {**held[name], "epsilon": epsilon, "device": "cpu"}
-            if name != "digits":
-                given["split_seed"] = repeat
-            _, space = ask_search(given, {"trials": options.trials}, options.search or SPACE, None)
+    epsilons, spaces = map(float, options.epsilon.split(",")), dict[Any, SearchSpace]()
+    for epsilon, repeat, name in product(epsilons, range(options.repeats), options.sets.split(",")):
+        if all((name, epsilon, repeat, way) in found for way in WAYS):
+            continue
+        given = {**SETS[name](where, options.texts, repeat), "epsilon": epsilon, "device": "cpu"}
+        if (name, epsilon) not in spaces:  # the noise depends on the number of records only
+            own = {"trials": options.trials}
+            _, space = ask_search(given, own, options.search or SPACE, None)
             assert isinstance(space, SearchSpace)
-            for way, function in WAYS.items():
-                key = (name, epsilon, repeat, way)
-                if key not in found:
-                    shutil.rmtree(out := options.out / "run", ignore_errors=True)
-                    found[key] = function(space, given, out, repeat)
-                    with file.open("a") as opened:
-                        opened.write(json.dumps([*key, found[key]]) + "\n")
+            spaces[name, epsilon] = space
+        space = spaces[name, epsilon]
+        at: dict[SettingName, Any] = {**space.given, "dataset": given["dataset"]}
+        data = resolve_data({n: v for n, v in given.items() if n in ("dataset", "schema")})
+        space = replace(space, given=at, data=data)
+        for way, function in WAYS.items():
+            key = (name, epsilon, repeat, way)
+            if key not in found:
+                shutil.rmtree(out := options.out / "run", ignore_errors=True)
+                found[key] = function(space, given, out, repeat)
+                with file.open("a") as opened:
+                    opened.write(json.dumps([*key, found[key]]) + "\n")
 
 
 def table(found: Found) -> Iterator[str]:

@@ -120,7 +120,7 @@ def test_all_faults_are_reported_together() -> None:
     with pytest.raises(InputError) as failure:
         ask_search(given, {"trials": "many"}, texts, None)
     assert len(failure.value.errors) == 10
-    for name in ("sigma", "seed", "trials=", "clip-norm", "twice", "contradict"):
+    for name in ("sigma", "seed", "trials", "clip-norm", "twice", "contradict"):
         assert any(name in error for error in failure.value.errors)
 
 
@@ -209,6 +209,8 @@ def test_flags_take_precedence_over_a_file_of_a_search() -> None:
     flags, space = ask_search(given, {"trials": 3}, ["lr=0.1,1"], written())
     assert (flags.trials, space.search.trials, space.target) == (3, Trials(3, 9), 2.0)
     assert [d.text for d in space.dimensions] == ["clip-norm=0.1,1", "steps=3,12", "lr=0.1,1"]
+    _, space = ask_search({"lr": 0.5}, {}, (), written())
+    assert [d.text for d in space.dimensions] == [*TEXTS[1:]]
 
 
 def test_a_search_by_name_is_its_file() -> None:
@@ -218,7 +220,8 @@ def test_a_search_by_name_is_its_file() -> None:
     assert (flags.trials, by_file.search.trials.most) == (5, 15)
     file = written("recipe: tune-digits\nlr: 0.5\nsearch: {epochs: [3, 4]}\n")
     _, mixed = ask_search({"device": "cpu"}, {}, ["clip-norm=1,2"], file)
-    assert [d.text for d in mixed.dimensions[1:]] == ["epochs=3,4", "clip-norm=1,2"]
+    assert [d.text for d in mixed.dimensions] == ["epochs=3,4", "clip-norm=1,2"]
+    assert mixed.plans[0].optimizer.hyper.lr == 0.5
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,8 @@ def dimensions_of(
         errors.append("A search needs at least one --search NAME=VALUES.")
     errors += (*_decided(given, file), *_faults(given, file, dimensions))
     if errors:  # say what is wrong with other settings, too
-        validated({**file.settings, **from_flags(given, errors)}, errors)
+        all_given = {**file.settings, **from_flags(given, errors)}
+        validated({n: entry for n, entry in all_given.items() if n not in DECIDED}, errors)
     raise_errors(dict.fromkeys(errors))
     return dimensions
 

@@ -5,7 +5,7 @@ with a range or a list for each setting to draw. Imports no torch.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
@@ -104,13 +104,18 @@ class SearchFile:
         origins = {name: entry.origin for name, entry in self.own.items() if name not in given}
         return valid_part(SearchFlags, {**values, **given}, errors, origins)[0]
 
-    def below(self, above: "SearchFile", errors: list[str]) -> "SearchFile":
-        """Return both files, of which ``above`` takes precedence; add faults to ``errors``."""
+    def below(self, above: "SearchFile") -> "SearchFile":
+        """Return both files, of which ``above`` takes precedence."""
         names = {_name(entry.value) for entry in above.drawn}
-        drawn = tuple(entry for entry in self.drawn if _name(entry.value) not in names)
+        drawn = self.fixed({*names, *above.settings}).drawn
         settings = {name: entry for name, entry in self.settings.items() if name not in names}
-        settings = combined(settings, above.settings, errors)
+        settings = combined(settings, above.settings, [])  # contradictions are reported later
         return SearchFile(settings, (*drawn, *above.drawn), {**self.own, **above.own})
+
+    def fixed(self, names: Container[str]) -> "SearchFile":
+        """Return the file without drawing settings of these names."""
+        drawn = (entry for entry in self.drawn if _name(entry.value) not in names)
+        return replace(self, drawn=tuple(drawn))
 
 
 def is_search(recipe: object) -> bool:
@@ -126,7 +131,7 @@ def read_search(file: Path | None, recipe: str | None, errors: list[str]) -> Sea
         recipe = str(named.value)
         settings = {name: entry for name, entry in read.settings.items() if name != "recipe"}
         read = replace(read, settings=settings)
-    return read if recipe is None else _read(file_of(recipe), errors).below(read, errors)
+    return read if recipe is None else _read(file_of(recipe), errors).below(read)
 
 
 def _read(file: Path, errors: list[str]) -> SearchFile:

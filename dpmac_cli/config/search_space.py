@@ -114,8 +114,8 @@ def ask_search(
     errors: list[str] = []
     typed: dict[Any, Any] = {name: value for name, value in given.items() if is_given(value)}
     recipe = typed.pop("recipe") if is_search(typed.get("recipe")) else None
-    read = read_search(file, recipe, errors)
-    whole = read.below(SearchFile(drawn=drawn_texts(drawn, "--search", errors)), errors)
+    read = read_search(file, recipe, errors).fixed(typed)
+    whole = read.below(SearchFile(drawn=drawn_texts(drawn, "--search", errors)))
     before = len(errors)
     flags = read.flags({name: value for name, value in own.items() if is_given(value)}, errors)
     if flags.on is not None:
