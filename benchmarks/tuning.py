@@ -105,7 +105,7 @@ def mnist(where: Path, _: Path, __: int) -> Given:
 
 def sms(where: Path, texts: Path, repeat: int) -> Given:
     """SMS spam as 1,024 hashed words: 5,574 records, 2 classes."""
-    rows = []
+    rows = list[dict[str, str]]()
     for side in ("train", "test"):
         with lzma.open(texts / f"sms.{side}.csv.xz") as packed:
             rows += csv.DictReader(io.TextIOWrapper(packed, "utf-8", newline=""))

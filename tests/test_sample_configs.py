@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.search_space import ask_search
 from dpmac_cli.data.dataset import Split
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import train
 from dpmac_cli.studies.grid import plan
+from tests.test_search_space import asked
 
 FILES = sorted((Path(__file__).parents[1] / "sample_configs").glob("*.yaml"))
 STUDIES = [file for file in FILES if file.stem.startswith("table")]
@@ -64,7 +64,7 @@ def test_a_shipped_study_is_what_it_says(name: str, runs: int) -> None:
 @pytest.mark.parametrize("file", SEARCHES, ids=by_name)
 def test_a_shipped_search_is_within_its_epsilon(file: Path) -> None:
     assert f"dpmac tune --recipe {file.stem}" in file.read_text()
-    _, space = ask_search({"device": "cpu"}, {}, (), file)
+    _, space = asked({"device": "cpu"}, {}, (), file)
     assert 0.99 * space.target < space.epsilon <= space.target == 3
 
 

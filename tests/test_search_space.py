@@ -15,7 +15,7 @@ from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.dimensions import Dimension, _dimension
 from dpmac_cli.config.named import file_of
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.search_file import drawn_texts, read_search
+from dpmac_cli.config.search_file import SearchFlags, drawn_texts, read_search
 from dpmac_cli.config.search_space import SearchSpace, ask_search, events_of_trial
 from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.errors import InputError
@@ -45,6 +45,15 @@ def space_of(*texts: str, trials: Trials | None = None, **given: str) -> SearchS
         plans=(plan,),
         target=3.0,
     )
+
+
+def asked(
+    given: dict[str, Any], own: dict[str, Any], drawn: Any, file: Path | None
+) -> tuple[SearchFlags, SearchSpace]:
+    """A search on the private records."""
+    flags, space = ask_search(given, own, drawn, file)
+    assert isinstance(space, SearchSpace)
+    return flags, space
 
 
 def drawn(text: str, count: int = 2000) -> list[str]:
@@ -96,7 +105,7 @@ def test_a_trial_without_covered_scores_is_refused() -> None:
 @pytest.mark.privacy
 def test_search_and_model_together_meet_the_target() -> None:
     given = {"dataset": "digits", "model": "linear", "epsilon": 1.0, "device": "cpu"}
-    _, space = ask_search(given, {"trials": 4}, ["lr=0.01..1:log", "steps=3,12"], None)
+    _, space = asked(given, {"trials": 4}, ["lr=0.01..1:log", "steps=3,12"], None)
     assert 0.995 < space.epsilon <= 1.0
     assert len(space.search.candidates) == 2
     for setting in ({"lr": "0.3", "steps": "3"}, {"lr": "0.01", "steps": "12"}):
@@ -118,7 +127,7 @@ def test_all_faults_are_reported_together() -> None:
         "steps=1,1",
     ]
     with pytest.raises(InputError) as failure:
-        ask_search(given, {"trials": "many"}, texts, None)
+        asked(given, {"trials": "many"}, texts, None)
     assert len(failure.value.errors) == 10
     for name in ("sigma", "seed", "trials", "clip-norm", "twice", "contradict"):
         assert any(name in error for error in failure.value.errors)
@@ -141,7 +150,7 @@ def test_what_a_search_decides_cannot_be_set_in_a_file_either(
     file = tmp_path / "settings.yaml"
     file.write_text(f"{line}\nforce: false\nepsilon: 3\n")
     with pytest.raises(InputError, match=why) as failure:
-        ask_search({"dataset": "digits", "model": "linear"}, {}, ["lr=0.1,1"], file)
+        asked({"dataset": "digits", "model": "linear"}, {}, ["lr=0.1,1"], file)
     [error] = failure.value.errors
     assert error.startswith(f"{line.partition(':')[0]} in ")
 
@@ -150,7 +159,7 @@ def test_every_value_is_validated_before_anything_is_trained() -> None:
     given = {"dataset": "digits", "model": "linear"}
     texts = ["epochs=0,2", "batch-size=99999,3", "optimizer=dp-sgdd,dp-adam", "ema=0.5..1"]
     with pytest.raises(InputError) as failure:
-        ask_search(given, {}, texts, None)
+        asked(given, {}, texts, None)
     said = "\n".join(failure.value.errors)
     for part in ("epochs must be at least 1", "dp-sgdd", "99999", "ema must be"):
         assert part in said
@@ -159,7 +168,7 @@ def test_every_value_is_validated_before_anything_is_trained() -> None:
 def test_too_many_combinations_are_refused() -> None:
     texts = ["epochs=1..100", "batch-size=101..200"]
     with pytest.raises(InputError, match="10,000 combinations"):
-        ask_search({"dataset": "digits"}, {}, texts, None)
+        asked({"dataset": "digits"}, {}, texts, None)
 
 
 FILE = """\
@@ -185,7 +194,7 @@ def written(text: str = FILE) -> Path:
 
 
 def test_a_file_a_program_and_flags_ask_for_the_same_search() -> None:
-    flags, by_file = ask_search({}, {}, (), written())
+    flags, by_file = asked({}, {}, (), written())
     assert (flags.trials, flags.most_trials, str(flags.out)) == (4, 9, "found")
     shared = {"dataset": "digits", "model": "linear", "epsilon": 1, "device": "cpu"}
     own = {"trials": 4, "most_trials": 9}
@@ -195,7 +204,7 @@ def test_a_file_a_program_and_flags_ask_for_the_same_search() -> None:
         "steps": "3,12",
     }
     for drawn in (TEXTS, mapping):
-        _, space = ask_search(shared, own, drawn, None)
+        _, space = asked(shared, own, drawn, None)
         assert space.search == by_file.search
         assert [d.text for d in space.dimensions] == [*TEXTS]
         assert replace(space, given={}, file={}, dimensions=()) == replace(
@@ -206,20 +215,20 @@ def test_a_file_a_program_and_flags_ask_for_the_same_search() -> None:
 
 def test_flags_take_precedence_over_a_file_of_a_search() -> None:
     given = {"epsilon": 2, "model": "linear"}
-    flags, space = ask_search(given, {"trials": 3}, ["lr=0.1,1"], written())
+    flags, space = asked(given, {"trials": 3}, ["lr=0.1,1"], written())
     assert (flags.trials, space.search.trials, space.target) == (3, Trials(3, 9), 2.0)
     assert [d.text for d in space.dimensions] == ["clip-norm=0.1,1", "steps=3,12", "lr=0.1,1"]
-    _, space = ask_search({"lr": 0.5}, {}, (), written())
+    _, space = asked({"lr": 0.5}, {}, (), written())
     assert [d.text for d in space.dimensions] == [*TEXTS[1:]]
 
 
 def test_a_search_by_name_is_its_file() -> None:
-    _, by_name = ask_search({"recipe": "tune-digits", "device": "cpu"}, {}, (), None)
-    flags, by_file = ask_search({"device": "cpu"}, {}, (), file_of("tune-digits"))
+    _, by_name = asked({"recipe": "tune-digits", "device": "cpu"}, {}, (), None)
+    flags, by_file = asked({"device": "cpu"}, {}, (), file_of("tune-digits"))
     assert by_name == by_file
     assert (flags.trials, by_file.search.trials.most) == (5, 15)
     file = written("recipe: tune-digits\nlr: 0.5\nsearch: {epochs: [3, 4]}\n")
-    _, mixed = ask_search({"device": "cpu"}, {}, ["clip-norm=1,2"], file)
+    _, mixed = asked({"device": "cpu"}, {}, ["clip-norm=1,2"], file)
     assert [d.text for d in mixed.dimensions] == ["epochs=3,4", "clip-norm=1,2"]
     assert mixed.plans[0].optimizer.hyper.lr == 0.5
 
@@ -258,7 +267,7 @@ search:
   epocs: 5,10
 """
     with pytest.raises(InputError) as failure:
-        ask_search({}, {}, (), written(text))
+        asked({}, {}, (), written(text))
     said = "\n".join(failure.value.errors)
     assert "Traceback" not in said
     for part in (
@@ -273,20 +282,20 @@ search:
 )
 def test_a_file_without_a_line_for_each_setting_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="search in search"):
-        ask_search({}, {}, (), written(f"dataset: digits\n{text}\n"))
+        asked({}, {}, (), written(f"dataset: digits\n{text}\n"))
 
 
 @pytest.mark.privacy
 def test_a_file_of_a_search_does_not_run_code() -> None:
     Path("net.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(InputError, match="refers to code"):
-        ask_search({}, {}, (), written("dataset: digits\nsearch: {model: ['net.py:N', linear]}\n"))
+        asked({}, {}, (), written("dataset: digits\nsearch: {model: ['net.py:N', linear]}\n"))
 
 
 @pytest.mark.privacy
 def test_a_file_is_read_once() -> None:
     """Trials that are drawn after it was edited would not be like the others."""
-    _, space = ask_search({}, {}, (), written())
+    _, space = asked({}, {}, (), written())
     plan = space.plan_of({"lr": "1", "clip_norm": "1", "steps": "3"}, stop_early=False)
     written(FILE.replace("linear", "mlp"))
     again = space.plan_of({"lr": "1", "clip_norm": "1", "steps": "3"}, stop_early=False)
@@ -304,4 +313,4 @@ def test_a_file_of_a_search_is_not_one_of_a_run() -> None:
 def test_a_setting_of_0_is_a_setting(name: str) -> None:
     """With the seed 0, which equals False, all trials would have the same noise and batches."""
     with pytest.raises(InputError, match=f"{name} cannot be set in a search"):
-        ask_search({"dataset": "digits", "model": "linear", name: 0}, {}, ["lr=0.1,1"], None)
+        asked({"dataset": "digits", "model": "linear", name: 0}, {}, ["lr=0.1,1"], None)

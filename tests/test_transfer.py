@@ -73,10 +73,10 @@ def test_private_records_are_used_for_one_run_with_the_whole_epsilon(
 
 def test_report_and_card_name_the_public_data() -> None:
     done = finish(tune(SPACE, on="public.npz", trials=2, out=OUT, **GIVEN))
-    said = "declared public: public.npz, the best of 2 settings from lr=0.01..1:log; clip-norm"
+    said = "declared public: public, the best of 2 settings from lr=0.01..1:log; clip-norm"
     assert said in done.report["statement"]["tuning"]
     assert said in (OUT / folder.CARD).read_text()
-    assert folder.config(OUT)["tuned-on"].startswith("public.npz, ")
+    assert folder.config(OUT)["tuned-on"].startswith("public, ")
 
 
 @pytest.mark.privacy
@@ -150,9 +150,9 @@ def test_the_command_shows_the_plan_and_the_best_settings() -> None:
     flags = ("tune", *words, *search, "--on", "public.npz", "--trials", "2", "--out", "out")
     plan = dpmac(*flags, "--dry-run")
     assert plan.exit_code == 0, plan.output
-    assert "2 trials, which cost no privacy of private.npz" in plan.stdout
+    assert "2 trials, which cost no privacy of private" in plan.stdout
     assert not OUT.exists()
     done = dpmac(*flags, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["privacy"]["search"] is None
-    assert "best of 2 settings on public.npz: lr " in done.stderr
+    assert "best of 2 settings on public: lr " in done.stderr

@@ -22,7 +22,6 @@ from dpmac_cli.accounting.selection import Search, Trials
 from dpmac_cli.cli import console
 from dpmac_cli.cli import tune as command
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
-from dpmac_cli.config.search_space import SearchSpace, ask_search
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
@@ -40,7 +39,7 @@ from dpmac_cli.studies import search_state
 from dpmac_cli.studies import tune as tuning
 from dpmac_cli.studies.search_state import SECRET, SecretFolder
 from dpmac_cli.studies.tune import Searching, TunePlan, carry_out_search, covered_score
-from tests.test_search_space import space_of
+from tests.test_search_space import asked, space_of
 from tests.typed import dpmac, process
 
 pytestmark = pytest.mark.privacy
@@ -549,13 +548,19 @@ def test_public_records_decide_without_noise(
     x, y = data.test.images[:200].numpy(), data.test.labels[:200].numpy()
     random = np.random.default_rng(0)
     noisy = np.clip(x + random.integers(-1, 2, x.shape), 0, 16).astype(np.float32)
-    held = {"x": noisy, "y": y, "x_test": noisy, "y_test": y, "low": 0.0, "high": 16.0}
+    held: dict[str, Any] = {
+        "x": noisy,
+        "y": y,
+        "x_test": noisy,
+        "y_test": y,
+        "low": 0.0,
+        "high": 16.0,
+    }
     np.savez("public.npz", **held)
     np.savez("private.npz", **held | {"x": x.astype(np.float32)})
-    given = {"dataset": "private.npz", "model": "linear", "steps": 3, "epsilon": 3}
+    given: dict[str, Any] = {"dataset": "private.npz", "model": "linear", "steps": 3, "epsilon": 3}
     own = {"trials": 2, "most_trials": 3, "stop_early": True, "score_on": "public.npz"}
-    _, space = ask_search({**given, "device": "cpu"}, own, ["lr=0.01..1:log"], None)
-    assert isinstance(space, SearchSpace)
+    _, space = asked({**given, "device": "cpu"}, own, ["lr=0.01..1:log"], None)
     scores = list[float]()
 
     class Recorded(tuning.PublicScore):
@@ -570,19 +575,19 @@ def test_public_records_decide_without_noise(
     assert len(set(scores)) > 1
     assert score(OUT, "public.npz", device="cpu").result.accuracy == max(scores)
     search = done.report["privacy"]["search"]
-    assert search["scored_on"] == "public.npz"
+    assert search["scored_on"] == "public"
     assert "declared public" in search["statement"]
     assert done.report["privacy"]["epsilon"] == space.epsilon
     assert "settings scored on" in (OUT / folder.CARD).read_text()
 
 
 def test_private_records_cannot_decide_as_public_ones() -> None:
-    own = {"trials": 2, "score_on": "digits"}
-    given = {"dataset": "digits", "model": "linear", "steps": 3, "device": "cpu"}
+    own: dict[str, Any] = {"trials": 2, "score_on": "digits"}
+    given: dict[str, Any] = {"dataset": "digits", "model": "linear", "steps": 3, "device": "cpu"}
     with pytest.raises(InputError, match="private data itself"):
-        ask_search(given, own, ["lr=0.1,1"], None)
+        asked(given, own, ["lr=0.1,1"], None)
     with pytest.raises(InputError, match="same classes and shape"):
-        ask_search(given, own | {"score_on": "mnist"}, ["lr=0.1,1"], None)
+        asked(given, own | {"score_on": "mnist"}, ["lr=0.1,1"], None)
     plan = plan_of()
     sums = {str(name): sha for name, sha in record_sums(load_data("digits", Path(), CPU)).items()}
     with pytest.raises(InputError, match="same records"):

@@ -110,7 +110,7 @@ def dimensions_of(
     if not file.drawn:
         errors.append("A search needs at least one --search NAME=VALUES.")
     errors += (*_decided(given, file), *_faults(given, file, dimensions))
-    if errors:  # say what is wrong with other settings, too
+    if errors:  # report faults of other settings, too
         all_given = {**file.settings, **from_flags(given, errors)}
         validated({n: entry for n, entry in all_given.items() if n not in DECIDED}, errors)
     raise_errors(dict.fromkeys(errors))

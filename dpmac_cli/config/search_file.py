@@ -129,7 +129,8 @@ def read_search(file: Path | None, recipe: str | None, errors: list[str]) -> Sea
     named = read.settings.get("recipe")
     if recipe is None and named is not None and is_search(named.value):
         recipe = str(named.value)
-        settings = {name: entry for name, entry in read.settings.items() if name != "recipe"}
+        settings = dict(read.settings)
+        del settings["recipe"]
         read = replace(read, settings=settings)
     return read if recipe is None else _read(file_of(recipe), errors).below(read)
 
@@ -160,11 +161,10 @@ def drawn_texts(
     """
     if not isinstance(drawn, Mapping):
         return tuple(SettingValue(text, origin) for text in drawn)
-    found = ((name, _as_text(f"{origin} {name}", value, errors)) for name, value in drawn.items())
+    named = {flag_name(name): value for name, value in drawn.items()}
+    found = {name: _as_text(f"{origin} {name}", value, errors) for name, value in named.items()}
     return tuple(
-        SettingValue(f"{flag_name(name)}={text}", origin)
-        for name, text in found
-        if text is not None
+        SettingValue(f"{name}={text}", origin) for name, text in found.items() if text is not None
     )
 
 

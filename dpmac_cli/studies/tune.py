@@ -198,7 +198,7 @@ def tune(
         RunError: every trial diverged, or memory ran out.
     """
     given: dict[str, Any] = dict(keywords)
-    own = {"trials": trials, "most_trials": most_trials, "stop_early": stop_early}
+    own: dict[str, Any] = {"trials": trials, "most_trials": most_trials, "stop_early": stop_early}
     own |= {"on": on, "score_on": score_on, "out": given.pop("out", None)}
     flags, space = ask_search(given, own, search, None if config is None else Path(config))
     if isinstance(space, Transfer):
