@@ -11,6 +11,7 @@ import pytest
 from scipy.stats import chisquare, kstest
 
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
+from dpmac_cli.config import search_space
 from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.dimensions import Dimension, _dimension
 from dpmac_cli.config.named import file_of
@@ -193,6 +194,13 @@ def written(text: str = FILE) -> Path:
     return file
 
 
+@pytest.fixture
+def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the target for a trial, where the noise does not matter: to calibrate takes seconds."""
+    monkeypatch.setattr(search_space, "calibrate_search", lambda _, __, target: target / 2)
+
+
+@pytest.mark.usefixtures("uncalibrated")
 def test_a_file_a_program_and_flags_ask_for_the_same_search() -> None:
     flags, by_file = asked({}, {}, (), written())
     assert (flags.trials, flags.most_trials, str(flags.out)) == (4, 9, "found")
@@ -213,6 +221,7 @@ def test_a_file_a_program_and_flags_ask_for_the_same_search() -> None:
     assert [d.text for d in by_file.dimensions] == [*TEXTS]
 
 
+@pytest.mark.usefixtures("uncalibrated")
 def test_flags_take_precedence_over_a_file_of_a_search() -> None:
     given = {"epsilon": 2, "model": "linear"}
     flags, space = asked(given, {"trials": 3}, ["lr=0.1,1"], written())
@@ -222,6 +231,7 @@ def test_flags_take_precedence_over_a_file_of_a_search() -> None:
     assert [d.text for d in space.dimensions] == [*TEXTS[1:]]
 
 
+@pytest.mark.usefixtures("uncalibrated")
 def test_a_search_by_name_is_its_file() -> None:
     _, by_name = asked({"recipe": "tune-digits", "device": "cpu"}, {}, (), None)
     flags, by_file = asked({"device": "cpu"}, {}, (), file_of("tune-digits"))
@@ -293,6 +303,7 @@ def test_a_file_of_a_search_does_not_run_code() -> None:
 
 
 @pytest.mark.privacy
+@pytest.mark.usefixtures("uncalibrated")
 def test_a_file_is_read_once() -> None:
     """Trials that are drawn after it was edited would not be like the others."""
     _, space = asked({}, {}, (), written())
