@@ -51,7 +51,8 @@ from dpmac_cli.errors import DivergedError
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.release.scoring import score
 from dpmac_cli.storage.paths import data_folder
-from dpmac_cli.studies.tune import carry_out_search, covered_score, plan_tune
+from dpmac_cli.studies.trial_scores import covered_score
+from dpmac_cli.studies.tune import carry_out_search, plan_tune
 
 #: Settings to draw, unless others are given.
 SPACE = ("lr=1e-4..1:log", "clip-norm=0.1,1,10", "epochs=5,10,20,40")

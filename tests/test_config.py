@@ -180,6 +180,7 @@ PLANNED: Mapping[str, Callable[[Any], Any]] = {
     "class_weights": lambda plan: ",".join(f"{w:g}" for w in plan.recipe.loss.weights),
     "feature_range": lambda plan: "{:g},{:g}".format(*plan.data.source.feature_range),
     "schema": lambda plan: plan.recorded["schema"],
+    "tuned_on": lambda plan: plan.recorded["tuned_on"],
     "epochs": lambda plan: plan.privacy.steps / plan.privacy.steps_per_epoch,
     "no_dp": lambda plan: not plan.privacy.private,
     "cover_scores": lambda plan: plan.privacy.scores is not None,

@@ -44,7 +44,6 @@ def space_of(*texts: str, trials: Trials | None = None, **given: str) -> SearchS
         dimensions=tuple(map(dimension, texts)),
         search=Search(trials or trials_of(3), (events_of_trial(plan),)),
         plans=(plan,),
-        target=3.0,
     )
 
 
@@ -225,7 +224,7 @@ def test_a_file_a_program_and_flags_ask_for_the_same_search() -> None:
 def test_flags_take_precedence_over_a_file_of_a_search() -> None:
     given = {"epsilon": 2, "model": "linear"}
     flags, space = asked(given, {"trials": 3}, ["lr=0.1,1"], written())
-    assert (flags.trials, space.search.trials, space.target) == (3, Trials(3, 9), 2.0)
+    assert (flags.trials, space.search.trials, space.given["epsilon"]) == (3, Trials(3, 9), 1.0)
     assert [d.text for d in space.dimensions] == ["clip-norm=0.1,1", "steps=3,12", "lr=0.1,1"]
     _, space = asked({"lr": 0.5}, {}, (), written())
     assert [d.text for d in space.dimensions] == [*TEXTS[1:]]

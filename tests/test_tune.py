@@ -39,7 +39,8 @@ from dpmac_cli.storage import files
 from dpmac_cli.studies import search_state
 from dpmac_cli.studies import tune as tuning
 from dpmac_cli.studies.search_state import SECRET, SecretFolder
-from dpmac_cli.studies.tune import Searching, TunePlan, carry_out_search, covered_score
+from dpmac_cli.studies.trial_scores import PublicScore, covered_score
+from dpmac_cli.studies.tune import Searching, TunePlan, carry_out_search
 from tests.test_search_space import asked, space_of
 from tests.typed import dpmac, process
 
@@ -565,7 +566,7 @@ def test_public_records_decide_without_noise(
     _, space = asked({**given, "device": "cpu"}, own, ["lr=0.01..1:log"], None)
     scores = list[float]()
 
-    class Recorded(tuning.PublicScore):
+    class Recorded(PublicScore):
         def __call__(self, run: Path, metric: str) -> float:
             scores.append(super().__call__(run, metric))
             return scores[-1]
@@ -593,7 +594,7 @@ def test_private_records_cannot_decide_as_public_ones() -> None:
     plan = plan_of()
     sums = {str(name): sha for name, sha in record_sums(load_data("digits", Path(), CPU)).items()}
     with pytest.raises(InputError, match="same records"):
-        tuning.PublicScore(plan.space.data, CPU, sums)
+        PublicScore(plan.space.data, CPU, sums)
 
 
 FLAGS = (

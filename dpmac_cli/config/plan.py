@@ -174,7 +174,6 @@ class RunPlan:
         physical_batch: samples to process at a time.
         gpu_batch: the same on a GPU; it differs only if no physical batch was given.
         metric: test metric of metrics.jsonl besides accuracy.
-        tuned_on: public data that the settings were chosen on; None if unknown.
     """
 
     device: str
@@ -183,7 +182,6 @@ class RunPlan:
     physical_batch: int
     gpu_batch: int
     metric: str
-    tuned_on: str | None
     checkpoints: CheckpointInterval
     folder: NewFolder | ChosenFolder
 

@@ -41,7 +41,6 @@ class SearchSpace:
         dimensions: settings to draw.
         search: trials and candidates, from which the privacy cost follows.
         plans: a plan for each candidate.
-        target: epsilon of the whole search, which its cost does not exceed.
         notes: what the recipe chose, and probable mistakes.
     """
 
@@ -52,7 +51,6 @@ class SearchSpace:
     dimensions: tuple[Dimension, ...]
     search: Search
     plans: tuple[TrainPlan, ...]
-    target: float
     notes: tuple[str, ...] = ()
 
     @property
@@ -174,7 +172,6 @@ def plan_search(
         dimensions=dimensions,
         search=search_of(epsilon),
         plans=plans_at(epsilon),
-        target=target,
         notes=notes,
     )
 

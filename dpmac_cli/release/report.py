@@ -181,7 +181,7 @@ def _tuning(plan: TrainPlan) -> dict[str, str]:
     """Return what is known of the choice of settings; nothing if nothing is."""
     if plan.search is not None:
         return {"tuning": TEXTS.tuned}
-    on = plan.run.tuned_on
+    on = plan.recorded.get("tuned_on")
     return {} if on is None else {"tuning": TEXTS.tuned_on.format(on)}
 
 

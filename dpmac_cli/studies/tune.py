@@ -18,19 +18,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias, Unpack
 
-import torch
-
 from dpmac_cli.config.keywords import Keywords
-from dpmac_cli.config.plan import ChosenFolder, DataPlan, TrainPlan
+from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.search_space import SearchSpace, ask_search
 from dpmac_cli.config.transfer import Transfer
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, RunError
-from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, train
-from dpmac_cli.release.scoring import score_trial
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import record_sums
@@ -44,8 +40,8 @@ from dpmac_cli.studies.search_state import (
     SecretFolder,
     remove,
 )
-from dpmac_cli.studies.transfer import Tried, carry_out_transfer, last_score
-from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.studies.transfer import Tried, carry_out_transfer
+from dpmac_cli.studies.trial_scores import PublicScore, Score, covered_score
 
 #: Seconds between two records of the time that a search has taken.
 HEARTBEAT = 10.0
@@ -74,8 +70,6 @@ class Searching:
     longest: float
 
 
-#: Score of a run, by its folder and the name of a metric; larger for better runs.
-Score: TypeAlias = Callable[[Path, str], float]
 #: Events of a search, the last of which is Finished.
 SecretEvent: TypeAlias = Searching | Finished
 #: Events of any search: one on public data tells of its trials, and of the final run.
@@ -344,47 +338,6 @@ def _better(
         return False
     metric = trial.run.metric
     return not secret.best.exists() or score(secret.current, metric) > score(secret.best, metric)
-
-
-def covered_score(run: Path, metric: str) -> float:
-    """Return the last score of a run, which is larger for better runs.
-
-    Raises ValueError if it is not covered: then the choice by it would reveal test records.
-    """
-    report = json.loads((run / folder.REPORT).read_bytes())
-    if not (report["privacy"]["covered_scores"] or {}).get("released"):
-        raise ValueError("a search needs covered scores")
-    return last_score(run, metric)
-
-
-class PublicScore:
-    """Score of a run on the test records of data that are declared public.
-
-    Args:
-        judge: the public data. device: where to score.
-        sums: checksums of the private records, to which those of the public ones are added.
-
-    Raises:
-        InputError: they are the private records.
-    """
-
-    def __init__(self, judge: DataPlan, device: torch.device, sums: dict[str, str]) -> None:
-        self._data = load_data(judge.source, judge.folder, device, facts=judge.facts)
-        self._facts, self._device = judge.facts, device
-        public = record_sums(self._data)
-        if public["data"] == sums["data"]:
-            raise InputError(
-                f"--score-on {judge.dataset} has the same records as the private data, whose exact "
-                "scores reveal its test records. Leave out --score-on, or give public data."
-            )
-        sums["public data"] = public["data"]
-
-    def __call__(self, run: Path, metric: str) -> float:
-        """Return the score of a run, which is larger for better runs."""
-        model = str(folder.settings(run)["model"])
-        factory = model if isinstance(parse_model(model), UserModel) else None
-        found = score_trial(run, self._data, self._facts, self._device, factory).metric(metric)
-        return -math.inf if math.isnan(found) else METRICS[metric].better(found)
 
 
 def _published(plan: TunePlan, secret: SecretFolder, clock: _Clock) -> Finished:
