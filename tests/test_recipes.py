@@ -18,6 +18,7 @@ from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.recipes import recipe_notes
 from dpmac_cli.config.resolve import change, resolve
+from dpmac_cli.config.search_space import ask_search
 from dpmac_cli.config.settings import Complete, Settings
 from dpmac_cli.config.sources import by_flag
 from dpmac_cli.data.registry import DATASETS
@@ -231,5 +232,7 @@ def test_the_list_names_every_recipe_and_its_command() -> None:
         given = {k[2:].replace("-", "_"): v for k, v in zip(flags[::2], flags[1::2], strict=True)}
         if recipe.command == "train":
             resolve(given)
+        elif recipe.command == "tune":
+            ask_search(given, {}, (), None)
         else:
             grid(given, None)

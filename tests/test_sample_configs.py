@@ -12,10 +12,12 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import train
 from dpmac_cli.studies.grid import plan
+from tests.test_search_space import asked
 
 FILES = sorted((Path(__file__).parents[1] / "sample_configs").glob("*.yaml"))
 STUDIES = [file for file in FILES if file.stem.startswith("table")]
-CONFIGS = [file for file in FILES if file not in STUDIES]
+SEARCHES = [file for file in FILES if file.stem.startswith("tune")]
+CONFIGS = [file for file in FILES if file not in (*STUDIES, *SEARCHES)]
 
 
 def by_name(file: Path) -> str:
@@ -25,6 +27,7 @@ def by_name(file: Path) -> str:
 def test_there_are_some() -> None:
     assert CONFIGS
     assert STUDIES
+    assert SEARCHES
 
 
 @pytest.mark.long
@@ -56,6 +59,13 @@ def test_a_shipped_study_is_what_it_says(name: str, runs: int) -> None:
     assert {run.plan.data.dataset for run in study.runs} == {
         "mnist" if name.startswith("table1") else "cifar10"
     }
+
+
+@pytest.mark.parametrize("file", SEARCHES, ids=by_name)
+def test_a_shipped_search_is_within_its_epsilon(file: Path) -> None:
+    assert f"dpmac tune --recipe {file.stem}" in file.read_text()
+    _, space = asked({"device": "cpu"}, {}, (), file)
+    assert 0.99 * 3 < space.epsilon <= 3
 
 
 @pytest.mark.long

@@ -2,22 +2,23 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import chisquare, kstest
 
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
+from dpmac_cli.config import search_space
 from dpmac_cli.config.data import resolve_data
+from dpmac_cli.config.dimensions import Dimension, _dimension
+from dpmac_cli.config.named import file_of
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.search_space import (
-    Dimension,
-    SearchSpace,
-    _dimension,
-    events_of_trial,
-    plan_search,
-)
+from dpmac_cli.config.search_file import SearchFlags, drawn_texts, read_search
+from dpmac_cli.config.search_space import SearchSpace, ask_search, events_of_trial
+from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.errors import InputError
 
 GIVEN = {"dataset": "digits", "model": "linear", "steps": "3", "sigma": "6", "device": "cpu"}
@@ -25,24 +26,34 @@ GIVEN = {"dataset": "digits", "model": "linear", "steps": "3", "sigma": "6", "de
 
 def dimension(text: str) -> Dimension:
     errors: list[str] = []
-    found = _dimension(text, errors)
+    found = _dimension(SettingValue(text, "--search"), errors)
     assert found is not None, errors
     return found
 
 
 def space_of(*texts: str, trials: Trials | None = None, **given: str) -> SearchSpace:
     """A space whose trials have a noise that is cheap to price."""
-    shared = {**GIVEN, **given}
-    plan = resolve(shared, cover_scores=True).plan
+    shared: dict[str, Any] = {**GIVEN, **given}
+    shared["cover_scores"] = True
+    plan = resolve(shared).plan
     return SearchSpace(
         given=shared,  # type: ignore[arg-type]
-        file=None,
+        file={},
         data=resolve_data({"dataset": "digits"}),
+        judge=None,
         dimensions=tuple(map(dimension, texts)),
         search=Search(trials or trials_of(3), (events_of_trial(plan),)),
         plans=(plan,),
-        target=3.0,
     )
+
+
+def asked(
+    given: dict[str, Any], own: dict[str, Any], drawn: Any, file: Path | None
+) -> tuple[SearchFlags, SearchSpace]:
+    """A search on the private records."""
+    flags, space = ask_search(given, own, drawn, file)
+    assert isinstance(space, SearchSpace)
+    return flags, space
 
 
 def drawn(text: str, count: int = 2000) -> list[str]:
@@ -94,7 +105,7 @@ def test_a_trial_without_covered_scores_is_refused() -> None:
 @pytest.mark.privacy
 def test_search_and_model_together_meet_the_target() -> None:
     given = {"dataset": "digits", "model": "linear", "epsilon": 0.3, "device": "cpu"}
-    space = plan_search(given, None, ["lr=0.01..1:log", "steps=3,12"], trials_of(4))  # type: ignore[arg-type]
+    _, space = asked(given, {"trials": 4}, ["lr=0.01..1:log", "steps=3,12"], None)
     assert 0.995 * 0.3 < space.epsilon <= 0.3
     assert len(space.search.candidates) == 2
     for setting in ({"lr": "0.3", "steps": "3"}, {"lr": "0.01", "steps": "12"}):
@@ -116,9 +127,9 @@ def test_all_faults_are_reported_together() -> None:
         "steps=1,1",
     ]
     with pytest.raises(InputError) as failure:
-        plan_search(given, None, texts, trials_of(20), ["an earlier fault."])  # type: ignore[arg-type]
+        asked(given, {"trials": "many"}, texts, None)
     assert len(failure.value.errors) == 10
-    for name in ("sigma", "seed", "an earlier fault", "clip-norm", "twice", "contradict"):
+    for name in ("sigma", "seed", "trials", "clip-norm", "twice", "contradict"):
         assert any(name in error for error in failure.value.errors)
 
 
@@ -139,7 +150,7 @@ def test_what_a_search_decides_cannot_be_set_in_a_file_either(
     file = tmp_path / "settings.yaml"
     file.write_text(f"{line}\nforce: false\nepsilon: 3\n")
     with pytest.raises(InputError, match=why) as failure:
-        plan_search({"dataset": "digits", "model": "linear"}, file, ["lr=0.1,1"], trials_of(2))
+        asked({"dataset": "digits", "model": "linear"}, {}, ["lr=0.1,1"], file)
     [error] = failure.value.errors
     assert error.startswith(f"{line.partition(':')[0]} in ")
 
@@ -149,7 +160,7 @@ def test_every_value_is_validated_before_anything_is_trained() -> None:
     given = {"dataset": "digits", "model": "linear"}
     texts = ["epochs=0,2", "batch-size=99999,3", "optimizer=dp-sgdd,dp-adam", "ema=0.5..1"]
     with pytest.raises(InputError) as failure:
-        plan_search(given, None, texts, trials_of(20))  # type: ignore[arg-type]
+        asked(given, {}, texts, None)
     said = "\n".join(failure.value.errors)
     for part in ("epochs must be at least 1", "dp-sgdd", "99999", "ema must be"):
         assert part in said
@@ -158,4 +169,159 @@ def test_every_value_is_validated_before_anything_is_trained() -> None:
 def test_too_many_combinations_are_refused() -> None:
     texts = ["epochs=1..100", "batch-size=101..200"]
     with pytest.raises(InputError, match="10,000 combinations"):
-        plan_search({"dataset": "digits"}, None, texts, trials_of(20))
+        asked({"dataset": "digits"}, {}, texts, None)
+
+
+FILE = """\
+dataset: digits
+model: linear
+epsilon: 1
+device: cpu
+trials: 4
+most-trials: 9
+out: found
+search:
+  lr: {low: 1e-2, high: 1, scale: log}
+  clip-norm: [0.1, 1]
+  steps: 3,12
+"""
+TEXTS = ("lr=1e-2..1:log", "clip-norm=0.1,1", "steps=3,12")
+
+
+def written(text: str = FILE) -> Path:
+    file = Path("search.yaml")
+    file.write_text(text)
+    return file
+
+
+@pytest.fixture
+def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the target for a trial, where the noise does not matter: to calibrate takes seconds."""
+    monkeypatch.setattr(search_space, "calibrate_search", lambda _, __, target: target / 2)
+
+
+@pytest.mark.usefixtures("uncalibrated")
+def test_a_file_a_program_and_flags_ask_for_the_same_search() -> None:
+    flags, by_file = asked({}, {}, (), written())
+    assert (flags.trials, flags.most_trials, str(flags.out)) == (4, 9, "found")
+    shared = {"dataset": "digits", "model": "linear", "epsilon": 1, "device": "cpu"}
+    own = {"trials": 4, "most_trials": 9}
+    mapping = {
+        "lr": {"low": "1e-2", "high": 1, "scale": "log"},
+        "clip_norm": [0.1, 1],
+        "steps": "3,12",
+    }
+    for drawn in (TEXTS, mapping):
+        _, space = asked(shared, own, drawn, None)
+        assert space.search == by_file.search
+        assert [d.text for d in space.dimensions] == [*TEXTS]
+        assert replace(space, given={}, file={}, dimensions=()) == replace(
+            by_file, given={}, file={}, dimensions=()
+        )
+    assert [d.text for d in by_file.dimensions] == [*TEXTS]
+
+
+@pytest.mark.usefixtures("uncalibrated")
+def test_flags_take_precedence_over_a_file_of_a_search() -> None:
+    given = {"epsilon": 2, "model": "linear"}
+    flags, space = asked(given, {"trials": 3}, ["lr=0.1,1"], written())
+    assert (flags.trials, space.search.trials, space.given["epsilon"]) == (3, Trials(3, 9), 1.0)
+    assert [d.text for d in space.dimensions] == ["clip-norm=0.1,1", "steps=3,12", "lr=0.1,1"]
+    _, space = asked({"lr": 0.5}, {}, (), written())
+    assert [d.text for d in space.dimensions] == [*TEXTS[1:]]
+
+
+@pytest.mark.usefixtures("uncalibrated")
+def test_a_search_by_name_is_its_file() -> None:
+    _, by_name = asked({"recipe": "tune-digits", "device": "cpu"}, {}, (), None)
+    flags, by_file = asked({"device": "cpu"}, {}, (), file_of("tune-digits"))
+    assert by_name == by_file
+    assert (flags.trials, by_file.search.trials.most) == (5, 15)
+    file = written("recipe: tune-digits\nlr: 0.5\nsearch: {epochs: [3, 4]}\n")
+    _, mixed = asked({"device": "cpu"}, {}, ["clip-norm=1,2"], file)
+    assert [d.text for d in mixed.dimensions] == ["epochs=3,4", "clip-norm=1,2"]
+    assert mixed.plans[0].optimizer.hyper.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ({"low": 1}, "needs high"),
+        ({"low": 1, "high": 2, "step": 1}, "not step"),
+        ({"low": "a", "high": 2}, "low must be a number"),
+        ({"low": 1, "high": 2, "scale": "lgo"}, "Did you mean log"),
+        ([], "at least one value"),
+        (["1,2"], "none with a comma"),
+        (True, "must be a range like"),
+        ([[1, 2]], "must be a range like"),
+        (None, "must be a range like"),
+    ],
+)
+def test_what_is_neither_a_range_nor_a_list_is_refused(value: Any, why: str) -> None:
+    errors: list[str] = []
+    assert drawn_texts({"lr": value}, "--search", errors) == ()
+    assert any(why in error for error in errors)
+
+
+def test_all_faults_of_a_file_are_reported_together() -> None:
+    text = """\
+dataset: digits
+trials: 1
+epsilon: much
+lr: 0.5
+search:
+  lr: [0.1, 1]
+  clip-norm: [0.1, 1]
+  ema: {low: 1}
+  clip_norm: [1, 2]
+  epocs: 5,10
+"""
+    with pytest.raises(InputError) as failure:
+        asked({}, {}, (), written(text))
+    said = "\n".join(failure.value.errors)
+    assert "Traceback" not in said
+    for part in (
+        *("trials in search.yaml", "needs high", "given twice, again in line 9", "epocs"),
+        *("lr in search.yaml and search in search.yaml: lr contradict", "epsilon in search.yaml"),
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    "text", ["search: 5", "search: [lr]", "search: &a [*a]", "search: {lr: &a [*a]}", "search:"]
+)
+def test_a_file_without_a_line_for_each_setting_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="search in search"):
+        asked({}, {}, (), written(f"dataset: digits\n{text}\n"))
+
+
+@pytest.mark.privacy
+def test_a_file_of_a_search_does_not_run_code() -> None:
+    Path("net.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(InputError, match="refers to code"):
+        asked({}, {}, (), written("dataset: digits\nsearch: {model: ['net.py:N', linear]}\n"))
+
+
+@pytest.mark.privacy
+@pytest.mark.usefixtures("uncalibrated")
+def test_a_file_is_read_once() -> None:
+    """Trials that are drawn after it was edited would not be like the others."""
+    _, space = asked({}, {}, (), written())
+    plan = space.plan_of({"lr": "1", "clip_norm": "1", "steps": "3"}, stop_early=False)
+    written(FILE.replace("linear", "mlp"))
+    again = space.plan_of({"lr": "1", "clip_norm": "1", "steps": "3"}, stop_early=False)
+    assert plan == again
+
+
+def test_a_file_of_a_search_is_not_one_of_a_run() -> None:
+    with pytest.raises(InputError, match="use dpmac tune"):
+        resolve({}, written())
+    assert read_search(None, None, []).settings == {}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["seed", "canaries"])
+def test_a_setting_of_0_is_a_setting(name: str) -> None:
+    """With the seed 0, which equals False, all trials would have the same noise and batches."""
+    with pytest.raises(InputError, match=f"{name} cannot be set in a search"):
+        asked({"dataset": "digits", "model": "linear", name: 0}, {}, ["lr=0.1,1"], None)

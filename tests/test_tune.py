@@ -9,40 +9,48 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from dpmac_cli.accounting.selection import Search, Trials
 from dpmac_cli.cli import console
 from dpmac_cli.cli import tune as command
+from dpmac_cli.config import search_space
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
 from dpmac_cli.release.listing import find_runs
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report_file import recount
-from dpmac_cli.release.run import train
+from dpmac_cli.release.run import finish, train
+from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.prepare import record_sums
 from dpmac_cli.storage import files
 from dpmac_cli.studies import search_state
 from dpmac_cli.studies import tune as tuning
 from dpmac_cli.studies.search_state import SECRET, SecretFolder
-from dpmac_cli.studies.tune import Searching, TunePlan, carry_out_search, covered_score
-from tests.test_search_space import space_of
+from dpmac_cli.studies.trial_scores import PublicScore, covered_score
+from dpmac_cli.studies.tune import Searching, TunePlan, carry_out_search
+from tests.test_search_space import asked, space_of
 from tests.typed import dpmac, process
 
 pytestmark = pytest.mark.privacy
 
-OUT = Path("out")
+OUT, CPU = Path("out"), torch.device("cpu")
 #: Scores that no other number in a file is by chance.
 SCORES = [0.31415926, 0.27182818, 0.57721566, 0.16180339, 0.41421356]
+#: Score of all trials after these.
+WORST = 0.01234567
 
 
 class Killed(BaseException):
@@ -71,7 +79,7 @@ class Trainer:
         if stop():
             yield Finished({}, where, "interrupted")
             return
-        score = self.scores[0]
+        score = self.scores[0] if self.scores else WORST
         if score is None:
             self.scores.pop(0)
             raise DivergedError(1)
@@ -81,7 +89,7 @@ class Trainer:
         for name in folder.PUBLISHED:
             files.write_atomically(where / name, texts.get(name, f"{score}").encode())
         folder.seal(where)
-        self.scores.pop(0)
+        del self.scores[:1]
         self.rates.append(str(plan.optimizer.hyper.lr))
         yield Finished(report, where, "finished")
 
@@ -301,52 +309,66 @@ class FakeTime:
         self.now += seconds
 
 
+def ended_at(
+    number: int,
+    plan: TunePlan,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: Callable[[int], float] = lambda _: 7.0,
+) -> tuple[float, list[Searching], Trainer]:
+    """When a search ends of which ``number`` trials count, by how long each trial takes."""
+    where = Path(f"{number}")
+    where.mkdir()
+    clock, fake = FakeTime(), Trainer([*SCORES])
+
+    def slow(*args: Any) -> Iterator[Finished]:
+        clock.now += seconds(fake.begun)
+        yield from fake(*args)
+
+    with monkeypatch.context() as patch:
+        patch.chdir(where)
+        patch.setattr(tuning, "time", clock)
+        patch.setattr(tuning, "train", slow)
+        patch.setattr(Trials, "draw", lambda _: number)
+        *events, _ = carry_out_search(plan)
+    return clock.now, [event for event in events if isinstance(event, Searching)], fake
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_the_time_of_the_end_does_not_depend_on_the_number_of_trials(
-    early: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = []
-    for number in (1, 5):
-        (tmp_path / str(number)).mkdir()
-        os.chdir(tmp_path / str(number))
-        clock, fake = FakeTime(), Trainer(list(SCORES))
-
-        def slow(*args: Any, clock: FakeTime = clock, fake: Trainer = fake) -> Iterator[Finished]:
-            clock.now += 7.0
-            yield from fake(*args)
-
-        monkeypatch.setattr(tuning, "time", clock)
-        monkeypatch.setattr(tuning, "train", slow)
-        monkeypatch.setattr(Trials, "draw", lambda _, number=number: number)
-        events = [*carry_out_search(plan_of(stop_early=early, longest=40.0))]
-        assert {event.longest for event in events if isinstance(event, Searching)} == {40.0}
-        ends.append(clock.now)
-    assert (ends == [7.0, 35.0]) if early else ends == pytest.approx([40.0, 40.0])
+    plan = plan_of(stop_early=early, longest=100.0)
+    found = [ended_at(number, plan, monkeypatch) for number in (1, 5)]
+    assert {event.longest for _, events, _ in found for event in events} == {100.0}
+    ends = [end for end, *_ in found]
+    assert (ends == [7.0, 35.0]) if early else ends == pytest.approx([100.0, 100.0])
 
 
-def test_the_first_trial_corrects_when_the_search_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("later", [10.0, 25.0, 100.0])
+def test_slow_trials_move_the_end_of_a_search_however_many_count(
+    later: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With trials that take five times as long as estimated, whatever their number."""
-    ends, clock = set(), FakeTime()
-    monkeypatch.setattr(tuning, "time", clock)
-    plan = replace(plan_of(stop_early=False, longest=51.0), seconds=(2.0,))
+    """The first trial takes as long as announced; later ones do not."""
+    plan, seen = plan_of(stop_early=False, longest=51.0), set()
     for number in (1, 4, 6, 12):
-        (tmp_path / str(number)).mkdir()
-        os.chdir(tmp_path / str(number))
-        fake = Trainer([0.5] * number)
+        end, events, _ = ended_at(
+            number, plan, monkeypatch, lambda begun: later if begun else 51 / 12
+        )
+        shown = tuple((round(event.seconds, 3), event.longest) for event in events)
+        seen.add((round(end, 3), shown))
+    [(end, _)] = seen  # all that is ever shown, too
+    assert end == 51 * math.ceil((51 / 12 + 11 * later) / 51)
 
-        def slow(*args: Any, fake: Trainer = fake) -> Iterator[Finished]:
-            clock.now += 10.0
-            yield from fake(*args)
 
-        monkeypatch.setattr(tuning, "train", slow)
-        monkeypatch.setattr(Trials, "draw", lambda _, number=number: number)
-        began = clock.now
-        for _ in carry_out_search(plan):
-            pass
-        ends.add(round(clock.now - began, 3))
-    assert ends == {15 + 12 * 1.5 * 10}
+def test_trials_that_do_not_count_are_trained_and_never_win(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = plan_of(stop_early=False)
+    for number in (1, 2, 3):
+        _, _, fake = ended_at(number, plan, monkeypatch)
+        assert len(fake.rates) == plan.most == 12
+        report = json.loads((Path(f"{number}") / OUT / folder.REPORT).read_bytes())
+        assert report["test"]["accuracy"] == max(SCORES[:number])
 
 
 def test_the_display_moves_on_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +405,7 @@ def test_time_before_a_stop_counts(
     monkeypatch.setattr(tuning, "time", clock)
     plan = plan_of(stop_early=False, longest=40.0)
     with pytest.raises(KeyboardInterrupt):
-        list(carry_out_search(plan, lambda: clock.now > 15))
+        list(carry_out_search(plan, lambda: clock.now > 15))  # while it waits
     list(carry_out_search(plan))
     assert clock.now == pytest.approx(40.0, abs=0.5)  # not 15 and another 40
 
@@ -492,7 +514,7 @@ def test_what_is_published_does_not_tell_the_number_of_trials(
     trials = plan.space.search.trials
     assert (search["mean_trials"], search["most_trials"]) == (trials.mean, trials.most)
     known = {"mean_trials", "most_trials", "log_weight", "epsilon_of_a_trial", "space"}
-    assert set(search) == known | {"candidates", "stop_early", "statement", "time"}
+    assert set(search) == known | {"candidates", "scored_on", "stop_early", "statement", "time"}
     times = {path.stat().st_mtime for path in run.iterdir() if path.name != folder.LOCK}
     assert max(times) - min(times) < 1  # not those of the trial that won
     assert not (run / folder.CHECKPOINTS).exists()
@@ -517,6 +539,62 @@ def test_a_report_without_its_search_is_found_out(
     done = dpmac("account", tmp_path)
     assert done.exit_code == 2
     assert "trial of the search" in done.stderr
+
+
+def test_public_records_decide_without_noise(
+    draws: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best trial on them wins, whatever its covered score; epsilon is that of the trials."""
+    draws[:] = [3]
+    data = load_data("digits", Path(), CPU)
+    x, y = data.test.images[:200].numpy(), data.test.labels[:200].numpy()
+    random = np.random.default_rng(0)
+    noisy = np.clip(x + random.integers(-1, 2, x.shape), 0, 16).astype(np.float32)
+    held: dict[str, Any] = {
+        "x": noisy,
+        "y": y,
+        "x_test": noisy,
+        "y_test": y,
+        "low": 0.0,
+        "high": 16.0,
+    }
+    np.savez("public.npz", **held)
+    np.savez("private.npz", **held | {"x": x.astype(np.float32)})
+    given: dict[str, Any] = {"dataset": "private.npz", "model": "linear", "steps": 3, "epsilon": 3}
+    own = {"trials": 2, "most_trials": 3, "stop_early": True, "score_on": "public.npz"}
+    monkeypatch.setattr(search_space, "calibrate_search", lambda *_: 1.0)  # it takes seconds
+    _, space = asked({**given, "device": "cpu"}, own, ["lr=0.01..1:log"], None)
+    scores = list[float]()
+
+    class Recorded(PublicScore):
+        def __call__(self, run: Path, metric: str) -> float:
+            scores.append(super().__call__(run, metric))
+            return scores[-1]
+
+    monkeypatch.setattr(tuning, "PublicScore", Recorded)
+    monkeypatch.setattr(tuning, "covered_score", None)
+    plan = TunePlan(space=space, out=OUT, stop_early=True, expected=1.0, longest=1.0)
+    done = finish(carry_out_search(plan))
+    assert len(set(scores)) > 1
+    assert score(OUT, "public.npz", device="cpu").result.accuracy == max(scores)
+    search = done.report["privacy"]["search"]
+    assert search["scored_on"] == "public"
+    assert "declared public" in search["statement"]
+    assert done.report["privacy"]["epsilon"] == space.epsilon
+    assert "settings scored on" in (OUT / folder.CARD).read_text()
+
+
+def test_private_records_cannot_decide_as_public_ones() -> None:
+    own: dict[str, Any] = {"trials": 2, "score_on": "digits"}
+    given: dict[str, Any] = {"dataset": "digits", "model": "linear", "steps": 3, "device": "cpu"}
+    with pytest.raises(InputError, match="private data itself"):
+        asked(given, own, ["lr=0.1,1"], None)
+    with pytest.raises(InputError, match="same classes and shape"):
+        asked(given, own | {"score_on": "mnist"}, ["lr=0.1,1"], None)
+    plan = plan_of()
+    sums = {str(name): sha for name, sha in record_sums(load_data("digits", Path(), CPU)).items()}
+    with pytest.raises(InputError, match="same records"):
+        PublicScore(plan.space.data, CPU, sums)
 
 
 FLAGS = (

@@ -13,26 +13,27 @@ from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task
 from rich.text import Text
 
-from dpmac_cli.accounting.selection import LONGEST, trials_of
+from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import repeated, take, with_options
-from dpmac_cli.config.account_flags import MeanTrials
-from dpmac_cli.config.fields import Flag, Option, SomePath, options
-from dpmac_cli.config.flags import Flags
+from dpmac_cli.config.dimensions import DECIDED
+from dpmac_cli.config.fields import Flag, Option, SomePath, flag_name, options
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.search_space import DECIDED, plan_search
-from dpmac_cli.config.settings import OUTPUT, SETTINGS, Count, DisplayFlags
-from dpmac_cli.errors import INTERRUPTED, InputError
+from dpmac_cli.config.search_file import SEARCH, SearchFlags
+from dpmac_cli.config.search_space import ask_search
+from dpmac_cli.config.settings import SETTINGS, DisplayFlags
+from dpmac_cli.config.transfer import Transfer
+from dpmac_cli.errors import INTERRUPTED
+from dpmac_cli.runs.folder import resume_command
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.storage.report_keys import ReportKeys
 
 if TYPE_CHECKING:
     from dpmac_cli.release.publish import Finished
-    from dpmac_cli.studies.tune import SearchEvent, TunePlan
+    from dpmac_cli.studies.tune import SecretEvent, TunePlan
 
-SEARCH = "Search"
 #: Setting that decides what is printed, and is not one of the trials.
 JSON: SettingName = "json"
 #: Settings of a training run that a search does not decide itself.
@@ -43,27 +44,9 @@ SHARED: Mapping[SettingName, Option] = {
 }
 
 
-class TuneFlags(Flags, frozen=True):
+class TuneFlags(SearchFlags, frozen=True):
     """Flags of the command besides the settings that all trials share."""
 
-    trials: Annotated[
-        MeanTrials,
-        Field(description="Mean number of trials. The number itself is random and secret."),
-        Flag(SEARCH),
-    ] = 20
-    most_trials: Annotated[
-        Count | None,
-        Field(description="Largest number of trials. More cost less privacy, but take longer."),
-        Flag(SEARCH, otherwise=f"{LONGEST} times the mean"),
-    ] = None
-    stop_early: Annotated[
-        StrictBool,
-        Field(
-            description="End with the last trial, for a time that nobody observes: it tells how "
-            "many there were."
-        ),
-        Flag(SEARCH),
-    ] = False
     dry_run: Annotated[
         StrictBool,
         Field(description="Show the plan and its privacy cost, without training."),
@@ -71,12 +54,12 @@ class TuneFlags(Flags, frozen=True):
     ] = False
     config: Annotated[
         SomePath | None,
-        Field(description="YAML file with settings by the same names. Flags take precedence."),
+        Field(
+            description="YAML file with settings by the same names, and search: with a line for "
+            "each setting to draw. Flags take precedence."
+        ),
         Flag(SEARCH),
     ] = None
-    out: Annotated[
-        SomePath, Field(description="Folder of the search, and of the published run."), Flag(OUTPUT)
-    ] = Path("runs/tune")
 
 
 @with_options(
@@ -92,11 +75,14 @@ class TuneFlags(Flags, frozen=True):
 def tune(search: list[str] | None, **given: Any) -> None:
     """Search for the best settings, within one epsilon for search and model together.
 
-    A secret random number of trials is trained, each with settings drawn at random. Only the one
-    with the best covered score is published, as an ordinary run in --out. The others, their
-    scores and their number are neither shown nor kept. The command ends at a time that does not
-    depend on their number, unless --stop-early is given. Repeat it to resume a search that was
-    stopped.
+    A secret random number of trials counts, each with settings drawn at random. Only the one with
+    the best covered score is published, as an ordinary run in --out. The others, their scores and
+    their number are neither shown nor kept. More trials are trained and discarded, up to the
+    largest number, so that time and load do not depend on the secret number, unless --stop-early
+    is given. Repeat the command to resume a search that was stopped.
+
+    With --on, the search is on public data instead, where it costs nothing, and one run with the
+    best settings is trained on the private records.
 
     Example: dpmac tune --dataset digits --epsilon 3 --search lr=1e-4..1e-1:log --trials 10
 
@@ -104,18 +90,14 @@ def tune(search: list[str] | None, **given: Any) -> None:
     trial has a result, memory ran out or the device failed, 130 interrupted (run the same
     command to resume).
     """
-    flags, shown = take(TuneFlags, given), take(DisplayFlags, dict(given))
-    json = bool(given.pop(JSON, False))
-    errors: list[str] = []
-    try:
-        trials = trials_of(flags.trials, flags.most_trials)
-    except InputError as failure:
-        errors, trials = list(failure.errors), trials_of(flags.trials)
-    shared: dict[Any, Any] = {
-        name: value for name, value in given.items() if value not in (None, False)
-    }
+    shown, json = take(DisplayFlags, dict(given)), bool(given.pop(JSON, False))
+    own = {name: given.pop(name) for name in options(SearchFlags)}
+    here = take(TuneFlags, given)
     with console.waiting(shown.quiet, "settings and noise"):
-        space = plan_search(shared, flags.config, search or [], trials, errors)
+        flags, space = ask_search(given, own, search or [], here.config)
+    if isinstance(space, Transfer):
+        _transfer(space, flags.out, shown.quiet, json=json, dry_run=here.dry_run)
+        return
     with console.waiting(shown.quiet, "time of a trial"):
         from dpmac_cli.studies import tune as tuning  # noqa: PLC0415  (loads torch)
 
@@ -124,7 +106,7 @@ def tune(search: list[str] | None, **given: Any) -> None:
         console.print_notes(space.notes)
     screen = console.for_display(shown.quiet, json)
     screen.print(*_plan_lines(plan), sep="\n")
-    if flags.dry_run:
+    if here.dry_run:
         return
     with stop_request() as asked, contextlib.closing(_silenced(plan, asked)) as events:
         finished = _follow(events, screen, plan)
@@ -133,7 +115,68 @@ def tune(search: list[str] | None, **given: Any) -> None:
     screen.print(*_summary(finished), sep="\n")
 
 
-def _silenced(plan: "TunePlan", asked: Callable[[], bool]) -> Generator["SearchEvent", None, None]:
+def _transfer(plan: Transfer, out: Path, quiet: bool, *, json: bool, dry_run: bool) -> None:
+    """Search on public records, and train once on private ones. Raises typer.Exit if stopped."""
+    if not quiet:
+        console.print_notes(plan.notes)
+    screen = console.for_display(quiet, json)
+    screen.print(*_transfer_lines(plan, out), sep="\n")
+    if dry_run:
+        return
+    with console.waiting(quiet, "loading torch"):
+        from dpmac_cli.cli.display import RunDisplay, follow  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.config.plan import ChosenFolder  # noqa: PLC0415
+        from dpmac_cli.release.run import train  # noqa: PLC0415  (loads torch)
+
+    display = RunDisplay(screen)
+    with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
+        final = plan.final(_best_on_public(plan, out, screen, asked))
+        events = train(final.placed(ChosenFolder(out)), asked)
+        finished = follow(events, display, asked, [display.show])
+    if json:
+        console.print_result(to_json(finished.report))
+    if finished.state == "interrupted":
+        where = finished.folder
+        stop(f"interrupted; to resume: {resume_command(where)}", INTERRUPTED)
+
+
+def _best_on_public(
+    plan: Transfer, out: Path, screen: Console, asked: Callable[[], bool]
+) -> Mapping[SettingName, str]:
+    """Show the trials on public records, and return the best settings."""
+    from dpmac_cli.studies.transfer import search_on_public  # noqa: PLC0415  (loads torch)
+
+    tried = None
+    bar = console.bar(f"searching on {plan.public.found.name}", BarColumn(), console=screen)
+    task = bar.add_task("", total=plan.trials)
+    try:
+        with bar:
+            for tried in search_on_public(plan, out, asked):
+                bar.update(task, completed=tried.number)
+    except KeyboardInterrupt:
+        stop("interrupted; run the same command to resume.", INTERRUPTED)
+    assert tried is not None  # noqa: S101  (there are at least two trials)
+    chosen = ", ".join(f"{flag_name(name)} {value}" for name, value in tried.best.items())
+    screen.print(Text(f"best of {tried.trials} settings on {plan.public.found.name}: {chosen}"))
+    return tried.best
+
+
+def _transfer_lines(plan: Transfer, out: Path) -> Iterator[Text]:
+    privacy = plan.final(plan.settings()[0]).privacy
+    spent = total_epsilon((privacy.event,), privacy.delta)
+    yield Text.assemble(("search", "bold"), f" on public data, {plan.public.found.name}, over:")
+    for dimension in plan.dimensions:
+        yield Text(f"  {dimension.text}")
+    yield Text(f"{plan.trials} trials, which cost no privacy of {plan.data.found.name}")
+    yield Text.assemble(
+        f"one run on {plan.data.found.name}: ",
+        (f"epsilon {format_epsilon(spent)}", "bold"),
+        f" at delta {privacy.delta:g}",
+    )
+    yield Text(f"writing {out}, and the trials beside it", style="dim")
+
+
+def _silenced(plan: "TunePlan", asked: Callable[[], bool]) -> Generator["SecretEvent", None, None]:
     """Carry out a search; what networks print is discarded, because it may tell trials apart."""
     from dpmac_cli.studies.tune import carry_out_search  # noqa: PLC0415  (loads torch)
 
@@ -151,7 +194,7 @@ def _silenced(plan: "TunePlan", asked: Callable[[], bool]) -> Generator["SearchE
             yield event
 
 
-def _follow(events: Iterator["SearchEvent"], screen: Console, plan: "TunePlan") -> "Finished":
+def _follow(events: Iterator["SecretEvent"], screen: Console, plan: "TunePlan") -> "Finished":
     """Show the time until the search is published. Raises typer.Exit if it is stopped."""
     from dpmac_cli.release.publish import Finished  # noqa: PLC0415  (loads torch)
 
@@ -199,15 +242,17 @@ def _plan_lines(plan: "TunePlan") -> Iterator[Text]:
         yield Text(f"  {each.steps:,} steps with noise multiplier {each.sigma:g}")
     one = format_epsilon(space.search.trial_epsilon(privacy.delta))
     yield Text(f"one trial: epsilon {one}, with its covered score")
+    if space.judge is not None:
+        yield Text(f"the best score on {space.judge.found.name} wins, which is declared public")
     yield Text.assemble(
         "search and model together: ",
         (f"epsilon {format_epsilon(space.epsilon)}", "bold"),
         f" at delta {privacy.delta:g}",
     )
-    ends = "it ends with its last trial" if plan.stop_early else "it ends then, whatever K is"
-    yield Text(
-        f"time: about {_time(plan.expected)} on average, at most {_time(plan.longest)}; {ends}"
-    )
+    ends = f"all {trials.most:,} trials are trained, and K of them count"
+    if plan.stop_early:
+        ends = f"about {_time(plan.expected)} on average; it ends with the last trial that counts"
+    yield Text(f"time: {'at most ' * plan.stop_early}{_time(plan.longest)}; {ends}")
     yield Text(f"writing {plan.out}", style="dim")
 
 

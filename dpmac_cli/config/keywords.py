@@ -74,6 +74,7 @@ SettingName = Literal[
     "metric",
     "cover_scores",
     "score_every",
+    "tuned_on",
     "checkpoint_every",
     "out",
     "force",
@@ -167,6 +168,7 @@ class TrainingKeywords(TypedDict, total=False):
     metric: str | None
     cover_scores: bool | None
     score_every: int | None
+    tuned_on: int | str | None
     checkpoint_every: int | str | None
     out: str | Path | None
     force: bool | None

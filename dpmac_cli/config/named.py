@@ -19,7 +19,7 @@ class NamedRecipe:
     """A settings file of the package, and what it reaches."""
 
     about: str  # one line
-    command: str = "train"  # subcommand that runs it: train or compare
+    command: str = "train"  # subcommand that runs it: train, compare or tune
     with_flags: str = ""  # flags that it needs
     epsilon: str = ""  # privacy cost of a run; "" if the file leaves it open
     accuracy: str = ""  # test accuracy in percent; "" if it was not measured

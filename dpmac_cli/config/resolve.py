@@ -70,7 +70,7 @@ class Resolved:
 
 def resolve(
     settings: Settings | Values | None = None,
-    file: Path | None = None,
+    file: Path | Mapping[SettingName, SettingValue] | None = None,
     *,
     earlier: tuple[TrainingEvent, ...] = (),
     data: DataPlan | None = None,
@@ -81,7 +81,7 @@ def resolve(
     Args:
         settings: a model, or values by name, as text or of their types; None and False if not
             given.
-        file: YAML file with flag names as keys.
+        file: YAML file with flag names as keys, or its settings if it was read before.
         earlier: events on the same records, which a target epsilon must cover too.
         data: the dataset, if its facts were read before; None to read them.
         keywords: more settings by name: ``resolve(dataset="digits", sigma=2)``.
@@ -93,7 +93,7 @@ def resolve(
     errors: list[str] = []
     named = settings.explicit if isinstance(settings, Settings) else settings or {}
     on_command_line = from_flags({**named, **keywords}, errors)
-    given = {} if file is None else read_settings(file, errors)
+    given = read_settings(file, errors) if isinstance(file, Path) else file or {}
     if (model := given.get("model")) is not None and "model" not in on_command_line:
         errors += faults_of_model([str(model.value)], model.origin)
     return _resolved(on_command_line, given, errors, earlier, data)

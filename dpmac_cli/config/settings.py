@@ -627,6 +627,15 @@ class Settings(Flags, frozen=True):
         Field(description="Epochs between covered scores. More scores need more noise."),
         Flag(OUTPUT, otherwise="one score at the end", needs="--cover-scores", studied=False),
     ] = None
+    tuned_on: Annotated[
+        str | None,
+        Pattern(r"[\w .,:;=+/()-]{1,2000}", "one line of words, numbers and .,:;=+/()-"),
+        Field(
+            description="Public data that the settings were chosen on, for report and card. It is "
+            "not checked."
+        ),
+        Flag(OUTPUT, otherwise="unknown", studied=False, labels=False, comma=True),
+    ] = None
     checkpoint_every: Annotated[
         str,
         Pattern(r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)"),

@@ -38,6 +38,11 @@ def is_setting(name: str) -> TypeGuard[SettingName]:
     return name in SETTINGS
 
 
+def is_given(value: object) -> bool:
+    """Return whether a flag or a keyword has a value. 0 is one, which equals False."""
+    return value is not None and value is not False
+
+
 def by_flag(settings: Mapping[SettingName, Any]) -> dict[str, Any]:
     """Return settings by the names of their flags, as files have them."""
     return {flag_name(name): value for name, value in settings.items()}
@@ -69,7 +74,7 @@ def from_flags(flags: Mapping[Any, object], errors: list[str]) -> dict[SettingNa
     for name, value in flags.items():
         if not is_setting(name):
             errors.append(unknown(name, SETTINGS))
-        elif value is not None and value is not False:
+        elif is_given(value):
             given[name] = SettingValue(value, f"--{flag_name(name)}")
     return given
 

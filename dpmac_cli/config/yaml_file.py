@@ -16,6 +16,9 @@ from dpmac_cli.config.sources import SettingValue, by_flag
 HEADER = "# Settings of a dpmac run."
 NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
 NameT = TypeVar("NameT", bound=str)
+#: Keys that only files of searches have, and what to say of them elsewhere.
+SEARCH_ONLY = ("search", "trials", "most_trials", "stop_early")
+OF_SEARCH = " It belongs to a search: use dpmac tune."
 #: YAML node types in words.
 NODE_WORDS: Mapping[type[yaml.Node], str] = {
     yaml.ScalarNode: "a single value",
@@ -30,17 +33,50 @@ def read_settings(file: Path, errors: list[str]) -> dict[SettingName, SettingVal
     A value is the text of a flag's value: YAML's number parsing (010 is 8, 1:30 is 90, 1e-5 is
     text) is not used. Null and false switches are ignored.
     """
-    given: dict[SettingName, SettingValue] = {}
-    for name, origin, node in _entries(file, SETTINGS, "a setting", errors):
+    return read_values(file, SETTINGS, errors)
+
+
+def read_values(
+    file: Path, known: Mapping[NameT, Option], errors: list[str], structured: str = ""
+) -> dict[NameT, SettingValue]:
+    """Return the values of a YAML file as :func:`read_settings` does, for the ``known`` settings.
+
+    The value of ``structured`` consists of the same texts, in lists and dicts as in the file.
+    """
+    given: dict[NameT, SettingValue] = {}
+    for name, origin, node in _entries(file, known, "a setting", errors):
+        if name == structured:
+            given[name] = SettingValue(_texts(node, origin, errors), origin)
+            continue
         if not isinstance(node, yaml.ScalarNode):
             errors.append(f"{origin} must be a single value, not {NODE_WORDS[type(node)]}.")
             continue
         value: str | bool = str(node.value)
-        if SETTINGS[name].switch and node.tag == BOOL:
+        if known[name].switch and node.tag == BOOL:
             value = yaml.SafeLoader.bool_values.get(node.value.lower(), value)
         if node.tag != NULL and value is not False:
             given[name] = SettingValue(value, origin)
     return given
+
+
+def _texts(node: yaml.Node, origin: str, errors: list[str], depth: int = 2) -> object:
+    """Return a node as texts in lists and dicts, and add names given twice to ``errors``.
+
+    What is nested more deeply, such as a list in itself by an alias, is None.
+    """
+    if isinstance(node, yaml.ScalarNode) or not depth:
+        return str(node.value) if isinstance(node, yaml.ScalarNode) else None
+    if isinstance(node, yaml.SequenceNode):
+        return [_texts(item, origin, errors, depth - 1) for item in node.value]
+    found: dict[str, object] = {}
+    for key, value in node.value:
+        name = str(_texts(key, origin, errors, 0)).replace("-", "_")
+        if name in found:
+            line = key.start_mark.line + 1
+            what = f"{flag_name(name)} of {origin}"
+            errors.append(f"{what} is given twice, again in line {line}. Give it once.")
+        found[name] = _texts(value, origin, errors, depth - 1)
+    return found
 
 
 def read_lists(
@@ -77,7 +113,7 @@ def _entries(
         name = written.replace("-", "_")
         origin = f"{flag_name(name)} in {file}"
         if name not in names:
-            hint = near_setting(written, known)
+            hint = OF_SEARCH if name in SEARCH_ONLY else near_setting(written, known)
             errors.append(f"{written} in {file} is not {what}.{hint}")
         elif name in seen:
             line = key.start_mark.line + 1

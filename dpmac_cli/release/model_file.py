@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import safetensors
 import safetensors.torch
@@ -30,6 +30,8 @@ from dpmac_cli.storage import files
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.training.lineage import Training, attach
 
+#: A model file, its weights, its facts, and these as validated.
+ModelFile: TypeAlias = tuple[Path, dict[str, Tensor], dict[str, Any], Facts]
 #: Key of the checksum in the facts. safetensors does not preserve the order of header keys.
 CHECKSUM = "checksum"
 FOREIGN = "was not written by dpmac train, or was modified"
@@ -84,7 +86,29 @@ def load_model(
             such factory.
         ModelError: the model does not fit the dataset.
     """
-    file, tensors, kept, facts = _read(Path(path))
+    return _loaded(_read(Path(path)), dataset, device, signature, factory, network)
+
+
+def load_trial(run: Path, device: torch.device, factory: str | None) -> tuple[nn.Module, Facts]:
+    """Load the model of a trial of a search, which no command reads, and its facts.
+
+    Arguments and errors are those of :func:`load_model`.
+    """
+    file = run / folder.MODEL
+    read = _parsed(file, file.read_bytes())
+    return _loaded(read, None, device, None, factory, None).model, read[3]
+
+
+def _loaded(
+    read: ModelFile,
+    dataset: str | None,
+    device: torch.device,
+    signature: Signature | None,
+    factory: str | None,
+    network: Network | None,
+) -> Released:
+    """Return the model of a file. Arguments and errors are those of :func:`load_model`."""
+    file, tensors, kept, facts = read
     name = dataset or facts.dataset
     if signature is None:
         signature = facts.signature if dataset is None else DATASETS[dataset].signature
@@ -190,9 +214,12 @@ def _features(file: Path, facts: Facts) -> registry.Features | None:
     raise ModelError(f"{file} needs features '{named}', which this version does not support.")
 
 
-def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], Facts]:
+def _read(path: Path) -> ModelFile:
     """Return a model file, its weights, and its facts, also validated. Raises InputError."""
-    file, content = folder.read_run_file(path, folder.MODEL, WANTED)
+    return _parsed(*folder.read_run_file(path, folder.MODEL, WANTED))
+
+
+def _parsed(file: Path, content: bytes) -> ModelFile:
     try:
         tensors, header = weights.unpacked(content)
     except weights.NOT_SAFE as failure:

@@ -115,9 +115,16 @@ def _search(plan: SearchPlan, delta: float) -> dict[str, Any]:
         "epsilon_of_a_trial": finite_or_none(search.trial_epsilon(delta)),
         "space": list(plan.space),
         "candidates": [[vars(event) for event in events] for events in search.candidates],
+        "scored_on": plan.judge,
         "stop_early": plan.stop_early,
-        "statement": TEXTS.searched.format(mean=trials.mean, most=trials.most),
-        "time": TEXTS.stopped_early if plan.stop_early else TEXTS.same_time,
+        "statement": TEXTS.searched.format(
+            mean=trials.mean,
+            most=trials.most,
+            score=TEXTS.by_public if plan.judge else TEXTS.by_covered,
+        ),
+        "time": (TEXTS.stopped_early if plan.stop_early else TEXTS.same_time).format(
+            most=trials.most
+        ),
     }
 
 
@@ -165,9 +172,17 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
         "unprotected": [row["what"] for row in computed if row["status"] != "protected"],
         "public": [*_public_data(plan.data), *_public_weights(plan.network)],
         "software": f"dpmac {__version__}, torch {version('torch')}.",
-        **({"tuning": TEXTS.tuned} if plan.search is not None else {}),
+        **_tuning(plan),
         "audit": TEXTS.audited.format(canaries) if canaries else TEXTS.not_audited,
     }
+
+
+def _tuning(plan: TrainPlan) -> dict[str, str]:
+    """Return what is known of the choice of settings; nothing if nothing is."""
+    if plan.search is not None:
+        return {"tuning": TEXTS.tuned}
+    on = plan.recorded.get("tuned_on")
+    return {} if on is None else {"tuning": TEXTS.tuned_on.format(on)}
 
 
 def _public_data(data: DataPlan) -> list[str]:

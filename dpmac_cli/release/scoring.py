@@ -3,16 +3,19 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.plan import DataPlan
-from dpmac_cli.data.dataset import standardisation
+from dpmac_cli.data.dataset import Data, standardisation
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import Network
-from dpmac_cli.release.model_file import load_model, read_facts, text_reader
+from dpmac_cli.release.model_file import load_model, load_trial, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
@@ -84,14 +87,34 @@ def score(
             f"{plan.dataset} has {known.task.summary}, but {file} was trained on "
             f"{facts.task.summary}."
         )
-    gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
-    data = replace(data, gain=gain, offset=offset)
-    if known.own:
-        data = data.in_form(facts.form)
-    result = evaluate(released.model, data, data.test)
+    result = _evaluated(released.model, facts, data, known)
     covered = facts.covered_scores is not None
     privacy = released.facts["privacy"]
     return Scored(result, plan.found.name, file, covered, plan.found.held_out, privacy)
+
+
+def score_trial(
+    run: Path, data: Data, known: Dataset, device: torch.device, factory: str | None
+) -> Evaluation:
+    """Score a trial of a search on the test records of another dataset, which is public.
+
+    Args:
+        run: folder of the trial.
+        data, known: records like those of the trial, and their facts.
+        device: device of the records.
+        factory: ``FILE.py:FACTORY`` of a user-supplied model; None for others.
+    """
+    return _evaluated(*load_trial(run, device, factory), data, known)
+
+
+def _evaluated(model: nn.Module, facts: Facts, data: Data, known: Dataset) -> Evaluation:
+    """Evaluate a model on test records, read as those that it was trained on."""
+    device = data.gain.device
+    gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
+    data = replace(data, gain=gain, offset=offset)
+    if known.own:
+        data = data.in_form(facts.form)
+    return evaluate(model, data, data.test)
 
 
 def _chosen(file: Path, facts: Facts, given: Keywords) -> DataPlan:

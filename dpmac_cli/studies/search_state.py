@@ -1,6 +1,6 @@
 """Secret state of a search on disk: what resuming needs, and nothing of trials that lost.
 
-Only the owner can read the folder. It has the number of trials that remain, the settings of the
+Only the owner can read the folder. It has the number of trials that count, the settings of the
 current trial, and the runs of the current and of the best trial so far. Everything in it is removed
 when the search is published. Imports no torch.
 """
@@ -34,21 +34,20 @@ class SearchState:
 
     Attributes:
         plan: checksum of what was planned, which must not change.
-        remaining: number of trials that have not ended. It begins with the secret number of trials
-            that was drawn, which is not saved elsewhere.
+        counted: secret number K of trials that count, which is not saved elsewhere: the first K.
+        ended: number of trials that have ended, whether or not they count.
         setting: settings of the current trial; None before they are drawn.
         verdict: what is being done with the current trial, or the best; "" if nothing is.
         seconds: time that the search has taken.
-        longest: seconds after which it ends; 0 until its first trial has ended.
         records: checksums of the records.
     """
 
     plan: str
-    remaining: int
+    counted: int
+    ended: int = 0
     setting: Mapping[str, str] | None = None
     verdict: str = ""
     seconds: float = 0.0
-    longest: float = 0.0
     records: Mapping[str, str] = field(default_factory=dict)
 
 

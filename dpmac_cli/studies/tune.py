@@ -1,8 +1,11 @@
 """Searches for the best settings, of which only the best trial is released.
 
 The rules that :mod:`dpmac_cli.accounting.selection` rests on are kept here: settings are drawn
-independently for every trial, the number of trials is drawn once and stays secret, a covered score
-decides, and nothing else leaves the secret folder.
+independently for every trial, the number K of trials is drawn once and stays secret, a covered
+score decides, and nothing else leaves the secret folder.
+
+The largest number of trials is trained in any case, and the first K of them count. So what can be
+observed from outside, such as time and load of the machine, does not depend on K.
 """
 
 import hashlib
@@ -12,22 +15,22 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack, cast
+from statistics import fmean
+from typing import Any, TypeAlias, Unpack
 
-from dpmac_cli.accounting.selection import trials_of
-from dpmac_cli.config.keywords import Keywords, SettingName
+from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
-from dpmac_cli.config.search_space import SearchSpace, kind_of_trial, plan_search
+from dpmac_cli.config.search_space import SearchSpace, ask_search
+from dpmac_cli.config.transfer import Transfer
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, RunError
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import train
+from dpmac_cli.release.run import RunEvent, train
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import record_sums
 from dpmac_cli.runs.timing import AROUND, duration
-from dpmac_cli.storage import files
 from dpmac_cli.studies.search_state import (
     LOST,
     PUBLISHING,
@@ -37,10 +40,9 @@ from dpmac_cli.studies.search_state import (
     SecretFolder,
     remove,
 )
-from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.studies.transfer import Tried, carry_out_transfer
+from dpmac_cli.studies.trial_scores import PublicScore, Score, covered_score
 
-#: Default folder of a search.
-OUT = Path("runs/tune")
 #: Seconds between two records of the time that a search has taken.
 HEARTBEAT = 10.0
 #: Seconds between two looks at a request to stop, while waiting.
@@ -68,8 +70,10 @@ class Searching:
     longest: float
 
 
-#: Events of a search.
-SearchEvent: TypeAlias = Searching | Finished
+#: Events of a search, the last of which is Finished.
+SecretEvent: TypeAlias = Searching | Finished
+#: Events of any search: one on public data tells of its trials, and of the final run.
+SearchEvent: TypeAlias = SecretEvent | Tried | RunEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +84,8 @@ class TunePlan:
         space: what is drawn, and the privacy cost.
         out: folder of the search, and of the run that it publishes.
         stop_early: whether it ends with its last trial.
-        expected, longest: estimated seconds that it takes on average, and the seconds after which
-            it ends.
-        seconds: estimated seconds of a trial, for each plan of the space; empty if they are not to
-            be corrected.
+        expected, longest: estimated seconds that it takes on average if it stops early, and the
+            seconds after which it ends.
     """
 
     space: SearchSpace
@@ -91,18 +93,24 @@ class TunePlan:
     stop_early: bool
     expected: float
     longest: float
-    seconds: tuple[float, ...] = ()
 
-    def corrected(self, first: TrainPlan, took: float) -> float:
-        """Return when the search ends, if its first trial took longer than estimated.
+    @property
+    def most(self) -> int:
+        """Largest number of trials."""
+        most = self.space.search.trials.most
+        assert most is not None  # noqa: S101  (searches have a limit)
+        return most
 
-        Every search has a first trial, so this says nothing of how many there are.
+    def trained(self, counted: int) -> int:
+        """Return the number of trials to train, of which the first ``counted`` count."""
+        return counted if self.stop_early else self.most
+
+    def end(self, seconds: float) -> float:
+        """Return when a search ends that has taken some time: a multiple of the longest time.
+
+        It is the first one, unless the trials took longer than estimated, however many count.
         """
-        if not self.seconds:
-            return self.longest
-        kinds = list(map(kind_of_trial, self.space.plans))
-        slower = took / self.seconds[kinds.index(kind_of_trial(first))]
-        return max(self.longest, _end(self.space, slower * max(self.seconds)))
+        return self.longest * max(1, math.ceil(seconds / self.longest))
 
     @property
     def checksum(self) -> str:
@@ -111,7 +119,9 @@ class TunePlan:
         given = {n: str(v) for n, v in space.given.items() if n not in OF_MACHINE}
         shared = {n: v for n, v in space.plans[0].recorded.items() if n != "device"}
         search = asdict(space.search)
+        judge = None if space.judge is None else space.judge.found.name
         text = [given, str(shared), [d.text for d in space.dimensions], search, self.stop_early]
+        text.append(judge)
         return hashlib.sha256(json.dumps(text, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -123,24 +133,18 @@ def plan_tune(
     Args:
         space: result of :func:`~dpmac_cli.config.search_space.plan_search`.
         out: folder of the search. stop_early: see :class:`TunePlan`.
-        longest: seconds after which the search ends; None for an estimate.
+        longest: seconds after which the search ends; None for an estimate, which takes time.
     """
-    seconds = tuple(_seconds(plan) for plan in space.plans)
+    trials = space.search.trials
+    seconds = [_seconds(plan) for plan in space.plans] if longest is None else [0.0]
+    estimated = AROUND + (trials.most or 0) * SLOWER * max(seconds)
     return TunePlan(
         space=space,
         out=out,
         stop_early=stop_early,
-        expected=AROUND + space.search.trials.mean * sum(seconds) / len(seconds),
-        longest=_end(space, max(seconds)) if longest is None else float(math.ceil(longest)),
-        seconds=seconds if longest is None else (),
+        expected=AROUND + trials.mean * fmean(seconds),
+        longest=float(math.ceil(longest or estimated)),
     )
-
-
-def _end(space: SearchSpace, seconds: float) -> float:
-    """Return the seconds after which a search ends, if its longest trial takes ``seconds``."""
-    most = space.search.trials.most
-    assert most is not None  # noqa: S101
-    return float(math.ceil(AROUND + most * SLOWER * seconds))
 
 
 def _seconds(plan: TrainPlan) -> float:
@@ -151,11 +155,14 @@ def _seconds(plan: TrainPlan) -> float:
 
 
 def tune(
-    search: Sequence[str],
+    search: Sequence[str] | Mapping[str, object] = (),
     *,
-    trials: float = 20,
+    config: Path | str | None = None,
+    trials: float | None = None,
     most_trials: int | None = None,
     stop_early: bool = False,
+    on: str | None = None,
+    score_on: str | None = None,
     stop: Callable[[], bool] = lambda: False,
     **keywords: Unpack[Keywords],
 ) -> Iterator[SearchEvent]:
@@ -164,10 +171,17 @@ def tune(
     Use ``finish(tune(...))`` to run to the end. The same call resumes a search that was stopped.
 
     Args:
-        search: settings to draw, such as ``["lr=1e-4..1e-1:log", "clip-norm=0.1,1,10"]``.
-        trials: mean of the secret random number of trials.
+        search: settings to draw: ``{"lr": {"low": 1e-4, "high": 0.1, "scale": "log"},
+            "clip_norm": [0.1, 1, 10]}``, or texts such as ``["lr=1e-4..1e-1:log"]``.
+        config: YAML file of settings, with those to draw below ``search``. Arguments take
+            precedence.
+        trials: mean of the secret random number of trials; 20 by default.
         most_trials: largest number of trials; None for four times the mean.
-        stop_early: end with the last trial, at a time that tells how many there were.
+        stop_early: end with the last trial that counts, at a time that tells how many there were.
+        on: public data to search on instead, at no privacy cost; the private records are then used
+            for one run, with the best settings and the whole epsilon.
+        score_on: public data of the same shape and classes, whose test records decide which trial
+            is best, instead of covered scores.
         stop: called often; True ends the search, to be resumed.
         keywords: settings that all trials share; ``epsilon`` is that of the whole search, and
             ``out`` its folder, in which the best trial becomes an ordinary run.
@@ -177,16 +191,19 @@ def tune(
         BudgetError: no noise meets the target epsilon.
         RunError: every trial diverged, or memory ran out.
     """
-    typed = {n: v for n, v in keywords.items() if v is not None and v is not False}
-    given = cast(dict[SettingName, Any], typed)  # others are refused with the search
-    out = Path(given.pop("out", OUT))
-    space = plan_search(given, None, search, trials_of(trials, most_trials))
-    return carry_out_search(plan_tune(space, out, stop_early=stop_early), stop)
+    given: dict[str, Any] = dict(keywords)
+    own: dict[str, Any] = {"trials": trials, "most_trials": most_trials, "stop_early": stop_early}
+    own |= {"on": on, "score_on": score_on, "out": given.pop("out", None)}
+    flags, space = ask_search(given, own, search, None if config is None else Path(config))
+    if isinstance(space, Transfer):
+        return carry_out_transfer(space, flags.out, stop)
+    plan = plan_tune(space, flags.out, stop_early=flags.stop_early)
+    return carry_out_search(plan, stop)
 
 
 def carry_out_search(
     plan: TunePlan, stop: Callable[[], bool] = lambda: False
-) -> Generator[SearchEvent, None, None]:
+) -> Generator[SecretEvent, None, None]:
     """Carry out a search, or resume it, and report nothing but time until it is published.
 
     Raises:
@@ -204,9 +221,13 @@ def carry_out_search(
         device = choose_device(first.run.device)
         data = load_data(first.data.source, first.data.folder, device, facts=first.data.facts)
         sums = {str(name): sha for name, sha in record_sums(data).items()}
+        score = covered_score
+        if plan.space.judge is not None:
+            score = PublicScore(plan.space.judge, device, sums)
         clock = _Clock(plan, secret, _begun(plan, secret, sums), stop)
-        while clock.state.remaining > 0 or clock.state.verdict in (WON, LOST):
-            yield from _trial(plan, secret, clock, data)
+        trained = plan.trained(clock.state.counted)
+        while clock.state.ended < trained or clock.state.verdict in (WON, LOST):
+            yield from _trial(plan, secret, clock, data, score)
         yield from clock.wait()
         yield _published(plan, secret, clock)
 
@@ -216,7 +237,7 @@ def _begun(plan: TunePlan, secret: SecretFolder, records: Mapping[Any, str]) -> 
     state = secret.read()
     if state is None:
         number = plan.space.search.trials.draw()
-        state = SearchState(plan=plan.checksum, remaining=number, records=dict(records))
+        state = SearchState(plan=plan.checksum, counted=number, records=dict(records))
         secret.write(state)
     if state.plan != plan.checksum:
         raise InputError(
@@ -247,11 +268,6 @@ class _Clock:
         self._written = self._since
 
     @property
-    def longest(self) -> float:
-        """Seconds after which the search ends."""
-        return self.state.longest or self._plan.longest
-
-    @property
     def seconds(self) -> float:
         """Seconds that the search has taken."""
         return self._before + time.monotonic() - self._since
@@ -266,15 +282,15 @@ class _Clock:
         """Return how long the search has taken, and record it from time to time."""
         if time.monotonic() - self._written > HEARTBEAT:
             self.write()
-        return Searching(self.seconds, self.longest)
+        seconds = self.seconds
+        return Searching(seconds, self._plan.end(seconds))
 
     def wait(self) -> Iterator[Searching]:
-        """Wait until a time that does not depend on the number of trials.
+        """Wait until a time that does not depend on the number of trials that count.
 
-        It is the longest time that was announced, corrected by that of the first trial; or a
-        multiple of it, if later ones took longer than that one suggests. Raises KeyboardInterrupt.
+        Raises KeyboardInterrupt.
         """
-        end = self.longest * max(1, math.ceil(self.seconds / self.longest))
+        end = self._plan.end(self.seconds)
         while not self._plan.stop_early and (left := end - self.seconds) > 0:
             yield self.tick()
             if self.stop():
@@ -283,29 +299,30 @@ class _Clock:
             time.sleep(min(PATIENCE, left))
 
 
-def _trial(plan: TunePlan, secret: SecretFolder, clock: _Clock, data: Data) -> Iterator[Searching]:
-    """Run one trial completely, and keep it if it is the best. Raises KeyboardInterrupt."""
+def _trial(
+    plan: TunePlan, secret: SecretFolder, clock: _Clock, data: Data, score: Score
+) -> Iterator[Searching]:
+    """Run one trial completely, and keep it if it counts and is the best.
+
+    A trial that does not count is trained and scored like the others. Raises KeyboardInterrupt.
+    """
     if clock.state.verdict == "":
         if clock.state.setting is None:
             clock.write(setting=plan.space.draw())
-        setting, began = dict(clock.state.setting or {}), clock.seconds
+        setting = dict(clock.state.setting or {})
         trial = plan.space.plan_of(setting, stop_early=plan.stop_early)  # type: ignore[arg-type]
-        won = yield from _won(trial, secret, clock, data)
-        took = clock.seconds - began
-        clock.write(
-            remaining=clock.state.remaining - 1,
-            setting=None,
-            verdict=WON if won else LOST,
-            longest=clock.state.longest or plan.corrected(trial, took),
-        )
+        better = yield from _better(trial, secret, clock, data, score)
+        won = better and clock.state.ended < clock.state.counted
+        verdict = WON if won else LOST
+        clock.write(ended=clock.state.ended + 1, setting=None, verdict=verdict)
     secret.settle(clock.state.verdict)
     clock.write(verdict="")
 
 
-def _won(
-    trial: TrainPlan, secret: SecretFolder, clock: _Clock, data: Data
+def _better(
+    trial: TrainPlan, secret: SecretFolder, clock: _Clock, data: Data, score: Score
 ) -> Generator[Searching, None, bool]:
-    """Train a trial from scratch, and return whether its covered score is the best so far.
+    """Train a trial from scratch, and return whether its score is the best so far.
 
     A trial that was stopped is started again: nothing of it was seen.
     """
@@ -320,21 +337,7 @@ def _won(
     except DivergedError:
         return False
     metric = trial.run.metric
-    return not secret.best.exists() or covered_score(secret.current, metric) > covered_score(
-        secret.best, metric
-    )
-
-
-def covered_score(run: Path, metric: str) -> float:
-    """Return the last score of a run, which is larger for better runs.
-
-    Raises ValueError if it is not covered: then the choice by it would reveal test records.
-    """
-    report = json.loads((run / folder.REPORT).read_bytes())
-    if not (report["privacy"]["covered_scores"] or {}).get("released"):
-        raise ValueError("a search needs covered scores")
-    value = files.read_lines(run / folder.METRICS)[-1].get(METRICS[metric].logged)
-    return -math.inf if value is None else METRICS[metric].better(float(value))
+    return not secret.best.exists() or score(secret.current, metric) > score(secret.best, metric)
 
 
 def _published(plan: TunePlan, secret: SecretFolder, clock: _Clock) -> Finished:

@@ -38,6 +38,17 @@ COLUMNS = "columns:\n  day: {type: date, range: [2015-01-01, 2024-12-31]}\n"
 NOTES = "note,age,outcome\n" + "mild pain,40,home\nsevere pain,50,ward\n" * 20
 OUTCOME = "label: {column: outcome, classes: [home, ward]}\ncolumns:\n  "
 SITE = "site"
+#: A search with a mistake in every line.
+SEARCH = """dataset: digits
+trials: few
+lr: 0.5
+seed: 0
+search:
+  lr: [0.1, 1]
+  clip-norm: {low: 1, hihg: 10}
+  epochs: {low: 5, high: 40, scale: logarithmic}
+  batchsize: [64, 128]
+"""
 NET = """from torch import nn
 
 
@@ -58,6 +69,7 @@ def set_scene(folder: Path) -> None:
         "notes.txt": "hello\n",
         "broken.yaml": "sigma: [0.5\nlr: 1\n",
         "settings.yaml": "dataset: digits\nlearning_rate: 0.1\nsigma: high\n",
+        "search.yaml": SEARCH,
         "net.py": NET,
         "stays.csv": STAYS,
         "number.yaml": "label: {column: cost, range: [0, 9000]}\n" + COLUMNS,

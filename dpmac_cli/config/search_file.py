@@ -1,0 +1,209 @@
+"""Searches in files and in programs: settings to draw beside settings that all trials share.
+
+A settings file of a search has the settings of a run, those of :class:`SearchFlags`, and ``search``
+with a range or a list for each setting to draw. Imports no torch.
+"""
+
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, StrictBool
+
+from dpmac_cli.accounting.selection import LONGEST
+from dpmac_cli.config.account_flags import MeanTrials
+from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, SomePath, flag_name, options
+from dpmac_cli.config.flags import Flags, near, valid_part
+from dpmac_cli.config.keywords import SettingName
+from dpmac_cli.config.named import RECIPES, file_of
+from dpmac_cli.config.settings import OUTPUT, OWN_DATA, SETTINGS, Count
+from dpmac_cli.config.sources import SettingValue, combined, is_setting
+from dpmac_cli.config.yaml_file import read_values
+from dpmac_cli.data.registry import DATASETS
+
+#: Group of the flags of a search in the help, and the key of the settings to draw in a file.
+SEARCH, KEY = "Search", "search"
+#: Keys of a range of numbers, and the values of its scale.
+ENDS, SCALES = ("low", "high"), ("linear", "log")
+#: What a range is in a file.
+AS_RANGE = "{low: 1e-4, high: 1e-1, scale: log}"
+
+
+class SearchFlags(Flags, frozen=True):
+    """Settings of a search itself."""
+
+    trials: Annotated[
+        MeanTrials,
+        Field(description="Mean number of trials. The number itself is random and secret."),
+        Flag(SEARCH),
+    ] = 20
+    most_trials: Annotated[
+        Count | None,
+        Field(description="Largest number of trials. More cost less privacy, but take longer."),
+        Flag(SEARCH, otherwise=f"{LONGEST} times the mean"),
+    ] = None
+    stop_early: Annotated[
+        StrictBool,
+        Field(
+            description="End with the last trial, for a time that nobody observes: it tells how "
+            "many there were."
+        ),
+        Flag(SEARCH),
+    ] = False
+    on: Annotated[
+        str | None,
+        Choice(tuple(DATASETS), OWN_DATA),
+        Field(
+            description="Search on this public data instead, and train once on the private records "
+            "with the best settings and the whole epsilon."
+        ),
+        Flag(SEARCH),
+    ] = None
+    score_on: Annotated[
+        str | None,
+        Choice(tuple(DATASETS), OWN_DATA),
+        Field(
+            description="Choose by exact scores on this public data of the same shape and classes, "
+            "instead of covered ones."
+        ),
+        Flag(SEARCH),
+    ] = None
+    out: Annotated[
+        SomePath, Field(description="Folder of the search, and of the published run."), Flag(OUTPUT)
+    ] = Path("runs/tune")
+
+
+#: Settings of a search by name.
+OWN: Mapping[str, Option] = options(SearchFlags)
+_DRAWN = Option(KEY, "Settings to draw.", None, Flag(SEARCH), str, True, {}, None, None)
+
+
+@dataclass(frozen=True)
+class SearchFile:
+    """Content of a settings file of a search, read once.
+
+    Attributes:
+        settings: settings that all trials share.
+        drawn: settings to draw, as texts of ``--search``.
+        own: fields of :class:`SearchFlags`.
+    """
+
+    settings: Mapping[SettingName, SettingValue] = field(default_factory=dict)
+    drawn: tuple[SettingValue, ...] = ()
+    own: Mapping[str, SettingValue] = field(default_factory=dict)
+
+    def flags(self, given: Mapping[str, Any], errors: list[str]) -> SearchFlags:
+        """Return the settings of the search, and add their faults to ``errors``.
+
+        ``given`` takes precedence.
+        """
+        values = {name: entry.value for name, entry in self.own.items()}
+        origins = {name: entry.origin for name, entry in self.own.items() if name not in given}
+        return valid_part(SearchFlags, {**values, **given}, errors, origins)[0]
+
+    def below(self, above: "SearchFile") -> "SearchFile":
+        """Return both files, of which ``above`` takes precedence."""
+        names = {_name(entry.value) for entry in above.drawn}
+        drawn = self.fixed({*names, *above.settings}).drawn
+        settings = {name: entry for name, entry in self.settings.items() if name not in names}
+        settings = combined(settings, above.settings, [])  # contradictions are reported later
+        return SearchFile(settings, (*drawn, *above.drawn), {**self.own, **above.own})
+
+    def fixed(self, names: Container[str]) -> "SearchFile":
+        """Return the file without drawing settings of these names."""
+        drawn = (entry for entry in self.drawn if _name(entry.value) not in names)
+        return replace(self, drawn=tuple(drawn))
+
+
+def is_search(recipe: object) -> bool:
+    """Return whether a recipe is the file of a search."""
+    return isinstance(recipe, str) and recipe in RECIPES and RECIPES[recipe].command == "tune"
+
+
+def read_search(file: Path | None, recipe: str | None, errors: list[str]) -> SearchFile:
+    """Return a settings file above the file of a search by name, and add faults to ``errors``."""
+    read = SearchFile() if file is None else _read(file, errors)
+    named = read.settings.get("recipe")
+    if recipe is None and named is not None and is_search(named.value):
+        recipe = str(named.value)
+        settings = dict(read.settings)
+        del settings["recipe"]
+        read = replace(read, settings=settings)
+    return read if recipe is None else _read(file_of(recipe), errors).below(read)
+
+
+def _read(file: Path, errors: list[str]) -> SearchFile:
+    found = read_values(file, {**SETTINGS, **OWN, KEY: _DRAWN}, errors, structured=KEY)
+    drawn = found.pop(KEY, None)
+    own = {name: found.pop(name) for name in OWN if name in found}
+    settings = {name: entry for name, entry in found.items() if is_setting(name)}
+    if drawn is None:
+        return SearchFile(settings, (), own)
+    if not isinstance(drawn.value, Mapping):
+        errors.append(f"{drawn.origin} must have a line for each setting, like 'lr: {AS_RANGE}'.")
+        return SearchFile(settings, (), own)
+    texts = drawn_texts(drawn.value, f"{drawn.origin}:", errors)
+    return SearchFile(settings, texts, own)
+
+
+def drawn_texts(
+    drawn: Mapping[str, object] | Sequence[str], origin: str, errors: list[str]
+) -> tuple[SettingValue, ...]:
+    """Return settings to draw as texts of ``--search``, and add faults to ``errors``.
+
+    Args:
+        drawn: by name, {"low": ..., "high": ..., "scale": "log"} for a range, a list of values, or
+            either as text ("1e-4..1e-1:log", "0.1,1,10"); or texts such as "lr=0.1,1".
+        origin: where they are given, in messages.
+    """
+    if not isinstance(drawn, Mapping):
+        return tuple(SettingValue(text, origin) for text in drawn)
+    named = {flag_name(name): value for name, value in drawn.items()}
+    found = {name: _as_text(f"{origin} {name}", value, errors) for name, value in named.items()}
+    return tuple(
+        SettingValue(f"{name}={text}", origin) for name, text in found.items() if text is not None
+    )
+
+
+def _as_text(origin: str, value: object, errors: list[str]) -> str | None:
+    """Return a range or a list as text; None if it is neither."""
+    before = len(errors)
+    if isinstance(value, Mapping):
+        errors += (f"{origin}: {fault}" for fault in _faults_of_range(value))
+        text = "..".join(str(value.get(end)) for end in ENDS)
+        text += ":log" * (value.get("scale") == "log")
+    elif isinstance(value, str) or _is_number(value):
+        text = str(value)
+    elif isinstance(value, Sequence) and all(isinstance(v, str) or _is_number(v) for v in value):
+        text = ",".join(map(str, value))
+        if not value or any("," in str(item) for item in value):
+            errors.append(f"{origin}: a list needs at least one value, and none with a comma.")
+    else:
+        errors.append(f"{origin} must be a range like {AS_RANGE}, or a list of values.")
+    return None if len(errors) > before else text
+
+
+def _faults_of_range(value: Mapping[Any, object]) -> Iterator[str]:
+    """Yield faults of the keys and values of a range."""
+    known = (*ENDS, "scale")
+    for key in value:
+        if key not in known:
+            yield f"a range has {', '.join(known)}, not {key}.{near(str(key), known)}"
+    for end in ENDS:
+        if end not in value:
+            yield f"a range needs {end}, like {AS_RANGE}."
+        elif not re.fullmatch(NUMBER, str(value[end])):
+            yield f"{end} must be a number, not '{value[end]}'. Use a list for other values."
+    if (scale := value.get("scale", "linear")) not in SCALES:
+        yield f"scale must be {' or '.join(SCALES)}, not '{scale}'.{near(str(scale), SCALES)}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _name(text: str) -> str:
+    return text.partition("=")[0].strip().removeprefix("--").replace("-", "_")
