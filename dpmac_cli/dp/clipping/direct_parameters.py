@@ -1,7 +1,8 @@
 """Parameters that are read directly in a forward method, such as a class token or a LayerScale.
 
 If such a parameter is broadcast over a batch, every row gets its own copy. The gradients with
-respect to the copies are its per-sample gradients, whatever else the network computes.
+respect to the copies are its per-sample gradients, whatever else the network computes. An embedding
+of positions that are the same for all rows is such a parameter, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -27,6 +29,13 @@ ELEMENTWISE = frozenset(
 #: Functions that repeat a tensor along dimensions.
 EXPANDING = frozenset({Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, Tensor.repeat})
 
+#: Functions that read a tensor at places, which are whole numbers.
+INDEXING = frozenset(
+    {functional.embedding, Tensor.__getitem__, torch.index_select, Tensor.index_select}
+)
+
+PLACES = (torch.int64, torch.int32)
+
 #: Modules that hold parameters and are never called.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
@@ -37,8 +46,8 @@ PullBack: TypeAlias = Callable[[Tensor], Tensor]
 class Copies(TorchFunctionMode):
     """Context manager that replaces some parameters with one copy per row of the batch.
 
-    Values computed from a single parameter, such as a slice or a reshape, are copied in the same
-    way.
+    Values computed from a single parameter, such as a slice, a reshape, or entries at places that
+    do not depend on rows, are copied in the same way.
     """
 
     def __init__(self, parameters: Iterator[nn.Parameter], rows: int) -> None:
@@ -64,7 +73,8 @@ class Copies(TorchFunctionMode):
             if copies is not None:
                 return func(*[copies if x is read[0] else x for x in args], **named)
         of = {id(parameter): parameter for _, parameter in (self._read[id(x)] for x in read)}
-        if len(of) == 1 and len(read) == len(given):
+        places = [x for x in given if func in INDEXING and x.dtype in PLACES]
+        if len(of) == 1 and len(read) + len(places) == len(given):
             args, named = tree_map(lambda x: self._read.get(id(x), (x,))[0], (args, named))
             return self._computed(func, args, func(*args, **named), *of.values())
         self.refused.update(of)
@@ -120,14 +130,16 @@ def _pull_back(source: Tensor, leaf: Tensor, by_copies: Tensor) -> Tensor:
 def copied_parameters(model: nn.Module, example: Batch) -> set[int]:
     """Return the ids of parameters whose uses :class:`Copies` all supports, on an example batch.
 
-    Only parameters of modules that contain other modules with parameters are checked. A second
-    batch size must give the same result, as other dimensions may have the batch size by chance.
+    Only parameters of embeddings, and of modules that contain other modules with parameters, are
+    checked. A second batch size must give the same result, as other dimensions may have the batch
+    size by chance.
     """
     asked = [
         p
         for module in model.modules()
         for p in directly_held(module).values()
-        if not isinstance(module, CONTAINERS) and _has_parts(module)
+        if type(module) is nn.Embedding
+        or (not isinstance(module, CONTAINERS) and _has_parts(module))
     ]
     if not asked:
         return set()

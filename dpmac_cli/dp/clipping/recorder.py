@@ -1,7 +1,7 @@
 """Record the inputs and output gradients of layers in a batch, with hooks."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,32 +64,67 @@ def record_uses(
         for user in layer.users
         if not layer.direct
     ]
-    direct = [next(iter(layer.parameters.values())) for layer in layers if layer.direct]
+    direct = _parameters(layer for layer in layers if layer.direct and not layer.idle)
+    idle = _parameters(layer for layer in layers if layer.idle)
     copies = Copies(iter(direct), samples)
     calls = [(layer.name, layer.module, layer.composite) for layer in layers]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), _with_gradients(idle):
             with calling_projections(calls), running(), copies if direct else nullcontext():
                 outputs = model(rows)
             # Ignore layers that the loss calls, or torch.utils.checkpoint in the backward pass.
             recorded = [
-                _of_copies(layer, copies) if layer.direct else list(records)
+                _of_copies(layer, copies) if layer.direct and not layer.idle else list(records)
                 for layer, records in zip(layers, hooked, strict=True)
             ]
             by_view = loss(outputs, labels)
             losses = by_view.view(-1, views).mean(1)
             total = losses.sum()
             edges = [record.edge for records in recorded for record in records]
-            found: Sequence[Tensor | None] = [None] * len(edges)
-            if edges and total.requires_grad:
+            found: Sequence[Tensor | None] = [None] * (len(edges) + len(idle))
+            if (edges or idle) and total.requires_grad:
                 with calling_projections(calls), running():
-                    found = torch.autograd.grad(total, edges, allow_unused=True)
+                    found = torch.autograd.grad(total, [*edges, *idle], allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
+    if any(gradient is not None for gradient in found[len(edges) :]):
+        raise ModelError(_AWAKE.format(", ".join(layer.name for layer in layers if layer.idle)))
     deltas = iter(found)
     by_layer = [[(record, next(deltas)) for record in records] for records in recorded]
-    return losses, [_checked_uses(*pair, samples) for pair in zip(layers, by_layer, strict=True)]
+    return losses, [
+        _without_effect(layer, losses, samples) if layer.idle else _checked_uses(layer, of, samples)
+        for layer, of in zip(layers, by_layer, strict=True)
+    ]
+
+
+_AWAKE = (
+    "One of the parameters {} has an effect in this step, but had none during validation, so its "
+    "gradient would be missing. Use it in every step, or freeze it with requires_grad_(False)."
+)
+
+
+def _parameters(layers: Iterable[Layer]) -> list[nn.Parameter]:
+    return [p for layer in layers for p in layer.parameters.values()]
+
+
+@contextmanager
+def _with_gradients(idle: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let autograd see whether parameters without an effect during validation have one now."""
+    before = [p.requires_grad for p in idle]
+    try:
+        for p in idle:
+            p.requires_grad_(True)
+        yield
+    finally:
+        for p, required in zip(idle, before, strict=True):
+            p.requires_grad_(required)
+
+
+def _without_effect(layer: Layer, losses: Tensor, rows: int) -> list[Use]:
+    """Return one use with gradients of zero."""
+    size = layer.stop - layer.start
+    return [Use((), losses.detach().new_zeros(()).expand(rows, size))]
 
 
 def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
