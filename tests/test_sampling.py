@@ -138,7 +138,9 @@ def test_balls_are_independent(bins: NDArray[np.int64], lag: int) -> None:
 @either_way
 def test_each_epoch_is_dealt_anew_if_that_is_priced(name: str, secure: bool) -> None:
     epochs = dealt(sampler_of(name, 60, 20, secure), 60, 20, 50)
-    assert len({tuple(epoch) for epoch in epochs.tolist()}) == (50 if SAMPLERS[name].amplified else 1)
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == (
+        50 if SAMPLERS[name].amplified else 1
+    )
 
 
 @pytest.mark.privacy
@@ -146,7 +148,8 @@ def test_each_epoch_is_dealt_anew_if_that_is_priced(name: str, secure: bool) -> 
 def test_cyclic_batches_fill_as_independent_balls_fill_them(secure: bool) -> None:
     """Removing a record leaves the distribution of the others, whose numbers it lowers by one."""
     epochs = [
-        dealt(sampler_of("cyclic", N, BATCH, secure, seed), N, BATCH, 1)[0] for seed in range(EPOCHS)
+        dealt(sampler_of("cyclic", N, BATCH, secure, seed), N, BATCH, 1)[0]
+        for seed in range(EPOCHS)
     ]
     sizes = np.stack([np.bincount(epoch, minlength=BINS) for epoch in epochs])
     assert_sizes_are_binomial(sizes.ravel(), N, 1 / BINS)

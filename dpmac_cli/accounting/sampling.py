@@ -87,7 +87,8 @@ class OwnLoader:
 
     Epsilon is right only if the statement is: a loader that shuffles the records and cuts them into
     batches of one size, as ``DataLoader(shuffle=True)`` does, draws like none of
-    :class:`Poisson`, :class:`RandomAllocation` and :class:`Cyclic`. So is what a batch consists of: one row for each record.
+    :class:`Poisson`, :class:`RandomAllocation` and :class:`Cyclic`. So is what a batch consists of:
+    one row for each record.
 
     Args:
         drawn_as: how the loader draws.

@@ -16,7 +16,15 @@ from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.errors import ModelError
 
 from .reference import prepare
-from .test_per_sample import CLASSES, KINDS, Net, assert_matches_oracle, head, views_of
+from .test_per_sample import (
+    CLASSES,
+    KINDS,
+    Net,
+    assert_matches_oracle,
+    frozen,
+    head,
+    views_of,
+)
 
 LENGTH, WIDTH, COUNT, RADIUS = 3, 4, 6, 0.1
 
@@ -69,6 +77,10 @@ def one_table_twice() -> Any:
     return nn.ModuleList([one, other])
 
 
+def norm() -> nn.Module:
+    return nn.LayerNorm(WIDTH)
+
+
 def attention() -> nn.Module:
     return nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
@@ -80,7 +92,7 @@ PLACES: Mapping[str, Net] = {
     "one row later": net(lambda s, x: x + s.part(places())[None], part=table()),
     "repeated places": net(lambda s, x: x * s.part(places() % 2), part=table()),
     "a function of it": net(lambda s, x: x + 2 * s.part(places()[None]).sin(), part=table()),
-    "expanded": net(lambda s, x: x + s.part(places()).expand(len(x), -1, -1), part=table()),
+    "expanded": net(lambda s, x: x + s.part(places()).expand(x.shape[0], -1, -1), part=table()),
     "used twice": net(lambda s, x: (x + s.part(places())) * s.part(places() + 2), part=table()),
     "with padding": net(lambda s, x: x + s.part(places()), part=table(padding_idx=1)),
     "two tables of one weight": net(
@@ -112,12 +124,37 @@ IDLE: Mapping[str, Net] = {
 
 #: Modules that read a weight of a layer which they do not call, or also call.
 READ: Mapping[str, Net] = {
+    "a convolution": net(
+        lambda s, x: F.conv1d(x, s.part.weight, padding=1),
+        part=lambda: nn.Conv1d(LENGTH, LENGTH, 3, bias=False),
+    ),
+    "a norm": net(lambda s, x: s.part(x) * F.layer_norm(x, (4,), s.part.weight), part=norm),
+}
+
+
+#: Products of samples and a weight whose layer is not, or also, called.
+PRODUCTS: Mapping[str, Net] = {
     "a product": net(lambda s, x: F.linear(x, s.part.weight, s.part.bias), part=linear),
+    "without its bias": net(lambda s, x: F.linear(x, s.part.weight), part=linear),
     "a call and a product": net(lambda s, x: s.part(x).sin() @ s.part.weight, part=linear),
+    "several": net(lambda s, x: F.linear(x @ s.part.weight, s.part.weight).sin(), part=linear),
+    "changed in place": net(lambda s, x: F.linear(x, s.part.weight).add_(1).sin_(), part=linear),
     "with a bias of its own": net(
         lambda s, x: F.linear(x, s.part.weight, torch.cat([s.p, s.p.sin()])),
         part=linear,
         p=lambda: nn.Parameter(torch.randn(WIDTH // 2)),
+    ),
+    "of its own": net(
+        lambda s, x: s.part(torch.matmul(x, s.p)),
+        part=linear,
+        p=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH)),
+    ),
+    "frozen bias": net(
+        lambda s, x: s.part(x) @ s.part.weight, part=lambda: frozen(linear(), "bias")
+    ),
+    "behind nothing": Net(
+        lambda: Do(lambda s, x: F.linear(x, s.part.weight), part=nn.Linear(WIDTH, CLASSES)),
+        (WIDTH,),
     ),
 }
 
@@ -134,7 +171,13 @@ SECOND: Mapping[str, Net] = {
 
 NETS = {
     f"{kind}: {name}": made
-    for kind, nets in {"places": PLACES, "idle": IDLE, "read": READ, "second": SECOND}.items()
+    for kind, nets in {
+        "places": PLACES,
+        "idle": IDLE,
+        "read": READ,
+        "second": SECOND,
+        "product": PRODUCTS,
+    }.items()
     for name, made in nets.items()
 }
 
@@ -146,8 +189,9 @@ NETS = {
 def test_norms_and_sums_match_the_oracle(name: str, kind: str, views: int) -> None:
     x, y = views_of(NETS[name], views)
     rows = x.flatten(0, 1) if views > 1 else x
-    subject = prepare(NETS[name].build().double(), views=views, example=rows[:2].double())
-    assert_matches_oracle(subject, x.double(), y, kind)
+    x, rows = (t.double() if t.is_floating_point() else t for t in (x, rows))
+    subject = prepare(NETS[name].build().double(), views=views, example=rows[:2])
+    assert_matches_oracle(subject, x, y, kind)
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -158,7 +202,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", NETS)
 def test_a_record_moves_the_sum_by_at_most_the_radius(name: str) -> None:
     """Of a network that is proven independent across samples, and not run on each one alone."""
-    batch = torch.randn(COUNT, LENGTH, WIDTH)
+    batch, _ = NETS[name].batch(COUNT)
     clipped = ClippedSum(NETS[name].build(), loss, ball(RADIUS), batch_size=COUNT)
     total = clipped(batch).clone()
     assert clipped.prepare(batch)._isolated is None
@@ -233,14 +277,66 @@ def test_places_that_depend_on_samples_are_not_taken_for_the_same(read: Forward)
 
 
 def test_a_module_that_reads_is_one_layer_and_the_others_keep_their_rules() -> None:
-    made = READ["a product"]
+    made = READ["a convolution"]
     layers = find_layers(made.build(), made.batch()[0][:2])
     assert [layer.name for layer in layers] == ["0", "1", "3.1"]
 
 
 def test_a_network_of_many_layers_that_reads_one_weight_is_not_one_layer() -> None:
     """On each sample alone, the others keep their rules."""
-    model = Do(lambda s, x: s.head(F.linear(x, s.part.weight)), part=linear(), head=head(WIDTH))
+    read = lambda s, x: F.layer_norm(x, (WIDTH,), s.part.weight)  # noqa: E731
+    model = Do(lambda s, x: s.head(read(s, x)), part=norm(), head=head(WIDTH))
     assert [layer.name for layer in find_layers(model, torch.ones(2, WIDTH))] == ["part", "head.1"]
-    alone = Do(lambda s, x: F.linear(x, s.part.weight), part=nn.Linear(WIDTH, CLASSES, bias=False))
+    alone = Do(read, part=nn.LayerNorm(WIDTH, bias=False))
     assert [layer.name for layer in find_layers(alone, torch.ones(2, WIDTH))] == [""]
+
+
+@pytest.mark.privacy
+def test_another_product_than_during_validation_is_an_error() -> None:
+    """Its gradient would lack a part."""
+    odd: list[bool] = []
+    made = net(
+        lambda s, x: F.linear(x, s.part.weight) + (s.part.weight.sum() * x.sum() if odd else 0),
+        part=linear,
+    )
+    model, (x, y) = made.build(), made.batch()
+    layers = find_layers(model, x[:2])
+    flatten_parameters(layers)
+    record_uses(model, layers, x, y)
+    odd.append(True)
+    with pytest.raises(ModelError, match=r"1\.part\.weight was used differently"):
+        record_uses(model, layers, x, y)
+
+
+@pytest.mark.privacy
+def test_products_of_other_rows_than_samples_are_not_recorded() -> None:
+    """As many positions as samples, by chance, would be taken for them."""
+    turned = lambda s, x: F.linear(x.transpose(0, 1), s.part.weight).transpose(0, 1)  # noqa: E731
+    made = net(turned, part=linear)
+    layers = find_layers(made.build(), torch.zeros(LENGTH, LENGTH, WIDTH))
+    assert not any(layer.direct and not layer.idle for layer in layers)
+
+
+@pytest.mark.privacy
+def test_as_many_samples_as_places_are_not_taken_for_rows() -> None:
+    """The gradient by place would be taken for that by sample."""
+    made = PLACES["no row"]
+    x, y = made.batch(LENGTH)
+    subject = prepare(made.build().double(), example=torch.zeros(7, LENGTH, WIDTH).double())
+    assert_matches_oracle(subject, x.double(), y, "ball")
+
+
+@pytest.mark.privacy
+def test_rows_that_are_changed_after_a_product_are_an_error() -> None:
+    def changed(s: Any, x: Tensor) -> Tensor:
+        x = 2 * x
+        product = F.linear(x, s.part.weight)
+        x.detach().zero_()
+        return product
+
+    made = net(changed, part=lambda: nn.Linear(WIDTH, WIDTH, bias=False))
+    model, (x, y) = made.build(), made.batch()
+    layers = find_layers(model, x[:2])
+    flatten_parameters(layers)
+    with pytest.raises(ModelError, match=r"input of layer 1\.part\.weight was changed in place"):
+        record_uses(model, layers, x, y)

@@ -17,7 +17,7 @@ from dpmac_cli.dp.clipping.direct_parameters import (
     directly_held,
 )
 from dpmac_cli.dp.clipping.idle_parameters import idle_parameters
-from dpmac_cli.dp.clipping.outside_reads import modules_that_read_inside
+from dpmac_cli.dp.clipping.outside_reads import layers_that_read, read_outside
 from dpmac_cli.dp.clipping.projections import plainly_called, projections
 from dpmac_cli.errors import ModelError
 
@@ -68,17 +68,17 @@ def find_layers(model: nn.Module, example: Batch | None = None) -> list[Layer]:
     Parameters that a module's forward reads directly, or that have no effect, and projections of
     attention and recurrent layers, become separate layers if ``example``, random inputs of at least
     two samples, shows that this works; otherwise their module is one layer, and so is a module that
-    reads a parameter of a layer inside it without calling it. A parameter that :data:`TIEABLE` modules share
-    is a layer of all of them. Raises ModelError if others share a parameter, or nothing is
-    trainable.
+    reads a parameter of a layer inside it without calling it. A parameter that :data:`TIEABLE`
+    modules share is a layer of all of them. Raises ModelError if others share a parameter, or
+    nothing is trainable.
     """
     if example is None:
         return _side_by_side(_with_ties(list(_owners(model, "", _Apart(), set()))))
     idle = idle_parameters(model, example)
-    copied = copied_parameters(model, example) - idle
-    apart = _Apart(
-        copied, idle, plainly_called(model, example), modules_that_read_inside(model, example)
-    )
+    readers = read_outside(model, example)
+    copied = copied_parameters(model, example, set().union(*readers.values())) - idle
+    left = {module: read - copied for module, read in readers.items()}
+    apart = _Apart(copied, idle, plainly_called(model, example), layers_that_read(model, left))
     owners = map(apart.noted, _owners(model, "", apart, set()))
     return _side_by_side(_with_ties(list(owners)))
 

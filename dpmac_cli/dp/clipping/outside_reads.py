@@ -1,9 +1,9 @@
-"""Modules that read parameters of layers inside them, such as ``F.linear(x, self.layer.weight)``.
+"""Modules that read parameters of layers inside them, such as ``F.conv2d(x, self.layer.weight)``.
 
 Calls of the layer do not give the gradient of such a parameter, but calls of the module do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,23 +16,31 @@ from dpmac_cli.dp.clipping.direct_parameters import CONTAINERS, directly_held
 from dpmac_cli.dp.losses import DETACHING
 
 
-def modules_that_read_inside(model: nn.Module, example: Batch) -> set[int]:
-    """Return the ids of modules that read trained parameters of layers which are not running.
+def read_outside(model: nn.Module, example: Batch) -> dict[nn.Module, set[int]]:
+    """Return the modules that read trained parameters of layers which are not running.
 
-    They are found on an example batch. Left out is a module of all trained parameters, of which
-    only some are read: on each sample alone, the layers of the others keep their rules.
+    They are found on an example batch, each with the ids of these parameters.
     """
     reads = _Reads(model)
     try:
         with torch.enable_grad(), reads.following(model), reads:
             model(example)
     except Exception:  # noqa: BLE001  (user code may raise anything, and would in training)
-        return set()
+        return {}
+    return reads.readers
+
+
+def layers_that_read(model: nn.Module, readers: Mapping[nn.Module, Set[int]]) -> set[int]:
+    """Return the ids of modules that read parameters, and are one layer with all that is inside.
+
+    Left out is a module of all trained parameters, of which only some are read: on each sample
+    alone, the layers of the others keep their rules.
+    """
     everything = _trained(model)
     return {
         id(module)
-        for module in reads.readers
-        if (inside := _trained(module)) != everything or inside <= reads.read
+        for module, read in readers.items()
+        if read and ((inside := _trained(module)) != everything or inside <= read)
     }
 
 
@@ -47,8 +55,7 @@ class _Reads(TorchFunctionMode):
                 for p in directly_held(module).values():
                     self._holders.setdefault(id(p), set()).add(module)
         self._running: list[nn.Module] = []
-        self.readers: set[nn.Module] = set()
-        self.read: set[int] = set()  # ids of the parameters that they read
+        self.readers: dict[nn.Module, set[int]] = {}
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
@@ -77,8 +84,7 @@ class _Reads(TorchFunctionMode):
         if holders.isdisjoint(self._running):
             inside = (m for m in reversed(self._running) if not holders.isdisjoint(m.modules()))
             if (reader := next(inside, None)) is not None:
-                self.readers.add(reader)
-                self.read.add(id(given))
+                self.readers.setdefault(reader, set()).add(id(given))
 
 
 def _trained(module: nn.Module) -> set[int]:
