@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from language_model import Gpt, Texts, run, text_loss, with_lora
 
+PAGE = Path(__file__).parents[1] / "docs" / "language-models.md"
 WORDS, LENGTH, COUNT, RADIUS = 20, 7, 6, 0.05
 
 
@@ -83,3 +85,22 @@ def test_perplexity_falls_under_epsilon_8(lora: bool) -> None:
     assert found["perplexity after"] < 0.95 * found["perplexity before"]
     assert found["epsilon"] <= 8
     assert found["notes"] == ()
+
+
+def test_the_program_for_hugging_face_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Trainer that takes private steps, of which only LoRA's layers are trained."""
+    for package in ("transformers", "peft", "accelerate"):
+        pytest.importorskip(package, reason=f"{package} is not a dependency of dpmac")
+    monkeypatch.chdir(tmp_path)
+    [program] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(compile(program, "language-models.md", "exec"), names)  # noqa: S102
+    step = names["step"]
+    assert step.taken == len(step) > 4
+    assert step.epsilon <= 8
+    assert step.notes == (), "proven independent across texts"
+    assert "Poisson-sampled" in capsys.readouterr().out
+    sums = step._engine.sums.clipped_sum
+    assert all("lora_" in layer.name or "classifier" in layer.name for layer in sums.layers)

@@ -81,6 +81,19 @@ def norm() -> nn.Module:
     return nn.LayerNorm(WIDTH)
 
 
+class PlacedWords(nn.Module):
+    """Words and places, as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(CLASSES, WIDTH), table()()
+        self.head = head(LENGTH * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head((self.words(x) + self.places(places()[None])).tanh())
+        return logits
+
+
 def attention() -> nn.Module:
     return nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
@@ -93,6 +106,7 @@ PLACES: Mapping[str, Net] = {
     "repeated places": net(lambda s, x: x * s.part(places() % 2), part=table()),
     "a function of it": net(lambda s, x: x + 2 * s.part(places()[None]).sin(), part=table()),
     "expanded": net(lambda s, x: x + s.part(places()).expand(x.shape[0], -1, -1), part=table()),
+    "beside words": Net(lambda: PlacedWords(), (LENGTH,), CLASSES),
     "used twice": net(lambda s, x: (x + s.part(places())) * s.part(places() + 2), part=table()),
     "with padding": net(lambda s, x: x + s.part(places()), part=table(padding_idx=1)),
     "two tables of one weight": net(

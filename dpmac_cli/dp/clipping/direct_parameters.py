@@ -131,10 +131,13 @@ class Copies(TorchFunctionMode):
             return func(*args, **named)
         if self._is_product(func, args, named):
             return self._multiplied(func, *args)
-        if len(read) == 1 and func in ELEMENTWISE and len(args) == 2:
-            copies = self._broadcast(read[0], *args)
-            if copies is not None:
-                return func(*[copies if x is read[0] else x for x in args], **named)
+        if func in ELEMENTWISE and len(args) == 2:
+            copies = {
+                id(x): found for x in read if (found := self._broadcast(x, *args)) is not None
+            }
+            if copies:
+                self.refused.update(id(self._read[id(x)][1]) for x in read if id(x) not in copies)
+                return func(*[copies.get(id(x), x) for x in args], **named)
         of = {id(parameter): parameter for _, parameter in (self._read[id(x)] for x in read)}
         places = [x for x in given if func in INDEXING and x.dtype in PLACES]
         if len(of) == 1 and len(read) + len(places) == len(given):
