@@ -106,7 +106,7 @@ PLACES: Mapping[str, Net] = {
     "repeated places": net(lambda s, x: x * s.part(places() % 2), part=table()),
     "a function of it": net(lambda s, x: x + 2 * s.part(places()[None]).sin(), part=table()),
     "expanded": net(lambda s, x: x + s.part(places()).expand(x.shape[0], -1, -1), part=table()),
-    "beside words": Net(lambda: PlacedWords(), (LENGTH,), CLASSES),
+    "beside words": Net(PlacedWords, (LENGTH,), CLASSES),
     "used twice": net(lambda s, x: (x + s.part(places())) * s.part(places() + 2), part=table()),
     "with padding": net(lambda s, x: x + s.part(places()), part=table(padding_idx=1)),
     "two tables of one weight": net(
@@ -209,7 +209,8 @@ def test_norms_and_sums_match_the_oracle(name: str, kind: str, views: int) -> No
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().sum(1)
+    found: Tensor = model(batch).square().sum(1)
+    return found
 
 
 @pytest.mark.privacy

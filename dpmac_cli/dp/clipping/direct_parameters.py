@@ -93,7 +93,8 @@ def start_graph(output: Tensor, *, view: bool = False) -> Tensor:
     if output.requires_grad:
         return output
     with torch._C.DisableTorchFunction():  # it is no operation of the network
-        return _Started.apply(output, output.new_zeros((), requires_grad=True))
+        started: Tensor = _Started.apply(output, output.new_zeros((), requires_grad=True))
+    return started
 
 
 def edge_of(output: Tensor) -> GradientEdge:
@@ -161,7 +162,7 @@ class Copies(TorchFunctionMode):
         """Record a product of rows with a parameter, and return it."""
         product = start_graph(func(rows, matrix.detach()), view=True)
         with torch._C.DisableTorchFunction():  # making layers is no operation of the network
-            layer = nn.Linear(*matrix.shape[::-1], bias=False, device="meta")
+            layer = nn.Linear(matrix.shape[1], len(matrix), bias=False, device="meta")
         edge, swapped = edge_of(product), func is not functional.linear
         self.by_parameter[id(matrix)].append(
             Read(edge, rows=rows.detach(), version=rows._version, layer=layer, swapped=swapped)

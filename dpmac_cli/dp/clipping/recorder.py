@@ -98,7 +98,8 @@ def record_uses(
             found: Sequence[Tensor | None] = [None] * (len(edges) + len(idle))
             if (edges or idle) and total.requires_grad:
                 with calling_projections(calls), running():
-                    found = torch.autograd.grad(total, [*edges, *idle], allow_unused=True)
+                    of: list[Any] = [*edges, *idle]
+                    found = torch.autograd.grad(total, of, allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
