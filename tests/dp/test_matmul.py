@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.clipping.matmul import FEW_TERMS, matmul
+from dpmac_cli.dp.clipping import matmul as libraries
+from dpmac_cli.dp.clipping.matmul import FEW_TERMS, SMALL, matmul
 from dpmac_cli.dp.clipping.norms import roundoff
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 
@@ -28,11 +29,19 @@ def laid_out(matrix: Tensor, how: str) -> Tensor:
     return matrix
 
 
+@pytest.fixture(params=["Intel", "another", "without oneDNN"])
+def of_any_maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of libraries on a processor of Intel, of another maker, and without oneDNN."""
+    monkeypatch.setattr(libraries, "INTEL", request.param == "Intel")
+    if request.param == "without oneDNN":
+        monkeypatch.setattr(libraries, "ONEDNN", False)
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products_round_by_no_more_than_the_bound(
-    size: tuple[int, int, int], dtype: torch.dtype
+    size: tuple[int, int, int], dtype: torch.dtype, of_any_maker: None
 ) -> None:
     torch.manual_seed(0)
     rows, terms, columns = size
@@ -65,13 +74,12 @@ def test_products_are_full_float32_whatever_the_environment_says() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("library", ["oneDNN", "MKL"])
+@pytest.mark.parametrize("small", [0, SMALL])
 @pytest.mark.parametrize("terms", [1, FEW_TERMS + 1])
 def test_each_sample_has_its_own_sum(
-    terms: int, library: str, monkeypatch: pytest.MonkeyPatch
+    terms: int, small: int, of_any_maker: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if library == "MKL":
-        monkeypatch.setattr("dpmac_cli.dp.clipping.matmul.ONEDNN", False)
+    monkeypatch.setattr(libraries, "SMALL", small)
     delta, a = torch.randn(4, terms, 5), torch.randn(4, terms, 6)
     sums = OuterProducts(delta, a, bias=False)
     exact = torch.einsum("nto,ntk->nok", delta.double(), a.double())

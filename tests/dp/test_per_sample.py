@@ -30,10 +30,12 @@ from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.per_sample_gradients import (
     Instantiated,
     PerSampleGradients,
+    choose_form,
     held,
     in_pieces,
 )
 from dpmac_cli.dp.clipping.recorder import record_uses
+from dpmac_cli.dp.clipping.tied_products import TiedProducts
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError
 from tests.helpers import Batches, in_chunks_of, make_trainer
@@ -213,10 +215,10 @@ def head(inputs: int) -> nn.Module:
 class Tied(nn.Module):
     """An embedding whose weight is that of the head, as in GPT-2, and a head with a bias."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, words: int = CLASSES, padding: int | None = 1) -> None:
         super().__init__()
-        self.table, self.mix = nn.Embedding(CLASSES, 4, padding_idx=1), nn.Linear(4, 4)
-        self.head = nn.Linear(4, CLASSES)
+        self.table, self.mix = nn.Embedding(words, 4, padding_idx=padding), nn.Linear(4, 4)
+        self.head = nn.Linear(4, words)
         self.head.weight = self.table.weight
         self.length = length
 
@@ -383,6 +385,8 @@ NETS: Mapping[str, Net] = {
     "embedding": Net(lambda: nn.Sequential(nn.Embedding(10, 4), head(20)), (5,), tokens=10),
     "tied": Net(lambda: Tied(5), (5,), tokens=CLASSES),
     "tied-at-one-position": Net(lambda: Tied(1), (1,), tokens=CLASSES),
+    "tied-with-many-words": Net(lambda: Tied(2, 90), (3,), tokens=4),
+    "tied-without-padding": Net(lambda: Tied(3, 90, None), (4,), tokens=4),
     "layers-of-one-weight": Net(of_one_weight, (5,)),
     "attention": Net(
         lambda: nn.Sequential(SelfAttention(4, weights=False), nn.Tanh(), head(20)), (5, 4)
@@ -1257,6 +1261,22 @@ def test_a_large_tied_weight_is_instantiated_in_pieces(monkeypatch: pytest.Monke
     monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 30)
     net = NETS["tied"]
     assert_matches_oracle(prepare(net.build().double()), *net.batch(), "ball")
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["tied-with-many-words", "tied-without-padding"])
+@pytest.mark.parametrize("added", [2, 64])
+def test_a_tied_weight_of_many_words_is_never_instantiated(
+    name: str, added: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpmac_cli.dp.clipping.tied_products.ADDED", added)
+    net = NETS[name]
+    subject = prepare(net.build().double())
+    _, uses = record_uses(subject.model, subject.layers, *net.batch())
+    [tied] = [pair for pair in zip(subject.layers, uses, strict=True) if pair[0].tied]
+    assert isinstance(choose_form(*tied, ball=True), TiedProducts)
+    assert not isinstance(choose_form(*tied, ball=False), TiedProducts)
+    assert_matches_oracle(subject, *net.batch(), "ball")
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:

@@ -77,6 +77,12 @@ def one_table_twice() -> Any:
     return nn.ModuleList([one, other])
 
 
+def attend(part: Any, x: Tensor, **options: Any) -> Tensor:
+    rows, others = x.transpose(0, 1), x.flip(1).transpose(0, 1)
+    out: Tensor = part(rows, others, rows, **options)[0]
+    return out.transpose(0, 1)
+
+
 def norm() -> nn.Module:
     return nn.LayerNorm(WIDTH)
 
@@ -174,13 +180,12 @@ PRODUCTS: Mapping[str, Net] = {
 
 #: Attention whose samples are in the second dimension.
 SECOND: Mapping[str, Net] = {
-    f"attention, {'with' if weights else 'without'} weights": net(
-        lambda s, x, weights=weights: s.part(
-            x.transpose(0, 1), x.flip(1).transpose(0, 1), x.transpose(0, 1), need_weights=weights
-        )[0].transpose(0, 1),
-        part=lambda: nn.MultiheadAttention(WIDTH, 2),
-    )
-    for weights in (True, False)
+    "attention, with weights": net(
+        lambda s, x: attend(s.part, x, need_weights=True), part=lambda: nn.MultiheadAttention(4, 2)
+    ),
+    "attention, without weights": net(
+        lambda s, x: attend(s.part, x, need_weights=False), part=lambda: nn.MultiheadAttention(4, 2)
+    ),
 }
 
 NETS = {
@@ -299,7 +304,10 @@ def test_a_module_that_reads_is_one_layer_and_the_others_keep_their_rules() -> N
 
 def test_a_network_of_many_layers_that_reads_one_weight_is_not_one_layer() -> None:
     """On each sample alone, the others keep their rules."""
-    read = lambda s, x: F.layer_norm(x, (WIDTH,), s.part.weight)  # noqa: E731
+
+    def read(s: Any, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), s.part.weight)
+
     model = Do(lambda s, x: s.head(read(s, x)), part=norm(), head=head(WIDTH))
     assert [layer.name for layer in find_layers(model, torch.ones(2, WIDTH))] == ["part", "head.1"]
     alone = Do(read, part=nn.LayerNorm(WIDTH, bias=False))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from dpmac_cli.dp.clipping.matmul import matmul, uses_onednn
+from dpmac_cli.dp.clipping.matmul import batched, matmul
 from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
 
 
@@ -64,16 +64,7 @@ class OuterProducts:
 
     def weights(self, out: Tensor | None = None) -> Tensor:
         """Write the gradients w.r.t. the weights, (samples, out, in), to ``out`` and return it."""
-        if not uses_onednn(self.delta):
-            products = torch.bmm(self.delta.mT, self.a)
-            return products if out is None else out.copy_(products)
-        if out is None and len(self.delta) == 1:
-            return matmul(self.delta[0].T, self.a[0]).unsqueeze(0)
-        if out is None:
-            out = self.delta.new_empty(len(self.delta), self.delta.shape[2], self.a.shape[2])
-        for delta, a, to in zip(self.delta, self.a, out, strict=True):
-            to.copy_(matmul(delta.T, a))
-        return out
+        return batched(self.delta.mT, self.a, out)
 
     @property
     def _widths(self) -> int:

@@ -28,6 +28,7 @@ from dpmac_cli.dp.clipping.norms import (
     roundoff,
 )
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
+from dpmac_cli.dp.clipping.tied_products import tied_products
 
 #: Numbers to instantiate at a time on a CPU, to fit in its cache.
 PIECE = 1 << 20
@@ -138,22 +139,30 @@ def choose_form(
     delta = uses[0].delta
     samples, size = len(delta) // views, layer.stop - layer.start
     if layer.tied:
-        few = samples * size <= HELD
-        return held(instantiate(layer, uses, views)) if few else in_pieces(layer, uses, views)
+        return _of_tied(layer, uses, views, ball=ball)
     found = sizes(layer, uses, views)
     small = samples * size <= _piece(delta)
     if found is not None:
         if found.positions == 1 and type(layer.module) is nn.Linear:
             a = uses[0].inputs[0].reshape(samples, 1, -1)
             return OuterProducts(delta.reshape(samples, 1, -1), a, "bias" in layer.parameters)
-        products = PositionProducts(layer, tuple(uses), views, found)
+        by_position = PositionProducts(layer, tuple(uses), views, found)
         if not small and (samples * size > HELD or not found.holding_pays(ball)):
-            return products
+            return by_position
     elif not small and (layer.direct or type(layer.module) not in CONVOLUTIONS):
         # Gradients of other convolutions are too expensive to compute twice.
         return in_pieces(layer, uses, views)
     # A few samples at a time, whose gradients stay in the cache while they are written.
     return held(instantiate(layer, uses, views, max(2, _piece(delta) // 4 // size)))
+
+
+def _of_tied(layer: Layer, uses: Sequence[Use], views: int, *, ball: bool) -> PerSampleGradients:
+    """Return the form of a weight that several layers share."""
+    products = tied_products(layer, uses, views) if ball else None
+    if products is not None:
+        return products
+    few = len(uses[0].delta) // views * (layer.stop - layer.start) <= HELD
+    return held(instantiate(layer, uses, views)) if few else in_pieces(layer, uses, views)
 
 
 def _one_after_another(uses: Sequence[Use]) -> Use:

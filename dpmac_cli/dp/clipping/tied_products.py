@@ -1,0 +1,131 @@
+"""Gradients of a weight that embeddings and Linear layers share, as sums of outer products.
+
+The gradient of a sample is sum_t l_t r_t^T. For a position of a Linear layer, l_t is the gradient
+w.r.t. its output, as long as the vocabulary, and r_t its input. For a token of an embedding, l_t is
+1 at the token, and r_t the gradient w.r.t. its vector. Norms are computed from Gram matrices in
+float64, without writing out a gradient, which has a row for every word.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import vector_norm
+
+from dpmac_cli.dp.clipping.ghost_clipping import ADDED, DOUBLE, PASSES, side_by_side
+from dpmac_cli.dp.clipping.layer_rules import Use, has_plain_use
+from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.clipping.matmul import matmul
+from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
+
+
+@dataclass(frozen=True)
+class TiedProducts:
+    """Gradients w.r.t. a shared weight, (words, width) each, of a chunk of samples.
+
+    Norms are those in a ball.
+    """
+
+    tokens: Tensor  # tokens of embeddings, (samples, tokens)
+    vectors: Tensor  # gradients w.r.t. their vectors, (samples, tokens, width)
+    outputs: Tensor  # gradients w.r.t. outputs of Linear layers, (samples, positions, words)
+    inputs: Tensor  # their inputs, (samples, positions, width)
+
+    def pays(self) -> bool:
+        """Return whether Gram matrices cost less than a gradient that is written out."""
+        positions, words, width = self.inputs.shape[1], self.outputs.shape[2], self.inputs.shape[2]
+        terms = positions + self.tokens.shape[1]
+        gram = DOUBLE * (positions**2 * words + terms**2 * width)
+        return gram < (positions + PASSES[True]) * words * width
+
+    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
+        """Compute ||sum_t l_t r_t^T||^2 as sum_tt' <l_t, l_t'> <r_t, r_t'>, in float64."""
+        count, tokens, outputs = len(self.tokens), self.tokens, self.outputs.double()
+        alike = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).double()
+        places = tokens.unsqueeze(1).expand(count, outputs.shape[1], tokens.shape[1])
+        both = outputs.gather(2, places)
+        left = torch.cat(
+            [torch.cat([alike, both.mT], 2), torch.cat([both, outputs @ outputs.mT], 2)], 1
+        )
+        right = torch.cat([self.vectors, self.inputs], 1).double()
+        lengths = left.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt() * vector_norm(right, dim=2)
+        reach = lengths.sum(1).square_()
+        terms = right.shape[1] + self.outputs.shape[2] + right.shape[2]
+        value = (right @ right.mT).mul_(left).sum((1, 2))
+        slack = 2 * roundoff(terms, torch.float64) * reach
+        return SquaredNorms(
+            *(n.mul_(metric.inverse).div_(metric.factor) for n in (value, slack, reach))
+        )
+
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, exact: Mask = None) -> None:
+        """Compute one matrix product, and add up vectors by token."""
+        if exact is None:
+            out.copy_(self._sum(c, valid).flatten())
+            return
+        # Their terms cancel so much that they would increase the rounding of the others' sum.
+        rest = self.select(exact)._sum(c[exact].double(), None)
+        others = self._sum(torch.where(exact, 0, c), ~exact if valid is None else valid & ~exact)
+        out.copy_(rest.add_(others).flatten())
+
+    def select(self, rows: Tensor | slice) -> "TiedProducts":
+        """Return some samples, in float64."""
+        factors = (t[rows].double() for t in (self.vectors, self.outputs, self.inputs))
+        return TiedProducts(self.tokens[rows], *factors)
+
+    def _sum(self, c: Tensor, valid: Mask) -> Tensor:
+        """Return the sum of c_i g_i over valid samples, shape (words, width).
+
+        Products in float32 add up at most :data:`ADDED` samples.
+        """
+        weights = c.to(self.inputs.dtype).view(-1, 1, 1)
+        left, below = kept(self.outputs, valid) * weights, kept(self.vectors, valid) * weights
+        right = kept(self.inputs, valid)
+        parts = (torch.split(t, ADDED) for t in (left, right, self.tokens, below))
+        total: Tensor | None = None
+        for outputs, inputs, tokens, vectors in zip(*parts, strict=True):
+            part = matmul(outputs.flatten(0, 1).T, inputs.flatten(0, 1))
+            part.index_add_(0, tokens.flatten(), vectors.flatten(0, 1))
+            if len(left) <= ADDED:
+                return part
+            total = part.double() if total is None else total.add_(part)
+        assert total is not None, "a chunk has samples"  # noqa: S101
+        return total
+
+
+def tied_products(layer: Layer, uses: Sequence[Use], views: int) -> TiedProducts | None:
+    """Return the form of a weight that embeddings and Linear layers share; None if it does not pay.
+
+    ``uses`` are all uses in a forward pass; a sample has ``views`` adjacent rows.
+    """
+    by_kind: dict[type[nn.Module], list[Use]] = {nn.Embedding: [], nn.Linear: []}
+    for use in uses:
+        user = use.user or layer
+        if type(user.module) not in by_kind or not has_plain_use(user, use):
+            return None
+        by_kind[type(user.module)].append(use)
+    embeddings, linear = by_kind[nn.Embedding], by_kind[nn.Linear]
+    if not embeddings or not linear:
+        return None
+    samples = len(uses[0].delta) // views
+    [weight] = layer.parameters.values()
+
+    def by_sample(rows: Iterable[Tensor], *width: int) -> Tensor:
+        return side_by_side([t.reshape(samples, -1, *width) for t in rows])
+
+    found = TiedProducts(
+        tokens=by_sample(use.inputs[0] for use in embeddings),
+        vectors=by_sample(map(_by_token, embeddings), weight.shape[1]),
+        outputs=by_sample((use.delta for use in linear), len(weight)),
+        inputs=by_sample((use.inputs[0] for use in linear), weight.shape[1]),
+    )
+    return found if found.pays() else None
+
+
+def _by_token(use: Use) -> Tensor:
+    """Return gradients w.r.t. the vectors of an embedding; those of the padding are not added."""
+    table: Any = use.user.module if use.user else None
+    if table.padding_idx is None:
+        return use.delta
+    return use.delta * use.inputs[0].ne(table.padding_idx).unsqueeze(-1)
