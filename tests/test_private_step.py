@@ -623,7 +623,7 @@ def test_records_are_not_held_in_memory() -> None:
 
 @pytest.mark.privacy
 def test_cyclic_batches_are_the_same_in_every_epoch_and_priced_as_such() -> None:
-    sampling = Cyclic(n=RECORDS, batch_size=BATCH)
+    sampling = Cyclic(n=RECORDS, batch_size=RECORDS // 2)
     step = PrivateStep(reader(), loss, sampling=sampling, **SETTINGS)
     found = []
     for batch in step.loader(Notes()):
