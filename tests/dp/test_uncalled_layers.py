@@ -14,6 +14,7 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.errors import ModelError
+from tests.tiers import one_in
 
 from .reference import prepare
 from .test_per_sample import (
@@ -219,7 +220,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", one_in(4, list(NETS)))
 def test_a_record_moves_the_sum_by_at_most_the_radius(name: str) -> None:
     """Of a network that is proven independent across samples, and not run on each one alone."""
     batch, _ = NETS[name].batch(COUNT)
