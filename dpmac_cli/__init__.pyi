@@ -12,6 +12,7 @@ from .accounting.pricing import price as price
 from .accounting.risk import Risk as Risk
 from .accounting.risk import assess_risk as assess_risk
 from .accounting.risk import trade_off as trade_off
+from .accounting.sampling import Cyclic as Cyclic
 from .accounting.sampling import OwnLoader as OwnLoader
 from .accounting.sampling import Poisson as Poisson
 from .accounting.sampling import RandomAllocation as RandomAllocation

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import itertools
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.tiers import rest_long
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from language_model import Gpt, Texts, run, text_loss, with_lora
 
+PAGE = Path(__file__).parents[1] / "docs" / "language-models.md"
 WORDS, LENGTH, COUNT, RADIUS = 20, 7, 6, 0.05
 
 
@@ -87,3 +89,23 @@ def test_perplexity_falls_under_epsilon_8(lora: bool) -> None:
     assert found["perplexity after"] < 0.95 * found["perplexity before"]
     assert found["epsilon"] <= 8
     assert found["notes"] == ()
+
+
+@pytest.mark.filterwarnings("ignore")  # of other packages
+def test_the_program_for_hugging_face_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Trainer that takes private steps, of which only LoRA's layers are trained."""
+    for package in ("transformers", "peft", "accelerate"):
+        pytest.importorskip(package, reason=f"{package} is not a dependency of dpmac")
+    monkeypatch.chdir(tmp_path)
+    [program] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(compile(program, "language-models.md", "exec"), names)
+    step = names["step"]
+    assert step.taken == len(step) > 4
+    assert step.epsilon <= 8
+    assert step.notes == (), "proven independent across texts"
+    assert "Poisson-sampled" in capsys.readouterr().out
+    sums = step._engine.sums.clipped_sum
+    assert all("lora_" in layer.name or "classifier" in layer.name for layer in sums.layers)

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from dpmac_cli import (
     ArrayData,
     BudgetError,
+    Cyclic,
     InputError,
     ModelError,
     OwnLoader,
@@ -629,6 +630,22 @@ def test_records_are_not_held_in_memory() -> None:
 
 
 # Other loaders, other trainings, other networks.
+
+
+@pytest.mark.privacy
+def test_cyclic_batches_are_the_same_in_every_epoch_and_priced_as_such() -> None:
+    sampling = Cyclic(n=RECORDS, batch_size=RECORDS // 2)
+    step = PrivateStep(reader(), loss, sampling=sampling, **SETTINGS)
+    found = []
+    for batch in step.loader(Notes()):
+        found.append(batch["input_ids"])
+        step(batch)
+    epoch = sampling.steps_per_epoch
+    assert len(found) >= 2 * epoch
+    assert all(one.equal(later) for one, later in zip(found, found[epoch:]))  # noqa: B905
+    assert sum(map(len, found[:epoch])) == RECORDS
+    assert step.event == sampling.event(1.0, len(found))
+    assert "cyclic steps (each" in step.statement
 
 
 @pytest.mark.privacy

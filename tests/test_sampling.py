@@ -136,9 +136,26 @@ def test_balls_are_independent(bins: NDArray[np.int64], lag: int) -> None:
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", ONCE_AN_EPOCH)
 @either_way
-def test_each_epoch_is_dealt_anew(name: str, secure: bool) -> None:
+def test_each_epoch_is_dealt_anew_if_that_is_priced(name: str, secure: bool) -> None:
     epochs = dealt(sampler_of(name, 60, 20, secure), 60, 20, 50)
-    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 50
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == (
+        50 if SAMPLERS[name].amplified else 1
+    )
+
+
+@pytest.mark.privacy
+@either_way
+def test_cyclic_batches_fill_as_independent_balls_fill_them(secure: bool) -> None:
+    """Removing a record leaves the distribution of the others, whose numbers it lowers by one."""
+    epochs = [
+        dealt(sampler_of("cyclic", N, BATCH, secure, seed), N, BATCH, 1)[0]
+        for seed in range(EPOCHS)
+    ]
+    sizes = np.stack([np.bincount(epoch, minlength=BINS) for epoch in epochs])
+    assert_sizes_are_binomial(sizes.ravel(), N, 1 / BINS)
+    assert chisquare(sizes.sum(0)).pvalue > 0.001
+    pairs = np.bincount(np.concatenate([e[:-1] * BINS + e[1:] for e in epochs]), minlength=BINS**2)
+    assert chisquare(pairs).pvalue > 0.001
 
 
 # All of them.
@@ -297,6 +314,6 @@ def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str,
         case "poisson":
             assert abs(np.mean(sizes) - 100) < 4 * (100 * (1 - 100 / 1437) / 300) ** 0.5
             assert len(set(sizes)) > 10
-        case "random-allocation":
+        case "random-allocation" | "cyclic":
             assert [sum(sizes[i : i + 15]) for i in range(0, 300, 15)] == [1437] * 20
             assert len(set(sizes)) > 10

@@ -249,6 +249,11 @@ def _dropped_over_channels(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(words, words, words, dropout_p=0.5)
 
 
+def _bilinear(x: Tensor, y: Tensor) -> Tensor:
+    """Products of the columns of two images."""
+    return F.bilinear(x, y, torch.linspace(-1, 1, 216, dtype=x.dtype).view(6, 6, 6))
+
+
 def _pooled(x: Tensor) -> Tensor:
     """Pooling in ConvNeXt, of which torch gives a view with other strides."""
     return F.adaptive_avg_pool2d(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), 1)
@@ -280,6 +285,10 @@ APART = [
     case("channels last", lambda x: x.to(memory_format=torch.channels_last).mean((2, 3), True)),
     case("pooled channels last", _pooled),
     case("parts", lambda x: torch.stack([x[:, 0], x[:, 2]], 1)),
+    case("channels by number", lambda x: x[:, torch.tensor([0, 0, 3, 1])]),
+    case("products of pairs", lambda x: _bilinear(x, x.sin())),
+    case("frequencies", lambda x: torch.fft.irfft2(torch.fft.rfft2(x) * (2 + 1j), s=x.shape[2:])),
+    case("complex frequencies", lambda x: torch.fft.ifft(torch.fft.fft(x, dim=1), dim=1).real),
 ]
 
 
@@ -383,8 +392,18 @@ def test_each_part_of_a_proof_refuses_what_it_does_not_know(
         check_independent(model, TRIAL)
 
 
+#: What mixes the samples of a batch of four.
+OF_FOUR = [
+    case("products with a neighbour", lambda x: _bilinear(x, x.roll(1, 0))),
+    case("a neighbour's products", lambda x: _bilinear(x.roll(1, 0), x)),
+    case("frequencies", lambda x: torch.fft.fft(x, dim=0).real),
+    case("real frequencies", lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=0), n=4, dim=0)),
+    case("two in one place", lambda x: x.index_put((torch.tensor([0, 0, 2, 3]),), x)),
+]
+
+
 @pytest.mark.privacy
-@pytest.mark.parametrize("function", MIXING[:15])
+@pytest.mark.parametrize("function", [*MIXING[:15], *OF_FOUR])
 def test_what_mixes_is_followed_without_the_graph(
     function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

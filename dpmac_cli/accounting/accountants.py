@@ -219,7 +219,8 @@ def _part(event: TrainingEvent, width: float) -> Any:
     if event.sampling.once_an_epoch:
         from dpmac_cli.accounting.allocation import allocated_gaussian  # noqa: PLC0415  (numpy)
 
-        one = allocated_gaussian(event.steps_per_epoch, event.noise_multiplier, width)
+        steps = event.steps_per_epoch if event.sampling.amplified else 1
+        one = allocated_gaussian(steps, event.noise_multiplier, width)
     else:
         one = _sampled_gaussian(event.rate, event.noise_multiplier, width)
     return _repeated(one, event.compositions)

@@ -71,13 +71,24 @@ class RandomAllocation(BatchSampling):
     sampler: ClassVar[str] = "random-allocation"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cyclic(BatchSampling):
+    """Each record is in one batch, chosen at random, and the same one in every epoch.
+
+    An epoch costs as much as one step on all records: :class:`RandomAllocation` costs less.
+    """
+
+    sampler: ClassVar[str] = "cyclic"
+
+
 @dataclass(frozen=True)
 class OwnLoader:
     """Batches of your own loader, which you state to be drawn in a certain way.
 
     Epsilon is right only if the statement is: a loader that shuffles the records and cuts them into
-    batches of one size, as ``DataLoader(shuffle=True)`` does, draws neither like :class:`Poisson`
-    nor like :class:`RandomAllocation`. So is what a batch consists of: one row for each record.
+    batches of one size, as ``DataLoader(shuffle=True)`` does, draws like none of
+    :class:`Poisson`, :class:`RandomAllocation` and :class:`Cyclic`. So is what a batch consists of:
+    one row for each record.
 
     Args:
         drawn_as: how the loader draws.

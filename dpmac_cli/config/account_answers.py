@@ -91,7 +91,8 @@ def account_notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> 
     if DEFAULT_ACCOUNTANT in USED[accountant]:
         by_rdp = (accountant_note(row.events, row.delta) for row in rows)
         yield from dict.fromkeys(itertools.chain.from_iterable(by_rdp))
-    if any(e.sampling.once_an_epoch and 0 < e.noise_multiplier < LEAST_NOISE for e in events):
+    allocated = [e for e in events if e.sampling.once_an_epoch and e.sampling.amplified]
+    if any(0 < e.noise_multiplier < LEAST_NOISE for e in allocated):
         yield (
             f"Below noise multiplier {LEAST_NOISE:g} random allocation is accounted without "
             "amplification: an epoch costs as much as a step on all records. Poisson sampling may "

@@ -154,7 +154,7 @@ def check_gradients(model: nn.Module, trial: Trial, count: int) -> None:
     with same_draws():
         loss = trial.loss(model(x), y).sum()
     parts = torch.autograd.grad(loss, trained, materialize_grads=True)
-    whole = torch.cat([part.flatten() for part in parts])
+    whole = torch.cat([part.to_dense().flatten() for part in parts])
     for layer in layers:
         own = slice(layer.start, layer.stop)
         off = float((total[own] - whole[own]).norm() / whole[own].norm().clamp(min=1e-12))

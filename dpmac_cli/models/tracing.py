@@ -115,14 +115,24 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             *added, left, right = (self._of(t) for t in tensors_in(list(named.values())))
             reached = [left.any(-2, keepdim=True), right.any(-3, keepdim=True), *added]
             found = [_union(reached)]
-        elif name in KNOWN["moving"] and not told & KNOWN["places"]:
+        elif name in KNOWN["moving"] | KNOWN["scattering"] and not told & KNOWN["places"]:
             found = self._moved(func, named)
+        elif name in KNOWN["multilinear"]:
+            found = [_union([self._by_factor(func, named, key) for key in told])]
         elif name == "embedding" and told == {"indices"}:
             found = [given[0].unsqueeze(-2)]
         else:
             raise UnprovenError(f"It is not known how {name} treats samples.")
         for out, planes in zip(outputs, found, strict=True):
             self._of(out).copy_(planes.expand(*out.shape, SAMPLES))
+
+    def _by_factor(self, func: Any, named: Mapping[str, Any], factor: str) -> Tensor:
+        """Return the planes of a sum of products, as far as they are from one of its factors."""
+        planes = self._of(named[factor])
+        ones = {n: torch.ones_like(v) if isinstance(v, Tensor) else v for n, v in named.items()}
+        dtype = ones[factor].dtype
+        found = [func(**{**ones, factor: planes[..., i].to(dtype)}) for i in range(SAMPLES)]
+        return torch.stack(found, -1) > 0
 
     def _moved(self, func: Any, named: Mapping[str, Any]) -> list[Tensor]:
         """Return the planes of the outputs of an operation that moves elements."""
@@ -136,6 +146,8 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
                 n: v if n in KNOWN["places"] else tree_map(shadow, v) for n, v in named.items()
             }
             given.pop("value", None)  # the padding value
+            if "accumulate" in given:  # of numbers for one place, any may be the last
+                given["accumulate"] = True
             found.append(tensors_in(func(**given)))
         return [torch.stack(planes, -1) > 0 for planes in zip(*found, strict=True)]
 
@@ -321,7 +333,7 @@ def _check_node(node: torch.fx.Node) -> None:
     if any(dim is None and 0 not in out.shape for dim, out in made):
         raise UnprovenError(f"{name} reduces over the samples of a batch.")
     place, tags = _batch_dim(batched[0]), getattr(target, "tags", ())
-    keeping = ("pointwise", "factories", "reshaping", "products")
+    keeping = ("pointwise", "factories", "reshaping", "products", "multilinear")
     if torch.Tag.pointwise in tags or any(name in KNOWN[kind] for kind in keeping):
         return
     named = dict(zip([a.name for a in target._schema.arguments], arguments, strict=False))

@@ -101,9 +101,11 @@ class KeyedSampler:
         """Return the records of step t."""
         if self._name == "poisson":
             return self._choices(step).independently(self._rate)
-        if self._name != "random-allocation":
-            raise ValueError(f"there is no sampler {self._name}")
         epoch, place = divmod(step - 1 - self._base, self._steps)
+        if self._name == "cyclic":
+            epoch = 0
+        elif self._name != "random-allocation":
+            raise ValueError(f"there is no sampler {self._name}")
         if epoch != self._epoch:
             self._epoch, self._dealt = epoch, self._choices(epoch).bins(self._steps)
         return np.flatnonzero(self._dealt == place)

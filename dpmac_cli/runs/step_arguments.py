@@ -74,7 +74,7 @@ def check_arguments(
     if not isinstance(sampling, (BatchSampling, OwnLoader)):
         errors.append(
             "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256), "
-            f"RandomAllocation(...) or OwnLoader(...), not {sampling!r}."
+            f"RandomAllocation(...), Cyclic(...) or OwnLoader(...), not {sampling!r}."
         )
     known = StepKeywords.__annotations__
     errors += [

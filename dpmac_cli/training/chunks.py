@@ -52,6 +52,11 @@ IN_A_LOOP = (
     "On this machine, results for a record would be rounded by the other records of a batch. To "
     "avoid that, the network is run on one record after the other. This is slower."
 )
+#: Note for parameters that are trained without a gradient.
+IDLE = (
+    "The loss does not depend on {}, which get noise only. If that is not intended, use them, or "
+    "freeze them with requires_grad_(False)."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +131,8 @@ class ChunkedSum(ABC):
         self.manner, self.notes = self._manner(isolated)
         if isolated is not None and (price := isolated.price()) is not None:
             self.notes = (price, *self.notes)
+        if idle := ", ".join(layer.name for layer in found if layer.idle):
+            self.notes = (*self.notes, IDLE.format(idle))
         self.unchanged.check(DURING)
 
     @abstractmethod

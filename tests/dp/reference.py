@@ -2,7 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,9 @@ def _alone(model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor) -> Tenso
     with torch.enable_grad():
         loss: Any = cross_entropy(alone(_double(x).unsqueeze(0)), y.unsqueeze(0))
         loss.backward()
-    gradients = [alone.get_parameter(name).grad for name in names]
-    return torch.cat([cast("Tensor", g).flatten() for g in gradients])
+    parameters = [alone.get_parameter(name) for name in names]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    return torch.cat([g.flatten() for g in gradients])
 
 
 def _double(x: Tensor) -> Tensor:

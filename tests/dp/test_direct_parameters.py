@@ -86,6 +86,10 @@ KNOWN: dict[str, tuple[tuple[int, ...], Forward]] = {
         (1, 1, WIDTH),
         lambda m, x: x + m.p.reshape(WIDTH)[None].expand(len(x), WIDTH)[:, None],
     ),
+    "at-places": ((TOKENS + 2, WIDTH), lambda m, x: x + m.p[torch.arange(TOKENS)]),
+    "at-some-places": ((TOKENS, WIDTH), lambda m, x: x * m.p[:, torch.tensor([0, 1, 1, 0])]),
+    "selected": ((WIDTH, TOKENS), lambda m, x: x - m.p.index_select(1, torch.arange(TOKENS)).T),
+    "looked-up": ((9, WIDTH), lambda m, x: x + F.embedding(torch.arange(TOKENS)[None], m.p)),
     "asked-about": ((WIDTH,), lambda m, x: (x + m.p.to(x.dtype)) / m.p.shape[0] / m.p.numel()),
 }
 
@@ -98,7 +102,8 @@ UNKNOWN: dict[str, tuple[tuple[int, ...], Forward]] = {
     "assigned": ((WIDTH,), assigned),
     "in-pieces": ((2 * WIDTH,), lambda m, x: x * m.p.chunk(2)[0]),
     "of-other-rows": ((1, WIDTH), lambda m, x: x + m.p.expand(TOKENS, WIDTH)),
-    "never": ((WIDTH,), lambda m, x: x),
+    "at-places-of-rows": ((TOKENS, WIDTH), lambda m, x: x + m.p[(x[..., 0] > 0).long()]),
+    "where-a-mask-is": ((2 * TOKENS, WIDTH), lambda m, x: x + m.p[torch.arange(6) % 2 > 0]),
 }
 
 
@@ -160,8 +165,6 @@ def test_what_is_not_known_makes_one_layer_of_the_module(name: str) -> None:
     model = Reading(*UNKNOWN[name]).double()
     layers = find_layers(model, example())
     assert [(layer.name, layer.direct) for layer in layers] == [("", False)]
-    if name == "never":
-        return
     flatten_parameters(layers)
     x, y = samples()
     found = choose_form(layers[0], record_uses(model, layers, x, y)[1][0], ball=True)
@@ -188,8 +191,10 @@ def test_a_module_that_fails_on_the_example_is_one_layer() -> None:
 def test_a_frozen_parameter_needs_no_layer(trainable: bool) -> None:
     model = Reading(*KNOWN["scale"])
     model.q = nn.Parameter(torch.ones(WIDTH), requires_grad=trainable)
-    expected = ["" if trainable else "p", "first", "last"][: 1 if trainable else 3]
-    assert [layer.name for layer in find_layers(model, example().float())] == expected
+    expected = ["p", "q", "first", "last"] if trainable else ["p", "first", "last"]
+    layers = find_layers(model, example().float())
+    assert [layer.name for layer in layers] == expected
+    assert [layer.name for layer in layers if layer.idle] == ["q"] * trainable
 
 
 def test_computed_weights_stay_with_their_module() -> None:

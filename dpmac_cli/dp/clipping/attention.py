@@ -25,10 +25,9 @@ def attention_weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
 
 
 def is_known_attention(module: Any) -> bool:
-    """Return whether a module is torch's batch-first attention with plain parameters."""
+    """Return whether a module is torch's attention with plain parameters."""
     return (
-        module.batch_first
-        and module._qkv_same_embed_dim
+        module._qkv_same_embed_dim
         and module.bias_k is None
         and not module.add_zero_attn
         and {name for name, _ in module.named_parameters()}
@@ -65,7 +64,12 @@ def attend(
     else:
         context = scaled_dot_product_attention(queries, keys, values, mask, dropout_p=p)
     out: Tensor = calls["out_proj"](context.transpose(1, 2).flatten(2))
-    return out, weights
+    return _samples_first(module, out), weights
+
+
+def _samples_first(module: Any, x: Tensor) -> Tensor:
+    """Exchange the first two dimensions if a module takes samples in the second one."""
+    return x if module.batch_first else x.transpose(0, 1)
 
 
 def _given(module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def _projected(module: Any, project: nn.Module, given: Mapping[str, Any]) -> lis
     and two of the three are not used.
     """
     inputs = [given[name] for name in ("query", "key", "value")]
-    projected = {id(x): project(x) for x in inputs}
+    projected = {id(x): project(_samples_first(module, x)) for x in inputs}
     return [
         projected[id(x)].chunk(3, 2)[part].unflatten(2, (module.num_heads, -1)).transpose(1, 2)
         for part, x in enumerate(inputs)

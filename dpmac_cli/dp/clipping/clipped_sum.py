@@ -63,7 +63,7 @@ class ClippedChunkSum:
         loss: Loss = plain,
     ) -> None:
         self._per_sample = per_sample or self._recorded
-        linear = {user.module for layer in layers for user in layer.users}
+        linear = _called(layers)
         self._record = partial(
             record_uses,
             model,
@@ -144,8 +144,7 @@ class ClippedChunkSum:
             return losses, given
         rows, labels = by_row(x, self.views), by_row(y, self.views)
         calls = ((layer.name, layer.module, layer.composite) for layer in self.layers)
-        called = {user.module for layer in self.layers for user in layer.users}
-        by_onednn = products_by_onednn(called)
+        by_onednn = products_by_onednn(_called(self.layers))
         with torch.enable_grad(), calling_projections(calls), by_onednn:
             outputs = self._model(rows)
             return outputs, self._loss(outputs, labels)
@@ -169,6 +168,11 @@ class ClippedChunkSum:
             squared.value[rows] = exact.value
             squared.slack[rows] = exact.slack
         return squared
+
+
+def _called(layers: Sequence[Layer]) -> set[nn.Module]:
+    """Return the modules whose calls give gradients."""
+    return {user.module for layer in layers if not layer.direct for user in layer.users}
 
 
 def clip_limit(samples: float) -> float:

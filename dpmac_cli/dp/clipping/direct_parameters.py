@@ -1,15 +1,22 @@
 """Parameters that are read directly in a forward method, such as a class token or a LayerScale.
 
 If such a parameter is broadcast over a batch, every row gets its own copy. The gradients with
-respect to the copies are its per-sample gradients, whatever else the network computes.
+respect to the copies are its per-sample gradients, whatever else the network computes. An embedding
+of positions that are the same for all rows is such a parameter, too.
+
+If it is multiplied with rows, as in ``F.linear(x, self.layer.weight)``, the product is recorded
+like a call of a Linear layer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -27,26 +34,90 @@ ELEMENTWISE = frozenset(
 #: Functions that repeat a tensor along dimensions.
 EXPANDING = frozenset({Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, Tensor.repeat})
 
+#: Functions that read a tensor at places, which are whole numbers.
+INDEXING = frozenset(
+    {functional.embedding, Tensor.__getitem__, torch.index_select, Tensor.index_select}
+)
+
+PLACES = (torch.int64, torch.int32)
+
 #: Modules that hold parameters and are never called.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+
+#: Products of rows, the first argument, and a matrix, the second one.
+PRODUCTS = frozenset({functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 #: Maps gradients w.r.t. copies of the value that was read to those w.r.t. the parameter, per row.
 PullBack: TypeAlias = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class Read:
+    """One use of a parameter: by copies for each row, or a product with rows.
+
+    Attributes:
+        edge: edge of the copies, or of the product.
+        pull_back: map of gradients w.r.t. copies.
+        rows: rows that are multiplied with the parameter, if any; version: their version counter.
+        layer: layer that stands for the product.
+        swapped: whether the rows are its output gradients, and the product's gradients its inputs:
+            it stands for a product with the transposed matrix.
+    """
+
+    edge: GradientEdge
+    pull_back: PullBack = Tensor.detach
+    rows: Tensor | None = None
+    version: int = 0
+    layer: nn.Module | None = None
+    swapped: bool = False
+
+
+class _Started(torch.autograd.Function):
+    """Start the graph at an output without copying; in-place operations may follow."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, _: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def start_graph(output: Tensor, *, view: bool = False) -> Tensor:
+    """Return an output with a node in the graph; ``view``: it may be a view of another tensor."""
+    if view:
+        # In-place operations on a view would replace the node of its graph.
+        output = torch.ops.aten._unsafe_view(output, output.shape)
+    if output.requires_grad:
+        return output
+    with torch._C.DisableTorchFunction():  # it is no operation of the network
+        started: Tensor = _Started.apply(output, output.new_zeros((), requires_grad=True))
+    return started
+
+
+def edge_of(output: Tensor) -> GradientEdge:
+    """Return the edge of an output, unseen by modes that watch what the network reads."""
+    with torch._C.DisableTorchFunction():
+        return get_gradient_edge(output)
+
+
 class Copies(TorchFunctionMode):
     """Context manager that replaces some parameters with one copy per row of the batch.
 
-    Values computed from a single parameter, such as a slice or a reshape, are copied in the same
-    way.
+    Products of rows with one of them are recorded.
+
+    Values computed from a single parameter, such as a slice, a reshape, or entries at places that
+    do not depend on rows, are copied in the same way.
     """
 
     def __init__(self, parameters: Iterator[nn.Parameter], rows: int) -> None:
         super().__init__()
         # Placeholder of each tensor that a network reads, and the parameter it is computed from.
         self._read = {id(p): (p.detach().requires_grad_(), p) for p in parameters}
-        # The copies of each parameter, by its id.
-        self.by_parameter: dict[int, list[tuple[Tensor, PullBack]]] = {i: [] for i in self._read}
+        # The uses of each parameter, by its id.
+        self.by_parameter: dict[int, list[Read]] = {i: [] for i in self._read}
         self.refused: set[int] = set()  # ids of parameters that were read in an unsupported way
         self._rows = rows
 
@@ -59,16 +130,44 @@ class Copies(TorchFunctionMode):
         read = [x for x in given if id(x) in self._read]
         if not read or not torch.is_grad_enabled() or func in DETACHING:
             return func(*args, **named)
-        if len(read) == 1 and func in ELEMENTWISE and len(args) == 2:
-            copies = self._broadcast(read[0], *args)
-            if copies is not None:
-                return func(*[copies if x is read[0] else x for x in args], **named)
+        if self._is_product(func, args, named):
+            return self._multiplied(func, *args)
+        if func in ELEMENTWISE and len(args) == 2:
+            copies = {
+                id(x): found for x in read if (found := self._broadcast(x, *args)) is not None
+            }
+            if copies:
+                self.refused.update(id(self._read[id(x)][1]) for x in read if id(x) not in copies)
+                return func(*[copies.get(id(x), x) for x in args], **named)
         of = {id(parameter): parameter for _, parameter in (self._read[id(x)] for x in read)}
-        if len(of) == 1 and len(read) == len(given):
+        places = [x for x in given if func in INDEXING and x.dtype in PLACES]
+        if len(of) == 1 and len(read) + len(places) == len(given):
             args, named = tree_map(lambda x: self._read.get(id(x), (x,))[0], (args, named))
             return self._computed(func, args, func(*args, **named), *of.values())
         self.refused.update(of)
         return func(*args, **named)
+
+    def _is_product(self, func: Any, args: Any, named: Any) -> bool:
+        """Return whether a function multiplies rows of the batch with a parameter."""
+        if func not in PRODUCTS or named:
+            return False
+        rows, matrix = args[:2]
+        known = id(matrix) in self.by_parameter and matrix.ndim == 2
+        alone = isinstance(rows, Tensor) and id(rows) not in self._read
+        return known and alone and rows.ndim > 1 and len(rows) == self._rows
+
+    def _multiplied(
+        self, func: Any, rows: Tensor, matrix: nn.Parameter, bias: Tensor | None = None
+    ) -> Any:
+        """Record a product of rows with a parameter, and return it."""
+        product = start_graph(func(rows, matrix.detach()), view=True)
+        with torch._C.DisableTorchFunction():  # making layers is no operation of the network
+            layer = nn.Linear(matrix.shape[1], len(matrix), bias=False, device="meta")
+        edge, swapped = edge_of(product), func is not functional.linear
+        self.by_parameter[id(matrix)].append(
+            Read(edge, rows=rows.detach(), version=rows._version, layer=layer, swapped=swapped)
+        )
+        return product if bias is None else self.__torch_function__(torch.add, (), (product, bias))
 
     def _computed(self, func: Any, args: Any, result: Any, parameter: nn.Parameter) -> Any:
         """Return a function's result for a single parameter, or copies of it for the rows."""
@@ -102,7 +201,7 @@ class Copies(TorchFunctionMode):
     def _keep(self, source: Tensor, parameter: nn.Parameter, copies: Tensor) -> Tensor:
         started = copies.detach().requires_grad_()
         back = partial(_pull_back, source, self._read[id(parameter)][0])
-        self.by_parameter[id(parameter)].append((started, back))
+        self.by_parameter[id(parameter)].append(Read(edge_of(started), back))
         return started
 
 
@@ -117,17 +216,20 @@ def _pull_back(source: Tensor, leaf: Tensor, by_copies: Tensor) -> Tensor:
     return found
 
 
-def copied_parameters(model: nn.Module, example: Batch) -> set[int]:
+def copied_parameters(model: nn.Module, example: Batch, read: Set[int] = frozenset()) -> set[int]:
     """Return the ids of parameters whose uses :class:`Copies` all supports, on an example batch.
 
-    Only parameters of modules that contain other modules with parameters are checked. A second
-    batch size must give the same result, as other dimensions may have the batch size by chance.
+    Only parameters of embeddings, of modules that contain other modules with parameters, and of
+    those with a parameter in ``read``, by id, are checked. A second batch size must give the same
+    result, as other dimensions may have the batch size by chance.
     """
+    holding = [module for module in model.modules() if not isinstance(module, CONTAINERS)]
     asked = [
         p
-        for module in model.modules()
-        for p in directly_held(module).values()
-        if not isinstance(module, CONTAINERS) and _has_parts(module)
+        for module in holding
+        if (held := directly_held(module))
+        and (type(module) is nn.Embedding or _has_parts(module) or not _ids(held).isdisjoint(read))
+        for p in held.values()
     ]
     if not asked:
         return set()
@@ -139,7 +241,7 @@ def copied_parameters(model: nn.Module, example: Batch) -> set[int]:
                 model(batch)
         except Exception:  # noqa: BLE001  (user code may raise anything, and would in training)
             return set()
-        known &= {p for p, found in copies.by_parameter.items() if found} - copies.refused
+        known &= {p for p, reads in copies.by_parameter.items() if reads} - copies.refused
     return known
 
 
@@ -157,8 +259,11 @@ def directly_held(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _has_parts(module: nn.Module) -> bool:
     """Return whether modules with parameters are inside, besides lists of parameters."""
-    inside = len({id(p) for p in module.parameters()})
-    return inside > len({id(p) for p in directly_held(module).values()})
+    return len({id(p) for p in module.parameters()}) > len(_ids(directly_held(module)))
+
+
+def _ids(held: Mapping[str, nn.Parameter]) -> set[int]:
+    return {id(p) for p in held.values()}
 
 
 def _and_another(rows: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Layers of a model, and their slices of theta, the flat vector of all parameters."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -16,6 +16,8 @@ from dpmac_cli.dp.clipping.direct_parameters import (
     copied_parameters,
     directly_held,
 )
+from dpmac_cli.dp.clipping.idle_parameters import idle_parameters
+from dpmac_cli.dp.clipping.outside_reads import layers_that_read, read_outside
 from dpmac_cli.dp.clipping.projections import plainly_called, projections
 from dpmac_cli.errors import ModelError
 
@@ -35,7 +37,8 @@ class Layer:
     parameters: Mapping[str, nn.Parameter]  # by name within the module, in theta's order
     start: int = 0
     stop: int = 0
-    direct: bool = False  # a single parameter that the module's forward reads directly
+    direct: bool = False  # its gradients are given row by row: of a single parameter, by copies
+    idle: bool = False  # a direct one: no output depends on its parameters, their gradients are 0
     composite: nn.Module | None = None  # attention or recurrent layer that this is a projection of
     tied: tuple["Layer", ...] = ()  # every module with the parameter, if several have it
 
@@ -62,16 +65,39 @@ def blocks(size: int, device: torch.device, about: int | None = None) -> list[sl
 def find_layers(model: nn.Module, example: Batch | None = None) -> list[Layer]:
     """Split a model's trainable parameters into layers, in the order of ``model.parameters()``.
 
-    Parameters that a module's forward reads directly, and projections of attention and recurrent
-    layers, become separate layers if ``example``, random inputs of at least two samples, shows that
-    this works; otherwise their module is one layer. A parameter that :data:`TIEABLE` modules share
-    is a layer of all of them. Raises ModelError if others share a parameter, or nothing is
-    trainable.
+    Parameters that a module's forward reads directly, or that have no effect, and projections of
+    attention and recurrent layers, become separate layers if ``example``, random inputs of at least
+    two samples, shows that this works; otherwise their module is one layer, and so is a module that
+    reads a parameter of a layer inside it without calling it. A parameter that :data:`TIEABLE`
+    modules share is a layer of all of them. Raises ModelError if others share a parameter, or
+    nothing is trainable.
     """
-    alone = set() if example is None else copied_parameters(model, example)
-    if example is not None:
-        alone |= plainly_called(model, example)
-    return _side_by_side(_with_ties(list(_owners(model, "", alone, set()))))
+    if example is None:
+        return _side_by_side(_with_ties(list(_owners(model, "", _Apart(), set()))))
+    idle = idle_parameters(model, example)
+    readers = read_outside(model, example)
+    copied = copied_parameters(model, example, set().union(*readers.values())) - idle
+    left = {module: read - copied for module, read in readers.items()}
+    apart = _Apart(copied, idle, plainly_called(model, example), layers_that_read(model, left))
+    owners = map(apart.noted, _owners(model, "", apart, set()))
+    return _side_by_side(_with_ties(list(owners)))
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """Ids of parameters and modules that become layers of their own."""
+
+    copied: Set[int] = frozenset()  # parameters of which every row gets a copy
+    idle: Set[int] = frozenset()  # parameters without an effect
+    composite: Set[int] = frozenset()  # attention and recurrent layers, by their projections
+    whole: Set[int] = frozenset()  # modules that read what is inside them, each one layer
+
+    def noted(self, owner: Layer) -> Layer:
+        """Return an owner that is marked if all of its trained parameters are idle."""
+        trained = {id(p) for p in owner.parameters.values() if p.requires_grad}
+        if not trained or not trained <= self.idle:
+            return owner
+        return replace(owner, direct=True, idle=True, composite=None)
 
 
 def split_by_module(model: nn.Module) -> list[Layer]:
@@ -108,7 +134,8 @@ def _side_by_side(owners: Iterable[Layer]) -> list[Layer]:
 def _with_ties(owners: list[Layer]) -> Iterator[Layer]:
     """Yield owners, with a layer of its own for each parameter that several of them have.
 
-    It comes where the first of them was. Raises ModelError if their gradients cannot be added.
+    It comes where the first of them was. A parameter whose gradients are given row by row needs no
+    other owners. Raises ModelError if their gradients cannot be added.
     """
     users: dict[int, list[Layer]] = {}
     for owner in owners:
@@ -116,10 +143,12 @@ def _with_ties(owners: list[Layer]) -> Iterator[Layer]:
             if p.requires_grad:
                 users.setdefault(id(p), []).append(replace(owner, parameters={key: p}))
     for owner in owners:
-        own = {k: p for k, p in owner.parameters.items() if len(users.get(id(p), ())) < 2}
+        own = dict[str, nn.Parameter]()
         for key, p in owner.parameters.items():
             tied = users.get(id(p), [])
-            if len(tied) > 1 and tied[0].module is owner.module:
+            if len(tied) < 2 or (all(user.direct for user in tied) and tied[0].name == owner.name):
+                own[key] = p
+            elif tied[0].module is owner.module and not all(user.direct for user in tied):
                 name = f"{owner.name}.{key}".strip(".")
                 if not all(map(_is_tieable, tied)):
                     raise ModelError(
@@ -135,24 +164,25 @@ def _is_tieable(user: Layer) -> bool:
     return type(user.module) in TIEABLE and not user.direct and user.composite is None
 
 
-def _owners(module: nn.Module, name: str, apart: set[int], seen: set[nn.Module]) -> Iterator[Layer]:
+def _owners(module: nn.Module, name: str, apart: _Apart, seen: set[nn.Module]) -> Iterator[Layer]:
     """Yield modules that directly have parameters, without the modules inside them, once each.
 
-    If all parameters of a module are in ``apart``, by id, each becomes a separate owner. Attention
-    and recurrent layers in it are replaced with their projections.
+    If all parameters of a module are in ``apart``, each becomes a separate owner. Attention and
+    recurrent layers in it are replaced with their projections.
     """
     prefix = f"{name}." if name else ""
     if module in seen:
         return
     seen.add(module)
-    if id(module) in apart:
+    if id(module) in apart.composite:
         for key, linear in projections(module).items():
             own = dict(linear.named_parameters())
             yield Layer(prefix + key, linear, own, composite=module)
         return
     held = directly_held(module)
     own = {key: p for key, p in held.items() if p.requires_grad}
-    if held and (is_parametrized(module) or not all(id(p) in apart for p in own.values())):
+    together = is_parametrized(module) or not {*map(id, own.values())} <= apart.copied | apart.idle
+    if (held and together) or id(module) in apart.whole:
         yield Layer(name, module, dict(module.named_parameters()))
         return
     for key, p in own.items():

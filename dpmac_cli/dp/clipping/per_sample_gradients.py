@@ -149,7 +149,7 @@ def choose_form(
         by_position = PositionProducts(layer, tuple(uses), views, found)
         if not small and (samples * size > HELD or not found.holding_pays(ball)):
             return by_position
-    elif not small and type(layer.module) not in CONVOLUTIONS:
+    elif not small and (layer.direct or type(layer.module) not in CONVOLUTIONS):
         # Gradients of other convolutions are too expensive to compute twice.
         return in_pieces(layer, uses, views)
     # A few samples at a time, whose gradients stay in the cache while they are written.

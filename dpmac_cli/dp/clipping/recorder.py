@@ -1,16 +1,22 @@
 """Record the inputs and output gradients of layers in a batch, with hooks."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from dpmac_cli.dp.clipping.batches import Batch, by_row, samples_in
-from dpmac_cli.dp.clipping.direct_parameters import Copies, PullBack
+from dpmac_cli.dp.clipping.direct_parameters import (
+    Copies,
+    PullBack,
+    Read,
+    edge_of,
+    start_graph,
+)
 from dpmac_cli.dp.clipping.layer_rules import Call, Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.projections import calling_projections
@@ -28,7 +34,15 @@ class _Record:
     versions: tuple[int, ...]
     edge: GradientEdge
     pull_back: PullBack = Tensor.detach  # map of a gradient w.r.t. copies
-    user: Layer | None = None  # the layer that was called, if several share the parameter
+    user: Layer | None = None  # the layer that was called, or stands for a product
+    swapped: bool = False  # whether inputs and output gradients are exchanged
+
+    def use(self, delta: Tensor) -> Use:
+        """Return the use with its output gradients."""
+        if not self.swapped:
+            return Use(self.inputs, delta, self.call, self.user)
+        [rows] = self.inputs
+        return Use((delta,), rows, self.call, self.user)
 
 
 def record_uses(
@@ -64,32 +78,68 @@ def record_uses(
         for user in layer.users
         if not layer.direct
     ]
-    direct = [next(iter(layer.parameters.values())) for layer in layers if layer.direct]
+    direct = _parameters(layer for layer in layers if layer.direct and not layer.idle)
+    idle = _parameters(layer for layer in layers if layer.idle)
     copies = Copies(iter(direct), samples)
     calls = [(layer.name, layer.module, layer.composite) for layer in layers]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), _with_gradients(idle):
             with calling_projections(calls), running(), copies if direct else nullcontext():
                 outputs = model(rows)
             # Ignore layers that the loss calls, or torch.utils.checkpoint in the backward pass.
             recorded = [
-                _of_copies(layer, copies) if layer.direct else list(records)
+                _of_copies(layer, copies) if layer.direct and not layer.idle else list(records)
                 for layer, records in zip(layers, hooked, strict=True)
             ]
             by_view = loss(outputs, labels)
             losses = by_view.view(-1, views).mean(1)
             total = losses.sum()
             edges = [record.edge for records in recorded for record in records]
-            found: Sequence[Tensor | None] = [None] * len(edges)
-            if edges and total.requires_grad:
+            found: Sequence[Tensor | None] = [None] * (len(edges) + len(idle))
+            if (edges or idle) and total.requires_grad:
                 with calling_projections(calls), running():
-                    found = torch.autograd.grad(total, edges, allow_unused=True)
+                    of: list[Any] = [*edges, *idle]
+                    found = torch.autograd.grad(total, of, allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
+    if any(gradient is not None for gradient in found[len(edges) :]):
+        raise ModelError(_AWAKE.format(", ".join(layer.name for layer in layers if layer.idle)))
     deltas = iter(found)
     by_layer = [[(record, next(deltas)) for record in records] for records in recorded]
-    return losses, [_checked_uses(*pair, samples) for pair in zip(layers, by_layer, strict=True)]
+    return losses, [
+        _without_effect(layer, losses, samples) if layer.idle else _checked_uses(layer, of, samples)
+        for layer, of in zip(layers, by_layer, strict=True)
+    ]
+
+
+_AWAKE = (
+    "One of the parameters {} has an effect in this step, but had none during validation, so its "
+    "gradient would be missing. Use it in every step, or freeze it with requires_grad_(False)."
+)
+
+
+def _parameters(layers: Iterable[Layer]) -> list[nn.Parameter]:
+    return [p for layer in layers for p in layer.parameters.values()]
+
+
+@contextmanager
+def _with_gradients(idle: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let autograd see whether parameters without an effect during validation have one now."""
+    before = [p.requires_grad for p in idle]
+    try:
+        for p in idle:
+            p.requires_grad_(True)
+        yield
+    finally:
+        for p, required in zip(idle, before, strict=True):
+            p.requires_grad_(required)
+
+
+def _without_effect(layer: Layer, losses: Tensor, rows: int) -> list[Use]:
+    """Return one use with gradients of zero."""
+    size = layer.stop - layer.start
+    return [Use((), losses.detach().new_zeros(()).expand(rows, size))]
 
 
 def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
@@ -101,10 +151,17 @@ def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
             "where it was only broadcast over samples, so its gradient would be incomplete. Use it "
             f"in the same way in every step, such as x + self.{layer.name}."
         )
-    return [
-        _Record(Call(), (), (), _edge_of(started), pull_back)
-        for started, pull_back in copies.by_parameter[parameter]
-    ]
+    return [_of_read(layer, read) for read in copies.by_parameter[parameter]]
+
+
+def _of_read(layer: Layer, read: Read) -> _Record:
+    """Return the record of one use of a parameter, by copies or in a product."""
+    if read.rows is None or read.layer is None:
+        return _Record(Call(), (), (), read.edge, read.pull_back)
+    user = Layer(layer.name, read.layer, {"weight": next(iter(layer.parameters.values()))})
+    return _Record(
+        Call(), (read.rows,), (read.version,), read.edge, user=user, swapped=read.swapped
+    )
 
 
 def _recording(called: Layer, layer: Layer, records: list[_Record]) -> Callable[..., Any]:
@@ -134,7 +191,7 @@ def _recording(called: Layer, layer: Layer, records: list[_Record]) -> Callable[
         for number, start in enumerate(started):
             if start is not None and start.requires_grad:
                 call = Call(positional, named, number if several else None)
-                records.append(_Record(call, read, versions, _edge_of(start), user=user))
+                records.append(_Record(call, read, versions, edge_of(start), user=user))
         return tuple(started) if several else started[0]
 
     return record
@@ -148,25 +205,6 @@ def _by_position(called: Layer) -> str:
         "Store a mask as a buffer, self.register_buffer('mask', mask), in a wrapper module that "
         "calls this layer."
     )
-
-
-def _edge_of(output: Tensor) -> GradientEdge:
-    """Return the edge of an output, unseen by modes that watch what the network reads."""
-    with torch._C.DisableTorchFunction():
-        return get_gradient_edge(output)
-
-
-class _Started(torch.autograd.Function):
-    """Start the graph at a layer's output without copying; in-place operations may follow."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, _: Tensor) -> Tensor:
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        return None, None
 
 
 #: How to call layers that return other tensors than one with a row per sample.
@@ -196,13 +234,7 @@ def _start(name: str, kind: type[nn.Module], output: Any, several: bool, samples
             f"The layer {name} returns a tensor that does not have as many rows as its input, one "
             f"per sample. {_REMEDY.get(kind, 'Keep samples in the first dimension.')}"
         )
-    if kind is nn.Linear and output.ndim > 2:
-        # Such a product is a view: in-place operations on it would replace the node of its graph.
-        output = torch.ops.aten._unsafe_view(output, output.shape)
-    if output.requires_grad:
-        return output
-    with torch._C.DisableTorchFunction():  # it is no operation of the network
-        return _Started.apply(output, output.new_zeros((), requires_grad=True))
+    return start_graph(output, view=kind is nn.Linear and output.ndim > 2)
 
 
 def _checked_uses(
@@ -214,9 +246,7 @@ def _checked_uses(
             f"The input of layer {layer.name} was changed in place after the layer read it. "
             "Use the out-of-place operation (x = x + y instead of x += y)."
         )
-    uses = [
-        Use(r.inputs, r.pull_back(delta), r.call, r.user) for r, delta in found if delta is not None
-    ]
+    uses = [r.use(r.pull_back(delta)) for r, delta in found if delta is not None]
     if not uses:
         raise ModelError(
             f"The layer {layer.name} has trainable parameters, but no call of it affects the "
