@@ -63,7 +63,8 @@ class Runs:
             with self._file.open("a") as out:
                 print(json.dumps({**flags, "accuracy": found, "device": self._device}), file=out)
             self._done[_key(flags)] = found
-        return self._done[_key(flags)]
+        accuracy: float = self._done[_key(flags)]
+        return accuracy
 
     def tuned(self, cell: Cell) -> tuple[int, float]:
         """Return the batch and rate that are best on the seed of the tuning."""

@@ -5,6 +5,7 @@ Skipped on machines without a GPU; ``tests/test_synchronisation.py`` is for thos
 
 import copy
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import after, digits_config, dpmac, train_events
 from tests.helpers import Batches, SecureSpy, Spy, a_key, class_task, make_trainer
-from tests.test_language_models import LENGTH, WORDS, Texts, text_loss
+from tests.test_language_models import LENGTH, WORDS
 from tests.test_language_models import model as language_model
 from tests.test_private_step import Reader
 from tests.test_private_step import loss as reader_loss
@@ -35,6 +36,9 @@ from tests.test_synchronisation import NETWORKS, SIDE
 from tests.test_text_encoder import LAYOUT, features, inputs
 from tests.test_wordpiece import TEXTS
 from tests.tiny_bert import write_encoder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from language_model import Texts, text_loss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 RECORDS, BATCH, STEPS = 64, 16, 3
