@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +38,21 @@ class Layer:
     parameters: Mapping[str, nn.Parameter]  # by name within the module, in theta's order
     start: int = 0
     stop: int = 0
-    direct: bool = False  # its gradients are given row by row: of a single parameter, by copies
-    idle: bool = False  # a direct one: no output depends on its parameters, their gradients are 0
+    #: Origin of gradients: calls of the module; copies of a single parameter for each row, and
+    #: products; or zero, as no output depends on the parameters.
+    gradients: Literal["calls", "copies", "zero"] = "calls"
     composite: nn.Module | None = None  # attention or recurrent layer that this is a projection of
     tied: tuple["Layer", ...] = ()  # every module with the parameter, if several have it
+
+    @property
+    def direct(self) -> bool:
+        """Return whether gradients do not follow from calls of the module."""
+        return self.gradients != "calls"
+
+    @property
+    def idle(self) -> bool:
+        """Return whether gradients are zero."""
+        return self.gradients == "zero"
 
     @property
     def users(self) -> tuple["Layer", ...]:
@@ -97,7 +109,7 @@ class _Apart:
         trained = {id(p) for p in owner.parameters.values() if p.requires_grad}
         if not trained or not trained <= self.idle:
             return owner
-        return replace(owner, direct=True, idle=True, composite=None)
+        return replace(owner, gradients="zero", composite=None)
 
 
 def split_by_module(model: nn.Module) -> list[Layer]:
@@ -187,14 +199,14 @@ def _owners(module: nn.Module, name: str, apart: _Apart, seen: set[nn.Module]) -
         return
     for key, p in own.items():
         if "." not in key:
-            yield Layer(prefix + key, module, {key: p}, direct=True)
+            yield Layer(prefix + key, module, {key: p}, gradients="copies")
     for child_key, child in module.named_children():
         if not isinstance(child, CONTAINERS):
             yield from _owners(child, prefix + child_key, apart, seen)
             continue
         for key, p in own.items():
             if key.startswith(f"{child_key}."):
-                yield Layer(prefix + key, module, {key: p}, direct=True)
+                yield Layer(prefix + key, module, {key: p}, gradients="copies")
 
 
 def flatten_parameters(layers: list[Layer]) -> Tensor:

@@ -103,11 +103,23 @@ def record_uses(
     finally:
         for hook in hooks:
             hook.remove()
-    if any(gradient is not None for gradient in found[len(edges) :]):
+    return losses, _all_uses(layers, recorded, found, losses, samples)
+
+
+def _all_uses(
+    layers: list[Layer],
+    recorded: Sequence[list[_Record]],
+    found: Sequence[Tensor | None],
+    losses: Tensor,
+    samples: int,
+) -> list[list[Use]]:
+    """Return the uses of each layer, given the gradients of all records, then of idle layers."""
+    records = sum(map(len, recorded))
+    if any(gradient is not None for gradient in found[records:]):
         raise ModelError(_AWAKE.format(", ".join(layer.name for layer in layers if layer.idle)))
     deltas = iter(found)
     by_layer = [[(record, next(deltas)) for record in records] for records in recorded]
-    return losses, [
+    return [
         _without_effect(layer, losses, samples) if layer.idle else _checked_uses(layer, of, samples)
         for layer, of in zip(layers, by_layer, strict=True)
     ]
