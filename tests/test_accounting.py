@@ -406,7 +406,7 @@ def test_no_rate_is_priced_below_the_least() -> None:
 
 
 def test_who_deals_by_epochs_is_not_amplified() -> None:
-    assert set(ONCE_AN_EPOCH) == {"random-allocation"}
+    assert set(ONCE_AN_EPOCH) == {"random-allocation", "cyclic"}
     assert {TrainingEvent(0.1, 1.0, 1, sampler).rate for sampler in ONCE_AN_EPOCH} == {1.0}
 
 

@@ -223,15 +223,23 @@ def test_a_network_of_64_bits_is_isolated_once_it_is_converted(images: Path) -> 
 
 
 @pytest.mark.privacy
+def test_products_with_weights_need_no_call(images: Path) -> None:
+    trainer = make_trainer(resolve(**settings(images, "Transposing", optimizer="dp-sgd")).plan)
+    assert not trainer.plan.isolated
+    assert_a_record_moves_the_sum_by_at_most_one(trainer)
+
+
+@pytest.mark.privacy
 def test_weights_used_without_a_call_need_no_flag(images: Path) -> None:
     """A note names the layer, the cause and the price, and the report says why."""
-    done = finish(train(resolve(**settings(images, "Transposing", optimizer="dp-sgd")).plan))
+    chosen = settings(images, "ReadingKernels", optimizer="dp-sgd")
+    done = finish(train(resolve(**chosen).plan))
     said = done.report["model"]["independence"]
     cause = "The calls of layer first do not give its complete gradient"
     assert (said["kind"], cause in said["statement"]) == ("isolated", True)
     [started] = [
         event
-        for event in train(resolve(**settings(images, "Transposing")).plan)
+        for event in train(resolve(**chosen).plan)
         if isinstance(event, Started)
     ]
     [note] = [note for note in started.notes if "run on each sample alone" in note]

@@ -644,7 +644,7 @@ def test_cyclic_batches_are_the_same_in_every_epoch_and_priced_as_such() -> None
     assert len(found) >= 2 * epoch
     assert all(one.equal(later) for one, later in zip(found, found[epoch:]))  # noqa: B905
     assert sum(map(len, found[:epoch])) == RECORDS
-    assert step.event == sampling.event(1.0, len(found))
+    assert step.event == sampling.event(SIGMA, len(found))
     assert "cyclic steps (each" in step.statement
 
 

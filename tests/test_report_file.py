@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
         lambda v: v["privacy"]["events"][0].update(steps=True),
     ),
     "unknown sampler": (
-        "Input should be 'poisson', 'random-allocation' or 'balls-in-bins'",
+        "Input should be 'poisson', 'random-allocation', 'cyclic' or 'balls-in-bins'",
         lambda v: v["privacy"]["events"][0].update(sampler="dice"),
     ),
     "event with another key": (

@@ -288,7 +288,6 @@ APART = [
     case("channels by number", lambda x: x[:, torch.tensor([0, 0, 3, 1])]),
     case("products of pairs", lambda x: _bilinear(x, x.sin())),
     case("frequencies", lambda x: torch.fft.irfft2(torch.fft.rfft2(x) * (2 + 1j), s=x.shape[2:])),
-    case("complex frequencies", lambda x: torch.fft.ifft(torch.fft.fft(x, dim=1), dim=1).real),
 ]
 
 
