@@ -237,16 +237,12 @@ def test_weights_used_without_a_call_need_no_flag(images: Path) -> None:
     said = done.report["model"]["independence"]
     cause = "The calls of layer first do not give its complete gradient"
     assert (said["kind"], cause in said["statement"]) == ("isolated", True)
-    [started] = [
-        event
-        for event in train(resolve(**chosen).plan)
-        if isinstance(event, Started)
-    ]
+    [started] = [event for event in train(resolve(**chosen).plan) if isinstance(event, Started)]
     [note] = [note for note in started.notes if "run on each sample alone" in note]
     assert cause in note
     [price] = [note for note in started.notes if "times as long as batches" in note]
     assert re.search(r"about [1-9]\S* times as long as batches in plain training", price)
-    trainer = make_trainer(resolve(**settings(images, "Transposing", optimizer="dp-sgd")).plan)
+    trainer = make_trainer(resolve(**chosen).plan)
     assert trainer.plan.isolated
     assert_a_record_moves_the_sum_by_at_most_one(trainer)
 

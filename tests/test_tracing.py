@@ -287,7 +287,6 @@ APART = [
     case("parts", lambda x: torch.stack([x[:, 0], x[:, 2]], 1)),
     case("channels by number", lambda x: x[:, torch.tensor([0, 0, 3, 1])]),
     case("products of pairs", lambda x: _bilinear(x, x.sin())),
-    case("frequencies", lambda x: torch.fft.irfft2(torch.fft.rfft2(x) * (2 + 1j), s=x.shape[2:])),
 ]
 
 
