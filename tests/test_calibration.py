@@ -259,7 +259,9 @@ def test_the_largest_batch_is_the_largest_of_all(case: Case) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if SAMPLERS[name].once_an_epoch])
+@pytest.mark.parametrize(
+    "sampler", [name for name, kind in SAMPLERS.items() if kind.once_an_epoch and kind.amplified]
+)
 def test_where_epochs_are_paid_for_batches_of_as_many_steps_cost_the_same(sampler: str) -> None:
     case = Case(sampler, "pld", 24, 2, 3.0)
     prices = [case.price(batch) for batch in range(1, 25)]
