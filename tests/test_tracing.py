@@ -397,6 +397,10 @@ OF_FOUR = [
     case("frequencies", lambda x: torch.fft.fft(x, dim=0).real),
     case("real frequencies", lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=0), n=4, dim=0)),
     case("two in one place", lambda x: x.index_put((torch.tensor([0, 0, 2, 3]),), x)),
+    case(
+        "two in one place, its own last",
+        lambda x: x.index_put((torch.tensor([0, 0, 2, 3]),), x[torch.tensor([1, 0, 2, 3])]),
+    ),
 ]
 
 
