@@ -136,7 +136,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
 
     def _moved(self, func: Any, named: Mapping[str, Any]) -> list[Tensor]:
         """Return the planes of the outputs of an operation that moves elements."""
-        found = []
+        found, arguments = [], {argument.name for argument in func._schema.arguments}
         for sample in range(SAMPLES):
 
             def shadow(value: Any, sample: int = sample) -> Any:
@@ -146,7 +146,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
                 n: v if n in KNOWN["places"] else tree_map(shadow, v) for n, v in named.items()
             }
             given.pop("value", None)  # the padding value
-            if "accumulate" in given:  # of numbers for one place, any may be the last
+            if "accumulate" in arguments:  # of numbers for one place, any may be the last
                 given["accumulate"] = True
             found.append(tensors_in(func(**given)))
         return [torch.stack(planes, -1) > 0 for planes in zip(*found, strict=True)]
