@@ -32,6 +32,8 @@ from dpmac_cli.tasks.task import number
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import counts
 from tests.helpers import load
+from tests.test_regression import source
+from tests.test_regression import table as written
 from tests.typed import dpmac
 
 SCHEMA = """
@@ -62,16 +64,7 @@ def rows(persons: int = 60) -> list[dict[str, Any]]:
 
 
 def table(where: Path, records: list[dict[str, Any]], schema: str = SCHEMA) -> Path:
-    with (where / "care.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*records[0]])
-        writer.writeheader()
-        writer.writerows(records)
-    (where / "care.yaml").write_text(schema)
-    return where / "care.csv"
-
-
-def source(where: Path, **options: Any) -> Source:
-    return Source(where / "care.csv", schema=read_schema(where / "care.yaml"), **options)
+    return written(where, records, schema)
 
 
 def evaluated(records: int = 60, seed: int = 0) -> Evaluation:

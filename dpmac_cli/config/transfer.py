@@ -49,7 +49,7 @@ class Transfer:
 
     def settings(self) -> tuple[Setting, ...]:
         """Return the settings of all trials: the same in every call, because nothing is secret."""
-        source = random.Random(0)  # noqa: S311
+        source = random.Random(0)  # noqa: S311  (of public data: no secret)
         return tuple(
             {dimension.name: dimension.draw(source) for dimension in self.dimensions}
             for _ in range(self.trials)

@@ -35,16 +35,18 @@ class TiedProducts:
 
     def pays(self) -> bool:
         """Return whether Gram matrices cost less than a gradient that is written out."""
-        positions, words, width = self.inputs.shape[1], self.outputs.shape[2], self.inputs.shape[2]
+        _, positions, width = self.inputs.shape
+        words = self.outputs.shape[2]
         terms = positions + self.tokens.shape[1]
         gram = DOUBLE * (positions**2 * words + terms**2 * width)
         return gram < (positions + PASSES[True]) * words * width
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute ||sum_t l_t r_t^T||^2 as sum_tt' <l_t, l_t'> <r_t, r_t'>, in float64."""
-        count, tokens, outputs = len(self.tokens), self.tokens, self.outputs.double()
+        tokens = self.tokens
+        outputs = self.outputs.double()
         alike = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).double()
-        places = tokens.unsqueeze(1).expand(count, outputs.shape[1], tokens.shape[1])
+        places = tokens.unsqueeze(1).expand(-1, outputs.shape[1], -1)
         both = outputs.gather(2, places)
         left = torch.cat(
             [torch.cat([alike, both.mT], 2), torch.cat([both, outputs @ outputs.mT], 2)], 1
