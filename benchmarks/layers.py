@@ -1,79 +1,234 @@
-"""Measure how each layer of tests/layer_cases.py is run, and its cost over plain training.
+"""Measure how each network of tests/layer_cases.py is run, and the cost of its clipped sums.
 
     PYTHONPATH=. python benchmarks/layers.py docs/data/layers.json
+    PYTHONPATH=. python benchmarks/layers.py docs/data/layers.json --only "usual sizes"
     python docs/generate.py
 
-writes the table of docs/own-network.md (a few minutes on one core). Both kinds of step run in turn
-in one process, on the same records; a cost is the median of the ratios of their times.
+writes the table of docs/own-network.md; ``--only`` measures the rows of some groups again. Steps of
+plain training, of dpmac, and of Opacus by hooks and with ghost clipping run in turn in one process,
+on the same records; a cost is the median of the ratios of their times. Opacus is called wrong where
+its clipped sum is not that of dpmac, whose tests compare it with autograd.
 """
 
+import argparse
 import json
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dpmac_cli import ClippedSum, ball
 from dpmac_cli.dp.clipping.layer_rules import LAYER_RULES
+from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.errors import ModelError
-from tests.layer_cases import CASES, Case
+from dpmac_cli.training.chunks import BatchSum
+from tests.layer_cases import CASES, GROUPS, Case
 
-RECORDS, ROUNDS = 256, 6
+#: Rounds of steps, and the norm that gradients are clipped to, which all exceed.
+ROUNDS, RADIUS = 6, 0.01
+#: Relative difference of two clipped sums from which one of them is wrong. dpmac clips to a norm
+#: that is smaller by its margin for rounding, 6e-4.
+WRONG = 5e-3
+#: Factor over plain training that no row of usual size should exceed.
+TARGET = 4.0
+
+#: A step, which returns the clipped sum by the names of parameters; nothing in plain training.
+Step = Callable[[], Mapping[str, Tensor]]
 
 
 def measured(case: Case) -> dict[str, Any]:
-    """Return the row of a case: how its network is run, why not by rules, and the cost."""
-    torch.manual_seed(0)
-    network, plain, batch = case.build(), case.build(), case.batch(RECORDS)
-    known = {"group": case.group, "name": case.name}
+    """Return the row of a case: how its network is run, why not by rules, and the costs."""
+    known, network, batch = {"group": case.group, "name": case.name}, built(case), case.batch()
     trained = [p for p in network.parameters() if p.requires_grad and not is_lazy(p)]
     like = torch.zeros(max(1, sum(p.numel() for p in trained)))
+    region = ball(RADIUS, like)
     try:
-        clipped = ClippedSum(network, case.loss, ball(1.0, like), batch_size=RECORDS)
+        clipped = ClippedSum(network, case.loss, region, batch_size=case.records)
         sums = clipped.prepare(batch)
     except ModelError as failure:
         return {**known, "path": "refused", "why": str(failure).replace("network.", "")}
-    alone, layers = sums._isolated, sums.clipped_sum.layers
-    why = clipped.notes[0].replace("network.", "") if alone else ""
-    if alone:
-        path = "isolated, vmap" if alone.vmapped else "isolated, loop"
-    else:
-        ruled = all(layer.direct or type(layer.module) in LAYER_RULES for layer in layers)
-        path = "rule" if ruled else "vmap of a layer"
+    why = "" if sums._isolated is None else clipped.notes[0].replace("network.", "")
+    steps: dict[str, Step] = {
+        "plain": plain(case, batch),
+        "dpmac": lambda: clipped.by_parameter(clipped(batch)),
+    }
+    found: dict[str, Any] = {}
+    for name, build in PEERS.items():
+        try:
+            steps[name] = build(case, batch)
+            if not agree(steps["dpmac"], steps[name]):
+                found[name] = "wrong"
+        except Exception:  # noqa: BLE001  (Opacus refuses networks by any exception)
+            steps.pop(name, None)
+            found[name] = "refused"
+    ratios = times_of_dpmac(steps)
+    return {
+        **known,
+        "path": path_of(sums),
+        "why": why,
+        "records": case.records,
+        "cost": ratios.pop("plain"),
+        **ratios,
+        **found,
+    }
 
-    def gradient() -> None:
-        plain.zero_grad()
-        loss: Any = case.loss(plain, batch).mean()
+
+def built(case: Case) -> nn.Module:
+    """Return the network of a case, always with the same weights."""
+    torch.manual_seed(0)
+    return case.build()
+
+
+def path_of(sums: BatchSum) -> str:
+    """Return how a network is run."""
+    if sums._isolated is not None:
+        return "isolated, vmap" if sums._isolated.vmapped else "isolated, loop"
+    return "rule" if all(map(has_rule, sums.clipped_sum.layers)) else "vmap of a layer"
+
+
+def has_rule(layer: Layer) -> bool:
+    """Return whether gradients of a layer need no vmap."""
+    return layer.direct or type(layer.module) in LAYER_RULES
+
+
+def plain(case: Case, batch: Tensor) -> Step:
+    """Return a step of plain training."""
+    network = built(case)
+
+    def step() -> Mapping[str, Tensor]:
+        network.zero_grad()
+        loss: Any = case.loss(network, batch).mean()
         loss.backward()
+        return {}
 
-    return {**known, "path": path, "why": why, "cost": _ratio(gradient, lambda: clipped(batch))}
+    return step
 
 
-def _ratio(plain: Callable[[], object], ours: Callable[[], object]) -> float:
-    """Return the median of ratios of the times of two steps that run in turn."""
-    ratios = []
+def by_hooks(case: Case, batch: Tensor) -> Step:
+    """Return a step of Opacus with per-sample gradients by hooks."""
+    network = built(case)
+    model = GradSampleModule(network)
+    optimizer = DPOptimizer(sgd(network), **numbers(case))
+
+    def step() -> Mapping[str, Tensor]:
+        optimizer.zero_grad()
+        loss: Any = case.loss(model, batch).mean()
+        loss.backward()
+        optimizer.clip_and_accumulate()  # type: ignore[no-untyped-call]
+        return {name: p.summed_grad for name, p in trained_of(network).items()}  # type: ignore[attr-defined]
+
+    return step
+
+
+def by_ghost(case: Case, batch: Tensor) -> Step:
+    """Return a step of Opacus with ghost clipping."""
+    network = built(case)
+    model = GradSampleModuleFastGradientClipping(
+        network, max_grad_norm=RADIUS, use_ghost_clipping=True
+    )
+    optimizer = DPOptimizerFastGradientClipping(sgd(network), **numbers(case))
+
+    def step() -> Mapping[str, Tensor]:
+        model.enable_hooks()
+        optimizer.zero_grad()
+        losses = case.loss(model, batch)
+        DPTensorFastGradientClipping(model, optimizer, losses).backward()  # type: ignore[no-untyped-call]
+        return {name: p.grad for name, p in trained_of(network).items() if p.grad is not None}
+
+    return step
+
+
+#: Steps of Opacus, by how it clips.
+PEERS = {"hooks": by_hooks, "ghost": by_ghost}
+
+
+def sgd(network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(trained_of(network).values(), lr=0.0)
+
+
+def numbers(case: Case) -> dict[str, Any]:
+    return {
+        "noise_multiplier": 0.0,
+        "max_grad_norm": RADIUS,
+        "expected_batch_size": case.records,
+    }
+
+
+def trained_of(network: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in network.named_parameters() if p.requires_grad}
+
+
+def agree(ours: Step, theirs: Step) -> bool:
+    """Return whether two steps have the same clipped sum; True if the network draws numbers."""
+    one, again, other = ours(), ours(), theirs()
+    if any(not torch.allclose(one[name], again[name], rtol=1e-3) for name in one):
+        return True
+    off, whole = 0.0, 0.0
+    for name, total in one.items():
+        off += float((total - other.get(name, torch.zeros_like(total))).square().sum())
+        whole += float(total.square().sum())
+    return off <= WRONG**2 * whole
+
+
+def times_of_dpmac(steps: Mapping[str, Step]) -> dict[str, float]:
+    """Return the median ratios of the time of dpmac to those of the others, in turn."""
+    rounds = []
     for _ in range(ROUNDS):
-        taken = []
-        for step in (plain, ours):
+        taken = {}
+        for name, step in steps.items():
             began = time.perf_counter()
             step()
-            taken.append(time.perf_counter() - began)
-        ratios.append(taken[1] / taken[0])
-    return round(statistics.median(ratios[1:]), 2)
+            taken[name] = time.perf_counter() - began
+        rounds.append(taken)
+    return {
+        name: round(statistics.median(each["dpmac"] / each[name] for each in rounds[1:]), 2)
+        for name in steps
+        if name != "dpmac"
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return the number of rows by path, and the rows of usual size beyond the target."""
+    lines = [f"{count:4} {path}" for path, count in Counter(row["path"] for row in rows).items()]
+    usual = [row for row in rows if row["group"] == "usual sizes" and "cost" in row]
+    costs = [(row["cost"], row["name"]) for row in usual]
+    lines += [f"{cost:.2f} times plain: {name}" for cost, name in sorted(costs, reverse=True)]
+    beyond = sum(cost > TARGET for cost, _ in costs)
+    return "\n".join([*lines, f"{beyond} of usual size are beyond {TARGET:g} times plain"])
+
+
+def main() -> None:
+    """Measure the cases of all groups, or of some, and write the file as they are done."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, help="where rows are written")
+    parser.add_argument("--only", choices=GROUPS, nargs="+", help="measure these groups again")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    kept = {}
+    if options.only:
+        before = json.loads(options.file.read_text(encoding="utf-8"))["rows"]
+        kept = {(row["group"], row["name"]): row for row in before}
+    cases = [case for case in CASES if case.group in (options.only or GROUPS)]
+    for number, case in enumerate(cases, 1):
+        kept[case.group, case.name] = row = measured(case)
+        print(f"{number}/{len(cases)}", row, file=sys.stderr)
+    rows = [kept[key] for case in CASES if (key := (case.group, case.name)) in kept]
+    found = {"torch": torch.__version__, "rows": rows}
+    options.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(summary(rows))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "There is a performance drop")
-    rows = []
-    for number, each in enumerate(CASES, 1):
-        rows.append(measured(each))
-        print(f"{number}/{len(CASES)}", rows[-1], file=sys.stderr)
-    found = {"torch": torch.__version__, "records": RECORDS, "rows": rows}
-    Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    main()

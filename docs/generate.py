@@ -174,10 +174,11 @@ OUTCOMES = ("right", "refused", "wrong", "open")
 LAYERS = "## How layers run\n"
 LAYERS_SAID = """
 {total} networks, each with every layer of torch.nn that has parameters or mixes samples in some
-variant, or a typical way to put layers together: {counts}. A cost is how many times as long clipped
-sums take as the gradients of plain training, on {records} records on one core (torch {torch}). The
-networks are tiny, so fixed costs of a step are most of it: layers of usual size cost less
-([performance](performance.md)). This part is written by:
+variant, or a typical way to put layers together: {counts}. Columns are the time of clipped sums over
+that of the gradients of plain training, and over that of the clipped sums of Opacus by hooks and with
+ghost clipping, on one core (torch {torch}): below 1, dpmac is faster. A network is refused by Opacus, or
+its sum is wrong. Networks of usual size have 64 records; the others have 256 and are tiny, so fixed costs
+of a step are most of theirs ([performance](performance.md)). This part is written by:
 
     PYTHONPATH=. python benchmarks/layers.py docs/data/layers.json
     python docs/generate.py
@@ -191,6 +192,8 @@ RUN = {
     "isolated, loop": "in a loop",
     "refused": "refused",
 }
+#: Costs of a row, with the titles of their columns.
+COSTS = {"cost": "over plain", "hooks": "over hooks", "ghost": "over ghost"}
 #: Outcomes that the table shows with their measure.
 MEASURED = {"wrong": "error", "open": "moved"}
 KEY = ("key", "type", "description")
@@ -527,11 +530,16 @@ def own_network() -> str:
     for group, members in groupby(rows, lambda row: row["group"]):
         parts.append(f"### {group[0].upper()}{group[1:]}\n")
         cells = [
-            (row["name"], row["path"], f"{row['cost']:.1f}" if "cost" in row else "", why(row))
+            (row["name"], row["path"], *(ratio(row.get(of, "")) for of in COSTS), why(row))
             for row in members
         ]
-        parts.append(table(("network", "run by", "cost", "reason"), cells))
+        parts.append(table(("network", "run by", *COSTS.values(), "reason"), cells))
     return "\n".join(parts)
+
+
+def ratio(cost: float | str) -> str:
+    """Return the cell of a ratio of times, or of the reason why there is none."""
+    return cost if isinstance(cost, str) else f"{cost:.1f}" if cost >= 1 else f"{cost:.2g}"
 
 
 def why(row: Mapping[str, Any]) -> str:

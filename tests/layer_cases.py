@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 VECTOR, SEQUENCE, SIGNAL, IMAGE, VOLUME = (16,), (12, 16), (8, 24), (8, 12, 12), (4, 6, 6, 6)
 #: Tokens are below this number.
 TOKENS = 30
+#: Tokens of networks of usual size.
+WORDS = 2000
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Case:
     Attributes:
         group, name: where it is in the table.
         build: returns the network.
-        shape: shape of a record, of tokens if ``tokens``.
+        shape: shape of a record, of tokens below ``tokens`` if it is not 0.
+        records: number of records in a batch.
         refused: why it is refused by default, as a pattern of the message; "" if it is trained.
     """
 
@@ -37,15 +40,16 @@ class Case:
     name: str
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
-    tokens: bool = False
+    tokens: int = 0
     refused: str = ""
+    records: int = 256
 
-    def batch(self, records: int) -> Tensor:
+    def batch(self) -> Tensor:
         """Return made-up records."""
-        generator = torch.Generator().manual_seed(0)
+        generator, shape = torch.Generator().manual_seed(0), (self.records, *self.shape)
         if self.tokens:
-            return torch.randint(TOKENS, (records, *self.shape), generator=generator)
-        return torch.randn(records, *self.shape, generator=generator)
+            return torch.randint(self.tokens, shape, generator=generator)
+        return torch.randn(shape, generator=generator)
 
     @staticmethod
     def loss(model: Any, batch: Any) -> Tensor:
@@ -197,7 +201,7 @@ def norms() -> Iterator[tuple[Any, ...]]:
 
 
 def embeddings() -> Iterator[tuple[Any, ...]]:
-    words, several = (12,), {"tokens": True}
+    words, several = (12,), {"tokens": TOKENS}
     yield "Embedding", lambda: nn.Embedding(TOKENS, 16), words, several
     yield "Embedding, padding_idx", lambda: nn.Embedding(TOKENS, 16, padding_idx=0), words, several
     yield "Embedding, sparse", lambda: nn.Embedding(TOKENS, 16, sparse=True), words, several
@@ -331,24 +335,28 @@ def _both(self: Any, x: Tensor) -> Any:
 
 
 class Attention(nn.Module):
-    """Attention as people write it, like Opacus's DPMultiheadAttention."""
+    """Attention of four heads as people write it, like Opacus's DPMultiheadAttention."""
 
-    def __init__(self, shared: int = 4, *, rotary: bool = False, relative: bool = False) -> None:
+    def __init__(
+        self, shared: int = 4, *, width: int = 16, rotary: bool = False, relative: bool = False
+    ) -> None:
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(16, 4 * n) for n in (4, shared, shared))
-        self.out, self.rotary = nn.Linear(16, 16), rotary
+        self.size = width // 4  # of a head
+        self.q, self.k, self.v = (nn.Linear(width, self.size * n) for n in (4, shared, shared))
+        self.out, self.rotary = nn.Linear(width, width), rotary
         self.bias = nn.Parameter(torch.zeros(4, 12, 12)) if relative else None
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part(x).unflatten(2, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v)
+            part(x).unflatten(2, (-1, self.size)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
         )
         if self.rotary:
             angles = torch.arange(12, device=x.device, dtype=x.dtype).unsqueeze(1) / 10
             q, k = (_rotated(t, angles) for t in (q, k))
         repeated = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(repeated, 1) for t in (k, v))
-        scores = q @ k.mT / 2
+        scores = q @ k.mT / self.size**0.5
         if self.bias is not None:
             scores = scores + self.bias
         out: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
@@ -389,7 +397,7 @@ def without_parameters() -> Iterator[tuple[Any, ...]]:
 
 def parameters() -> Iterator[tuple[Any, ...]]:
     yield "one weight in two Linear layers", _tied_layers, VECTOR
-    tokens = {"tokens": True}
+    tokens = {"tokens": TOKENS}
     yield "an Embedding and a head of one weight", TiedWords, (12,), tokens
     again = lambda s, x: s.part(s.part(x).tanh())
     yield "one Linear layer, called twice", lambda: Do(again, part=nn.Linear(16, 16)), VECTOR
@@ -450,6 +458,7 @@ def parameters() -> Iterator[tuple[Any, ...]]:
         SEQUENCE,
         "A forward pass changes",
     )
+    yield "Conv1D of transformers", lambda: Conv1D(8, 16), SEQUENCE
     yield "LoRA of Linear layers", LoRA, SEQUENCE
     yield "LoRA of parameters", partial(LoRA, raw=True), SEQUENCE
 
@@ -468,9 +477,9 @@ def _tied_layers() -> nn.Module:
 class TiedWords(nn.Module):
     """An embedding and a head of one weight, as in GPT-2."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = TOKENS, width: int = 16) -> None:
         super().__init__()
-        self.words, self.head = nn.Embedding(TOKENS, 16), nn.Linear(16, TOKENS, bias=False)
+        self.words, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -481,10 +490,10 @@ class TiedWords(nn.Module):
 class LoRA(nn.Module):
     """A frozen layer and a trained product of two narrow ones."""
 
-    def __init__(self, *, raw: bool = False) -> None:
+    def __init__(self, width: int = 16, rank: int = 2, *, raw: bool = False) -> None:
         super().__init__()
-        self.base = nn.Linear(16, 16).requires_grad_(False)
-        down, up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        down, up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
         self.raw = raw
         self.down: Any = down.weight if raw else down
         self.up: Any = up.weight if raw else up
@@ -603,6 +612,18 @@ def _routed(self: Any, x: Tensor) -> Any:
     return out
 
 
+class Conv1D(nn.Module):
+    """GPT-2's Linear layer in transformers, whose weight is transposed."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = raw(inputs, outputs), raw(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return rows.view(*x.shape[:-1], -1)
+
+
 class Masked(nn.Module):
     """Takes its inputs by name."""
 
@@ -652,7 +673,59 @@ class DoubledAnywhere(torch.autograd.Function):
         return 2 * gradients[0]
 
 
+def usual_sizes() -> Iterator[tuple[Any, ...]]:
+    """Networks of usual size, whose costs are those of training."""
+    few, words = {"records": 64}, {"records": 64, "tokens": WORDS}
+    texts, pictures, steps = (64, 256), (32, 16, 16), (50, 64)
+    mlp = lambda: nn.Sequential(nn.Linear(784, 500), nn.ReLU(), nn.Linear(500, 10))
+    yield "multilayer perceptron, 784 to 500 to 10", mlp, (784,)
+    kinds: tuple[tuple[str, Callable[[int], nn.Module]], ...] = (
+        ("GroupNorm", partial(nn.GroupNorm, 8)),
+        ("InstanceNorm2d", partial(nn.InstanceNorm2d, affine=True)),
+    )
+    for said, norm in kinds:
+        yield f"two convolutions of 64 channels, {said}", partial(_convolved, norm), pictures, few
+    signal = lambda: nn.Sequential(nn.Conv1d(32, 64, 5), nn.ReLU(), nn.Conv1d(64, 64, 5))
+    yield "two Conv1d of 64 channels", signal, (32, 128), few
+    volume = lambda: nn.Sequential(nn.Conv3d(4, 16, 3), nn.ReLU(), nn.Conv3d(16, 16, 3))
+    yield "two Conv3d of 16 channels", volume, (4, 10, 10, 10), few
+    for said, normal in (("LayerNorm", nn.LayerNorm), ("RMSNorm", nn.RMSNorm)):
+        yield f"{said} and two Linear layers, 256 to 1,024", partial(_wide, normal), texts, few
+    conv1d = lambda: nn.Sequential(Conv1D(1024, 256), nn.GELU(), Conv1D(256, 1024))
+    yield "two Conv1D of transformers, 256 to 1,024", conv1d, texts, few
+    folded = lambda s, x: s.part(x.flatten(0, 1)).unflatten(0, (-1, 64))
+    wide: Callable[[], Any] = lambda: nn.Sequential(
+        nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)
+    )
+    rows = lambda: Do(folded, part=wide())
+    yield "two Linear layers on positions as rows, 256 to 1,024", rows, texts, few
+    yield "attention of four Linear layers, 256 wide", partial(Attention, width=256), texts, few
+    itself_only = lambda: Do(
+        lambda s, x: itself(s.part, x)[0], part=nn.MultiheadAttention(256, 4, batch_first=True)
+    )
+    yield "MultiheadAttention, 256 wide", itself_only, texts, few
+    encoder = lambda: nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True)
+    yield "TransformerEncoderLayer, 256 wide", encoder, texts, few
+    yield "LSTM, 128 wide, 50 steps", lambda: first_of(nn.LSTM(64, 128, batch_first=True)), steps, few
+    yield "GRU, 128 wide, 50 steps", lambda: first_of(nn.GRU(64, 128, batch_first=True)), steps, few
+    yield "LoRA of rank 8, 256 wide", partial(LoRA, 256, 8), texts, few
+    tied = partial(TiedWords, WORDS, 128)
+    yield "an Embedding and a head of one weight, 2,000 words", tied, (32,), words
+
+
+def _convolved(norm: Callable[[int], nn.Module]) -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(32, 64, 3, padding=1), norm(64), nn.ReLU()),
+        *(nn.Conv2d(64, 64, 3, padding=1), norm(64), nn.ReLU()),
+    )
+
+
+def _wide(norm: Callable[[int], nn.Module]) -> nn.Module:
+    return nn.Sequential(norm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+
+
 GROUPS = {
+    "usual sizes": usual_sizes,
     "Linear": linear,
     "convolutions": convolutions,
     "norms": norms,
