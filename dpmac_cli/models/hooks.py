@@ -1,4 +1,7 @@
-"""Hooks, which no trace follows: they run in backward passes and may act for other batches."""
+"""Hooks in backward passes, which no trace follows: they may act for other batches only.
+
+Hooks of forward passes are traced like the rest of a forward pass.
+"""
 
 import contextlib
 import itertools
@@ -26,14 +29,11 @@ class UnprovenError(Exception):
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Reject hooks, which may run in backward passes, untraced. Raises UnprovenError."""
-    kinds = (
-        *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-        "_post_accumulate_grad_hooks",
-    )
+    """Reject hooks that run in backward passes, untraced. Raises UnprovenError."""
+    kinds = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
     for name, part in itertools.chain(model.named_modules(), model.named_parameters()):
         if any(getattr(part, kind, None) for kind in kinds):
-            raise UnprovenError(f"{name or 'It'} has hooks.")
+            raise UnprovenError(f"{name or 'It'} has hooks of backward passes.")
     check_global_hooks()
 
 

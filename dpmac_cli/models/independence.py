@@ -171,11 +171,6 @@ class _IncompleteError(ModelError):
 def _incomplete(layer: Layer) -> ModelError:
     """Return why the calls of a layer do not account for its gradient, and what to do."""
     said = f"The calls of layer {layer.name} do not give its complete gradient"
-    if layer.module._forward_hooks:
-        return ModelError(
-            f"{said}: it has a forward hook, which changes its output after it was recorded. Put "
-            "what the hook does into the network's forward."
-        )
     found = _IncompleteError(
         f"{said}: its parameters are also used without calling it (for example "
         f"F.linear(x, self.{layer.name}.weight)). Call the layer instead."

@@ -1,18 +1,14 @@
 """Prove, operation by operation, that a network is independent across samples.
 
-There are two parts, both on random data. :func:`check_uniform` exports the network with a symbolic
+There are two parts, both on random data. :func:`.check_uniform` exports the network with a symbolic
 batch size: the same operations then run for every batch, regardless of its size and values.
 :class:`Dependence` tracks, through one forward and backward pass, which samples each number was
 computed from. Anything unknown to either of them counts as not proven.
 """
 
 import contextlib
-import io
-import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,20 +21,14 @@ from dpmac_cli.dp.clipping.batches import Batch, Structure, tensors_in
 from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.recorder import record_uses
-from dpmac_cli.dp.precision import inherited_precision
 from dpmac_cli.models.hooks import UnprovenError, without_hooks
 from dpmac_cli.models.trial import Trial
-from dpmac_cli.storage.files import catalogue
-from dpmac_cli.torch_errors import what_failed
+from dpmac_cli.models.uniformity import KNOWN, check_uniform, dims_of, name_of
 
 #: Number of samples to distinguish, with one plane per sample.
 SAMPLES = 4
-#: Largest batch size for which the operations must be the same.
-LARGEST_BATCH = 1 << 20
-#: Names of operations and inputs, grouped by how outputs depend on inputs.
 #: Arguments that tell a normalisation to use the statistics of its inputs.
 IN_TRAINING = ("training", "train")
-KNOWN = catalogue(frozenset[str], Path(__file__).with_name("operations.toml"))
 
 
 class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -59,10 +49,14 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             own = torch.eye(SAMPLES, dtype=torch.bool).view(SAMPLES, *[1] * (x.ndim - 1), SAMPLES)
             self._of(x).copy_(own.expand(*x.shape, SAMPLES))
 
-    def check_rows(self, what: str, tensor: Tensor) -> None:
-        """Raise UnprovenError, which names ``what``, if row i depends on more than sample i."""
-        rows = _by_row(self._of(tensor))
-        if rows.shape != (SAMPLES, SAMPLES) or bool((rows & ~torch.eye(SAMPLES).bool()).any()):
+    def check_rows(self, what: str, tensor: Tensor, rows: int = 1) -> None:
+        """Raise UnprovenError, which names ``what``, if a row depends on more than its sample.
+
+        Sample i has the rows from i * ``rows`` on.
+        """
+        found = _by_row(self._of(tensor))
+        own = torch.eye(SAMPLES).bool().repeat_interleave(rows, 0)
+        if found.shape != own.shape or bool((found & ~own).any()):
             raise UnprovenError(f"In {what} a row depends on other samples.")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +89,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
 
     def _note(self, func: Any, named: Mapping[str, Any], told: set[str], result: Any) -> None:
         """Set the planes of outputs, given the names of the inputs that depend on samples."""
-        name, outputs = _name_of(func), tensors_in(result)
+        name, outputs = name_of(func), tensors_in(result)
         if not outputs:
             raise UnprovenError(f"{name} reads a number that was computed from samples.")
         read = {_place(tensor) for tensor in tensors_in(list(named.values()))}
@@ -106,7 +100,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         if torch.Tag.pointwise in func.tags or name in KNOWN["pointwise"]:
             found = [_union(given)] * len(outputs)
         elif name in KNOWN["along"]:
-            found = _along(given, _dims_of(func, named), outputs)
+            found = _along(given, dims_of(func, named), outputs)
         elif name in KNOWN["by_channel"] and told <= KNOWN["of_channels"] and _keeps_nothing(named):
             found = _by_channel(given, outputs)
         elif told <= KNOWN["rows"] and (name in KNOWN["by_row"] or named.get("training") is False):
@@ -152,23 +146,8 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         return [torch.stack(planes, -1) > 0 for planes in zip(*found, strict=True)]
 
 
-def _name_of(func: Any) -> str:
-    """Return the name of an operation, without the suffix of its in-place variant."""
-    packet = getattr(func, "overloadpacket", func)
-    return str(getattr(packet, "__name__", packet)).removesuffix("_")
-
-
 def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _dims_of(func: Any, named: Mapping[str, Any]) -> list[int]:
-    """Return the dimensions that an operation works along; an empty list means all."""
-    if "normalized_shape" in named:
-        return list(range(-len(named["normalized_shape"]), 0))
-    defaults = {a.name: a.default_value for a in func._schema.arguments}
-    dim = named.get("dim", named.get("dims", defaults.get("dim")))
-    return [dim] if isinstance(dim, int) else list(dim or ())
 
 
 def _union(given: Sequence[Tensor]) -> Tensor:
@@ -228,9 +207,11 @@ def check_independent(model: nn.Module, trial: Trial) -> None:
     The model is in training mode, with its dropout layers replaced by identities. Its parameters
     are modified. Raises UnprovenError, which does not mean that the model mixes samples.
     """
-    check_uniform(duplicate(model), trial.inputs)  # the export leaves its own tensors in caches
     x, y = trial.samples(SAMPLES)
     layers = find_layers(model, x)
+    rows = max(layer.rows for layer in layers)
+    # The export leaves its own tensors in caches.
+    check_uniform(duplicate(model), trial.inputs, rows)
     flatten_parameters(layers)
     with _following(x) as dependence:
         losses, uses = record_uses(model, layers, x, y, loss=trial.loss)
@@ -239,8 +220,8 @@ def check_independent(model: nn.Module, trial: Trial) -> None:
     for layer, used in zip(layers, uses, strict=True):
         for use in used:
             for tensor in use.inputs:
-                dependence.check_rows(f"the inputs of layer {layer.name}", tensor)
-            dependence.check_rows(f"the gradients of layer {layer.name}", use.delta)
+                dependence.check_rows(f"the inputs of layer {layer.name}", tensor, layer.rows)
+            dependence.check_rows(f"the gradients of layer {layer.name}", use.delta, layer.rows)
 
 
 def check_independent_forward(model: nn.Module, inputs: Structure) -> None:
@@ -281,109 +262,3 @@ def _check_backward(losses: Tensor) -> None:
         if own and kind != "_StartedBackward":
             raise UnprovenError(f"{kind} is a custom backward function.")
         nodes += [function for function, _ in node.next_functions]
-
-
-def check_uniform(model: nn.Module, inputs: Structure) -> None:
-    """Prove that a forward pass runs the same operations for every batch of at least two samples.
-
-    The batch size is a symbol in the exported graph. No operation may compute with it, reduce over
-    the batch dimension, or work along it: constants with one entry per sample would reveal the
-    batch size, and shifts would reveal positions. Raises UnprovenError.
-    """
-    x = inputs.made_up(SAMPLES + 1)
-    size = torch.export.Dim("samples", min=1, max=LARGEST_BATCH)
-    sizes: Any = tree_map(lambda _: {0: size}, x)
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # torch.export is verbose if it cannot trace a network
-    try:
-        # It also prints the graph so far.
-        quiet = contextlib.redirect_stderr(io.StringIO())
-        silent = warnings.catch_warnings(action="ignore")
-        # Fused attention, of which every device has another, is not known here.
-        with silent, quiet, inherited_precision(), sdpa_kernel(SDPBackend.MATH):
-            program = torch.export.export(model, (x,), dynamic_shapes=(sizes,))
-            graph = program.run_decompositions().graph
-    except Exception as failure:
-        raise UnprovenError(_why(failure)) from failure
-    finally:
-        logger.setLevel(level)
-    for node in graph.nodes:
-        if node.op == "call_function":
-            _check_node(node)
-
-
-def _check_node(node: torch.fx.Node) -> None:
-    """Reject an operation that reveals the batch size, or positions in the batch."""
-    target: Any = node.target
-    arguments: Any = node.args
-    name = _name_of(target)
-    given = [of.meta.get("val") for of in node.all_input_nodes]
-    outputs = tensors_in(node.meta.get("val"))
-    counted = any(isinstance(value, torch.SymInt) for value in given)
-    filled = name == "full" and isinstance(arguments[1], torch.fx.Node)
-    if filled or (counted and (name not in KNOWN["shaping"] or (name == "mul" and outputs))):
-        raise UnprovenError(f"{name} computes with the batch size.")
-    batched = [t for t in tensors_in(given) if _batch_dim(t) is not None]
-    made = [(_batch_dim(out), out) for out in outputs]
-    if name == "as_strided" and not (batched and _same_places(batched[0], outputs[0])):
-        raise UnprovenError("as_strided moves elements.")
-    if not batched or not outputs:
-        return
-    if any(dim is None and 0 not in out.shape for dim, out in made):
-        raise UnprovenError(f"{name} reduces over the samples of a batch.")
-    place, tags = _batch_dim(batched[0]), getattr(target, "tags", ())
-    keeping = ("pointwise", "factories", "reshaping", "products", "multilinear")
-    if torch.Tag.pointwise in tags or any(name in KNOWN[kind] for kind in keeping):
-        return
-    named = dict(zip([a.name for a in target._schema.arguments], arguments, strict=False))
-    dims = [dim % batched[0].ndim for dim in _dims_of(target, {**named, **node.kwargs})]
-    if name in KNOWN["by_row"] or "batch_norm" in name:
-        along = place not in ((0, 1) if name in KNOWN["by_channel"] else (0,))
-    elif name in ("tril", "triu"):
-        along = place is not None and place >= batched[0].ndim - 2
-    elif name == "index":
-        along = place is not None and arguments[1][place : place + 1] not in ([], [None])
-    elif name in KNOWN["along"] or name in KNOWN["moving"]:
-        along = place in dims or (name == "roll" and not dims)
-    elif name == "embedding":
-        along = False
-    else:
-        raise UnprovenError(f"It is not known how {name} treats samples.")
-    if along:
-        raise UnprovenError(f"{name} works along the samples of a batch.")
-
-
-def _same_places(a: Tensor, b: Tensor) -> bool:
-    """Return whether a view of a traced tensor keeps every element at its position."""
-    several = [dim for dim, size in enumerate(a.shape) if size != 1]
-    moved = any(a.stride(dim) != b.stride(dim) for dim in several)
-    return a.shape == b.shape and bool(a.storage_offset() == b.storage_offset()) and not moved
-
-
-def _batch_dim(tensor: Tensor) -> int | None:
-    """Return the dimension of a traced tensor that has a symbolic size; None if there is none.
-
-    Raises UnprovenError if there are several, or its size is not a multiple of the batch size.
-    """
-    shape: Any = tensor.shape
-    symbolic = {d: size.node.expr for d, size in enumerate(shape) if isinstance(size, torch.SymInt)}
-    for size in symbolic.values():
-        symbols = list(size.free_symbols)  # u..: depends on the data
-        alone = len(symbols) == 1 and not str(symbols[0]).startswith("u")
-        if not alone or not (size / symbols[0]).is_Integer:
-            raise UnprovenError("The size of a tensor is not a multiple of the batch size.")
-    if len(symbolic) > 1:
-        raise UnprovenError("It computes with pairs of samples.")
-    return next(iter(symbolic), None)
-
-
-def _why(failure: Exception) -> str:
-    """Return why torch.export could not trace a network, as a sentence."""
-    kind = type(failure).__name__
-    if "Constraints violated" in str(failure):
-        return "Its operations depend on the batch size (which includes len(x))."
-    if kind == "GuardOnDataDependentSymNode":
-        where = what_failed(failure).partition(":")[0].removeprefix(kind)
-        return f"Its operations depend on numbers that were computed from samples{where}."
-    return f"torch.export cannot trace it: {what_failed(failure)}"

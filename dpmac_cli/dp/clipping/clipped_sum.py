@@ -130,7 +130,10 @@ class ClippedChunkSum:
         """Return every layer's per-sample gradients, in the form for a ball or an ellipsoid."""
         _, by_layer = self._per_sample(x, y)
         pairs = zip(self.layers, by_layer, strict=True)
-        return [(layer, choose_form(layer, uses, self.views, ball=ball)) for layer, uses in pairs]
+        return [
+            (layer, choose_form(layer, uses, self.views * layer.rows, ball=ball))
+            for layer, uses in pairs
+        ]
 
     def forward(self, x: Batch, y: Batch) -> Any:
         """Return everything that decides on which side of a kink samples are, as in :meth:`of`.

@@ -5,10 +5,11 @@ respect to the copies are its per-sample gradients, whatever else the network co
 of positions that are the same for all rows is such a parameter, too.
 
 If it is multiplied with rows, as in ``F.linear(x, self.layer.weight)``, the product is recorded
-like a call of a Linear layer.
+like a call of a Linear layer. Rows may be those of samples with their positions in one dimension,
+as many for each sample.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,7 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from dpmac_cli.dp.clipping.batches import Batch, map_rows, samples_in, tensors_in
+from dpmac_cli.dp.clipping.batches import Batch, samples_in, tensors_in, with_another
 from dpmac_cli.dp.losses import DETACHING
 
 #: Functions of two tensors that broadcast both of them.
@@ -45,7 +46,11 @@ PLACES = (torch.int64, torch.int32)
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 #: Products of rows, the first argument, and a matrix, the second one.
-PRODUCTS = frozenset({functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__})
+PRODUCTS = frozenset(
+    {functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
+)
+#: Sums of a term, the first argument, and such a product.
+ADDED_PRODUCTS = frozenset({torch.addmm, Tensor.addmm})
 
 #: Maps gradients w.r.t. copies of the value that was read to those w.r.t. the parameter, per row.
 PullBack: TypeAlias = Callable[[Tensor], Tensor]
@@ -110,16 +115,30 @@ class Copies(TorchFunctionMode):
 
     Values computed from a single parameter, such as a slice, a reshape, or entries at places that
     do not depend on rows, are copied in the same way.
+
+    Args:
+        parameters: the parameters.
+        samples: number of samples of the batch.
+        rows: rows per sample of each parameter, by its id; by default those of its first use.
+
+    Attributes:
+        by_parameter: uses of each parameter, by its id.
+        refused: ids of parameters that were read in an unsupported way.
+        rows: rows per sample of each parameter, by its id.
     """
 
-    def __init__(self, parameters: Iterator[nn.Parameter], rows: int) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        samples: int,
+        rows: Mapping[int, int] | None = None,
+    ) -> None:
         super().__init__()
         # Placeholder of each tensor that a network reads, and the parameter it is computed from.
         self._read = {id(p): (p.detach().requires_grad_(), p) for p in parameters}
-        # The uses of each parameter, by its id.
         self.by_parameter: dict[int, list[Read]] = {i: [] for i in self._read}
-        self.refused: set[int] = set()  # ids of parameters that were read in an unsupported way
-        self._rows = rows
+        self.refused: set[int] = set()
+        self.rows, self._samples = dict(rows or {}), samples
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function; replace a parameter among its arguments with copies."""
@@ -130,8 +149,9 @@ class Copies(TorchFunctionMode):
         read = [x for x in given if id(x) in self._read]
         if not read or not torch.is_grad_enabled() or func in DETACHING:
             return func(*args, **named)
-        if self._is_product(func, args, named):
-            return self._multiplied(func, *args)
+        product, factors = _product_of(func, args)
+        if self._is_product(product, factors, named):
+            return self._multiplied(product, *factors)
         if func in ELEMENTWISE and len(args) == 2:
             copies = {
                 id(x): found for x in read if (found := self._broadcast(x, *args)) is not None
@@ -154,7 +174,12 @@ class Copies(TorchFunctionMode):
         rows, matrix = args[:2]
         known = id(matrix) in self.by_parameter and matrix.ndim == 2
         alone = isinstance(rows, Tensor) and id(rows) not in self._read
-        return known and alone and rows.ndim > 1 and len(rows) == self._rows
+        return known and alone and rows.ndim > 1 and self._has_rows(len(rows), matrix)
+
+    def _has_rows(self, length: int, parameter: nn.Parameter) -> bool:
+        """Return whether a dimension has as many rows per sample as others of a parameter."""
+        rows, rest = divmod(length, self._samples)
+        return rest == 0 < rows == self.rows.setdefault(id(parameter), rows)
 
     def _multiplied(
         self, func: Any, rows: Tensor, matrix: nn.Parameter, bias: Tensor | None = None
@@ -176,7 +201,8 @@ class Copies(TorchFunctionMode):
                 self.refused.add(id(parameter))
         elif func in EXPANDING and result.requires_grad:
             once = result.shape[1:] == args[0].shape[args[0].ndim == result.ndim :]
-            if self._is_copied(args[0], result.shape) and (once or func is not Tensor.repeat):
+            copied = self._is_copied(args[0], result.shape, parameter)
+            if copied and (once or func is not Tensor.repeat):
                 return self._keep(args[0], parameter, result)
             self.refused.add(id(parameter))  # may have the size of the next batch
         elif result.requires_grad:
@@ -188,21 +214,29 @@ class Copies(TorchFunctionMode):
         if not all(isinstance(x, Tensor) for x in operands):
             return None
         shape = torch.broadcast_shapes(*(x.shape for x in operands))  # type: ignore[no-untyped-call]
-        if not self._is_copied(read, shape):
-            return None
         source, parameter = self._read[id(read)]
+        if not self._is_copied(read, shape, parameter):
+            return None
         return self._keep(source, parameter, source.detach().expand(shape))
 
-    def _is_copied(self, read: Tensor, shape: torch.Size) -> bool:
+    def _is_copied(self, read: Tensor, shape: torch.Size, parameter: nn.Parameter) -> bool:
         """Return whether a shape has the batch's rows and the value that is read does not."""
         without = read.ndim < len(shape) or read.shape[:1] == (1,)
-        return len(shape) > 0 and shape[0] == self._rows and without
+        return len(shape) > 0 and without and self._has_rows(shape[0], parameter)
 
     def _keep(self, source: Tensor, parameter: nn.Parameter, copies: Tensor) -> Tensor:
         started = copies.detach().requires_grad_()
         back = partial(_pull_back, source, self._read[id(parameter)][0])
         self.by_parameter[id(parameter)].append(Read(edge_of(started), back))
         return started
+
+
+def _product_of(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return a function with its factors first, and a term after them, if it adds a product."""
+    if func in ADDED_PRODUCTS and len(args) == 3:
+        term, *factors = args
+        return torch.mm, (*factors, term)
+    return func, args
 
 
 def _pull_back(source: Tensor, leaf: Tensor, by_copies: Tensor) -> Tensor:
@@ -216,33 +250,55 @@ def _pull_back(source: Tensor, leaf: Tensor, by_copies: Tensor) -> Tensor:
     return found
 
 
-def copied_parameters(model: nn.Module, example: Batch, read: Set[int] = frozenset()) -> set[int]:
-    """Return the ids of parameters whose uses :class:`Copies` all supports, on an example batch.
+def copied_parameters(
+    model: nn.Module, example: Batch, read: Set[int] = frozenset(), idle: Set[int] = frozenset()
+) -> dict[int, int]:
+    """Return parameters whose uses :class:`Copies` all supports, by id, with rows per sample.
 
-    Only parameters of embeddings, of modules that contain other modules with parameters, and of
-    those with a parameter in ``read``, by id, are checked. A second batch size must give the same
-    result, as other dimensions may have the batch size by chance.
+    They are found on an example batch. Only trained parameters without those in ``idle`` are
+    checked: of embeddings, of modules that contain other modules with parameters, of those with a
+    parameter in ``read``, both by id, and of modules of the program's own that multiply rows with
+    one. A second batch size must give the same result, as other dimensions may have the batch size,
+    or its multiple, by chance.
     """
-    holding = [module for module in model.modules() if not isinstance(module, CONTAINERS)]
-    asked = [
-        p
-        for module in holding
-        if (held := directly_held(module))
-        and (type(module) is nn.Embedding or _has_parts(module) or not _ids(held).isdisjoint(read))
-        for p in held.values()
-    ]
-    if not asked:
-        return set()
-    known = {id(p) for p in asked}
-    for batch in (example, map_rows(_and_another, example)):
-        copies = Copies(iter(asked), samples_in(batch))
+    asked, multiplying = _asked(model, read, idle)
+    if not (asked or multiplying):
+        return {}
+    parameters = [p for held in (*asked, *multiplying) for p in held]
+    found = list[dict[int, int]]()
+    for batch in (example, with_another(example)):
+        copies = Copies(parameters, samples_in(batch))
         try:
             with torch.enable_grad(), copies:
                 model(batch)
         except Exception:  # noqa: BLE001  (user code may raise anything, and would in training)
-            return set()
-        known &= {p for p, reads in copies.by_parameter.items() if reads} - copies.refused
-    return known
+            return {}
+        known = {p: copies.rows[p] for p, uses in copies.by_parameter.items() if uses}
+        for held in multiplying:
+            uses = [use for p in held for use in copies.by_parameter[id(p)]]
+            if all(use.layer is None for use in uses):  # vmap of the module costs less
+                known = {p: rows for p, rows in known.items() if p not in set(map(id, held))}
+        found.append({p: rows for p, rows in known.items() if p not in copies.refused})
+    first, second = found
+    return {p: rows for p, rows in first.items() if second.get(p) == rows}
+
+
+def _asked(
+    model: nn.Module, read: Set[int], idle: Set[int]
+) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
+    """Return the parameters of modules that are checked, and those checked only for products."""
+    asked, multiplying = list[list[nn.Parameter]](), list[list[nn.Parameter]]()
+    for module in model.modules():
+        of = {} if isinstance(module, CONTAINERS) else directly_held(module)
+        held = [p for p in of.values() if p.requires_grad and id(p) not in idle]
+        if not held:
+            continue
+        apart = type(module) is nn.Embedding or _has_parts(module)
+        if apart or not _ids(of).isdisjoint(read):
+            asked.append(held)
+        elif not type(module).__module__.startswith("torch."):
+            multiplying.append(held)
+    return asked, multiplying
 
 
 def directly_held(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -264,7 +320,3 @@ def _has_parts(module: nn.Module) -> bool:
 
 def _ids(held: Mapping[str, nn.Parameter]) -> set[int]:
     return {id(p) for p in held.values()}
-
-
-def _and_another(rows: Tensor) -> Tensor:
-    return torch.cat([rows, rows[:1]])

@@ -46,12 +46,27 @@ class Call:
     def again(
         self, module: nn.Module, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor]
     ) -> Tensor:
-        """Repeat the call with other parameters and inputs; return the output at ``output``."""
+        """Repeat the call with other parameters and inputs; return the output at ``output``.
+
+        Hooks of the module do not run: the inputs are those after, the outputs those before them.
+        """
         given = iter(inputs)
         arguments = tuple(next(given) if a is Tensor else a for a in self.positional)
-        result: Any = functional_call(module, dict(parameters), arguments, dict(self.named))
+        values = {f"module.{name}": value for name, value in parameters.items()}
+        result: Any = functional_call(_Unhooked(module), values, arguments, dict(self.named))
         chosen: Tensor = result if self.output is None else result[self.output]
         return chosen
+
+
+class _Unhooked(nn.Module):
+    """A module without its own hooks; those of modules inside it are part of its forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.module.forward(*inputs, **named)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -17,9 +17,9 @@ from dpmac_cli.dp.clipping.direct_parameters import (
     copied_parameters,
     directly_held,
 )
-from dpmac_cli.dp.clipping.idle_parameters import idle_parameters
-from dpmac_cli.dp.clipping.outside_reads import layers_that_read, read_outside
-from dpmac_cli.dp.clipping.projections import plainly_called, projections
+from dpmac_cli.dp.clipping.example_pass import see
+from dpmac_cli.dp.clipping.outside_reads import layers_that_read
+from dpmac_cli.dp.clipping.projections import projections
 from dpmac_cli.errors import ModelError
 
 #: Coordinates that a CPU processes at a time. With fewer, the overhead of operations exceeds the
@@ -42,6 +42,7 @@ class Layer:
     #: products; or zero, as no output depends on the parameters.
     gradients: Literal["calls", "copies", "zero"] = "calls"
     composite: nn.Module | None = None  # attention or recurrent layer that this is a projection of
+    rows: int = 1  # rows per sample, adjacent, of inputs and outputs of the module, or of copies
     tied: tuple["Layer", ...] = ()  # every module with the parameter, if several have it
 
     @property
@@ -80,17 +81,17 @@ def find_layers(model: nn.Module, example: Batch | None = None) -> list[Layer]:
     Parameters that a module's forward reads directly, or that have no effect, and projections of
     attention and recurrent layers, become separate layers if ``example``, random inputs of at least
     two samples, shows that this works; otherwise their module is one layer, and so is a module that
-    reads a parameter of a layer inside it without calling it. A parameter that :data:`TIEABLE`
-    modules share is a layer of all of them. Raises ModelError if others share a parameter, or
-    nothing is trainable.
+    reads a parameter of a layer inside it without calling it. It also shows how many rows per
+    sample layers have. A parameter that :data:`TIEABLE` modules share is a layer of all of them.
+    Raises ModelError if others share a parameter, or nothing is trainable.
     """
     if example is None:
         return _side_by_side(_with_ties(list(_owners(model, "", _Apart(), set()))))
-    idle = idle_parameters(model, example)
-    readers = read_outside(model, example)
-    copied = copied_parameters(model, example, set().union(*readers.values())) - idle
-    left = {module: read - copied for module, read in readers.items()}
-    apart = _Apart(copied, idle, plainly_called(model, example), layers_that_read(model, left))
+    seen = see(model, example)
+    read = set[int]().union(*seen.readers.values())
+    copied = copied_parameters(model, example, read, seen.idle)
+    left = {module: of - copied.keys() for module, of in seen.readers.items()}
+    apart = _Apart(copied, seen.idle, seen.plain, layers_that_read(model, left), seen.rows)
     owners = map(apart.noted, _owners(model, "", apart, set()))
     return _side_by_side(_with_ties(list(owners)))
 
@@ -99,17 +100,24 @@ def find_layers(model: nn.Module, example: Batch | None = None) -> list[Layer]:
 class _Apart:
     """Ids of parameters and modules that become layers of their own."""
 
-    copied: Set[int] = frozenset()  # parameters of which every row gets a copy
+    #: Parameters of which every row gets a copy, with their rows per sample.
+    copied: Mapping[int, int] = field(default_factory=dict)
     idle: Set[int] = frozenset()  # parameters without an effect
     composite: Set[int] = frozenset()  # attention and recurrent layers, by their projections
     whole: Set[int] = frozenset()  # modules that read what is inside them, each one layer
+    #: Rows per sample of modules that have several.
+    rows: Mapping[int, int] = field(default_factory=dict)
 
     def noted(self, owner: Layer) -> Layer:
-        """Return an owner that is marked if all of its trained parameters are idle."""
+        """Return an owner with its rows, marked if all of its trained parameters are idle."""
         trained = {id(p) for p in owner.parameters.values() if p.requires_grad}
-        if not trained or not trained <= self.idle:
-            return owner
-        return replace(owner, gradients="zero", composite=None)
+        if trained and trained <= self.idle:
+            return replace(owner, gradients="zero", composite=None)
+        if owner.direct:
+            [rows] = {self.copied[parameter] for parameter in trained}
+        else:
+            rows = self.rows.get(id(owner.composite or owner.module), 1)
+        return replace(owner, rows=rows)
 
 
 def split_by_module(model: nn.Module) -> list[Layer]:
@@ -193,7 +201,8 @@ def _owners(module: nn.Module, name: str, apart: _Apart, seen: set[nn.Module]) -
         return
     held = directly_held(module)
     own = {key: p for key, p in held.items() if p.requires_grad}
-    together = is_parametrized(module) or not {*map(id, own.values())} <= apart.copied | apart.idle
+    known = apart.copied.keys() | apart.idle
+    together = is_parametrized(module) or not {*map(id, own.values())} <= known
     if (held and together) or id(module) in apart.whole:
         yield Layer(name, module, dict(module.named_parameters()))
         return

@@ -3,31 +3,15 @@
 Calls of the layer do not give the gradient of such a parameter, but calls of the module do.
 """
 
-from collections.abc import Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dpmac_cli.dp.clipping.batches import Batch, tensors_in
+from dpmac_cli.dp.clipping.batches import tensors_in
 from dpmac_cli.dp.clipping.direct_parameters import CONTAINERS, directly_held
 from dpmac_cli.dp.losses import DETACHING
-
-
-def read_outside(model: nn.Module, example: Batch) -> dict[nn.Module, set[int]]:
-    """Return the modules that read trained parameters of layers which are not running.
-
-    They are found on an example batch, each with the ids of these parameters.
-    """
-    reads = _Reads(model)
-    try:
-        with torch.enable_grad(), reads.following(model), reads:
-            model(example)
-    except Exception:  # noqa: BLE001  (user code may raise anything, and would in training)
-        return {}
-    return reads.readers
 
 
 def layers_that_read(model: nn.Module, readers: Mapping[nn.Module, Set[int]]) -> set[int]:
@@ -44,32 +28,26 @@ def layers_that_read(model: nn.Module, readers: Mapping[nn.Module, Set[int]]) ->
     }
 
 
-class _Reads(TorchFunctionMode):
-    """Context manager that finds parameters which are read while no module that holds them runs."""
+class Reads(TorchFunctionMode):
+    """Context manager that finds parameters which are read while no module that holds them runs.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the network that runs.
+        running: its modules that are running, the outermost first; it changes as they run.
+
+    Attributes:
+        readers: modules that read them, each with the ids of these parameters.
+    """
+
+    def __init__(self, model: nn.Module, running: Sequence[nn.Module]) -> None:
         super().__init__()
         self._holders: dict[int, set[nn.Module]] = {}
         for module in model.modules():
             if not isinstance(module, CONTAINERS):
                 for p in directly_held(module).values():
                     self._holders.setdefault(id(p), set()).add(module)
-        self._running: list[nn.Module] = []
+        self._running = running
         self.readers: dict[nn.Module, set[int]] = {}
-
-    @contextmanager
-    def following(self, model: nn.Module) -> Iterator[None]:
-        """Keep track of the modules that are running."""
-        with ExitStack() as hooks:
-            for module in model.modules():
-                before = module.register_forward_pre_hook(lambda m, _: self._running.append(m))
-                after = module.register_forward_hook(lambda *_: self._left())
-                hooks.callback(before.remove)
-                hooks.callback(after.remove)
-            yield
-
-    def _left(self) -> None:
-        self._running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function, and note its parameters."""

@@ -1,7 +1,7 @@
 """Per-sample gradients of a layer in the cheapest of several forms: stored, in pieces, or ghost."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
 from typing import Protocol
@@ -130,6 +130,7 @@ def choose_form(
     """
     if isinstance(uses, Tensor):
         return held(uses)
+    layer = _as_called(layer, uses)
     if (
         len(uses) > 1
         and type(layer.module) is nn.Linear
@@ -163,6 +164,14 @@ def _of_tied(layer: Layer, uses: Sequence[Use], views: int, *, ball: bool) -> Pe
         return products
     few = len(uses[0].delta) // views * (layer.stop - layer.start) <= HELD
     return held(instantiate(layer, uses, views)) if few else in_pieces(layer, uses, views)
+
+
+def _as_called(layer: Layer, uses: Sequence[Use]) -> Layer:
+    """Return a Linear layer in place of a parameter that rows are only multiplied with."""
+    users = [use.user for use in uses]
+    if not layer.direct or users[0] is None or None in users:
+        return layer
+    return replace(users[0], start=layer.start, stop=layer.stop)
 
 
 def _one_after_another(uses: Sequence[Use]) -> Use:

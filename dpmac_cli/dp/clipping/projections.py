@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import attention, recurrent
-from dpmac_cli.dp.clipping.batches import Batch
 from dpmac_cli.errors import ModelError
 
 #: Weight and bias of each projection, by name.
@@ -65,26 +64,16 @@ def projections(module: nn.Module) -> dict[str, nn.Linear]:
     return found
 
 
-def plainly_called(model: nn.Module, example: Batch) -> set[int]:
-    """Return the ids of composite layers whose calls, on an example batch, are all plain."""
-    plain, others = set[int](), set[int]()
+def is_composite(module: nn.Module) -> bool:
+    """Return whether a module can be computed with its projections, if its calls are plain."""
+    return any(_is_known(kind, module) for kind in KINDS)
 
-    def look(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        called = _kind_of(module).is_plain(module, inputs, named)
-        (plain if called else others).add(id(module))
 
-    known = [m for m in model.modules() if any(_is_known(kind, m) for kind in KINDS)]
-    hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in known]
-    try:
-        if known:
-            with torch.no_grad():
-                model(example)
-    except Exception:  # noqa: BLE001  (user code may raise anything, and would in training)
-        return set()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return plain - others
+def is_plainly_called(
+    module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
+) -> bool:
+    """Return whether a call of a composite layer has arguments for which that is so."""
+    return _kind_of(module).is_plain(module, inputs, named)
 
 
 @contextmanager

@@ -73,14 +73,18 @@ def record_uses(
     samples = samples_in(rows)
     hooked: list[list[_Record]] = [[] for _ in layers]
     hooks = [
-        user.module.register_forward_hook(_recording(user, layer, records), with_kwargs=True)
+        # Before the hooks of the program, which may change the output.
+        user.module.register_forward_hook(
+            _recording(user, layer, records), prepend=True, with_kwargs=True
+        )
         for layer, records in zip(layers, hooked, strict=True)
         for user in layer.users
         if not layer.direct
     ]
-    direct = _parameters(layer for layer in layers if layer.direct and not layer.idle)
+    by_copies = [layer for layer in layers if layer.direct and not layer.idle]
+    direct = {p: layer.rows for layer in by_copies for p in layer.parameters.values()}
     idle = _parameters(layer for layer in layers if layer.idle)
-    copies = Copies(iter(direct), samples)
+    copies = Copies(direct, samples, {id(p): rows for p, rows in direct.items()})
     calls = [(layer.name, layer.module, layer.composite) for layer in layers]
     try:
         with torch.enable_grad(), _with_gradients(idle):
@@ -266,7 +270,7 @@ def _checked_uses(
             "cannot be clipped. Call it, remove it, or freeze it with requires_grad_(False)."
         )
     rows = {len(x) if x.ndim else 0 for use in uses for x in (*use.inputs, use.delta)}
-    if rows != {batch}:
+    if rows != {batch * layer.rows}:
         name = layer.name if layer.composite is None else layer.name.rpartition(".")[0]
         given = [x for use in uses for x in (*use.inputs, use.delta)]
         raise ModelError(

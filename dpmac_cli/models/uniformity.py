@@ -1,0 +1,188 @@
+"""Prove that a network runs the same operations for every batch, from its graph.
+
+The network is exported with a symbolic batch size. An operation that is not known counts as not
+proven.
+"""
+
+import contextlib
+import io
+import logging
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+
+from dpmac_cli.dp.clipping.batches import Structure, tensors_in
+from dpmac_cli.dp.precision import inherited_precision
+from dpmac_cli.models.hooks import UnprovenError
+from dpmac_cli.storage.files import catalogue
+from dpmac_cli.torch_errors import what_failed
+
+#: Number of samples in the batch that is exported.
+TRACED = 5
+#: Largest batch size for which the operations must be the same.
+LARGEST_BATCH = 1 << 20
+#: Names of operations and inputs, grouped by how outputs depend on inputs.
+KNOWN = catalogue(frozenset[str], Path(__file__).with_name("operations.toml"))
+
+
+def name_of(func: Any) -> str:
+    """Return the name of an operation, without the suffix of its in-place variant."""
+    packet = getattr(func, "overloadpacket", func)
+    return str(getattr(packet, "__name__", packet)).removesuffix("_")
+
+
+def dims_of(func: Any, named: Mapping[str, Any]) -> list[int]:
+    """Return the dimensions that an operation works along; an empty list means all."""
+    if "normalized_shape" in named:
+        return list(range(-len(named["normalized_shape"]), 0))
+    defaults = {a.name: a.default_value for a in func._schema.arguments}
+    dim = named.get("dim", named.get("dims", defaults.get("dim")))
+    return [dim] if isinstance(dim, int) else list(dim or ())
+
+
+def check_uniform(model: nn.Module, inputs: Structure, rows: int = 1) -> None:
+    """Prove that a forward pass runs the same operations for every batch of at least two samples.
+
+    The batch size is a symbol in the exported graph. No operation may compute with it, reduce over
+    the batch dimension, or work along it: constants with one entry per sample would reveal the
+    batch size, and shifts would reveal positions. Raises UnprovenError.
+
+    Args:
+        model: the network.
+        inputs: structure of a sample.
+        rows: most rows per sample of a layer. If there are several, no operation may separate those
+            of a sample.
+    """
+    x = inputs.made_up(TRACED)
+    size = torch.export.Dim("samples", min=1, max=LARGEST_BATCH)
+    sizes: Any = tree_map(lambda _: {0: size}, x)
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # torch.export is verbose if it cannot trace a network
+    try:
+        # It also prints the graph so far.
+        quiet = contextlib.redirect_stderr(io.StringIO())
+        silent = warnings.catch_warnings(action="ignore")
+        # Fused attention, of which every device has another, is not known here.
+        with silent, quiet, inherited_precision(), sdpa_kernel(SDPBackend.MATH):
+            program = torch.export.export(model, (x,), dynamic_shapes=(sizes,))
+            graph = program.run_decompositions().graph
+    except Exception as failure:
+        raise UnprovenError(_why(failure)) from failure
+    finally:
+        logger.setLevel(level)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            _check_node(node)
+            if rows > 1:
+                _check_adjacent(node)
+
+
+def _check_node(node: torch.fx.Node) -> None:
+    """Reject an operation that reveals the batch size, or positions in the batch."""
+    target: Any = node.target
+    arguments: Any = node.args
+    name = name_of(target)
+    given = [of.meta.get("val") for of in node.all_input_nodes]
+    outputs = tensors_in(node.meta.get("val"))
+    counted = any(isinstance(value, torch.SymInt) for value in given)
+    filled = name == "full" and isinstance(arguments[1], torch.fx.Node)
+    if filled or (counted and (name not in KNOWN["shaping"] or (name == "mul" and outputs))):
+        raise UnprovenError(f"{name} computes with the batch size.")
+    batched = [t for t in tensors_in(given) if _batch_dim(t) is not None]
+    made = [(_batch_dim(out), out) for out in outputs]
+    if name == "as_strided" and not (batched and _same_places(batched[0], outputs[0])):
+        raise UnprovenError("as_strided moves elements.")
+    if not batched or not outputs:
+        return
+    if any(dim is None and 0 not in out.shape for dim, out in made):
+        raise UnprovenError(f"{name} reduces over the samples of a batch.")
+    place, tags = _batch_dim(batched[0]), getattr(target, "tags", ())
+    keeping = ("pointwise", "factories", "reshaping", "products", "multilinear")
+    if torch.Tag.pointwise in tags or any(name in KNOWN[kind] for kind in keeping):
+        return
+    named = dict(zip([a.name for a in target._schema.arguments], arguments, strict=False))
+    dims = [dim % batched[0].ndim for dim in dims_of(target, {**named, **node.kwargs})]
+    if name in KNOWN["by_row"] or "batch_norm" in name:
+        along = place not in ((0, 1) if name in KNOWN["by_channel"] else (0,))
+    elif name in ("tril", "triu"):
+        along = place is not None and place >= batched[0].ndim - 2
+    elif name == "index":
+        along = place is not None and arguments[1][place : place + 1] not in ([], [None])
+    elif name in KNOWN["along"] or name in KNOWN["moving"]:
+        along = place in dims or (name == "roll" and not dims)
+    elif name == "embedding":
+        along = False
+    else:
+        raise UnprovenError(f"It is not known how {name} treats samples.")
+    if along:
+        raise UnprovenError(f"{name} works along the samples of a batch.")
+
+
+def _check_adjacent(node: torch.fx.Node) -> None:
+    """Reject an operation after which the rows of a sample in one dimension may not be adjacent.
+
+    Where samples share a dimension with positions, they come first: index = sample * rows + row.
+    This holds for inputs. A view keeps it if as many numbers as before come before the samples; any
+    other operation, if it does not change the number of rows per sample.
+    """
+    name = name_of(node.target)
+    given = [of.meta.get("val") for of in node.all_input_nodes]
+    batched = [t for t in tensors_in(given) if _batch_dim(t) is not None]
+    made = [t for t in tensors_in(node.meta.get("val")) if _batch_dim(t) is not None]
+    of = _numbers_before if name in KNOWN["viewing"] else _rows_of
+    if batched and len({of(t) for t in (*batched, *made)}) > 1:
+        raise UnprovenError(f"{name} could separate the rows of a sample.")
+
+
+def _numbers_before(tensor: Tensor) -> int:
+    """Return how many times the batch dimension of a traced tensor is repeated before it."""
+    return math.prod(tensor.shape[: _batch_dim(tensor)])
+
+
+def _rows_of(tensor: Tensor) -> Any:
+    """Return the size of the batch dimension of a traced tensor, as a multiple of the symbol."""
+    size: Any = tensor.shape[_batch_dim(tensor)]  # type: ignore[index]
+    return size.node.expr
+
+
+def _same_places(a: Tensor, b: Tensor) -> bool:
+    """Return whether a view of a traced tensor keeps every element at its position."""
+    several = [dim for dim, size in enumerate(a.shape) if size != 1]
+    moved = any(a.stride(dim) != b.stride(dim) for dim in several)
+    return a.shape == b.shape and bool(a.storage_offset() == b.storage_offset()) and not moved
+
+
+def _batch_dim(tensor: Tensor) -> int | None:
+    """Return the dimension of a traced tensor that has a symbolic size; None if there is none.
+
+    Raises UnprovenError if there are several, or its size is not a multiple of the batch size.
+    """
+    shape: Any = tensor.shape
+    symbolic = {d: size.node.expr for d, size in enumerate(shape) if isinstance(size, torch.SymInt)}
+    for size in symbolic.values():
+        symbols = list(size.free_symbols)  # u..: depends on the data
+        alone = len(symbols) == 1 and not str(symbols[0]).startswith("u")
+        if not alone or not (size / symbols[0]).is_Integer:
+            raise UnprovenError("The size of a tensor is not a multiple of the batch size.")
+    if len(symbolic) > 1:
+        raise UnprovenError("It computes with pairs of samples.")
+    return next(iter(symbolic), None)
+
+
+def _why(failure: Exception) -> str:
+    """Return why torch.export could not trace a network, as a sentence."""
+    kind = type(failure).__name__
+    if "Constraints violated" in str(failure):
+        return "Its operations depend on the batch size (which includes len(x))."
+    if kind == "GuardOnDataDependentSymNode":
+        where = what_failed(failure).partition(":")[0].removeprefix(kind)
+        return f"Its operations depend on numbers that were computed from samples{where}."
+    return f"torch.export cannot trace it: {what_failed(failure)}"
