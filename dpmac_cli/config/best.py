@@ -6,7 +6,7 @@ contents of a record.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.settings import Settings
@@ -52,14 +52,28 @@ class Regime:
     ema: float
 
 
+#: Training of a network of any kind; on records of many inputs, its rate is lower.
+ANY = Regime(12, 20, 0.01, 0.95)
+
+
 def best(given: Settings, facts: Dataset) -> Keywords:
     """Return the settings of the best recipe, to be filled in where none is given."""
     chosen = _network(given, facts) | _budget(given)
     way = training(given.filled(chosen), facts)
+    batch: Keywords = {"batch_size": math.ceil(facts.train_size / way.share)}
+    return chosen | batch | _of_regime(given, way)
+
+
+def best_for_batches(given: Settings) -> Keywords:
+    """Return the settings of the best recipe for any network on batches of a given size."""
+    return _budget(given) | _of_regime(given, ANY)
+
+
+def _of_regime(given: Settings, way: Regime) -> Keywords:
+    """Return the optimizer and settings that depend on it, in a regime."""
     optimizer = given.optimizer if "optimizer" in given.explicit else "dp-adam"
-    chosen |= {
+    chosen: Keywords = {
         "optimizer": optimizer,
-        "batch_size": math.ceil(facts.train_size / way.share),
         "epochs": None if given.steps is not None else way.epochs,
         "ema": way.ema,
     }
@@ -126,7 +140,7 @@ def training(given: Settings, facts: Dataset) -> Regime:
     kind = MODELS.get(given.model or facts.defaults.model)
     if kind is not None and kind.builder == "perceptron":
         return _of_perceptron(math.prod(facts.shape), _scale(given, facts))
-    return Regime(12, 20, min(0.01, 0.1 / math.sqrt(math.prod(facts.shape))), 0.95)
+    return replace(ANY, rate=min(ANY.rate, 0.1 / math.sqrt(math.prod(facts.shape))))
 
 
 def _of_features(features: int, scale: float) -> Regime:

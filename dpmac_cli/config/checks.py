@@ -10,7 +10,7 @@ from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
+from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, StepsPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.data.schema import TABLES, DataFacts, LeftOut, Source, listed
@@ -36,16 +36,29 @@ def lonely(given: Mapping[SettingName, SettingValue]) -> Iterator[str]:
             yield f"--{flag_name(name)} has no effect alone: add {needs}, or leave it out."
 
 
-def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
-    """Yield faults in combinations of settings, each a sentence with a remedy.
+def faults_of_steps(
+    plan: StepsPlan, records: int, of: str, epochs: int | None
+) -> Iterator[str]:
+    """Yield faults in combinations of settings of private steps on a number of records.
 
-    ``epochs`` is None if a number of steps was given instead.
+    Each is a sentence with a remedy. ``of`` names the records. ``epochs`` is None if a number of
+    steps was given instead.
     """
-    data, privacy, hyper = plan.data, plan.privacy, plan.optimizer.hyper
+    privacy, hyper = plan.privacy, plan.optimizer.hyper
     if hyper.h1 > hyper.h2:
         yield f"--h1 ({hyper.h1:g}) must not be above --h2 ({hyper.h2:g})."
-    lengths = [] if epochs is None else [epochs]
-    yield from misfits(data.dataset, data.facts.train_size, privacy.batch_size, lengths)
+    yield from misfits(of, records, privacy.batch_size, [] if epochs is None else [epochs])
+    if plan.recipe.warmup >= privacy.steps:
+        yield (
+            f"--warmup-steps ({plan.recipe.warmup:,}) must be below the steps of the run, "
+            f"{privacy.steps:,}."
+        )
+
+
+def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
+    """Yield faults in combinations of settings: see :func:`faults_of_steps`."""
+    data, privacy = plan.data, plan.privacy
+    yield from faults_of_steps(plan, data.facts.train_size, data.dataset, epochs)
     yield from _audit_faults(privacy)
     yield from _frozen_faults(plan.network, plan.recipe, data)
     task = data.facts.task
@@ -66,11 +79,6 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
     audited = task.audited or not privacy.audit.canaries
     if not (audited and (task.frozen_parts or plan.network.features is None)):
         yield f"--canaries, --features and --backbone need one class each, not {data.dataset}."
-    if plan.recipe.warmup >= privacy.steps:
-        yield (
-            f"--warmup-steps ({plan.recipe.warmup:,}) must be below the steps of the run, "
-            f"{privacy.steps:,}."
-        )
 
 
 def _audit_faults(privacy: PrivacyPlan) -> Iterator[str]:
@@ -147,18 +155,23 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
         )
 
 
+def notes_on_steps(
+    plan: StepsPlan, records: int, flags: Mapping[SettingName, SettingValue]
+) -> Iterator[str]:
+    """Yield notes on valid settings of private steps that are probably mistakes."""
+    yield from _without_effect(_idle_rules(plan), flags)
+    yield from _notes_on_privacy(plan.privacy, records)
+
+
 def notes_on_plan(plan: TrainPlan, flags: Mapping[SettingName, SettingValue]) -> Iterator[str]:
     """Yield notes on valid settings that are probably mistakes."""
-    for name, what in _idle(plan).items():
-        if name in flags:
-            yield f"{flags[name].origin} has no effect with {what}."
+    yield from _without_effect(_idle_rules(plan) | _idle(plan), flags)
     yield from _notes_on_records(plan.data, plan.privacy)
     if isinstance(plan.network.features, Backbone) and plan.data.facts.shape[0] == 1:
         yield (
             f"Grey images of {plan.data.dataset} are repeated to three channels for the backbone."
         )
-    if plan.privacy.private:
-        yield from _notes_on_privacy(plan.privacy, plan.data.facts.train_size)
+    yield from _notes_on_privacy(plan.privacy, plan.data.facts.train_size)
 
 
 def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
@@ -198,6 +211,8 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
 
 def _notes_on_privacy(privacy: PrivacyPlan, records: int) -> Iterator[str]:
     """Yield notes on a guarantee that is weak, or more expensive than it need be."""
+    if not privacy.private:
+        return
     yield from delta_note(privacy.delta, records)
     yield from accountant_note((privacy.event,), privacy.delta)
     rate = privacy.event.sampling_rate
@@ -228,16 +243,31 @@ def _declaration(found: DataFacts) -> str:
     return " ".join(flags[part] for part in found.inferred if part in flags)
 
 
-def _idle(plan: TrainPlan) -> dict[SettingName, str]:
-    """Return the settings that have no effect, with the reason."""
+def _without_effect(
+    idle: Mapping[SettingName, str], flags: Mapping[SettingName, SettingValue]
+) -> Iterator[str]:
+    """Yield a note on each given setting that has no effect, with the reason."""
+    for name, what in idle.items():
+        if name in flags:
+            yield f"{flags[name].origin} has no effect with {what}."
+
+
+def _idle_rules(plan: StepsPlan) -> dict[SettingName, str]:
+    """Return the settings of optimizers that have no effect with the one of a plan."""
     used = {*plan.optimizer.method.settings, "optimizer"}
-    group = {name: option.flag.group for name, option in SETTINGS.items()}
-    idle = {n: plan.optimizer.name for n in group if group[n] == OPTIMIZER and n not in used}
+    of_optimizers = (name for name, option in SETTINGS.items() if option.flag.group == OPTIMIZER)
+    return {name: plan.optimizer.name for name in of_optimizers if name not in used}
+
+
+def _idle(plan: TrainPlan) -> dict[SettingName, str]:
+    """Return the settings of the network and of the dataset that have no effect, with the reason."""
+    idle: dict[SettingName, str] = {}
     if not isinstance(plan.network.model, UserModel):
         idle |= {"fix_norm": plan.network.model.name}
     if plan.network.trained.part != "lora":
         idle |= dict.fromkeys(_LORA, f"--train {plan.network.trained.part}")
-    return idle | _idle_on(plan.data, [name for name in group if group[name] == DATA])
+    of_data = [name for name, option in SETTINGS.items() if option.flag.group == DATA]
+    return idle | _idle_on(plan.data, of_data)
 
 
 def _idle_on(data: DataPlan, settings: Iterable[SettingName]) -> dict[SettingName, str]:

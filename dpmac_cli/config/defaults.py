@@ -1,9 +1,11 @@
 """Default values of settings, which depend on dataset, optimizer and other settings."""
 
+from dpmac_cli.config.best import best_for_batches
 from dpmac_cli.config.keywords import Keywords
+from dpmac_cli.config.named import BEST
 from dpmac_cli.config.recipes import of_recipe
 from dpmac_cli.config.settings import DELTA, SETTINGS, Complete, Settings
-from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.data.registry import DATASETS, Dataset, Defaults
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, MODELS, SMALL, Trained
 
@@ -20,25 +22,50 @@ FEW_GUESSES = 20
 PIXELS_AT_A_TIME = 16 * 224**2
 #: Tokens to process at a time if a text encoder is trained. LoRA on MiniLM then takes 2 GB.
 TOKENS_AT_A_TIME = 4096
+#: Name of the batches of a program in place of a dataset, and records of them to process at a time.
+BATCHES, RECORDS_AT_A_TIME = "<batches>", 256
 
 
 def completed(given: Settings, facts: Dataset) -> Complete:
     """Return the values of all settings, given some of them; None if there is no value."""
     given = given.filled(of_recipe(given, facts))
     if given.dataset not in DATASETS:
-        given = given.filled({"delta": min(DELTA, facts.train_size**-1.1)})
-    found = given.filled(_depending(given, facts))
+        given = given.filled({"delta": _delta(facts.train_size)})
+    of_task: Keywords = {"loss": facts.task.losses[0], "metric": facts.task.headline.name}
+    if given.augmentations is not None:
+        of_task["augment"] = facts.augment
+    found = given.filled(_depending(given, facts.defaults) | of_task)
     batch = _samples_at_a_time(found, facts)
-    gpu_batch = given.physical_batch or max(batch, _samples_on_gpu(found, facts))
-    found = found.filled({"physical_batch": batch})
+    on_gpu = given.physical_batch or max(batch, _samples_on_gpu(found, facts))
+    return _complete(found.filled({"physical_batch": batch}), on_gpu)
+
+
+def completed_for_batches(given: Settings, records: int) -> Complete:
+    """Return the values of all settings of steps on a program's batches.
+
+    ``given`` has the name of the network and the size of a batch.
+    """
+    given = given.replace(dataset=BATCHES).filled({"recipe": BEST, **best_for_batches(given)})
+    given = given.filled({"delta": _delta(records)})
+    defaults = Defaults(str(given.model), given.batch_size or 0, physical_batch=RECORDS_AT_A_TIME)
+    found = given.filled(_depending(given, defaults))
+    found = found.filled({"physical_batch": defaults.physical_batch})
+    return _complete(found, given.physical_batch or ON_GPU)
+
+
+def _complete(found: Settings, on_gpu: int) -> Complete:
     values = {name: getattr(found, name) for name in SETTINGS}
-    return Complete.model_validate({**values, "gpu_batch": gpu_batch})
+    return Complete.model_validate({**values, "gpu_batch": on_gpu})
 
 
-def _depending(given: Settings, facts: Dataset) -> Keywords:
-    """Return defaults that depend on the dataset or on other settings."""
-    defaults, adaclip = facts.defaults, given.optimizer == "adaclip"
-    chosen = OPTIMIZERS[given.optimizer]
+def _delta(records: int) -> float:
+    """Return the default of delta for records without tuned defaults."""
+    return min(DELTA, records**-1.1)
+
+
+def _depending(given: Settings, defaults: Defaults) -> Keywords:
+    """Return defaults that depend on those of a dataset, or on other settings."""
+    adaclip, chosen = given.optimizer == "adaclip", OPTIMIZERS[given.optimizer]
     tracked = "phi" in chosen.settings and given.phi == "tracked"
     noise = given.no_dp or given.epsilon is not None
     found: Keywords = {
@@ -54,11 +81,7 @@ def _depending(given: Settings, facts: Dataset) -> Keywords:
         "lr": chosen.lr_on.get(str(given.dataset), chosen.lr),
         "beta1": 0.99 if adaclip else 0.9,
         "beta2": 0.9 if adaclip else 0.999,
-        "loss": facts.task.losses[0],
-        "metric": facts.task.headline.name,
     }
-    if given.augmentations is not None:
-        found["augment"] = facts.augment
     if given.features is not None:
         found["model"] = "linear"
     if given.backbone is not None:

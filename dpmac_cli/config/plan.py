@@ -165,22 +165,31 @@ class CheckpointInterval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """Machine, random keys and files of a run.
+class ComputePlan:
+    """Random keys of private steps, and samples at a time.
 
     Attributes:
         seed: seed of all random numbers; None for secret keys from the operating system.
         secure: whether all random numbers come from a cipher.
         physical_batch: samples to process at a time.
         gpu_batch: the same on a GPU; it differs only if no physical batch was given.
-        metric: test metric of metrics.jsonl besides accuracy.
     """
 
-    device: str
     seed: int | None
     secure: bool
     physical_batch: int
     gpu_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(ComputePlan):
+    """Machine, random keys and files of a run.
+
+    Attributes:
+        metric: test metric of metrics.jsonl besides accuracy.
+    """
+
+    device: str
     metric: str
     checkpoints: CheckpointInterval
     folder: NewFolder | ChosenFolder
@@ -204,22 +213,43 @@ class SearchPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainPlan:
-    """Complete plan of a run. Nothing is looked up again on disk or in a registry.
+class StepsPlan:
+    """Plan of private steps, wherever their records come from.
 
     Attributes:
         recipe: training settings besides the optimizer.
         recorded: settings that describe the run, which config.yaml and checkpoints keep.
+    """
+
+    privacy: PrivacyPlan
+    optimizer: OptimizerPlan
+    recipe: Recipe
+    run: ComputePlan
+    recorded: Mapping[SettingName, Any] = field(hash=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan(StepsPlan):
+    """Plan of private steps on the batches of a program.
+
+    Attributes:
+        isolate: whether the network runs on each sample alone even if proven independent.
+    """
+
+    isolate: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan(StepsPlan):
+    """Complete plan of a run. Nothing is looked up again on disk or in a registry.
+
+    Attributes:
         search: search that the run is one trial of; None if it is a run by itself.
     """
 
     data: DataPlan
     network: NetworkPlan
-    privacy: PrivacyPlan
-    optimizer: OptimizerPlan
-    recipe: Recipe
     run: RunPlan
-    recorded: Mapping[SettingName, Any] = field(hash=False, repr=False)
     search: SearchPlan | None = None
 
     def on(self, device: str) -> "TrainPlan":

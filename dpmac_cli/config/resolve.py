@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import Scores, TrainingEvent
+from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import checks
 from dpmac_cli.config.data import plan_data
-from dpmac_cli.config.defaults import completed
+from dpmac_cli.config.defaults import BATCHES, completed, completed_for_batches
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.plan import (
     AuditPlan,
+    BatchPlan,
     CheckpointInterval,
     ChosenFolder,
+    ComputePlan,
     DataPlan,
     NetworkPlan,
     NewFolder,
     OptimizerPlan,
     PrivacyPlan,
     RunPlan,
+    StepsPlan,
     TrainPlan,
     unit_of_privacy,
 )
@@ -50,6 +54,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     Part = TypeVar("Part", bound=DataclassInstance)
+
+#: A plan of private steps.
+Plan = TypeVar("Plan", bound=StepsPlan)
 
 
 @dataclass(frozen=True)
@@ -138,14 +145,17 @@ def _resolved(
 
 
 def resolve_batches(
-    data: DataPlan, keywords: Keywords, earlier: tuple[TrainingEvent, ...] = ()
-) -> Resolved:
+    records: int, keywords: Keywords, earlier: tuple[TrainingEvent, ...] = ()
+) -> tuple[BatchPlan, tuple[str, ...]]:
     """Resolve the settings of a training whose batches a program supplies.
 
     Args:
-        data: public facts of its records, of which the number is used.
-        keywords: settings by name.
+        records: number of its records, which is public.
+        keywords: settings by name, among them the name of the network and the size of a batch.
         earlier: events on the same records, which a target epsilon must cover too.
+
+    Returns:
+        the plan, with calibrated noise, and notes on probable mistakes.
 
     Raises:
         InputError: lists every fault found.
@@ -153,9 +163,20 @@ def resolve_batches(
     """
     errors: list[str] = []
     flags = from_flags(keywords, errors)
-    settings, _ = validated(combined({}, flags, errors), errors)
-    complete = completed(settings.replace(dataset=data.dataset), data.facts)
-    return _planned(complete, data, flags, errors, earlier)
+    given, _ = validated(combined({}, flags, errors), errors)
+    settings = completed_for_batches(given, records)
+    plan = BatchPlan(
+        isolate=settings.isolate,
+        privacy=_privacy(settings, records, RECORD),
+        optimizer=_optimizer(settings),
+        recipe=_recipe(settings),
+        run=_by_name(ComputePlan, settings),
+        recorded=_recorded(settings, own=False),
+    )
+    found = checks.faults_of_steps(plan, records, BATCHES, settings.epochs)
+    raise_errors([*errors, *found])
+    plan = _calibrated(plan, settings, earlier, own=False)
+    return plan, tuple(map(named, checks.notes_on_steps(plan, records, flags)))
 
 
 def _planned(
@@ -168,23 +189,23 @@ def _planned(
     """Return a validated plan with calibrated noise, and notes."""
     plan = make_plan(settings, data)
     raise_errors([*errors, *checks.faults(plan, settings.epochs)])
-    plan = _calibrated(plan, settings, earlier)
+    plan = _calibrated(plan, settings, earlier, own=data.own)
     return Resolved(plan, settings, tuple(map(named, checks.notes_on_plan(plan, flags))))
 
 
 def _calibrated(
-    plan: TrainPlan, settings: Complete, earlier: tuple[TrainingEvent, ...]
-) -> TrainPlan:
+    plan: Plan, settings: Complete, earlier: tuple[TrainingEvent, ...], *, own: bool
+) -> Plan:
     """Return a plan with the least noise for which the whole run costs at most the target epsilon.
 
-    It also covers ``earlier`` events. Covered test scores cost at most as much as training.
+    It also covers ``earlier`` events. ``own``: the dataset is your own. Covered test scores cost at most as much as training.
     """
     privacy = plan.privacy
     if privacy.private and settings.epsilon is not None:
         sigma = calibrate_noise(privacy.event, privacy.delta, settings.epsilon, earlier=earlier)
         privacy = replace(privacy, event=replace(privacy.event, noise_multiplier=sigma))
         found = settings.replace(sigma=sigma, epsilon=None)
-        plan = replace(plan, recorded=_recorded(found, plan.data))
+        plan = replace(plan, recorded=_recorded(found, own=own))
     if privacy.scores is not None:
         target = min(total_epsilon((privacy.event,), privacy.delta), privacy.max_epsilon)
         scores = privacy.scores.event(privacy.steps, privacy.steps)
@@ -200,16 +221,20 @@ def make_plan(settings: Complete, data: DataPlan) -> TrainPlan:
     return TrainPlan(
         data=data,
         network=_network(settings, data),
-        privacy=_privacy(settings, data),
-        optimizer=OptimizerPlan(name=settings.optimizer, hyper=_by_name(Hyperparameters, settings)),
-        recipe=_recipe(settings, data),
+        privacy=_privacy(
+            settings,
+            data.facts.train_size,
+            unit_of_privacy(data.found, covered=settings.cover_scores),
+        ),
+        optimizer=_optimizer(settings),
+        recipe=_recipe(settings, settings.records_per_unit if data.found.unit else 1),
         run=_by_name(
             RunPlan,
             settings,
             checkpoints=_interval(settings.checkpoint_every),
             folder=NewFolder(stem) if out is None else ChosenFolder(out, settings.force),
         ),
-        recorded=_recorded(settings, data),
+        recorded=_recorded(settings, own=data.own),
     )
 
 
@@ -219,8 +244,12 @@ def _by_name(part: "type[Part]", settings: Complete, **others: Any) -> "Part":
     return part(**{name: getattr(settings, name) for name in names}, **others)
 
 
-def _privacy(settings: Complete, data: DataPlan) -> PrivacyPlan:
-    event = _event(settings, data.facts.train_size)
+def _optimizer(settings: Complete) -> OptimizerPlan:
+    return OptimizerPlan(name=settings.optimizer, hyper=_by_name(Hyperparameters, settings))
+
+
+def _privacy(settings: Complete, records: int, unit: str) -> PrivacyPlan:
+    event = _event(settings, records)
     every = event.steps_per_epoch * (settings.score_every or event.steps)
     by_class = METRICS[settings.metric].by_class
     return PrivacyPlan(
@@ -229,7 +258,7 @@ def _privacy(settings: Complete, data: DataPlan) -> PrivacyPlan:
         batch_size=settings.batch_size,
         delta=settings.delta,
         max_epsilon=settings.max_epsilon or math.inf,
-        unit=unit_of_privacy(data.found, covered=settings.cover_scores),
+        unit=unit,
         scores=Scores(0.0, every, by_class) if settings.cover_scores else None,
         audit=AuditPlan(canaries=settings.canaries or 0, guesses=settings.guesses or 0),
     )
@@ -269,7 +298,7 @@ def _trained(settings: Complete) -> registry.Trained:
     return registry.Trained(part, settings.lora_rank, settings.lora_alpha)
 
 
-def _recipe(settings: Complete, data: DataPlan) -> Recipe:
+def _recipe(settings: Complete, records: int = 1) -> Recipe:
     weights = filter(None, (settings.class_weights or "").split(","))
     return Recipe(
         schedule=settings.lr_schedule,
@@ -278,7 +307,7 @@ def _recipe(settings: Complete, data: DataPlan) -> Recipe:
         ema=settings.ema or 0.0,
         views=settings.augmentations or 1,
         augment=settings.augment or "none",
-        records=settings.records_per_unit if data.found.unit else 1,
+        records=records,
         loss=LossKind(settings.loss, settings.label_smoothing, tuple(map(float, weights))),
     )
 
@@ -289,15 +318,15 @@ def _interval(text: str) -> CheckpointInterval:
     return CheckpointInterval(steps=int(text), seconds=math.inf)
 
 
-def _recorded(settings: Complete, data: DataPlan) -> dict[SettingName, Any]:
-    """Return the settings that describe the run."""
+def _recorded(settings: Complete, *, own: bool) -> dict[SettingName, Any]:
+    """Return the settings that describe the run, with those of a dataset if it is your own."""
     kept: dict[SettingName, Any] = {
         name: value
         for name, option in SETTINGS.items()
         if (value := getattr(settings, name)) is not None
         and option.flag.recorded
         and not (option.flag.omitted and value == option.default)
-        and (data.own or option.flag.group != DATA)
+        and (own or option.flag.group != DATA)
     }
     if not isinstance(registry.parse_model(settings.model), registry.UserModel):
         kept.pop("fix_norm")

@@ -21,7 +21,7 @@ STEPS_PER_EPOCH, EPOCHS = 12, 20
 
 @dataclass(frozen=True)
 class Defaults:
-    """Default settings of a dataset."""
+    """Default settings of a dataset, or of other records."""
 
     model: str  # a name of MODELS
     batch_size: int  # B, the expected batch

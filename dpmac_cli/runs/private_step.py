@@ -92,15 +92,15 @@ class PrivateStep:
         self._earlier = carried_by(model, loss)
         check_composable(self._earlier, RECORD_UNIT)
         counted = tuple(training.done for training in self._earlier)
-        resolved = resolve_batches(*settings_of(model, sampling, keywords), counted)
-        recipe = replace(resolved.plan.recipe, ema=0.0)  # nothing is scored or published
-        self._plan = replace(resolved.plan, recipe=recipe)
+        settings = settings_of(model, sampling, keywords)
+        plan, self._notes = resolve_batches(sampling.n, settings, counted)
+        # Nothing is scored or published.
+        self._plan = replace(plan, recipe=replace(plan.recipe, ema=0.0))
         self.privacy: PrivacyPlan = self._plan.privacy
         self._steps = affordable_steps(
             self.privacy.event, self.privacy.delta, self.privacy.max_epsilon, counted
         )
         self._keys = make_keys(self._plan.run.seed, part=len(self._earlier))
-        self._notes = resolved.notes
         self._drawn: Drawn | None = None
         self._engine: StepEngine | None = None
         self._records = ""  # identifies the dataset

@@ -1,7 +1,6 @@
 """Arguments of a private step: its settings, and the batches that it accepts."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -9,22 +8,14 @@ from torch import Tensor, nn
 
 from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
 from dpmac_cli.config.keywords import Keywords
-from dpmac_cli.config.plan import DataPlan
-from dpmac_cli.data.registry import Dataset, Defaults
-from dpmac_cli.data.schema import DataFacts, InMemoryData
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, samples_in
 from dpmac_cli.dp.optimizers import Kappa
 from dpmac_cli.errors import InputError, ModelError, raise_errors
-from dpmac_cli.tasks.classification import Classification
 
 #: A loss of the network and a batch: one number per record, shape (records,).
 BatchLoss = Callable[[Any, Any], Tensor]
 #: Unit of privacy of a batch's rows.
 RECORD_UNIT = ("training record", "")
-#: Name of the dataset in settings.
-BATCHES = "<batches>"
-#: Records to process at a time by default.
-AT_A_TIME = 256
 
 
 class StepKeywords(TypedDict, total=False):
@@ -87,30 +78,14 @@ def check_arguments(
 
 def settings_of(
     model: nn.Module, sampling: BatchSampling | OwnLoader, keywords: StepKeywords
-) -> tuple[DataPlan, Keywords]:
-    """Return the public facts of the records, and all settings."""
-    name = f"{type(model).__module__}:{type(model).__qualname__}"
-    facts = Dataset(
-        train_size=sampling.n,
-        test_size=0,
-        shape=(1, 1, 1),
-        task=Classification(("record",)),
-        mean=(0.0,),
-        std=(1.0,),
-        defaults=Defaults(name, sampling.batch_size, physical_batch=AT_A_TIME),
-        about="batches of a program",
-        levels=1,
-    )
+) -> Keywords:
+    """Return all settings that a program gave."""
     named: Keywords = {
-        "dataset": InMemoryData(Path(BATCHES)),
-        "model": name,
+        "model": f"{type(model).__module__}:{type(model).__qualname__}",
         "batch_size": sampling.batch_size,
         "sampler": sampling.sampler,
     }
-    data = DataPlan(
-        dataset=BATCHES, source=BATCHES, found=DataFacts(facts, BATCHES), folder=Path(BATCHES)
-    )
-    return data, {**keywords, **named}
+    return {**keywords, **named}
 
 
 def device_of(model: nn.Module) -> torch.device:

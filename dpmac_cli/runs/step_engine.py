@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import BatchPlan
 from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.clipping.batches import NOTHING, Batch, Structure
 from dpmac_cli.dp.losses import returned
@@ -124,7 +124,7 @@ class StepEngine:
 
 def build_engine(
     objective: Objective,
-    plan: TrainPlan,
+    plan: BatchPlan,
     structure: Structure,
     *,
     steps: int,
@@ -144,7 +144,7 @@ def build_engine(
     Raises:
         ModelError: they cannot be clipped.
     """
-    kind, why = validated_network(objective, structure, isolated=plan.network.isolate)
+    kind, why = validated_network(objective, structure, isolated=plan.isolate)
     with full_float32():
         sums, descent, given = _built(objective, plan, structure, steps, keys, rule, kind)
     training = Training(
@@ -169,7 +169,7 @@ def build_engine(
 
 def _built(
     objective: Objective,
-    plan: TrainPlan,
+    plan: BatchPlan,
     structure: Structure,
     steps: int,
     keys: Keys,
