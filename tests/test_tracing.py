@@ -416,6 +416,29 @@ def test_what_mixes_is_followed_without_the_graph(
         check_independent_forward(model, TRIAL.inputs)
 
 
+#: What could separate the rows of a sample in one dimension.
+SEPARATING = [
+    case("positions first", lambda x: x.flatten(2).movedim(1, 0).flatten(0, 1).view_as(x)),
+    case("repeated", lambda x: x.repeat(2, 1, 1, 1).view(2, *x.shape).sum(0)),
+]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("function", SEPARATING)
+def test_what_could_separate_the_rows_of_a_sample_is_not_proven_for_several(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    model = through(function)
+    check_uniform(model, TRIAL.inputs)
+    with pytest.raises(UnprovenError, match="could separate the rows of a sample"):
+        check_uniform(model, TRIAL.inputs, 4)
+
+
+def test_rows_that_stay_adjacent_are_proven() -> None:
+    folded = through(lambda x: (x.flatten(0, 1).flatten(1).softmax(1) * 2).view_as(x))
+    check_uniform(folded, TRIAL.inputs, 4)
+
+
 @pytest.mark.privacy
 def test_gradients_are_followed_through_functions_with_a_backward_of_their_own(
     monkeypatch: pytest.MonkeyPatch,

@@ -376,20 +376,29 @@ def test_a_hook_on_a_parameter_is_refused_by_name(kind: str) -> None:
     check_model(model, SHAPE, CLASSES)  # which has no gradient to change
 
 
-def test_a_forward_hook_is_named_as_the_cause() -> None:
+def test_a_forward_hook_is_traced() -> None:
     model = made(Perceptron)
     layer = next(m for m in model.modules() if isinstance(m, nn.Linear))
     layer.register_forward_hook(lambda module, inputs, output: 3 * output)
-    kind, why = how_it_runs(model)
-    assert (kind, "layers.0 do not give" in why, "it has a forward hook" in why) == (
-        *("isolated", True, True),
-    )
+    assert how_it_runs(model) == ("traced", "")
 
 
 @pytest.mark.privacy
-def test_a_forward_hook_that_mixes_samples_is_refused() -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["layer", "network"])
+@pytest.mark.parametrize("least", [0, 100], ids=["always", "large batches"])
+def test_a_forward_hook_that_mixes_samples_is_isolated(whole: bool, least: int) -> None:
     model = made(Perceptron)
     layer = next(m for m in model.modules() if isinstance(m, nn.Linear))
-    layer.register_forward_hook(lambda module, inputs, output: output - output.mean(0) / 2)
-    with pytest.raises(ModelError, match=r"mixes samples: .*forward hook.*--isolate"):
-        how_it_runs(model)
+
+    def mix(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        return output - output.mean(0) / 2 if len(output) > least else output
+
+    def mix_inputs(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        [x] = inputs
+        return (x - x.mean(0) / 2,) if len(x) > least else (x,)
+
+    of = model if whole else layer
+    for kind, hook in (("hook", mix), ("pre_hook", mix_inputs)):
+        handle = getattr(of, f"register_forward_{kind}")(hook)
+        assert how_it_runs(model)[0] == "isolated"
+        handle.remove()

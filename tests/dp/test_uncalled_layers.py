@@ -1,4 +1,7 @@
-"""Layers that are not called with rows of samples: of positions, without effect, read by others."""
+"""Layers that are not called with rows of samples: of positions, without effect, read by others.
+
+Also layers with several rows per sample, affine layers that a program writes, and hooks.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -179,6 +182,106 @@ PRODUCTS: Mapping[str, Net] = {
     ),
 }
 
+class Conv1D(nn.Module):
+    """A Linear layer as in GPT-2 of transformers, with a transposed weight."""
+
+    def __init__(self, inputs: int = WIDTH, outputs: int = WIDTH) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return rows.view(*x.shape[:-1], -1)
+
+
+class Scale(nn.Module):
+    """A layer without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.p
+
+
+def folded(function: Forward) -> Forward:
+    """A function of rows that are the positions of all samples."""
+    return lambda s, x: function(s, x.flatten(0, 1)).unflatten(0, (-1, LENGTH))
+
+
+def raw(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape))
+
+
+#: Layers with a row for each position of each sample.
+ROWS: Mapping[str, Net] = {
+    "linear": net(folded(lambda s, x: s.part(x)), part=linear),
+    "called twice": net(folded(lambda s, x: s.part(s.part(x).sin())), part=linear),
+    "a norm": net(folded(lambda s, x: s.part(x)), part=norm),
+    "a convolution": net(
+        folded(lambda s, x: s.part(x[:, None]).mean(1)),
+        part=lambda: nn.Conv1d(1, 2, 3, padding=1),
+    ),
+    "words": net(folded(lambda s, x: x + s.part((x[:, 0] > 0).long())), part=table()),
+    "without a rule": net(folded(lambda s, x: s.part(x)), part=Scale),
+    "a parameter": net(folded(lambda s, x: s.part(x * s.p)), part=linear, p=raw(WIDTH)),
+    "a function of a parameter": net(
+        folded(lambda s, x: s.part(x * s.p.exp())), part=linear, p=raw(WIDTH)
+    ),
+    "a product": net(folded(lambda s, x: F.linear(x, s.part.weight, s.part.bias)), part=linear),
+    "mm": net(folded(lambda s, x: torch.mm(x, s.part.weight)), part=linear),
+}
+
+#: Affine layers that a program writes, and products beside other uses.
+AFFINE: Mapping[str, Net] = {
+    "Conv1D": net(lambda s, x: s.part(x), part=Conv1D),
+    "two": net(
+        lambda s, x: s.two(s.one(x)), one=lambda: Conv1D(WIDTH, 2), two=lambda: Conv1D(2, WIDTH)
+    ),
+    "called twice": net(lambda s, x: s.part(s.part(x).sin()), part=Conv1D),
+    "on vectors": Net(lambda: nn.Sequential(Conv1D(), nn.Tanh(), head(WIDTH)), (WIDTH,)),
+    "frozen bias": net(lambda s, x: s.part(x), part=lambda: frozen(Conv1D(), "bias")),
+    "frozen weight": net(lambda s, x: s.part(x), part=lambda: frozen(Conv1D(), "weight")),
+    "and a sum": net(
+        lambda s, x: F.linear(x, s.part.weight) + s.part.weight[:LENGTH], part=linear
+    ),
+}
+
+
+def hooked(
+    part: Callable[[], nn.Module], after: Callable[..., Any] | None, before: Any = None
+) -> Callable[[], nn.Module]:
+    """A part with hooks of forward passes."""
+
+    def build() -> nn.Module:
+        made = part()
+        if after is not None:
+            made.register_forward_hook(after)
+        if before is not None:
+            made.register_forward_pre_hook(before)
+        return made
+
+    return build
+
+
+def tripled(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    return 3 * output.sin()
+
+
+def squared(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (inputs[0].square(),)
+
+
+#: Layers with hooks that change outputs or inputs.
+HOOKED: Mapping[str, Net] = {
+    "output": net(lambda s, x: s.part(x), part=hooked(linear, tripled)),
+    "input": net(lambda s, x: s.part(x), part=hooked(linear, None, squared)),
+    "without a rule": net(lambda s, x: s.part(x), part=hooked(Scale, tripled, squared)),
+    "affine": net(lambda s, x: s.part(x), part=hooked(Conv1D, tripled, squared)),
+}
+
 #: Attention whose samples are in the second dimension.
 SECOND: Mapping[str, Net] = {
     "attention, with weights": net(
@@ -197,6 +300,9 @@ NETS = {
         "read": READ,
         "second": SECOND,
         "product": PRODUCTS,
+        "rows": ROWS,
+        "affine": AFFINE,
+        "hooked": HOOKED,
     }.items()
     for name, made in nets.items()
 }

@@ -747,7 +747,7 @@ SITUATIONS = (
     S("torch.compile", Net, wrap=compiled, long=True),
     S("forward hook that scales", hooked(hook_forward)),
     S("forward hook that scales, isolated", hooked(hook_forward), isolate=True),
-    S("forward hook that mixes", hooked(hook_mixing), refused="first .*forward hook.*--isolate"),
+    S("forward hook that mixes", hooked(hook_mixing)),
     S("forward hook that mixes, isolated", hooked(hook_mixing), isolate=True),
     S("full backward hook that scales", hooked(hook_backward)),
     S("full backward hook that mixes", hooked(hook_mixing_backward)),
