@@ -5,6 +5,7 @@ are clipped by norm plus error bound, in float64 if terms cancel too much.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from dpmac_cli.dp.clipping.matmul import products_by_onednn
 from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, choose_form, total_squared_norms
 from dpmac_cli.dp.clipping.projections import calling_projections
-from dpmac_cli.dp.clipping.recorder import record_uses
+from dpmac_cli.dp.clipping.recorder import copies_of, record_uses
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.torch_errors import code_of_network
 
@@ -148,7 +149,8 @@ class ClippedChunkSum:
         rows, labels = by_row(x, self.views), by_row(y, self.views)
         calls = ((layer.name, layer.module, layer.composite) for layer in self.layers)
         by_onednn = products_by_onednn(_called(self.layers))
-        with torch.enable_grad(), calling_projections(calls), by_onednn:
+        copies = copies_of(self.layers, samples_in(rows)) or nullcontext()
+        with torch.enable_grad(), calling_projections(calls), by_onednn, copies:
             outputs = self._model(rows)
             return outputs, self._loss(outputs, labels)
 

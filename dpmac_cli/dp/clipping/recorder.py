@@ -81,18 +81,16 @@ def record_uses(
         for user in layer.users
         if not layer.direct
     ]
-    by_copies = [layer for layer in layers if layer.direct and not layer.idle]
-    direct = {p: layer.rows for layer in by_copies for p in layer.parameters.values()}
     idle = _parameters(layer for layer in layers if layer.idle)
-    copies = Copies(direct, samples, {id(p): rows for p, rows in direct.items()})
+    copies = copies_of(layers, samples)
     calls = [(layer.name, layer.module, layer.composite) for layer in layers]
     try:
         with torch.enable_grad(), _with_gradients(idle):
-            with calling_projections(calls), running(), copies if direct else nullcontext():
+            with calling_projections(calls), running(), copies or nullcontext():
                 outputs = model(rows)
             # Ignore layers that the loss calls, or torch.utils.checkpoint in the backward pass.
             recorded = [
-                _of_copies(layer, copies) if layer.direct and not layer.idle else list(records)
+                _of_copies(layer, copies) if copies and layer.gradients == "copies" else records[:]
                 for layer, records in zip(layers, hooked, strict=True)
             ]
             by_view = loss(outputs, labels)
@@ -108,6 +106,13 @@ def record_uses(
         for hook in hooks:
             hook.remove()
     return losses, _all_uses(layers, recorded, found, losses, samples)
+
+
+def copies_of(layers: Sequence[Layer], samples: int) -> Copies | None:
+    """Return what copies the parameters of layers that are not called, None if there are none."""
+    direct = [layer for layer in layers if layer.gradients == "copies"]
+    rows = {id(p): layer.rows for layer in direct for p in layer.parameters.values()}
+    return Copies(_parameters(direct), samples, rows) if direct else None
 
 
 def _all_uses(
