@@ -125,8 +125,8 @@ def by_hooks(case: Case, batch: Tensor) -> Step:
         optimizer.zero_grad()
         loss: Any = case.loss(model, batch).mean()
         loss.backward()
-        optimizer.clip_and_accumulate()  # type: ignore[no-untyped-call]
-        return {name: p.summed_grad for name, p in trained_of(network).items()}  # type: ignore[attr-defined]
+        optimizer.clip_and_accumulate()
+        return {name: p.summed_grad for name, p in trained_of(network).items()}
 
     return step
 
@@ -143,7 +143,7 @@ def by_ghost(case: Case, batch: Tensor) -> Step:
         model.enable_hooks()
         optimizer.zero_grad()
         losses = case.loss(model, batch)
-        DPTensorFastGradientClipping(model, optimizer, losses).backward()  # type: ignore[no-untyped-call]
+        DPTensorFastGradientClipping(model, optimizer, losses).backward()
         return {name: p.grad for name, p in trained_of(network).items() if p.grad is not None}
 
     return step
@@ -165,7 +165,7 @@ def numbers(case: Case) -> dict[str, Any]:
     }
 
 
-def trained_of(network: nn.Module) -> dict[str, nn.Parameter]:
+def trained_of(network: nn.Module) -> dict[str, Any]:
     return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
 

@@ -706,7 +706,12 @@ def usual_sizes() -> Iterator[tuple[Any, ...]]:
     yield "MultiheadAttention, 256 wide", itself_only, texts, few
     encoder = lambda: nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True)
     yield "TransformerEncoderLayer, 256 wide", encoder, texts, few
-    yield "LSTM, 128 wide, 50 steps", lambda: first_of(nn.LSTM(64, 128, batch_first=True)), steps, few
+    yield (
+        "LSTM, 128 wide, 50 steps",
+        lambda: first_of(nn.LSTM(64, 128, batch_first=True)),
+        steps,
+        few,
+    )
     yield "GRU, 128 wide, 50 steps", lambda: first_of(nn.GRU(64, 128, batch_first=True)), steps, few
     yield "LoRA of rank 8, 256 wide", partial(LoRA, 256, 8), texts, few
     tied = partial(TiedWords, WORDS, 128)

@@ -36,9 +36,7 @@ def lonely(given: Mapping[SettingName, SettingValue]) -> Iterator[str]:
             yield f"--{flag_name(name)} has no effect alone: add {needs}, or leave it out."
 
 
-def faults_of_steps(
-    plan: StepsPlan, records: int, of: str, epochs: int | None
-) -> Iterator[str]:
+def faults_of_steps(plan: StepsPlan, records: int, of: str, epochs: int | None) -> Iterator[str]:
     """Yield faults in combinations of settings of private steps on a number of records.
 
     Each is a sentence with a remedy. ``of`` names the records. ``epochs`` is None if a number of

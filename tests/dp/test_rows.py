@@ -1,4 +1,4 @@
-"""Several rows per sample in one dimension: what they are told from, and what is not taken for them."""
+"""Several rows per sample in one dimension: what shows them, and what is not taken for them."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli import ClippedSum, ball
+from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts
 from dpmac_cli.dp.clipping.layers import find_layers
 from dpmac_cli.dp.clipping.per_sample_gradients import choose_form
-from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.errors import ModelError
 
@@ -54,9 +54,7 @@ def test_a_parameter_with_different_rows_in_two_uses_is_not_copied() -> None:
 @pytest.mark.privacy
 def test_other_rows_than_during_validation_are_an_error() -> None:
     folds = [True]
-    model = Do(
-        lambda s, x: s.part(x.flatten(0, 1) if folds else x).view(len(x), -1), part=linear()
-    )
+    model = Do(lambda s, x: s.part(x.flatten(0, 1) if folds else x).view(len(x), -1), part=linear())
     layers = find_layers(model, EXAMPLE)
     assert layers[0].rows == LENGTH
     folds.clear()
@@ -67,6 +65,7 @@ def test_other_rows_than_during_validation_are_an_error() -> None:
 @pytest.mark.privacy
 def test_positions_before_samples_are_not_taken_for_rows() -> None:
     """Rows of one sample are then not adjacent."""
+
     def first(s: Any, x: Tensor) -> Tensor:
         rows: Tensor = s.part(x.transpose(0, 1).flatten(0, 1))
         return rows.unflatten(0, (LENGTH, -1)).transpose(0, 1)

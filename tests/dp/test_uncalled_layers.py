@@ -182,6 +182,7 @@ PRODUCTS: Mapping[str, Net] = {
     ),
 }
 
+
 class Conv1D(nn.Module):
     """A Linear layer as in GPT-2 of transformers, with a transposed weight."""
 
@@ -244,9 +245,7 @@ AFFINE: Mapping[str, Net] = {
     "on vectors": Net(lambda: nn.Sequential(Conv1D(), nn.Tanh(), head(WIDTH)), (WIDTH,)),
     "frozen bias": net(lambda s, x: s.part(x), part=lambda: frozen(Conv1D(), "bias")),
     "frozen weight": net(lambda s, x: s.part(x), part=lambda: frozen(Conv1D(), "weight")),
-    "and a sum": net(
-        lambda s, x: F.linear(x, s.part.weight) + s.part.weight[:LENGTH], part=linear
-    ),
+    "and a sum": net(lambda s, x: F.linear(x, s.part.weight) + s.part.weight[:LENGTH], part=linear),
 }
 
 

@@ -9,7 +9,7 @@ like a call of a Linear layer. Rows may be those of samples with their positions
 as many for each sample.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias

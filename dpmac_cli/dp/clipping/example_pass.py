@@ -42,7 +42,12 @@ def see(model: nn.Module, example: Batch) -> Seen:
     except Exception:  # noqa: BLE001  (user code may raise anything, and would in training)
         return Seen()
     plain = {module for module, plainly in calls.plain.items() if plainly}
-    return Seen(_idle_parameters(model, outputs), reads.readers, plain, _rows_per_sample(model, example, calls))
+    return Seen(
+        _idle_parameters(model, outputs),
+        reads.readers,
+        plain,
+        _rows_per_sample(model, example, calls),
+    )
 
 
 class _Calls:

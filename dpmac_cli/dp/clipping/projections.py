@@ -69,9 +69,7 @@ def is_composite(module: nn.Module) -> bool:
     return any(_is_known(kind, module) for kind in KINDS)
 
 
-def is_plainly_called(
-    module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
-) -> bool:
+def is_plainly_called(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     """Return whether a call of a composite layer has arguments for which that is so."""
     return _kind_of(module).is_plain(module, inputs, named)
 
