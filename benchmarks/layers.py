@@ -154,10 +154,12 @@ PEERS = {"hooks": by_hooks, "ghost": by_ghost}
 
 
 def sgd(network: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that Opacus wraps, and that takes no step."""
     return torch.optim.SGD(trained_of(network).values(), lr=0.0)
 
 
 def numbers(case: Case) -> dict[str, Any]:
+    """Return the settings of Opacus."""
     return {
         "noise_multiplier": 0.0,
         "max_grad_norm": RADIUS,
@@ -166,6 +168,7 @@ def numbers(case: Case) -> dict[str, Any]:
 
 
 def trained_of(network: nn.Module) -> dict[str, Any]:
+    """Return trained parameters by name. Opacus gives them attributes."""
     return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
 

@@ -174,11 +174,12 @@ OUTCOMES = ("right", "refused", "wrong", "open")
 LAYERS = "## How layers run\n"
 LAYERS_SAID = """
 {total} networks, each with every layer of torch.nn that has parameters or mixes samples in some
-variant, or a typical way to put layers together: {counts}. Columns are the time of clipped sums over
-that of the gradients of plain training, and over that of the clipped sums of Opacus by hooks and with
-ghost clipping, on one core (torch {torch}): below 1, dpmac is faster. A network is refused by Opacus, or
-its sum is wrong. Networks of usual size have 64 records; the others have 256 and are tiny, so fixed costs
-of a step are most of theirs ([performance](performance.md)). This part is written by:
+variant, or a typical way to put layers together: {counts}. Columns are the time of clipped sums
+over that of the gradients of plain training, and over that of the clipped sums of Opacus, by hooks
+and with ghost clipping, on one core (torch {torch}): below 1, dpmac is faster. Some networks are
+refused by Opacus, and of some its sum is wrong. Networks of usual size have 64 records. The others
+have 256 and are tiny, so fixed costs of a step are most of it ([performance](performance.md)). This
+part is written by:
 
     PYTHONPATH=. python benchmarks/layers.py docs/data/layers.json
     python docs/generate.py

@@ -258,7 +258,7 @@ def _idle_rules(plan: StepsPlan) -> dict[SettingName, str]:
 
 
 def _idle(plan: TrainPlan) -> dict[SettingName, str]:
-    """Return the settings of the network and of the dataset that have no effect, with the reason."""
+    """Return the settings of network and dataset that have no effect, with the reason."""
     idle: dict[SettingName, str] = {}
     if not isinstance(plan.network.model, UserModel):
         idle |= {"fix_norm": plan.network.model.name}

@@ -198,7 +198,8 @@ def _calibrated(
 ) -> Plan:
     """Return a plan with the least noise for which the whole run costs at most the target epsilon.
 
-    It also covers ``earlier`` events. ``own``: the dataset is your own. Covered test scores cost at most as much as training.
+    It also covers ``earlier`` events. Covered test scores cost at most as much as training.
+    ``own``: the dataset is your own.
     """
     privacy = plan.privacy
     if privacy.private and settings.epsilon is not None:
