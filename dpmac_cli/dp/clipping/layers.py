@@ -37,13 +37,17 @@ class Layer:
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]  # by name within the module, in theta's order
     start: int = 0
-    stop: int = 0
     #: Origin of gradients: calls of the module; copies of a single parameter for each row, and
     #: products; or zero, as no output depends on the parameters.
     gradients: Literal["calls", "copies", "zero"] = "calls"
     composite: nn.Module | None = None  # attention or recurrent layer that this is a projection of
     rows: int = 1  # rows per sample, adjacent, of inputs and outputs of the module, or of copies
     tied: tuple["Layer", ...] = ()  # every module with the parameter, if several have it
+
+    @property
+    def stop(self) -> int:
+        """Return the end of the layer's slice."""
+        return self.start + sum(p.numel() for p in self.parameters.values())
 
     @property
     def direct(self) -> bool:
@@ -140,10 +144,9 @@ def _side_by_side(owners: Iterable[Layer]) -> list[Layer]:
     start = 0
     for owner in owners:
         parameters = {key: p for key, p in owner.parameters.items() if p.requires_grad}
-        stop = start + sum(p.numel() for p in parameters.values())
         if parameters:
-            layers.append(replace(owner, parameters=parameters, start=start, stop=stop))
-            start = stop
+            layers.append(replace(owner, parameters=parameters, start=start))
+            start = layers[-1].stop
     if not layers:
         raise ModelError(
             "The model has no trainable parameters. To train all: model.requires_grad_(True)."

@@ -171,7 +171,7 @@ def _as_called(layer: Layer, uses: Sequence[Use]) -> Layer:
     users = [use.user for use in uses]
     if not layer.direct or users[0] is None or None in users:
         return layer
-    return replace(users[0], start=layer.start, stop=layer.stop)
+    return replace(users[0], start=layer.start)
 
 
 def _one_after_another(uses: Sequence[Use]) -> Use:
