@@ -139,7 +139,10 @@ def _check_adjacent(node: torch.fx.Node) -> None:
     made = [t for t in tensors_in(node.meta.get("val")) if _batch_dim(t) is not None]
     of = _numbers_before if name in KNOWN["viewing"] else _rows_of
     if batched and len({of(t) for t in (*batched, *made)}) > 1:
-        raise UnprovenError(f"{name} could separate the rows of a sample.")
+        raise UnprovenError(
+            f"{name} could separate the rows of a sample that a layer gets. Keep positions in a "
+            "dimension after the samples: self.layer(x), not self.layer(x.flatten(0, 1))."
+        )
 
 
 def _numbers_before(tensor: Tensor) -> int:
