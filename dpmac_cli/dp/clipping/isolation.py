@@ -276,9 +276,10 @@ class Isolated:
             self.recorded = {name for name, *_ in self._calls} - odd
             _, uses, written = self._vmapped(probe, x, y, self._names)
             for layer in layers:
-                used = uses.get(layer.name)
-                if used and not _alike(instantiate(layer, used, self._views), written[layer.name]):
-                    self.recorded.remove(layer.name)
+                if used := uses.get(layer.name):
+                    by_rule = torch.cat([*instantiate(layer, used, self._views)], 1)
+                    if not _alike(by_rule, written[layer.name]):
+                        self.recorded.remove(layer.name)
             still = duplicate(probe).eval()  # dropout differs from run to run
             losses, _, written = self._vmapped(still, x, y, self._names)
             expected, g = self._looped(still, x, y)

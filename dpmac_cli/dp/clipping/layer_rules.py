@@ -33,6 +33,9 @@ CONVOLUTIONS = frozenset({nn.Conv1d, nn.Conv2d, nn.Conv3d, StandardisedConv2d})
 
 #: Gradients w.r.t. a layer's parameters, by parameter name, each (samples, ...).
 Gradients = Mapping[str, Tensor | OuterProducts]
+#: Gradients of samples in theta's order, (samples, d_layer), as tensors side by side: one for each
+#: parameter, so that products are written to dense memory.
+Columns = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -95,24 +98,26 @@ def in_groups(uses: Sequence[Use], views: int, samples: int) -> Iterator[list[Us
 
 def instantiate(
     layer: Layer, uses: Sequence[Use], views: int = 1, samples: int | None = None
-) -> Tensor:
-    """Return gradients summed over uses and views, in theta's order, (samples, d_layer).
+) -> Columns:
+    """Return gradients summed over uses and views.
 
     They are instantiated for a number of samples at a time, by default for all.
     """
     delta, through = uses[0].delta, None
     if type(layer.module) is StandardisedConv2d:
         through = Standardisation.of(layer.module, delta.dtype)
-    g = delta.new_empty(len(delta) // views, layer.stop - layer.start)
-    samples = samples or len(g)
-    parts = torch.split(g, samples)
-    for (first, *others), to in zip(in_groups(uses, views, samples), parts, strict=True):
+    total = len(delta) // views
+    columns = [delta.new_empty(total, p.numel()) for p in layer.parameters.values()]
+    groups = in_groups(uses, views, samples := samples or total)
+    for begin, (first, *others) in zip(range(0, total, samples), groups, strict=True):
+        to = [column[begin : begin + samples] for column in columns]
         _write(layer, first, views, through, to)
         for use in others:
-            more = torch.empty_like(to)
+            more = [torch.empty_like(part) for part in to]
             _write(layer, use, views, through, more)
-            to.add_(more)
-    return g
+            for part, term in zip(to, more, strict=True):
+                part.add_(term)
+    return columns
 
 
 def has_plain_use(layer: Layer, use: Use) -> bool:
@@ -122,12 +127,13 @@ def has_plain_use(layer: Layer, use: Use) -> bool:
 
 
 def _write(
-    layer: Layer, use: Use, views: int, through: Standardisation | None, out: Tensor
+    layer: Layer, use: Use, views: int, through: Standardisation | None, out: Columns
 ) -> None:
-    """Write the gradients of one use to ``out``, shape (samples, d_layer)."""
+    """Write the gradients of one use to ``out``."""
     layer = use.user or layer
     if layer.direct:
-        out.copy_(use.delta.reshape(len(out), views, -1).sum(1))
+        [to] = out
+        to.copy_(use.delta.reshape(len(to), views, -1).sum(1))
         return
     rule = LAYER_RULES.get(type(layer.module)) if has_plain_use(layer, use) else None
     gradients = rule(layer, use.inputs[0], use.delta, views) if rule else None
@@ -137,12 +143,12 @@ def _write(
         weight = gradients["weight"]
         by_kernel = weight if isinstance(weight, Tensor) else weight.weights()
         gradients = {**gradients, **through(by_kernel)}
-    for name, slot in layer.slices.items():
-        found, to = gradients[name], out[:, slot]
+    for name, to in zip(layer.parameters, out, strict=True):
+        found = gradients[name]
         if isinstance(found, OuterProducts):
-            found.weights(to.view(len(out), found.delta.shape[2], -1))
+            found.weights(to.view(len(to), found.delta.shape[2], -1))
         else:
-            to.copy_(found.reshape(len(out), -1))
+            to.copy_(found.reshape(len(to), -1))
 
 
 def _by_vmap(layer: Layer, use: Use, views: int) -> Gradients:

@@ -51,8 +51,7 @@ def batched(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """
     small = a[0].numel() * b.shape[2] <= SMALL if len(a) else True
     if INTEL or small or not uses_onednn(a):
-        products = torch.bmm(a, b)
-        return products if out is None else out.copy_(products)
+        return torch.bmm(a, b, out=out)
     if out is None:
         out = a.new_empty(len(a), a.shape[1], b.shape[2])
     for left, right, to in zip(a, b, out, strict=True):

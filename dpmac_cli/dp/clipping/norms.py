@@ -131,8 +131,8 @@ def row_squares(numbers: Tensor) -> Tensor:
     """Return sums of the squares of rows, float64, shape (rows,); rounds as :func:`row_sums`."""
     whole = numbers.shape[1] // ROW * ROW
     parts = vector_norm(numbers[:, :whole].reshape(len(numbers), whole // ROW, ROW), dim=2)
-    rest = vector_norm(numbers[:, whole:], dim=1, keepdim=True)
-    return torch.cat([parts, rest], 1).double().square_().sum(1)
+    rest = vector_norm(numbers[:, whole:], dim=1).double().square_()
+    return parts.double().square_().sum(1).add_(rest)
 
 
 def sum_rounded_up(terms: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpmac_cli.dp.clipping.ghost_clipping import DEVICE_PIECE, PositionProducts, sizes
 from dpmac_cli.dp.clipping.layer_rules import (
     CONVOLUTIONS,
+    Columns,
     Use,
     has_plain_use,
     in_groups,
@@ -70,38 +71,60 @@ def total_squared_norms(gradients: ByLayer, metric: RegionMetric) -> SquaredNorm
 class Instantiated:
     """Instantiated gradients: all of them, or some samples at a time if they are too large.
 
-    ``pieces`` yields (samples, d_layer) for a few samples at a time, with the same floats every
-    time, so norms and sum read the same numbers.
+    ``pieces`` yields those of a few samples at a time, with the same floats every time, so norms
+    and sum read the same numbers.
     """
 
-    pieces: Callable[[], Iterable[Tensor]]
+    pieces: Callable[[], Iterable[Columns]]
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute the norms directly; nothing cancels."""
-        squares = list[Tensor]()
-        for piece in self.pieces():
-            parts = torch.split(piece, _at_a_time(piece, piece.shape[1]))
-            squares += map(metric.squares, parts)
-        value = torch.cat(squares).div_(metric.factor)
-        return SquaredNorms(value, roundoff(ROW, piece.dtype) * value, torch.zeros_like(value))
+        return SquaredNorms.of(_norms(piece, metric) for piece in self.pieces())
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, _: Mask = None) -> None:
-        """Compute one matrix-vector product per piece."""
+        """Compute one matrix-vector product per parameter of a piece."""
         out.zero_()
         begin = 0
-        for g in self.pieces():
-            rows = slice(begin, begin + len(g))
-            out.addmv_(kept(g, None if valid is None else valid[rows]).T, c[rows])
-            begin += len(g)
+        for piece in self.pieces():
+            rows = slice(begin, begin + len(piece[0]))
+            finite = None if valid is None else valid[rows]
+            for part, column in _slices(piece):
+                out[part].addmv_(kept(column, finite).T, c[rows])
+            begin = rows.stop
 
     def select(self, rows: Tensor | slice) -> "Instantiated":
         """Return some samples, in float64."""
         return Instantiated(partial(_selected, self.pieces, rows))
 
 
-def held(g: Tensor) -> Instantiated:
-    """Return the form of gradients that are all in memory, shape (samples, d_layer)."""
-    return Instantiated(lambda: [g])
+def _slices(columns: Columns) -> Iterator[tuple[slice, Tensor]]:
+    """Yield each tensor with the coordinates of the layer that it has."""
+    begin = 0
+    for column in columns:
+        part = slice(begin, begin + column.shape[1])
+        yield part, column
+        begin = part.stop
+
+
+def _norms(columns: Columns, metric: LayerMetric) -> SquaredNorms:
+    """Return the norms of samples, some of which at a time fit in a cache."""
+    squares = [
+        torch.cat([metric.squares(rows, part) for rows in _few(column)])
+        for part, column in _slices(columns)
+    ]
+    value = reduce(add, squares).div_(metric.factor)
+    slack = roundoff(ROW, columns[0].dtype) * value
+    return SquaredNorms(value, slack, torch.zeros_like(value))
+
+
+def _few(column: Tensor) -> Sequence[Tensor]:
+    """Split samples into groups that fit in a cache."""
+    return torch.split(column, _at_a_time(column, column.shape[1]))
+
+
+def held(columns: Columns) -> Instantiated:
+    """Return the form of gradients that are all in memory."""
+    return Instantiated(lambda: [columns])
 
 
 def in_pieces(layer: Layer, uses: Sequence[Use], views: int = 1) -> Instantiated:
@@ -112,12 +135,13 @@ def in_pieces(layer: Layer, uses: Sequence[Use], views: int = 1) -> Instantiated
     )
 
 
-def _selected(pieces: Callable[[], Iterable[Tensor]], rows: Tensor | slice) -> Iterator[Tensor]:
+def _selected(pieces: Callable[[], Iterable[Columns]], rows: Tensor | slice) -> Iterator[Columns]:
     begin = 0
-    for g in pieces():
-        chosen = rows[begin : begin + len(g)] if isinstance(rows, Tensor) else rows
-        yield g[chosen].double()
-        begin += len(g)
+    for piece in pieces():
+        end = begin + len(piece[0])
+        chosen = rows[begin:end] if isinstance(rows, Tensor) else rows
+        yield [column[chosen].double() for column in piece]
+        begin = end
 
 
 def choose_form(
@@ -129,7 +153,7 @@ def choose_form(
     adjacent rows per sample, whose gradients are summed. ``ball``: norms are taken in a ball.
     """
     if isinstance(uses, Tensor):
-        return held(uses)
+        return held([uses])
     layer = _as_called(layer, uses)
     if (
         len(uses) > 1
