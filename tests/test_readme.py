@@ -48,6 +48,7 @@ PAGES = (
 ELSEWHERE = {
     DOCS / "own-images.md": "test_table_files.py",
     DOCS / "own-tables.md": "test_table_files.py",
+    DOCS / "own-numbers.md": "test_table_files.py",
     DOCS / "own-texts.md": "test_texts.py",
     DOCS / "units.md": "test_units.py",
 }
