@@ -68,9 +68,9 @@ class CompareFlags(Flags, frozen=True):
         Field(description="Show runs, their privacy costs and steps, without training."),
         Flag(STUDY),
     ] = False
-    out: Annotated[SomePath, Field(description="Folder of the study."), Flag(OUTPUT, metavar="FOLDER")] = (
-        Path("runs/compare")
-    )
+    out: Annotated[
+        SomePath, Field(description="Folder of the study."), Flag(OUTPUT, metavar="FOLDER")
+    ] = Path("runs/compare")
     json: Annotated[StrictBool, Field(description="Print compare.json."), Flag(OUTPUT)] = False
     quiet: Quiet = False
     debug: Debug = False

@@ -104,9 +104,9 @@ class PredictFlags(Flags, frozen=True):
     """Flags of ``dpmac predict``."""
 
     model: OwnFactory = None
-    out: Annotated[SomePath, Field(description="CSV file to write."), Flag(OUTPUT, metavar="FILE")] = (
-        Path("predictions.csv")
-    )
+    out: Annotated[
+        SomePath, Field(description="CSV file to write."), Flag(OUTPUT, metavar="FILE")
+    ] = Path("predictions.csv")
     force: ReplaceFile = False
     skip_bad: Annotated[
         StrictBool,
