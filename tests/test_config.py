@@ -258,7 +258,7 @@ def test_a_field_is_all_that_a_flag_needs() -> None:
     assert (option.help, option.kind, option.default) == ("Stop early.", int, None)
     shown = parameter("patience", option)
     ((_, info),) = (get_args(shown.annotation),)
-    assert (info.help, info.metavar) == ("Stop early. [default: never]", "INT")
+    assert (info.help, info.metavar) == ("Stop early. [default: never]", "N")
     assert info.rich_help_panel == RECIPE
     assert near_setting("early_stop", options(More)) == " In dpmac it is called patience."
     assert More.model_validate({"patience": "7"}).patience == 7

@@ -4,16 +4,24 @@ import ast
 import math
 import re
 import runpy
-from collections.abc import Iterator
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
+from typer.main import get_command
 
+from dpmac_cli import __version__
 from dpmac_cli.cli.app import app
 from dpmac_cli.config import keywords
+from dpmac_cli.config.account_flags import AccountFlags
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.config.settings import SETTINGS, Settings
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from tests.tiers import one_in
 from tests.typed import dpmac
@@ -130,6 +138,86 @@ def test_commands_print_what_stands_below_them(page: str, command: str, lines: l
     assert all(line in printed for line in lines), command
 
 
+def typed(text: str) -> Iterator[str]:
+    """Commands in the blocks of a page, fenced or indented, as a shell reads them."""
+    joined = re.sub(r" \\\n\s*", " ", text)
+    blocks = "\n".join(FENCE.findall(joined))
+    lines = re.findall(r"^(?:\$ )?(dpmac [a-z].*)$", blocks, re.MULTILINE)
+    lines += re.findall(r"^    (dpmac [a-z].*)$", FENCE.sub("", joined), re.MULTILINE)
+    yield from (line.partition(" > ")[0] for line in lines if "[OPTIONS]" not in line)
+
+
+@cache
+def known() -> Mapping[str, Any]:
+    """The commands by name."""
+    program: Any = get_command(app)
+    return dict(program.commands)
+
+
+def mistyped(command: str) -> str:
+    """What is wrong with a command, or ""; datasets are not looked up."""
+    _, name, *args = shlex.split(command, comments=True)
+    try:
+        given = known()[name].make_context(name, args).params
+        if model := {"train": Settings, "account": AccountFlags}.get(name):
+            given = {key: value for key, value in given.items() if key in model.model_fields}
+            model.model_validate({key: v for key, v in given.items() if key != "dataset"})
+    except Exception as error:  # noqa: BLE001  (of any kind)
+        return f"{command}: {error}"
+    return ""
+
+
+def inline_flags(text: str) -> Iterator[tuple[str, str]]:
+    """Commands and flags that stand beside each other in a line of code within the text."""
+    for name, rest in re.findall(r"`dpmac ([a-z]+)( [^`]*)`", FENCE.sub("", text)):
+        yield from ((name, flag) for flag in re.findall(r"(?<= )--[a-z][\w-]*", rest))
+
+
+def unknown(name: str, flag: str) -> bool:
+    """Whether a command does not have a flag."""
+    return name not in known() or not any(flag in each.opts for each in known()[name].params)
+
+
+@by_page
+def test_every_command_is_one_that_dpmac_accepts(page: Path) -> None:
+    """Also those that take too long to run in a test."""
+    text = page.read_text()
+    assert [found for command in typed(text) if (found := mistyped(command))] == []
+    past = page.name == "CHANGELOG.md"  # it names what was removed
+    assert [pair for pair in inline_flags(text) if unknown(*pair) and not past] == []
+
+
+def test_commands_that_dpmac_does_not_accept_would_be_found() -> None:
+    page = (
+        "```sh\ndpmac train --sigma 1 \\\n  --sigm 2\n```\n    dpmac train --sigma x  # a\n\n"
+        "`dpmac eval RUN --audits`"
+    )
+    assert list(typed(page)) == ["dpmac train --sigma 1 --sigm 2", "dpmac train --sigma x  # a"]
+    assert all(mistyped(command) for command in typed(page))
+    assert [unknown(*pair) for pair in inline_flags(page)] == [True]
+
+
+def test_extras_that_are_named_exist_and_are_listed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    sources = [*PAGES, *ROOT.glob("dpmac_cli/**/*.py"), *ROOT.glob("dpmac_cli/**/*.toml")]
+    named = {
+        extra
+        for source in sources
+        for group in re.findall(r"(?:dpmac|['\"]\.)\[([a-z,]+)\]", source.read_text())
+        for extra in group.split(",")
+    }
+    extras = set(project["optional-dependencies"])
+    assert named <= extras
+    install = (ROOT / "docs" / "install.md").read_text()
+    assert set(re.findall(r"`dpmac\[([a-z]+)\]`", install)) == extras
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    changes = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert {citation["version"], changes[0]} == {__version__}
+
+
 def test_the_optimizers_page_has_every_optimizer_and_its_settings() -> None:
     text = (ROOT / "docs" / "optimizers.md").read_text()
     headings = re.findall(r"^## `(.+)`$", text, re.MULTILINE)
@@ -184,6 +272,13 @@ def test_every_measurement_has_a_line() -> None:
     listed = [target for _, target in links(data / "README.md")]
     there = {file.name for file in data.iterdir()} - {"README.md"}
     assert there == {target for target in listed if not target.startswith("../")}
+
+
+def test_the_readme_has_rows_of_the_page_that_compares_tools() -> None:
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    rows = generate["features"](generate["compared"](), readme=True)
+    assert rows.count("\n") == 12  # ten rows and their head
+    assert rows in (ROOT / "README.md").read_text()
 
 
 def test_the_readme_counts_injected_bugs_as_their_page_does() -> None:

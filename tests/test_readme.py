@@ -27,6 +27,8 @@ from dpmac_cli.release.run import train
 from dpmac_cli.runs import prepare
 from dpmac_cli.storage.progress import Computing, outcome
 from tests.digits_runs import after
+from tests.test_table_files import penguins, wages
+from tests.tiny_bert import notes, write_encoder
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -48,6 +50,7 @@ PAGES = (
 ELSEWHERE = {
     DOCS / "own-images.md": "test_table_files.py",
     DOCS / "own-tables.md": "test_table_files.py",
+    DOCS / "own-numbers.md": "test_table_files.py",
     DOCS / "own-texts.md": "test_texts.py",
     DOCS / "units.md": "test_units.py",
 }
@@ -65,6 +68,7 @@ SHORTER = {
     " --minutes 5": "",  # it would contradict the steps
     "--recipe cifar10-de2022": "--recipe cifar10-de2022 --batch-size 16 --physical-batch 8",
     "--warmup-steps 20": "--warmup-steps 1",
+    "--backbone minilm": "--backbone ./encoder",
     # An attack contradicts a sound claim by chance, in one of twenty runs; not in this one.
     "--canaries 5000": "--canaries 5000 --seed 1",
 }
@@ -107,6 +111,14 @@ def set_scene(folder: Path) -> None:
                 pixels = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(place / f"{number}.png")
     np.savez(folder / "table.npz", x=rng.random((300, 4)), y=np.arange(300) % 3)
+    penguins(folder)
+    wages(folder)
+    write_encoder(folder / "encoder")
+    (folder / "notes.yaml").write_text(
+        "label: {column: kind, classes: ['0', '1']}\ncolumns: {note: {text: 16}}\n"
+    )
+    rows = "".join(f"{text},{kind}\n" for text, kind in notes(60))
+    (folder / "notes.csv").write_text(f"note,kind\n{rows}")
     weights = runpy.run_path(str(folder / "net.py"))["Net"]((3, 8, 8), 2).state_dict()
     safetensors.torch.save_file(weights, folder / "weights.safetensors")
 

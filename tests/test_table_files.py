@@ -27,7 +27,8 @@ from dpmac_cli.errors import InputError
 from tests.helpers import load
 from tests.typed import dpmac
 
-PAGES = [Path(__file__).parents[1] / "docs" / f"own-{kind}.md" for kind in ("images", "tables")]
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = [DOCS / f"own-{kind}.md" for kind in ("images", "tables", "numbers")]
 #: Their text.
 GUIDE = "\n".join(page.read_text() for page in PAGES)
 #: The schema of penguins.csv that they show.

@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from dpmac_cli import __version__
 from dpmac_cli.cli import account, compare, data_commands, evaluate, recipes, runs, train, tune
@@ -17,8 +17,28 @@ from dpmac_cli.studies.grid import StudyFlags
 OTHER_NAMES = {**other_names(SETTINGS), **other_names(options(StudyFlags))}
 
 
+def _plain_switches(parameters: list[Any]) -> list[Any]:
+    """Return parameters, with no placeholder for the value of a switch, which has none."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class Commands(TyperGroup):
+    """The commands, with help in users' words."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the global options."""
+        return _plain_switches(super().get_params(ctx))
+
+
 class Command(TyperCommand):
     """A command that suggests its own option for the option name of another library."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the arguments and options."""
+        return _plain_switches(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments; exit with a usage error for the option name of another library."""
@@ -32,7 +52,8 @@ class Command(TyperCommand):
 
 app = typer.Typer(
     name="dpmac",
-    help="Train classifiers under differential privacy, and compute privacy guarantees.",
+    cls=Commands,
+    help="Train models under differential privacy, and compute privacy guarantees.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",

@@ -54,7 +54,7 @@ class CompareFlags(Flags, frozen=True):
     cluster: Annotated[
         str | None,
         Field(description="Address of the Ray cluster."),
-        Flag(STUDY, otherwise="RAY_ADDRESS, or a new one on this machine"),
+        Flag(STUDY, otherwise="RAY_ADDRESS, or a new one on this machine", metavar="ADDRESS"),
     ] = None
     slurm: Annotated[
         str | None,
@@ -68,9 +68,9 @@ class CompareFlags(Flags, frozen=True):
         Field(description="Show runs, their privacy costs and steps, without training."),
         Flag(STUDY),
     ] = False
-    out: Annotated[SomePath, Field(description="Folder of the study."), Flag(OUTPUT)] = Path(
-        "runs/compare"
-    )
+    out: Annotated[
+        SomePath, Field(description="Folder of the study."), Flag(OUTPUT, metavar="FOLDER")
+    ] = Path("runs/compare")
     json: Annotated[StrictBool, Field(description="Print compare.json."), Flag(OUTPUT)] = False
     quiet: Quiet = False
     debug: Debug = False
@@ -82,7 +82,7 @@ class ConfigFlag(Flags, frozen=True):
     config: Annotated[
         SomePath | None,
         Field(description="YAML file with settings by the same names. Flags take precedence."),
-        Flag(STUDY),
+        Flag(STUDY, metavar="FILE"),
     ] = None
 
 

@@ -24,27 +24,27 @@ class Columns(Flags, frozen=True):
     label: Annotated[
         str | None,
         Field(description="Column to predict, or several of numbers, separated by commas."),
-        Flag("Table"),
+        Flag("Table", metavar="COLUMN,..."),
     ] = None
     drop: Annotated[
         str | None,
         Field(description="Columns to leave out, separated by commas."),
-        Flag("Table"),
+        Flag("Table", metavar="COLUMN,..."),
     ] = None
     date: Annotated[
         str | None,
         Field(description="Columns of dates or times, separated by commas."),
-        Flag("Table"),
+        Flag("Table", metavar="COLUMN,..."),
     ] = None
     boolean: Annotated[
         str | None,
         Field(description="Columns of two values, such as ja and nein, separated by commas."),
-        Flag("Table"),
+        Flag("Table", metavar="COLUMN,..."),
     ] = None
     text: Annotated[
         str | None,
         Field(description="Columns of texts, such as notes, separated by commas."),
-        Flag("Table"),
+        Flag("Table", metavar="COLUMN,..."),
     ] = None
     encoding: Encoding = UTF8
     debug: Debug = False

@@ -104,9 +104,9 @@ class PredictFlags(Flags, frozen=True):
     """Flags of ``dpmac predict``."""
 
     model: OwnFactory = None
-    out: Annotated[SomePath, Field(description="CSV file to write."), Flag(OUTPUT)] = Path(
-        "predictions.csv"
-    )
+    out: Annotated[
+        SomePath, Field(description="CSV file to write."), Flag(OUTPUT, metavar="FILE")
+    ] = Path("predictions.csv")
     force: ReplaceFile = False
     skip_bad: Annotated[
         StrictBool,
@@ -116,7 +116,7 @@ class PredictFlags(Flags, frozen=True):
     id: Annotated[
         str | None,
         Field(description="Column of the table to keep as id beside each prediction."),
-        Flag(DATA, otherwise="id, if there is one"),
+        Flag(DATA, otherwise="id, if there is one", metavar="COLUMN"),
     ] = None
     encoding: OtherEncoding = None
     device: Device = "auto"
@@ -216,17 +216,17 @@ def evaluate(run: Path, **given: Any) -> None:
 
 @with_options(
     argument("run", "A run folder, or a model.safetensors."),
-    argument("data", "Images, an .npz or a table."),
+    argument("data", "Images, texts, an .npz or a table."),
     options(PredictFlags),
 )
 def predict(run: Path, data: Path, **given: Any) -> None:
-    """Predict the classes of new, unlabelled records with a trained model.
+    """Predict classes or numbers of new, unlabelled records with a trained model.
 
-    DATA is a folder of images (including subfolders), an .npz with an array x, or a table.
-    Records are read like the training records. The output has one row per record: the name of
-    the image or the row from 0, a table's column id, the predicted class, and the probability
-    of each class. It reveals information about these records, which the run's epsilon does not
-    cover.
+    DATA is a folder of images or texts (including subfolders), an .npz with an array x, or a
+    table. Records are read like the training records. The output has one row per record: the
+    name of the file or the row from 0, a table's column id, and the predicted class with the
+    probability of each class, or the predicted numbers. It reveals information about these
+    records, which the run's epsilon does not cover.
 
     Example: dpmac predict runs/photos-dp-macadam-1 new-photos --out predictions.csv
 

@@ -14,6 +14,8 @@ from dpmac_cli.config.settings import SETTINGS
 
 #: Groups of options, in the order of the help. A command's own groups come first.
 GROUPS = list(dict.fromkeys(option.flag.group for option in SETTINGS.values()))
+#: Placeholders of values in the help, by their type.
+PLACEHOLDERS: Mapping[type, str] = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
 _parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -27,7 +29,7 @@ def parameter(name: str, option: Option) -> inspect.Parameter:
         return _parameter(name, annotation=Annotated[bool, shown(help=option.help)], default=False)
     text = option.help + (f" One of {option.known}." if option.choices else "")
     otherwise = option.flag.otherwise if option.default is None else option.default
-    metavar = "NAME" if option.choices else option.kind.__name__.upper()
+    metavar = "NAME" if option.choices else PLACEHOLDERS[option.kind]
     info = shown(
         help=text + ("" if otherwise == "" else f" [default: {otherwise}]"),
         show_default=False,

@@ -50,8 +50,8 @@ class RunsFlags(Flags, frozen=True):
 def runs(folders: list[Path] | None, **given: Any) -> None:
     """List runs, the newest first: what was trained, its epsilon, its accuracy and how it ended.
 
-    Runs are looked for in these folders and below them. Of settings, those are shown that had an
-    effect and in which runs of the same dataset and optimizer differ.
+    Runs are looked for in these folders and below them. A setting is shown if it had an effect,
+    and if runs of the same dataset and optimizer differ in it.
 
     Example: dpmac runs runs/compare
 

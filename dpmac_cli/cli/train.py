@@ -40,7 +40,7 @@ class Start(Flags, frozen=True):
     config: Annotated[
         SomePath | None,
         Field(description="YAML file with settings by the same names. Flags take precedence."),
-        Flag(TASK),
+        Flag(TASK, metavar="FILE"),
     ] = None
     resume: Annotated[
         SomePath | None,
@@ -48,7 +48,7 @@ class Start(Flags, frozen=True):
             description="Resume the run in this folder with the same settings. Add --model if it is"
             " your own network."
         ),
-        Flag(TASK),
+        Flag(TASK, metavar="RUN"),
     ] = None
     fork: Annotated[
         SomePath | None,
@@ -56,7 +56,7 @@ class Start(Flags, frozen=True):
             description="Continue from the run in this folder with other settings, in a new folder "
             "--out."
         ),
-        Flag(TASK),
+        Flag(TASK, metavar="RUN"),
     ] = None
     minutes: Annotated[
         Minutes | None,
@@ -75,7 +75,7 @@ class Start(Flags, frozen=True):
 
 @with_options(options(Start), SETTINGS)
 def train(**flags: Any) -> None:
-    """Train a classifier under differential privacy.
+    """Train a model under differential privacy.
 
     Defaults depend on the dataset. Flags take precedence over --config FILE. A run writes one
     new folder with model.safetensors, model-card.md, report.json, metrics.jsonl and

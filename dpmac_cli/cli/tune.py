@@ -58,7 +58,7 @@ class TuneFlags(SearchFlags, frozen=True):
             description="YAML file with settings by the same names, and search: with a line for "
             "each setting to draw. Flags take precedence."
         ),
-        Flag(SEARCH),
+        Flag(SEARCH, metavar="FILE"),
     ] = None
 
 

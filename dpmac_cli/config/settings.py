@@ -74,12 +74,12 @@ Device = Annotated[
     str,
     Pattern(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N"),
     Field(description="Device: auto, cpu, cuda or cuda:N."),
-    Flag(RUN, also=("gpu",), local=True, labels=False, hint=_no_mps),
+    Flag(RUN, also=("gpu",), metavar="DEVICE", local=True, labels=False, hint=_no_mps),
 ]
 DataDir = Annotated[
     SomePath | None,
     Field(description="Folder of datasets (or DPMAC_DATA_DIR)."),
-    Flag(RUN, recorded=False),
+    Flag(RUN, metavar="FOLDER", recorded=False),
 ]
 Quiet = Annotated[
     StrictBool,
@@ -204,7 +204,7 @@ class Settings(Flags, frozen=True):
     pretrained: Annotated[
         str | Path | None,
         Field(description="Start from the public weights in this safetensors file."),
-        Flag(TASK, fixed=True),
+        Flag(TASK, metavar="FILE", fixed=True),
     ] = None
     train: Annotated[
         str | None,
@@ -284,7 +284,7 @@ class Settings(Flags, frozen=True):
         str | None,
         Pattern(r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog"),
         Field(description="Names of your classes, in order of label."),
-        Flag(DATA, otherwise="as found", fixed=True, comma=True),
+        Flag(DATA, metavar="NAME,...", otherwise="as found", fixed=True, comma=True),
     ] = None
     standardise: Annotated[
         str,
@@ -297,14 +297,15 @@ class Settings(Flags, frozen=True):
     feature_range: Annotated[
         str | None,
         Pattern(rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1"),
-        Field(description="Public range LOW,HIGH to clip columns of numbers to."),
-        Flag(DATA, comma=True),
+        Field(description="Public range to clip columns of numbers to."),
+        Flag(DATA, metavar="LOW,HIGH", comma=True),
     ] = None
     schema: Annotated[
         str | Path | None,
         Field(description="Schema file that declares the columns of your table; see dpmac schema."),
         Flag(
             DATA,
+            metavar="FILE",
             not_with={
                 "feature_range": "a schema declares the range of every column",
                 "classes": "a schema declares the classes",
@@ -330,7 +331,12 @@ class Settings(Flags, frozen=True):
                 " a unit with all of its records."
             )
         ),
-        Flag(DATA, comma=True, otherwise="each record is a unit, unless an .npz has an array unit"),
+        Flag(
+            DATA,
+            metavar="COLUMN",
+            comma=True,
+            otherwise="each record is a unit, unless an .npz has an array unit",
+        ),
     ] = None
     records_per_unit: Annotated[
         int,
@@ -542,7 +548,7 @@ class Settings(Flags, frozen=True):
         Field(
             description="Public weights of the classes, or of each label's positives, such as 1,5."
         ),
-        Flag(RECIPE, omitted=True),
+        Flag(RECIPE, metavar="NUMBER,...", omitted=True),
     ] = None
     # Audit
     canaries: Annotated[
@@ -640,13 +646,18 @@ class Settings(Flags, frozen=True):
         str,
         Pattern(r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)"),
         Field(description="Save a checkpoint every N steps (100) or seconds (60s)."),
-        Flag(OUTPUT, recorded=False),
+        Flag(OUTPUT, metavar="N", recorded=False),
     ] = "60s"
     out: Annotated[
         SomePath | None,
         Field(description="Folder of the run."),
         Flag(
-            OUTPUT, also=("output",), otherwise="a new one in runs/", recorded=False, studied=False
+            OUTPUT,
+            metavar="FOLDER",
+            also=("output",),
+            otherwise="a new one in runs/",
+            recorded=False,
+            studied=False,
         ),
     ] = None
     force: Annotated[

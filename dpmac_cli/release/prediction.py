@@ -1,4 +1,4 @@
-"""Predict the classes of new, unlabelled records with a published model."""
+"""Predict classes or numbers of new, unlabelled records with a published model."""
 
 import os
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ def predict(
     id_column: str | None = None,
     encoding: str | None = None,
 ) -> Predictions:
-    """Predict the classes of new records.
+    """Predict the classes or numbers of new records.
 
     Args:
         run: a run folder or a model file.

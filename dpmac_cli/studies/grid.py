@@ -65,7 +65,7 @@ class StudyFlags(Flags, frozen=True):
     seeds: Annotated[
         str | None,
         Field(description="Number of seeds (5), or a list of seeds (3,7,8; a single seed: 3,)."),
-        Flag(STUDY, also=("seed",), otherwise=DEFAULT_SEEDS, metavar="INT,..."),
+        Flag(STUDY, also=("seed",), otherwise=DEFAULT_SEEDS, metavar="N,..."),
     ] = None
 
 

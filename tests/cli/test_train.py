@@ -14,6 +14,7 @@ import pytest
 
 from dpmac_cli import __version__
 from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.cli.app import app
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.release.run import train
@@ -56,6 +57,14 @@ def test_help_lists_every_flag_and_exit_code() -> None:
     assert {f"--{flag_name(name)}" for name in SETTINGS} <= words
     for code in ("0 done", "2 usage", "3 privacy", "4 the", "130 interrupted"):
         assert code in result.stdout
+
+
+@pytest.mark.parametrize("command", ["", *(str(each.name) for each in app.registered_commands)])
+def test_help_has_the_words_of_users_and_no_types_of_the_program(command: str) -> None:
+    """Placeholders such as N and FILE, and none for a switch."""
+    shown = dpmac(*command.split(), "--help").stdout
+    assert "Show this message and exit." in shown
+    assert re.findall(r"<(?!path>)\w+>|\b(?:BOOL\w*|INT\w*|FLOAT|STR|STRICT\w*)\b", shown) == []
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
