@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
 import yaml
 
 from dpmac_cli.accounting.events import SAMPLERS
-from dpmac_cli.cli.app import app
+from dpmac_cli.cli.app import COMMANDS as CALLED
+from dpmac_cli.cli.app import load
 from dpmac_cli.config import keywords
 from dpmac_cli.config.account_flags import FLAGS
 from dpmac_cli.config.best import EPSILON
@@ -236,7 +236,7 @@ def configuration() -> str:
 
 def commands() -> str:
     """Return the page of the commands."""
-    known = typer.main.get_command(app).commands
+    known = {name: load(name) for name in CALLED}
     parts = [COMMANDS]
     for name, command in known.items():
         parts += [f"## dpmac {name}\n", usage(name, command), explanation(command.help)]

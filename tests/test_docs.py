@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from typer.main import get_command
 
 from dpmac_cli import __version__
-from dpmac_cli.cli.app import app
+from dpmac_cli.cli.app import COMMANDS, load
 from dpmac_cli.config import keywords
 from dpmac_cli.config.account_flags import AccountFlags
 from dpmac_cli.config.resolve import resolve
@@ -150,8 +149,7 @@ def typed(text: str) -> Iterator[str]:
 @cache
 def known() -> Mapping[str, Any]:
     """The commands by name."""
-    program: Any = get_command(app)
-    return dict(program.commands)
+    return {name: load(name) for name in COMMANDS}
 
 
 def mistyped(command: str) -> str:
@@ -236,8 +234,8 @@ def test_the_generated_pages_are_up_to_date() -> None:
     assert Path(keywords.__file__).read_text(encoding="utf-8") == generate["keyword_types"]()
     for name in SETTINGS:
         assert f"| `--{name.replace('_', '-')}` |" in texts["configuration.md"]
-    for command in app.registered_commands:
-        assert f"\n## dpmac {command.name}\n" in texts["commands.md"]
+    for name in COMMANDS:
+        assert f"\n## dpmac {name}\n" in texts["commands.md"]
     keys = set(re.findall(r"^\| `([^`]+)`", texts["report.md"], re.MULTILINE))
     assert keys >= {"privacy.epsilon", "privacy.events[].steps", "rows[].epsilon"}
 

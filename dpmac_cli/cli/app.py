@@ -1,53 +1,114 @@
-"""List of the commands."""
+"""List of the commands. Each is imported when it is called, which help need not wait for."""
 
-from typing import Annotated, Any
+import importlib
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, compare, data_commands, evaluate, recipes, runs, train, tune
-from dpmac_cli.cli.failures import reports_failures
-from dpmac_cli.config.fields import options
-from dpmac_cli.config.flags import other_names
-from dpmac_cli.config.settings import SETTINGS
-from dpmac_cli.studies.grid import StudyFlags
-
-#: Names of options in torch, Opacus and TensorFlow Privacy, and other common names.
-OTHER_NAMES = {**other_names(SETTINGS), **other_names(options(StudyFlags))}
+from dpmac_cli.cli.switches import plain_switches
 
 
-def _plain_switches(parameters: list[Any]) -> list[Any]:
-    """Return parameters, with no placeholder for the value of a switch, which has none."""
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    return parameters
+class Place(NamedTuple):
+    """Where the function of a command is, and the first paragraph of its help."""
+
+    module: str  # of dpmac_cli.cli
+    function: str
+    summary: str
+
+
+#: The commands, in the order of the help.
+COMMANDS: Mapping[str, Place] = {
+    "train": Place("train", "train", "Train a model under differential privacy."),
+    "account": Place(
+        "account",
+        "account",
+        "Compute the privacy cost of training in advance, the noise for a budget, or the longest "
+        "run.",
+    ),
+    "compare": Place(
+        "compare",
+        "compare",
+        "Compare optimizers, noise levels or any other setting, over several seeds.",
+    ),
+    "tune": Place(
+        "tune",
+        "tune",
+        "Search for the best settings, within one epsilon for search and model together.",
+    ),
+    "eval": Place(
+        "evaluate",
+        "evaluate",
+        "Evaluate a trained model on every test sample, or evaluate the audit of a run.",
+    ),
+    "predict": Place(
+        "evaluate",
+        "predict",
+        "Predict classes or numbers of new, unlabelled records with a trained model.",
+    ),
+    "card": Place(
+        "evaluate",
+        "card",
+        "Print the model card of a run as Markdown, as a web page or as a registry entry.",
+    ),
+    "report": Place(
+        "evaluate",
+        "report",
+        "Write a web page for a run or a comparison: one self-contained file with figures.",
+    ),
+    "recipes": Place(
+        "recipes",
+        "recipes",
+        "List recipes: what each reaches, its epsilon, its time, and the command that runs it.",
+    ),
+    "runs": Place(
+        "runs",
+        "runs",
+        "List runs, the newest first: what was trained, its epsilon, its accuracy and how it "
+        "ended.",
+    ),
+    "schema": Place(
+        "data_commands",
+        "schema",
+        "Draft the schema of a table, which declares the allowed values of each column.",
+    ),
+    "cache": Place(
+        "data_commands",
+        "cache",
+        "Show or clear the cache of decoded images, and of features of public backbones and "
+        "frozen layers.",
+    ),
+}
+
+
+def load(name: str) -> TyperCommand:
+    """Import a command."""
+    from dpmac_cli.cli.command import command_of  # noqa: PLC0415  (takes as long as all of help)
+
+    place = COMMANDS[name]
+    module = importlib.import_module(f"dpmac_cli.cli.{place.module}")
+    return command_of(name, getattr(module, place.function))
 
 
 class Commands(TyperGroup):
-    """The commands, with help in users' words."""
+    """The commands, by their summaries until one of them is called."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = {
+            name: TyperCommand(name, help=place.summary) for name, place in COMMANDS.items()
+        }
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the global options."""
-        return _plain_switches(super().get_params(ctx))
+        return plain_switches(super().get_params(ctx))
 
-
-class Command(TyperCommand):
-    """A command that suggests its own option for the option name of another library."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the arguments and options."""
-        return _plain_switches(super().get_params(ctx))
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; exit with a usage error for the option name of another library."""
-        ours = {name for parameter in self.params for name in parameter.opts}
-        for typed in (arg.partition("=")[0] for arg in args):
-            known = f"--{OTHER_NAMES.get(typed.removeprefix('--').replace('_', '-'))}"
-            if typed.startswith("--") and known in ours:
-                ctx.fail(f"No such option: {typed}. In dpmac it is called {known}.")
-        return super().parse_args(ctx, args)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name, the command and the arguments that are left; import the command."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, None if name is None or command is None else load(name), rest
 
 
 app = typer.Typer(
@@ -58,21 +119,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for _name, _function in (
-    ("train", train.train),
-    ("account", account.account),
-    ("compare", compare.compare),
-    ("tune", tune.tune),
-    ("eval", evaluate.evaluate),
-    ("predict", evaluate.predict),
-    ("card", evaluate.card),
-    ("report", evaluate.report),
-    ("recipes", recipes.recipes),
-    ("runs", runs.runs),
-    ("schema", data_commands.schema),
-    ("cache", data_commands.cache),
-):
-    app.command(_name, cls=Command)(reports_failures(_function))
 
 
 def _version(value: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dpmac_cli.cli.app import app
+from dpmac_cli.cli.app import COMMANDS, app
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.data.registry import DATASETS
@@ -34,7 +34,7 @@ def offered(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("dpmac ", [str(command.name) for command in app.registered_commands]),
+        ("dpmac ", [*COMMANDS]),
         ("dpmac train --optimizer ", list(OPTIMIZERS)),
         ("dpmac train --optimizer dp-ad", ["dp-adam", "dp-adambc"]),
         ("dpmac train --optimizer dp-sgd,dp-ad", []),

@@ -5,9 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from typer.models import CommandInfo
 
-from dpmac_cli.cli.app import app
+from dpmac_cli.cli.app import COMMANDS, Place, load
 from tests.typed import hooked, loading
 
 SLOW = ("torch", "torchvision", "sklearn", "scipy.stats", "jinja2", "numpy")
@@ -18,7 +17,7 @@ SLOW = ("torch", "torchvision", "sklearn", "scipy.stats", "jinja2", "numpy")
     [
         (["--help"], 0),
         (["--version"], 0),
-        *(([str(command.name), "--help"], 0) for command in app.registered_commands),
+        *(([name, "--help"], 0) for name in COMMANDS),
         (["train", "--sigma", "-1"], 2),
         (["train", "--config", "nowhere.yaml"], 2),
         (["eval", "nowhere", "--dataset", "mnits"], 2),
@@ -56,7 +55,18 @@ def test_a_signal_after_the_end_changes_nothing(number: int) -> None:
     assert Path("run/report.json").exists()
 
 
-@pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.name)
-def test_the_help_of_every_command_lists_its_exit_codes(command: CommandInfo) -> None:
-    text = " ".join(str(command.callback.__doc__).split())
+def test_the_list_of_commands_waits_for_none_of_them(tmp_path: Path) -> None:
+    done = hooked(loading("pydantic", "yaml", "dpmac_cli.config", "dpmac_cli.cli.train"), "--help")
+    assert all(f" {name} " in done.stdout for name in COMMANDS)
+    assert (tmp_path / "loaded").read_text() == ""
+
+
+@pytest.mark.parametrize(("name", "place"), COMMANDS.items(), ids=[*COMMANDS])
+def test_the_list_of_commands_has_the_beginnings_of_their_help(name: str, place: Place) -> None:
+    assert " ".join(str(load(name).help).partition("\n\n")[0].split()) == place.summary
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_every_command_lists_its_exit_codes(name: str) -> None:
+    text = " ".join(str(load(name).help).split())
     assert "Exit codes: 0 done, 1 a bug in dpmac, 2 usage" in text

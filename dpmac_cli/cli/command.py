@@ -1,0 +1,44 @@
+"""A command as typer runs it, made from its function."""
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from dpmac_cli.cli.failures import reports_failures
+from dpmac_cli.cli.switches import plain_switches
+from dpmac_cli.config.fields import options
+from dpmac_cli.config.flags import other_names
+from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.studies.grid import StudyFlags
+
+#: Names of options in torch, Opacus and TensorFlow Privacy, and other common names.
+OTHER_NAMES = {**other_names(SETTINGS), **other_names(options(StudyFlags))}
+
+
+class Command(TyperCommand):
+    """A command that suggests its own option for the option name of another library."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the arguments and options."""
+        return plain_switches(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments; exit with a usage error for the option name of another library."""
+        ours = {name for parameter in self.params for name in parameter.opts}
+        for typed in (arg.partition("=")[0] for arg in args):
+            known = f"--{OTHER_NAMES.get(typed.removeprefix('--').replace('_', '-'))}"
+            if typed.startswith("--") and known in ours:
+                ctx.fail(f"No such option: {typed}. In dpmac it is called {known}.")
+        return super().parse_args(ctx, args)
+
+
+def command_of(name: str, function: Callable[..., None]) -> TyperCommand:
+    """Return the command ``name``, which calls a function and reports its failures."""
+    alone = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+    )
+    alone.command(name, cls=Command)(reports_failures(function))
+    found: Any = typer.main.get_command(alone)
+    return found
