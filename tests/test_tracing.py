@@ -17,9 +17,9 @@ from dpmac_cli.models.tracing import (
     Dependence,
     check_independent,
     check_independent_forward,
-    check_uniform,
 )
 from dpmac_cli.models.trial import Trial
+from dpmac_cli.models.uniformity import check_uniform
 from tests.tiers import one_in
 
 SHAPE, CLASSES = (4, 6, 6), 3

@@ -1,5 +1,7 @@
 """Default values of settings, which depend on dataset, optimizer and other settings."""
 
+import math
+
 from dpmac_cli.config.best import best_for_batches
 from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.named import BEST
@@ -60,7 +62,7 @@ def _complete(found: Settings, on_gpu: int) -> Complete:
 
 def _delta(records: int) -> float:
     """Return the default of delta for records without tuned defaults."""
-    return min(DELTA, records**-1.1)
+    return min(DELTA, math.pow(records, -1.1))
 
 
 def _depending(given: Settings, defaults: Defaults) -> Keywords:

@@ -45,7 +45,8 @@ def test_a_length_that_is_a_multiple_by_chance_is_not_taken_for_rows() -> None:
 @pytest.mark.privacy
 def test_a_parameter_with_different_rows_in_two_uses_is_not_copied() -> None:
     def read(s: Any, x: Tensor) -> Tensor:
-        return x @ s.p + (x.flatten(0, 1) @ s.p).view_as(x)
+        out: Tensor = x @ s.p + (x.flatten(0, 1) @ s.p).view_as(x)
+        return out
 
     model = Do(lambda s, x: s.part(read(s, x)).flatten(1), part=linear(), p=raw(WIDTH, WIDTH)())
     assert [layer.direct for layer in find_layers(model, EXAMPLE)] == [False]
@@ -68,7 +69,7 @@ def test_positions_before_samples_are_not_taken_for_rows() -> None:
 
     def first(s: Any, x: Tensor) -> Tensor:
         rows: Tensor = s.part(x.transpose(0, 1).flatten(0, 1))
-        return rows.unflatten(0, (LENGTH, -1)).transpose(0, 1)
+        return rows.view(LENGTH, -1, WIDTH).transpose(0, 1)
 
     turned = net(first, part=linear)
     loss = lambda model, batch: model(batch).square().sum(1)  # noqa: E731
