@@ -18,7 +18,9 @@ import yaml
 from PIL import Image
 from pyarrow import csv as arrow_csv
 from pyarrow import parquet
+from typer.testing import CliRunner
 
+from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema
@@ -347,6 +349,18 @@ def test_a_filled_in_draft_is_a_schema_whatever_the_columns_are_called(tmp_path:
     schema = read_schema(tmp_path / "s.yaml")
     assert [column.name for column in schema.columns] == names[:-1]
     assert [label.column for label in schema.labels] == ["out"]
+    assert "\n  é:\n" in result.stdout
+    assert result.stdout.endswith("\n")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "iso-8859-1", "ascii"])
+def test_a_draft_is_read_as_it_was_written_in_any_locale(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "t.csv").write_text("Größe,out\n", encoding="utf-8")
+    typed = ["schema", str(tmp_path / "t.csv"), "--label", "out"]
+    written = CliRunner(charset=encoding).invoke(app, typed).stdout_bytes
+    filled = written.replace(b"[FILL_IN, FILL_IN]", b"[1, 2]")
+    (tmp_path / "s.yaml").write_bytes(filled)
+    assert [column.name for column in read_schema(tmp_path / "s.yaml").columns] == ["Größe"]
 
 
 @pytest.mark.parametrize(

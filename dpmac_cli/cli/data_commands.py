@@ -1,5 +1,6 @@
 """dpmac schema and dpmac cache: drafts of table schemas, and the cache."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,7 +94,9 @@ def schema(file: Path, **given: Any) -> None:
     kinds |= {name: flag for name, flag in named.items() if flag != "drop"}
     drop = tuple(name for name, flag in named.items() if flag == "drop")
     semicolons = has_semicolons(file, flags.encoding)
-    console.print_result(draft(file, kinds, labels, drop, semicolons))
+    # A schema is read as UTF-8, whatever the encoding of the terminal that wrote it.
+    escaped = (sys.stdout.encoding or "").lower() != "utf-8"
+    console.print_result(draft(file, kinds, labels, drop, semicolons, escaped))
 
 
 @with_options(options(CacheFlags))

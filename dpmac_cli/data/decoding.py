@@ -221,6 +221,8 @@ def _looked(file: IO[bytes], look: "Callable[[Image], Seen]") -> "Seen | str":
             if getattr(image, "is_animated", False) and image.format not in COMPANIONS:
                 return "has several frames or pages (save each as a file of its own)"
             return look(image)
+    except Image.UnidentifiedImageError:  # its message names an object of Python
+        return "cannot be read as an image (damaged, or of an unknown format)"
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
         return f"cannot be read as an image ({failure})"
 

@@ -186,6 +186,7 @@ def draft(
     labels: Sequence[str] = (),
     drop: Sequence[str] = (),
     semicolons: bool = False,
+    escaped: bool = False,
 ) -> str:
     """Return a draft of a schema for a table.
 
@@ -195,23 +196,26 @@ def draft(
         labels: columns to predict; several are of numbers.
         drop: columns to leave out.
         semicolons: whether the columns of a CSV are separated by semicolons.
+        escaped: whether to write letters beyond ASCII as escapes.
     """
     from jinja2 import Template  # noqa: PLC0415  (only drafts need it)
 
     text = Path(__file__).with_name("schema.yaml.jinja").read_text("utf-8")
-    template: Template = Template(text, trim_blocks=True)
+    template: Template = Template(text, trim_blocks=True, keep_trailing_newline=True)
+    names = {name: _quoted(name, escaped) for name in kinds}
     return template.render(
         file=file.name,
         csv=file.suffix != ".parquet",
         semicolons=semicolons,
-        labels=[_quoted(label) for label in labels],
+        labels=[names[label] for label in labels],
         label_kind=kinds[labels[0]] if labels else None,
-        columns={_quoted(n): kind for n, kind in kinds.items() if n not in (*labels, *drop)},
-        drop=map(_quoted, drop),
+        columns={names[n]: kind for n, kind in kinds.items() if n not in (*labels, *drop)},
+        drop=[names[name] for name in drop],
     )
 
 
-def _quoted(name: str) -> str:
+def _quoted(name: str, escaped: bool) -> str:
     """Return a name as YAML text, quoted if necessary."""
     style = None if name.isidentifier() else '"'
-    return yaml.safe_dump(name, default_style=style, width=10**6).partition("\n")[0]
+    text = yaml.safe_dump(name, default_style=style, width=10**6, allow_unicode=not escaped)
+    return text.partition("\n")[0]

@@ -142,7 +142,7 @@ def test_images_unlike_those_of_the_training_are_refused_together() -> None:
     Path("colour/y/1.png").write_bytes(b"no image")
     said = refused(run, "colour")
     assert "colour/y/0.png has colours, but the model needs grey images" in said
-    assert "colour/y/1.png cannot be read as an image" in said
+    assert "colour/y/1.png cannot be read as an image (damaged, or of an unknown format)" in said
     Path("colour/notes.txt").write_text("")
     assert "colour/notes.txt is not an image. Remove such files, or add --skip-bad" in refused(
         run, "colour"
