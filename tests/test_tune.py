@@ -510,14 +510,23 @@ def test_what_is_published_does_not_tell_the_number_of_trials(
     published: tuple[Path, TunePlan],
 ) -> None:
     run, plan = published
-    search = json.loads((run / folder.REPORT).read_text())["privacy"]["search"]
-    trials = plan.space.search.trials
+    report = json.loads((run / folder.REPORT).read_text())
+    search, trials = report["privacy"]["search"], plan.space.search.trials
     assert (search["mean_trials"], search["most_trials"]) == (trials.mean, trials.most)
     known = {"mean_trials", "most_trials", "log_weight", "epsilon_of_a_trial", "space"}
     assert set(search) == known | {"candidates", "scored_on", "stop_early", "statement", "time"}
     times = {path.stat().st_mtime for path in run.iterdir() if path.name != folder.LOCK}
     assert max(times) - min(times) < 1  # not those of the trial that won
     assert not (run / folder.CHECKPOINTS).exists()
+
+
+def test_no_measured_time_of_the_winner_is_published(published: tuple[Path, TunePlan]) -> None:
+    """The first trial of a process is slower: times would tell whether it won."""
+    run, _ = published
+    timings = json.loads((run / folder.REPORT).read_text())["timings"]
+    assert len(timings) == 4
+    assert {*timings.values()} == {None}
+    assert {line["seconds"] for line in files.read_lines(run / folder.METRICS)} == {None}
 
 
 def test_the_published_run_cannot_be_trained_further(published: tuple[Path, TunePlan]) -> None:

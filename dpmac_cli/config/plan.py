@@ -222,6 +222,14 @@ class TrainPlan:
     recorded: Mapping[SettingName, Any] = field(hash=False, repr=False)
     search: SearchPlan | None = None
 
+    @property
+    def timed(self) -> bool:
+        """Whether measured times are published.
+
+        Those of a trial are not: the first trial of a process is slower than the others.
+        """
+        return self.search is None
+
     def on(self, device: str) -> "TrainPlan":
         """Return the plan of the same run on another device."""
         return replace(self, run=replace(self.run, device=device))
