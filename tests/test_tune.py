@@ -9,6 +9,7 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
+from dpmac_cli.models.registry import parse_model
 from dpmac_cli.release.listing import find_runs
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
@@ -435,13 +437,45 @@ def test_another_search_or_other_records_are_refused(
         list(carry_out_search(plan_of(), lambda: True))
     with pytest.raises(InputError, match="another search"):
         list(carry_out_search(plan_of(lr="0.2..1")))
-    with monkeypatch.context() as patch:
-        patch.setattr(tuning, "record_sums", lambda _: {"data": "others"})
-        with pytest.raises(InputError, match="records are not those"):
-            list(carry_out_search(plan_of()))
+    for name, what in (("record_sums", "data"), ("declared_sums", "constants")):
+        with monkeypatch.context() as patch:
+            patch.setattr(tuning, name, lambda *_, what=what: {what: "others"})
+            with pytest.raises(InputError, match="are not those that the search started with"):
+                list(carry_out_search(plan_of()))
     (OUT / SECRET / search_state.FILE).write_text("{")
     with pytest.raises(InputError, match="drawn again"):
         list(carry_out_search(plan_of()))
+
+
+@pytest.mark.parametrize("file", ["net.py", "weights.safetensors"])
+def test_code_or_weights_that_change_end_a_search(
+    file: str, draws: list[int], trained: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later trials would not be like the earlier ones, which the proof needs."""
+    plan = plan_of()
+    [of] = plan.space.plans
+    if file == "net.py":
+        network = replace(of.network, model=parse_model("net.py:Net"))
+    else:
+        network = replace(of.network, pretrained=Path(file))
+    space = replace(plan.space, plans=(replace(of, network=network),))
+    plan, path = replace(plan, space=space), Path(file)
+    path.write_text("original")
+
+    def edited(*args: Any) -> Iterator[Finished]:
+        yield from trained(*args)
+        path.write_text("edited")
+
+    monkeypatch.setattr(tuning, "train", edited)
+    for again in (False, True):  # within a call, and between two
+        with pytest.raises(InputError, match=f"{file} changed since the search started"):
+            list(carry_out_search(plan))
+        assert len(trained.rates) == 1, again
+    monkeypatch.setattr(tuning, "train", trained)
+    path.write_text("original")
+    list(carry_out_search(plan))
+    assert draws == []
+    assert_only_the_winner_is_left(max(SCORES[:3]))
 
 
 def test_a_folder_with_other_files_is_refused(draws: list[int], trained: Trainer) -> None:

@@ -39,7 +39,8 @@ class SearchState:
         setting: settings of the current trial; None before they are drawn.
         verdict: what is being done with the current trial, or the best; "" if nothing is.
         seconds: time that the search has taken.
-        records: checksums of the records.
+        records: checksums of the records, and of what is declared of them.
+        files: checksums of the files that trials read besides, by their paths.
     """
 
     plan: str
@@ -49,6 +50,7 @@ class SearchState:
     verdict: str = ""
     seconds: float = 0.0
     records: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
