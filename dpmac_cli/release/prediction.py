@@ -1,4 +1,4 @@
-"""Predict the classes of new, unlabelled records with a published model."""
+"""Predict the targets of new, unlabelled records with a published model."""
 
 import os
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Predictions:
 
     Attributes:
         answers: what the network's outputs mean, float32, shape (records, outputs): probabilities
-            of classes. NaN if an output contains NaN.
+            of classes, or numbers in the units of their targets. NaN if an output contains NaN.
         task: what is predicted.
         records: names of records: file names relative to the folder of images, or rows from 0.
         ids: values of a table's column ``id``, or of another that was named; None without one.
@@ -45,12 +45,12 @@ class Predictions:
 
     @property
     def probabilities(self) -> NDArray[np.float32]:
-        """Probabilities of the classes, float32, shape (records, classes)."""
+        """The answers, by the name that fits classes: float32, shape (records, classes)."""
         return self.answers
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of the columns."""
+        """Names of the classes or targets, in the order of the columns."""
         return self.task.names
 
     @property
@@ -60,9 +60,10 @@ class Predictions:
 
     @property
     def predicted(self) -> Sequence[Any]:
-        """Names of the most probable classes; "" if the output contains NaN.
+        """What ``dpmac predict`` writes as prediction for each record.
 
-        With several labels per record, all labels above one half, joined by ";".
+        The name of the most probable class, "" if the output contains NaN; all labels above one
+        half, joined by ";"; a number, NaN if the output is; or several, joined by ";".
         """
         return self.task.columns(self.answers)["predicted"]
 
@@ -93,7 +94,7 @@ def predict(
     id_column: str | None = None,
     encoding: str | None = None,
 ) -> Predictions:
-    """Predict the classes of new records.
+    """Predict the classes, labels or numbers of new records.
 
     Args:
         run: a run folder or a model file.

@@ -41,6 +41,7 @@ class Classification(Task):
 
     kind: ClassVar[str] = "classification"
     of_record: ClassVar[str] = "one class"
+    unknown: ClassVar[str] = "no class"
     losses: ClassVar[tuple[str, ...]] = ("cross-entropy", "focal")
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
         ACCURACY,
@@ -125,6 +126,7 @@ class SeveralLabels(Task):
 
     kind: ClassVar[str] = "several labels"
     of_record: ClassVar[str] = "several labels"
+    unknown: ClassVar[str] = "no labels"
     losses: ClassVar[tuple[str, ...]] = ("bce",)
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (ACCURACY, BALANCED, *OTHERS)
     reported: ClassVar[tuple[str, ...]] = REPORTED

@@ -45,6 +45,7 @@ class Regression(Task):
 
     kind: ClassVar[str] = "regression"
     of_record: ClassVar[str] = "one number"
+    unknown: ClassVar[str] = "no number"
     losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = NUMBER_METRICS
     reported: ClassVar[tuple[str, ...]] = (
@@ -174,6 +175,7 @@ class Counts(Regression):
 
     kind: ClassVar[str] = "counts"
     of_record: ClassVar[str] = "one count"
+    unknown: ClassVar[str] = "no count"
     losses: ClassVar[tuple[str, ...]] = ("poisson",)
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
         *NUMBER_METRICS,

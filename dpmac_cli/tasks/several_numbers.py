@@ -33,6 +33,7 @@ class SeveralNumbers(Task):
 
     kind: ClassVar[str] = "several numbers"
     of_record: ClassVar[str] = "several numbers"
+    unknown: ClassVar[str] = "no number for some targets"
     losses: ClassVar[tuple[str, ...]] = Regression.losses
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (NMAE, NRMSE, *_KEPT)
     reported: ClassVar[tuple[str, ...]] = (
