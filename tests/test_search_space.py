@@ -16,7 +16,8 @@ from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.dimensions import Dimension, _dimension
 from dpmac_cli.config.named import file_of
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.search_file import SearchFlags, drawn_texts, read_search
+from dpmac_cli.config.search_file import drawn_texts, read_search
+from dpmac_cli.config.search_flags import SearchFlags
 from dpmac_cli.config.search_space import SearchSpace, ask_search, events_of_trial
 from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.errors import InputError
@@ -314,8 +315,12 @@ def test_a_file_is_read_once() -> None:
 
 
 def test_a_file_of_a_search_is_not_one_of_a_run() -> None:
-    with pytest.raises(InputError, match="use dpmac tune"):
-        resolve({}, written())
+    with pytest.raises(InputError) as failure:
+        resolve({}, written(f"{FILE}score-on: mnist\n"))
+    others = [error for error in failure.value.errors if "use dpmac tune" in error]
+    assert [error.partition(" ")[0] for error in others] == [
+        *("trials", "most-trials", "search", "score-on"),
+    ]
     assert read_search(None, None, []).settings == {}
 
 

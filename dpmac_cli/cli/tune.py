@@ -21,7 +21,7 @@ from dpmac_cli.cli.options import repeated, take, with_options
 from dpmac_cli.config.dimensions import DECIDED
 from dpmac_cli.config.fields import Flag, Option, SomePath, flag_name, options
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.search_file import SEARCH, SearchFlags
+from dpmac_cli.config.search_flags import DRAWN, SEARCH, SearchFlags
 from dpmac_cli.config.search_space import ask_search
 from dpmac_cli.config.settings import SETTINGS, DisplayFlags
 from dpmac_cli.config.transfer import Transfer
@@ -63,12 +63,7 @@ class TuneFlags(SearchFlags, frozen=True):
 
 
 @with_options(
-    repeated(
-        "search",
-        "Setting to draw, as a range (lr=1e-4..1e-1:log) or a list (clip-norm=0.1,1,10). Several.",
-        "NAME=VALUES",
-        SEARCH,
-    ),
+    repeated(DRAWN),
     options(TuneFlags),
     SHARED,
 )

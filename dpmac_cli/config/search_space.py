@@ -17,13 +17,8 @@ from dpmac_cli.config.dimensions import Dimension, Setting, checked, combination
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.search_file import (
-    SearchFile,
-    SearchFlags,
-    drawn_texts,
-    is_search,
-    read_search,
-)
+from dpmac_cli.config.search_file import SearchFile, drawn_texts, is_search, read_search
+from dpmac_cli.config.search_flags import SearchFlags
 from dpmac_cli.config.sources import SettingValue, is_given
 from dpmac_cli.config.transfer import Transfer, judge_of, plan_transfer
 from dpmac_cli.errors import InputError

@@ -17,7 +17,8 @@ from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.search_file import SearchFile, SearchFlags
+from dpmac_cli.config.search_file import SearchFile
+from dpmac_cli.config.search_flags import SearchFlags
 from dpmac_cli.config.settings import DATA, SETTINGS
 from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.data.schema import Source
