@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
 from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.search_space import ask_search
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
@@ -379,6 +380,20 @@ def test_what_cannot_be_trained_is_refused_with_the_remedy() -> None:
     said = refused("digits", backbone="resnet18", train="last")
     assert "--train last: the network is not a text encoder (--backbone minilm)" in said
     assert "Train another part" in said
+
+
+def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
+    """Records are read once, with the tokens of one vocabulary."""
+    write_encoder(Path("other"), seed=1)
+    given: dict[str, Any] = {**SHORT, "sigma": None, "dataset": some_notes(), "tokens": 16}
+    drawn = {"backbone": ["./encoder", "./other"]}
+    del given["backbone"], given["out"]
+    _, space = ask_search({**given, "epsilon": 9}, {"trials": 2}, drawn, None)
+    assert len(space.dimensions) == 1
+    vocabulary = Path("other/vocab.txt")
+    vocabulary.write_text(vocabulary.read_text().replace("pain\nchest", "chest\npain"))
+    with pytest.raises(DpmacError, match="--backbone ./other has another vocabulary"):
+        ask_search({**given, "epsilon": 9}, {"trials": 2}, drawn, None)
 
 
 def test_chunks_of_a_trained_encoder_fit_in_memory() -> None:

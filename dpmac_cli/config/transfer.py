@@ -128,8 +128,7 @@ def judge_of(
         if name in ("dataset", "data_dir")
         or (SETTINGS[name].flag.group == DATA and name not in ("unit", "records_per_unit"))
     }
-    texts = data.source.texts if isinstance(data.source, Source) else None
-    judge = resolve_data(settings, texts=texts)
+    judge = resolve_data(settings, texts=data.reader)
     if _place(judge) == _place(data):
         raise InputError(
             f"--score-on {score_on} is the private data itself, whose exact scores reveal its test "
