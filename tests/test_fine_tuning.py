@@ -18,7 +18,7 @@ from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.features import LoraLinear, freeze
 from dpmac_cli.models.registry import PARTS, Trained
-from dpmac_cli.models.weights import published
+from dpmac_cli.models.weights import adopt, published
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.run import finish, resume, train
 from tests.digits_runs import after, digits_config, refused, same_weights, train_digits
@@ -290,6 +290,30 @@ def test_lora_leaves_out_layers_whose_weights_are_used_without_a_call() -> None:
     assert trained_names(model) == expected
 
 
+def test_lora_leaves_out_layers_that_share_their_weights() -> None:
+    """The update of one, merged into its weight, would change the others, too."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.own = (nn.Linear(64, 64) for _ in range(3))
+            self.second.weight = self.first.weight
+            self.fc = nn.Linear(64, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.second(self.first(x.flatten(1)).relu()).relu()
+            out: Tensor = self.fc(self.own(hidden).relu())
+            return out
+
+    model, x = Tied(), torch.randn(3, *SHAPE)
+    freeze(model, Trained("lora", 2), SHAPE)
+    assert trained_names(model) == {"own.down.weight", "own.up.weight", "fc.weight", "fc.bias"}
+    nn.init.normal_(model.own.get_submodule("up").get_parameter("weight"))
+    loaded = Tied()
+    adopt(loaded, published(model))
+    assert torch.allclose(loaded(x), model(x), atol=1e-5)
+
+
 @pytest.mark.long
 def test_a_pickle_is_refused_with_the_line_that_converts_it(file: Path) -> None:
     path = Path("weights.pth")
@@ -311,7 +335,7 @@ def test_a_part_that_a_network_does_not_have_is_named(file: Path) -> None:
     save_file(network("ResNet").state_dict(), weights)
     args = ("--model", f"{file}:ResNet", "--pretrained", str(weights))
     text = refused(*args, "--train", "lora", code=4)
-    assert "the network has no linear layer besides its head" in text
+    assert "the network has no linear layer of its own besides its head" in text
     plain = file.with_name("plain.py")
     plain.write_text(
         "from torch import nn\ndef Net(shape, classes):\n"
