@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from dpmac_cli.config import resolve as resolving
+from dpmac_cli.config import search_space
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.errors import named_as_flags
 from dpmac_cli.models.features import FrozenFeatures
@@ -104,6 +106,17 @@ def real_data_dir() -> Path:
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what is computed once apart from what the person who runs the tests has kept."""
     os.environ["DPMAC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose noise without computing its cost, which takes seconds, where it does not matter.
+
+    A trial of a search has half the target.
+    """
+    monkeypatch.setattr(resolving, "calibrate_noise", lambda *of, **_: 8 / of[2])
+    monkeypatch.setattr(resolving, "total_epsilon", lambda *_: 1.0)
+    monkeypatch.setattr(search_space, "calibrate_search", lambda *of: of[2] / 2)
 
 
 @pytest.fixture

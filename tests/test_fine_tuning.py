@@ -62,7 +62,7 @@ class ViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(shape[0], width, 4, stride=4)
         self.pos_embed = nn.Parameter(torch.randn(1, 4, width) / 10)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(3)))
+        self.blocks = nn.Sequential(Block(width), Block(width))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, x):
@@ -91,6 +91,8 @@ class ResNet(nn.Module):
 """
 
 
+#: Blocks of the ViT.
+BLOCKS = 2
 #: The ResNet has no linear layer besides its head. Only text encoders have a last block.
 PARTS_OF = [("ViT", part) for part in PARTS if part != "last"]
 PARTS_OF += [("ResNet", part) for part in PARTS if part not in ("lora", "last")]
@@ -143,7 +145,7 @@ def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
         "lora": head
         | {
             f"blocks.{i}.{layer}.{side}.weight"
-            for i in range(3)
+            for i in range(BLOCKS)
             for layer in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")
             for side in ("down", "up")
         },
@@ -262,7 +264,7 @@ def test_lora_is_published_merged_and_resumed_exactly(pretrained: dict[str, Any]
     before, after_it = load_file(pretrained["pretrained"]), load_file("whole/model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after_it[name])}
     layers = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")
-    linear = {f"blocks.{i}.{layer}.weight" for i in range(3) for layer in layers}
+    linear = {f"blocks.{i}.{layer}.weight" for i in range(BLOCKS) for layer in layers}
     assert moved == linear | {"head.weight", "head.bias"}
     assert before.keys() == after_it.keys()
     part = whole.report["model"]["public_part"]

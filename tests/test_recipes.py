@@ -224,6 +224,7 @@ def test_a_study_by_name() -> None:
         resolve(recipe="table1-quick")
 
 
+@pytest.mark.usefixtures("uncalibrated")
 def test_the_list_names_every_recipe_and_its_command() -> None:
     text = CliRunner().invoke(app, ["recipes"]).stdout
     for name, recipe in RECIPES.items():

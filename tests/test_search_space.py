@@ -11,7 +11,6 @@ import pytest
 from scipy.stats import chisquare, kstest
 
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
-from dpmac_cli.config import search_space
 from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.dimensions import Dimension, _dimension
 from dpmac_cli.config.named import file_of
@@ -193,12 +192,6 @@ def written(text: str = FILE) -> Path:
     file = Path("search.yaml")
     file.write_text(text)
     return file
-
-
-@pytest.fixture
-def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half the target for a trial, where the noise does not matter: to calibrate takes seconds."""
-    monkeypatch.setattr(search_space, "calibrate_search", lambda _, __, target: target / 2)
 
 
 @pytest.mark.usefixtures("uncalibrated")

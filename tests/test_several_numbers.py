@@ -79,7 +79,7 @@ def evaluated(records: int = 60, seed: int = 0) -> Evaluation:
 
 def test_several_numbers_are_predicted_in_their_own_units(tmp_path: Path) -> None:
     file, folder = table(tmp_path, rows()), tmp_path / "run"
-    flags = f"--schema {tmp_path}/care.yaml --unit person --epsilon 20 --epochs 20 --seed 0"
+    flags = f"--schema {tmp_path}/care.yaml --unit person --sigma 1 --epochs 4 --seed 0"
     done = dpmac("train", "--dataset", file, *flags.split(), "--out", folder)
     assert done.exit_code == 0, done.output
     (said,) = re.findall(r"\ntest NMAE ([\d.]+) on \d+ samples", done.stdout)
@@ -128,7 +128,7 @@ def _check_predictions(folder: Path, where: Path) -> None:
 
 def test_a_covered_run_shows_its_error_and_nothing_else(tmp_path: Path) -> None:
     file, folder = table(tmp_path, rows()), tmp_path / "run"
-    flags = f"--schema {tmp_path}/care.yaml --unit person --epsilon 8 --cover-scores --epochs 2"
+    flags = f"--schema {tmp_path}/care.yaml --unit person --sigma 2 --cover-scores --epochs 2"
     done = dpmac("train", "--dataset", file, *flags.split(), "--out", folder)
     assert done.exit_code == 0, done.output
     test = json.loads((folder / "report.json").read_text())["test"]

@@ -33,7 +33,7 @@ from dpmac_cli.storage.rows import RowFile
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import after, same_weights
 from tests.test_wordpiece import TEXTS
-from tests.tiers import rest_long
+from tests.tiers import pairs_short, rest_long
 from tests.tiny_bert import LAYERS, WIDTH, notes, write_encoder
 
 LIMIT = 24
@@ -200,9 +200,10 @@ def trainer_of(part: str, **more: Any) -> Trainer:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("unit", [None, "patient"])
-@pytest.mark.parametrize("optimizer", ["dp-adam", "dp-macadam"])
-@pytest.mark.parametrize("part", TRAINED)
+@pytest.mark.parametrize(
+    ("part", "optimizer", "unit"),
+    pairs_short(TRAINED, ["dp-adam", "dp-macadam"], [None, "patient"]),
+)
 def test_one_text_or_unit_moves_a_sum_by_at_most_one(
     part: str, optimizer: str, unit: str | None
 ) -> None:
@@ -382,6 +383,7 @@ def test_what_cannot_be_trained_is_refused_with_the_remedy() -> None:
     assert "Train another part" in said
 
 
+@pytest.mark.usefixtures("uncalibrated")
 def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
     """Records are read once, with the tokens of one vocabulary."""
     write_encoder(Path("other"), seed=1)

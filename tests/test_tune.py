@@ -22,7 +22,6 @@ from rich.progress import Progress
 from dpmac_cli.accounting.selection import Search, Trials
 from dpmac_cli.cli import console
 from dpmac_cli.cli import tune as command
-from dpmac_cli.config import search_space
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
@@ -584,6 +583,7 @@ def test_a_report_without_its_search_is_found_out(
     assert "trial of the search" in done.stderr
 
 
+@pytest.mark.usefixtures("uncalibrated")
 def test_public_records_decide_without_noise(
     draws: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -605,7 +605,6 @@ def test_public_records_decide_without_noise(
     np.savez("private.npz", **held | {"x": x.astype(np.float32)})
     given: dict[str, Any] = {"dataset": "private.npz", "model": "linear", "steps": 3, "epsilon": 3}
     own = {"trials": 2, "most_trials": 3, "stop_early": True, "score_on": "public.npz"}
-    monkeypatch.setattr(search_space, "calibrate_search", lambda *_: 1.0)  # it takes seconds
     _, space = asked({**given, "device": "cpu"}, own, ["lr=0.01..1:log"], None)
     scores = list[float]()
 
