@@ -22,6 +22,7 @@ from dpmac_cli.models.weights import adopt, published
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.run import finish, resume, train
 from tests.digits_runs import after, digits_config, refused, same_weights, train_digits
+from tests.helpers import trained_names
 from tests.tiers import rest_long
 
 SHAPE = DATASETS["digits"].shape
@@ -124,10 +125,6 @@ def pretrained(request: pytest.FixtureRequest, file: Path) -> dict[str, Any]:
     weights = file.with_name("weights.safetensors")
     save_file(network(request.param).state_dict(), weights)
     return {"model": f"{file}:{request.param}", "pretrained": str(weights)}
-
-
-def trained_names(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.privacy
@@ -247,6 +244,7 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(
 
 
 @pytest.mark.privacy
+@pytest.mark.usefixtures("unvalidated")
 @pytest.mark.parametrize("pretrained", ["ViT"], indirect=True)
 def test_lora_is_published_merged_and_resumed_exactly(pretrained: dict[str, Any]) -> None:
     settings = {

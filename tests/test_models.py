@@ -19,6 +19,7 @@ from dpmac_cli.models.build import build_model
 from dpmac_cli.models.independence import independence
 from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.models.validation import check_model
+from tests.helpers import Through
 from tests.tiers import rest_long
 
 IMAGE = (4, 6, 6)
@@ -38,17 +39,6 @@ def assert_is_isolated(model: nn.Module) -> None:
     """It is accepted, and not trusted to keep samples apart."""
     check_model(model, IMAGE, 3)
     assert independence(model, IMAGE, 3)[0] == "isolated"
-
-
-class Through(nn.Module):
-    """A function of the whole batch, inside an otherwise honest model."""
-
-    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._mix = mix
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._mix(x)
 
 
 def test_the_catalog_names_what_can_be_built_and_loaded() -> None:

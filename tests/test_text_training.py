@@ -32,6 +32,7 @@ from dpmac_cli.storage.progress import outcome
 from dpmac_cli.storage.rows import RowFile
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import after, same_weights
+from tests.helpers import trained_names
 from tests.test_wordpiece import TEXTS
 from tests.tiers import pairs_short, rest_long
 from tests.tiny_bert import LAYERS, WIDTH, notes, write_encoder
@@ -82,10 +83,6 @@ def records(limit: int = LIMIT, *, texts: int = 1) -> Tensor:
     others = torch.linspace(-1, 1, 2 * len(TEXTS)).double().view(-1, 2)
     parts = [ids.roll(number, 0) for number in range(texts)]
     return torch.cat([others[:, :1], *parts, others[:, 1:]], 1)[:, :, None, None]
-
-
-def trained_names(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.privacy

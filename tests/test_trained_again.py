@@ -25,22 +25,13 @@ from dpmac_cli import (
     resolve,
     total_epsilon,
 )
-from dpmac_cli.runs import prepare
 from dpmac_cli.training.lineage import carried_by
+from tests.digits_runs import digits_network as network
 
 SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "device": "cpu"}
 
 
-@pytest.fixture(autouse=True)
-def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the validation of networks, which takes seconds and is tested elsewhere."""
-    monkeypatch.setattr(prepare, "independence", lambda *_: ("traced", ""))
-    monkeypatch.setattr(prepare, "check_model", lambda *_, **__: None)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10))
+pytestmark = pytest.mark.usefixtures("unvalidated")
 
 
 def trained(net: nn.Module, **settings: Any) -> Any:
