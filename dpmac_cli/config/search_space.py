@@ -148,44 +148,50 @@ def plan_search(
     settings = tuple(combinations(dimensions))
     data, target, notes = checked(shared, given.get("epsilon"), file.settings, settings)
     judge = None if score_on is None else judge_of(shared, file.settings, score_on, data)
-    kinds = tuple(_kinds(shared, settings, file.settings, data, target))
-
-    def plans_at(epsilon: float) -> tuple[TrainPlan, ...]:
-        at: dict[SettingName, Any] = {**shared, "epsilon": epsilon}
-        return tuple(_resolved(at, setting, file.settings, data) for setting in kinds)
-
-    def search_of(epsilon: float) -> Search:
-        return Search(trials, tuple(dict.fromkeys(map(events_of_trial, plans_at(epsilon)))))
-
-    delta = plans_at(target)[0].privacy.delta
-    epsilon = calibrate_search(search_of, delta, target)
+    every = _Candidates(trials, shared, file.settings, data, settings)
+    found_at = {kind_of_trial(plan): setting for plan, setting in every.at(target)}
+    some = replace(every, settings=tuple(found_at.values()))
+    delta = next(plan for plan, _ in some.at(target)).privacy.delta
+    epsilon = calibrate_search(some.search, delta, target)
     return SearchSpace(
         given={**shared, "epsilon": epsilon},
         file=file.settings,
         data=data,
         judge=judge,
         dimensions=dimensions,
-        search=search_of(epsilon),
-        plans=plans_at(epsilon),
+        search=some.search(epsilon),
+        plans=tuple(plan for plan, _ in some.at(epsilon)),
         notes=notes,
     )
 
 
-def _kinds(
-    shared: Mapping[SettingName, Any],
-    settings: Sequence[Setting],
-    file: Mapping[SettingName, SettingValue],
-    data: DataPlan,
-    target: float,
-) -> Iterator[Setting]:
-    """Yield one combination of each kind: with another privacy cost, or another network."""
-    seen = set()
-    for setting in settings:
-        plan = _resolved({**shared, "epsilon": target}, setting, file, data)
-        kind = kind_of_trial(plan)
-        if kind not in seen:
-            seen.add(kind)
-            yield setting
+@dataclass(frozen=True)
+class _Candidates:
+    """Trials with some settings each, at any epsilon of one trial.
+
+    Attributes:
+        trials: distribution of their number.
+        shared, file: settings that all trials share, from flags and from a file.
+        data: the dataset.
+        settings: settings to draw, one combination for each candidate.
+    """
+
+    trials: Trials
+    shared: Mapping[SettingName, Any]
+    file: Mapping[SettingName, SettingValue]
+    data: DataPlan
+    settings: tuple[Setting, ...]
+
+    def at(self, epsilon: float) -> Iterator[tuple[TrainPlan, Setting]]:
+        """Yield the plan of each candidate, and its settings."""
+        given: dict[SettingName, Any] = {**self.shared, "epsilon": epsilon}
+        for setting in self.settings:
+            yield _resolved(given, setting, self.file, self.data), setting
+
+    def search(self, epsilon: float) -> Search:
+        """Return the search among the candidates."""
+        events = (events_of_trial(plan) for plan, _ in self.at(epsilon))
+        return Search(self.trials, tuple(dict.fromkeys(events)))
 
 
 def _resolved(
