@@ -477,6 +477,16 @@ def test_code_or_weights_that_change_end_a_search(
     assert_only_the_winner_is_left(max(SCORES[:3]))
 
 
+def test_a_folder_of_somebody_else_is_not_taken_for_a_search(draws: list[int]) -> None:
+    file = OUT / SECRET / "results.csv"
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(InputError, match="do not belong"):
+        list(carry_out_search(plan_of()))
+    assert file.read_text() == "mine"
+    assert draws == [3]
+
+
 def test_a_folder_with_other_files_is_refused(draws: list[int], trained: Trainer) -> None:
     OUT.mkdir()
     (OUT / "file").write_text("mine")

@@ -99,6 +99,14 @@ class SecretFolder:
         text = files.to_json(asdict(state)).encode()
         files.write_atomically(self.path / FILE, text, files.PRIVATE_MODE)
 
+    def clear(self) -> None:
+        """Remove what a kill before the first trial, or at the very end, left. Raises OSError.
+
+        A folder of the same name that somebody else made is not touched.
+        """
+        if self.path.is_dir() and all(map(_left_over, self.path.iterdir())):
+            remove(self.path)
+
     def settle(self, verdict: str) -> None:
         """Keep the current trial as the best, or remove it; again after a kill. Raises OSError."""
         if verdict == WON and self.current.exists():
@@ -118,6 +126,10 @@ class SecretFolder:
                 os.utime(self.best / name)
                 os.replace(self.best / name, self.where / name)
         remove(self.path)
+
+
+def _left_over(file: Path) -> bool:
+    return file.name == NOTE or (file.name.startswith(".") and file.name.endswith(files.PART))
 
 
 def remove(path: Path) -> None:

@@ -215,7 +215,7 @@ def carry_out_search(
     """
     secret = SecretFolder(plan.out)
     if secret.read() is None:
-        remove(secret.path)  # a kill before the first trial, or at the very end
+        secret.clear()
         folder.check_chosen_folder(plan.out, force=False)
     folder.make_folder(plan.out)
     with folder.locked(plan.out):
