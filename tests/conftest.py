@@ -109,6 +109,13 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what one test computes once, apart from that of the others."""
+    monkeypatch.setenv("DPMAC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "rows"
+
+
+@pytest.fixture
 def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose noise without computing its cost, which takes seconds, where it does not matter.
 

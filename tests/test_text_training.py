@@ -283,8 +283,8 @@ def test_texts_decide_what_is_learnt(part: str) -> None:
     assert report["test"]["accuracy"] > 0.9
 
 
+@pytest.mark.usefixtures("cache")
 def test_layers_before_the_last_block_run_once_per_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("cache").absolute()))
     real: Any = TokenVectors.forward
     calls: list[int] = []
 
@@ -351,9 +351,9 @@ def test_the_cache_is_told_apart_by_every_weight_before_the_last_block() -> None
 
 
 @pytest.mark.privacy
-def test_the_cache_contains_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cache")
+def test_the_cache_contains_no_tokens() -> None:
     """A text could be read from their numbers as it is."""
-    monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("cache").absolute()))
     trained(train="last")
     (file,) = cache_folder().glob("*.rows")
     found = RowFile(file).read(np.arange(80))[:, :, 0, 0]
