@@ -16,7 +16,7 @@ from dpmac_cli.config.fields import NUMBER, flag_name
 from dpmac_cli.config.flags import near, valid_part
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.named import RECIPES, file_of
-from dpmac_cli.config.search_flags import DRAWN, OWN, SearchFlags
+from dpmac_cli.config.search_flags import DRAWN, SEARCH_FLAGS, SearchFlags
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import SettingValue, combined, is_setting
 from dpmac_cli.config.yaml_file import read_values
@@ -34,20 +34,20 @@ class SearchFile:
     Attributes:
         settings: settings that all trials share.
         drawn: settings to draw, as texts of ``--search``.
-        own: fields of :class:`SearchFlags`.
+        search: settings of the search itself: fields of :class:`SearchFlags`.
     """
 
     settings: Mapping[SettingName, SettingValue] = field(default_factory=dict)
     drawn: tuple[SettingValue, ...] = ()
-    own: Mapping[str, SettingValue] = field(default_factory=dict)
+    search: Mapping[str, SettingValue] = field(default_factory=dict)
 
     def flags(self, given: Mapping[str, Any], errors: list[str]) -> SearchFlags:
         """Return the settings of the search, and add their faults to ``errors``.
 
         ``given`` takes precedence.
         """
-        values = {name: entry.value for name, entry in self.own.items()}
-        origins = {name: entry.origin for name, entry in self.own.items() if name not in given}
+        values = {name: entry.value for name, entry in self.search.items()}
+        origins = {name: entry.origin for name, entry in self.search.items() if name not in given}
         return valid_part(SearchFlags, {**values, **given}, errors, origins)[0]
 
     def below(self, above: "SearchFile") -> "SearchFile":
@@ -56,7 +56,7 @@ class SearchFile:
         drawn = self.fixed({*names, *above.settings}).drawn
         settings = {name: entry for name, entry in self.settings.items() if name not in names}
         settings = combined(settings, above.settings, [])  # contradictions are reported later
-        return SearchFile(settings, (*drawn, *above.drawn), {**self.own, **above.own})
+        return SearchFile(settings, (*drawn, *above.drawn), {**self.search, **above.search})
 
     def fixed(self, names: Container[str]) -> "SearchFile":
         """Return the file without drawing settings of these names."""
@@ -82,17 +82,18 @@ def read_search(file: Path | None, recipe: str | None, errors: list[str]) -> Sea
 
 
 def _read(file: Path, errors: list[str]) -> SearchFile:
-    found = read_values(file, {**SETTINGS, **OWN, DRAWN.name: DRAWN}, errors, structured=DRAWN.name)
+    known = {**SETTINGS, **SEARCH_FLAGS, DRAWN.name: DRAWN}
+    found = read_values(file, known, errors, structured=DRAWN.name)
     drawn = found.pop(DRAWN.name, None)
-    own = {name: found.pop(name) for name in OWN if name in found}
+    search = {name: found.pop(name) for name in SEARCH_FLAGS if name in found}
     settings = {name: entry for name, entry in found.items() if is_setting(name)}
     if drawn is None:
-        return SearchFile(settings, (), own)
+        return SearchFile(settings, (), search)
     if not isinstance(drawn.value, Mapping):
         errors.append(f"{drawn.origin} must have a line for each setting, like 'lr: {AS_RANGE}'.")
-        return SearchFile(settings, (), own)
+        return SearchFile(settings, (), search)
     texts = drawn_texts(drawn.value, f"{drawn.origin}:", errors)
-    return SearchFile(settings, texts, own)
+    return SearchFile(settings, texts, search)
 
 
 def drawn_texts(

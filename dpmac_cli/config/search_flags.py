@@ -60,7 +60,7 @@ class SearchFlags(Flags, frozen=True):
 
 
 #: Settings of a search by name.
-OWN: Mapping[str, Option] = options(SearchFlags)
+SEARCH_FLAGS: Mapping[str, Option] = options(SearchFlags)
 #: Settings to draw: a flag that may be repeated, and a mapping in a file.
 DRAWN = Option(
     name="search",

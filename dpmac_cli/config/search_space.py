@@ -88,7 +88,7 @@ def events_of_trial(plan: TrainPlan) -> tuple[TrainingEvent, ...]:
 
 def ask_search(
     given: Mapping[str, Any],
-    own: Mapping[str, Any],
+    search: Mapping[str, Any],
     drawn: Mapping[str, object] | Sequence[str],
     file: Path | None,
 ) -> tuple[SearchFlags, SearchSpace | Transfer]:
@@ -96,7 +96,7 @@ def ask_search(
 
     Args:
         given: settings that all trials share, by name.
-        own: fields of :class:`SearchFlags` that are given.
+        search: settings of the search itself: fields of :class:`SearchFlags`.
         drawn: settings to draw, as in :func:`~dpmac_cli.config.search_file.drawn_texts`.
         file: YAML file of all of these, over which the others take precedence.
 
@@ -110,7 +110,7 @@ def ask_search(
     read = read_search(file, recipe, errors).fixed(typed)
     whole = read.below(SearchFile(drawn=drawn_texts(drawn, "--search", errors)))
     before = len(errors)
-    flags = read.flags({name: value for name, value in own.items() if is_given(value)}, errors)
+    flags = read.flags({n: value for n, value in search.items() if is_given(value)}, errors)
     if flags.on is not None:
         return flags, plan_transfer(typed, whole, flags, errors)
     trials = trials_of(flags.trials)

@@ -9,7 +9,7 @@ import yaml
 from dpmac_cli.config.fields import Option, flag_name
 from dpmac_cli.config.flags import near_setting
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.search_flags import DRAWN, OWN
+from dpmac_cli.config.search_flags import DRAWN, SEARCH_FLAGS
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import SettingValue, by_flag
 
@@ -113,7 +113,7 @@ def _entries(
         name = written.replace("-", "_")
         origin = f"{flag_name(name)} in {file}"
         if name not in names:
-            of_search = name in OWN or name == DRAWN.name
+            of_search = name in SEARCH_FLAGS or name == DRAWN.name
             hint = OF_SEARCH if of_search else near_setting(written, known)
             errors.append(f"{written} in {file} is not {what}.{hint}")
         elif name in seen:
