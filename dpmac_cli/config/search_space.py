@@ -149,18 +149,18 @@ def plan_search(
     data, target, notes = checked(shared, given.get("epsilon"), file.settings, settings)
     judge = None if score_on is None else judge_of(shared, file.settings, score_on, data)
     every = _Candidates(trials, shared, file.settings, data, settings)
-    found_at = {kind_of_trial(plan): setting for plan, setting in every.at(target)}
-    some = replace(every, settings=tuple(found_at.values()))
-    delta = next(plan for plan, _ in some.at(target)).privacy.delta
-    epsilon = calibrate_search(some.search, delta, target)
+    of_kind = {kind_of_trial(plan): setting for plan, setting in every.at(target)}
+    candidates = replace(every, settings=tuple(of_kind.values()))
+    delta = next(plan for plan, _ in candidates.at(target)).privacy.delta
+    epsilon = calibrate_search(candidates.search, delta, target)
     return SearchSpace(
         given={**shared, "epsilon": epsilon},
         file=file.settings,
         data=data,
         judge=judge,
         dimensions=dimensions,
-        search=some.search(epsilon),
-        plans=tuple(plan for plan, _ in some.at(epsilon)),
+        search=candidates.search(epsilon),
+        plans=tuple(plan for plan, _ in candidates.at(epsilon)),
         notes=notes,
     )
 

@@ -46,7 +46,7 @@ class Predictions:
 
     @property
     def probabilities(self) -> NDArray[np.float32]:
-        """The answers, by the name that fits classes: float32, shape (records, classes)."""
+        """Answers, by a name that fits classes: float32, shape (records, classes)."""
         return self.answers
 
     @property
@@ -61,7 +61,7 @@ class Predictions:
 
     @property
     def predicted(self) -> Sequence[Any]:
-        """What ``dpmac predict`` writes as prediction for each record.
+        """Prediction for each record, as ``dpmac predict`` writes it.
 
         The name of the most probable class, "" if the output contains NaN; all labels above one
         half, joined by ";"; a number, NaN if the output is; or several, joined by ";".
