@@ -391,7 +391,7 @@ def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
     assert len(space.dimensions) == 1
     vocabulary = Path("other/vocab.txt")
     vocabulary.write_text(vocabulary.read_text().replace("pain\nchest", "chest\npain"))
-    with pytest.raises(DpmacError, match="--backbone ./other has another vocabulary"):
+    with pytest.raises(DpmacError, match=r"--backbone \./other has another vocabulary"):
         ask_search({**given, "epsilon": 9}, {"trials": 2}, drawn, None)
 
 
