@@ -30,7 +30,7 @@ EXACT = "Exact scores of the test records, which epsilon does not cover."
 RECORDS, NUMBERS = 2048, 2048 * 3 * 32 * 32
 #: Number of rows in each batch in which no record may round another. It does not depend on the
 #: number of records, which a single one changes.
-ROWS = 256
+ROWS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +152,7 @@ def invariant_batching(model: nn.Module, data: Data) -> Batching:
     base = torch.randn(PERIOD, *shape, generator=generator).to(data.gain)
 
     def run(x: Tensor) -> Tensor:
-        (logits,) = outputs(model, [x])
+        (logits,) = outputs(model, [x], least=1)
         return logits
 
     manner = find_manner(model, run, base, rows.stop, fixed=True)
