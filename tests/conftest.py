@@ -1,5 +1,7 @@
 """Fixtures shared by all tests."""
 
+import copy
+import functools
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 
 from dpmac_cli.config import resolve as resolving
 from dpmac_cli.config import search_space
+from dpmac_cli.data import loaders
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.errors import named_as_flags
 from dpmac_cli.models.features import FrozenFeatures
@@ -106,6 +109,19 @@ def real_data_dir() -> Path:
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what is computed once apart from what the person who runs the tests has kept."""
     os.environ["DPMAC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting() -> Iterator[None]:
+    """Tests neither wait for the disk, nor read the file of digits again and again.
+
+    What a process has written is not lost when it is killed, only when the machine is.
+    """
+    read = functools.cache(loaders._digits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        patch.setattr(loaders, "_digits", lambda: copy.deepcopy(read()))
+        yield
 
 
 @pytest.fixture

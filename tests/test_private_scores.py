@@ -147,12 +147,13 @@ def test_a_test_record_more_moves_no_other_to_another_class(
     settings: dict[str, Any] = {"sigma": 4, "steps": 1, "batch_size": 8, "device": "cpu"}
     plan = resolve(dataset=data, model="linear", cover_scores=True, **settings).plan
     trainer = make_trainer(plan, model=net)
-    trainer.state.step = 1
+    trainer.plan = replace(trainer.plan, scores=Scores(4.0, 1))  # one in every step
     monkeypatch.setattr(training, "release_score", lambda result, *_: result)
 
     def right(image: Any, copies: int) -> int:
         x = torch.from_numpy(image).expand(copies, *trainer.data.test.images.shape[1:])
         trainer.data = replace(trainer.data, test=Split(x, torch.zeros(copies, dtype=torch.long)))
+        trainer.state.step += 1
         return round(trainer.score().accuracy * copies)
 
     moves = [

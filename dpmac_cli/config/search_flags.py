@@ -14,7 +14,7 @@ from dpmac_cli.data.registry import DATASETS
 
 #: Group of the flags in the help.
 SEARCH = "Search"
-PublicData = Annotated[str, Choice(tuple(DATASETS), OWN_DATA)]
+DATASET = Choice(tuple(DATASETS), OWN_DATA)
 
 
 class SearchFlags(Flags, frozen=True):
@@ -39,7 +39,8 @@ class SearchFlags(Flags, frozen=True):
         Flag(SEARCH),
     ] = False
     on: Annotated[
-        PublicData | None,
+        str | None,
+        DATASET,
         Field(
             description="Search on this public data instead, and train once on the private records "
             "with the best settings and the whole epsilon."
@@ -47,7 +48,8 @@ class SearchFlags(Flags, frozen=True):
         Flag(SEARCH),
     ] = None
     score_on: Annotated[
-        PublicData | None,
+        str | None,
+        DATASET,
         Field(
             description="Choose by exact scores on this public data of the same shape and classes, "
             "instead of covered ones."
