@@ -216,7 +216,7 @@ def test_draws_of_a_generator_that_a_network_keeps_are_refused() -> None:
     """Its seed is in the network's code."""
     generator = torch.Generator().manual_seed(0)
     noisy = Through(lambda x: x + torch.randn(x.shape, generator=generator))
-    with pytest.raises(ModelError, match=r"A forward pass changes 1\._mix\.generator"):
+    with pytest.raises(ModelError, match=r"A forward pass changes 1\._function\.generator"):
         check_model(classifier(noisy), IMAGE, 3)
 
 
@@ -228,7 +228,7 @@ def test_a_network_that_remembers_is_refused() -> None:
         kept.append(x.mean((2, 3), keepdim=True)[:1])
         return x + len(kept)
 
-    with pytest.raises(ModelError, match=r"A forward pass changes 1\._mix\.kept"):
+    with pytest.raises(ModelError, match=r"A forward pass changes 1\._function\.kept"):
         check_model(classifier(Through(remember)), IMAGE, 3)
 
 

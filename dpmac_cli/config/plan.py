@@ -230,7 +230,7 @@ class TrainPlan:
 
     @property
     def timed(self) -> bool:
-        """Whether measured times are published.
+        """Return whether measured times are published.
 
         Those of a trial are not: the first trial of a process is slower than the others.
         """

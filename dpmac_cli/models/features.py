@@ -234,7 +234,7 @@ def _last_block(network: nn.Module, trained: Trained) -> nn.Module:
 
 
 def _norms(network: nn.Module, trained: Trained) -> list[nn.Module]:
-    norms = [module for module in network.modules() if isinstance(module, NORMS)]
+    norms: list[nn.Module] = [module for module in network.modules() if isinstance(module, NORMS)]
     if not norms:
         raise _missing(trained, "the network has no normalisation layer")
     return norms

@@ -113,7 +113,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Batching:
-    """How records are scored together: at most ``most``, in batches of at least ``least`` rows."""
+    """Sizes of batches, at most ``most`` records and at least ``least`` rows, and how to run them."""
 
     most: int = RECORDS
     least: int = LEAST_ROWS
