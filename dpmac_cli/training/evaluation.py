@@ -113,7 +113,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Batching:
-    """Sizes of batches, at most ``most`` records and at least ``least`` rows, and how to run them."""
+    """Batches of at most ``most`` records, filled to ``least`` rows, and how the network runs."""
 
     most: int = RECORDS
     least: int = LEAST_ROWS
