@@ -64,6 +64,7 @@ def evaluated(records: int = 60, seed: int = 0) -> Evaluation:
 # What a person types, and what it prints.
 
 
+@pytest.mark.long
 def test_several_numbers_are_predicted_in_their_own_units(tmp_path: Path) -> None:
     file, folder = table(tmp_path, rows()), tmp_path / "run"
     flags = f"--schema {tmp_path}/care.yaml --unit person --sigma 1 --epochs 4 --seed 0"
