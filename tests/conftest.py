@@ -1,5 +1,7 @@
 """Fixtures shared by all tests."""
 
+import copy
+import functools
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -8,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from dpmac_cli.config import resolve as resolving
+from dpmac_cli.config import search_space
+from dpmac_cli.data import loaders
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.errors import named_as_flags
 from dpmac_cli.models.features import FrozenFeatures
@@ -104,6 +109,44 @@ def real_data_dir() -> Path:
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what is computed once apart from what the person who runs the tests has kept."""
     os.environ["DPMAC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting() -> Iterator[None]:
+    """Tests neither wait for the disk, nor read the file of digits again and again.
+
+    What a process has written is not lost when it is killed, only when the machine is.
+    """
+    read = functools.cache(loaders._digits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        patch.setattr(loaders, "_digits", lambda: copy.deepcopy(read()))
+        yield
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what one test computes once, apart from that of the others."""
+    monkeypatch.setenv("DPMAC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "rows"
+
+
+@pytest.fixture
+def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose noise without computing its cost, which takes seconds, where it does not matter.
+
+    A trial of a search has half the target.
+    """
+    monkeypatch.setattr(resolving, "calibrate_noise", lambda *of, **_: 8 / of[2])
+    monkeypatch.setattr(resolving, "total_epsilon", lambda *_: 1.0)
+    monkeypatch.setattr(search_space, "calibrate_search", lambda *of: of[2] / 2)
+
+
+@pytest.fixture
+def unvalidated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the validation of networks, which takes seconds, where it is not what is tested."""
+    monkeypatch.setattr(prepare, "independence", lambda *_: ("traced", ""))
+    monkeypatch.setattr(prepare, "check_model", lambda *_, **__: None)
 
 
 @pytest.fixture

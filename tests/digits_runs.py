@@ -1,18 +1,20 @@
 """Short runs on digits, for the tests that need one."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, finish, train
 from dpmac_cli.studies.grid import Run
@@ -22,6 +24,18 @@ SIGMA = 6.0
 RATE = 128 / 1437
 #: A seed that cannot turn up in a file by chance.
 SEED = 918_273_645_501
+
+
+@functools.cache
+def digits() -> Data:
+    """The records of digits, read once."""
+    return load_data("digits", Path(), torch.device("cpu"))
+
+
+def digits_network() -> nn.Sequential:
+    """A small network for digits, always with the same parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10))
 
 
 def digits_config(file: Path | None = None, **flags: Any) -> TrainPlan:

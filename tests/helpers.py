@@ -1,7 +1,7 @@
 """A tiny task, and trainers for it with every random choice in a test's hands."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,6 +105,27 @@ def tiny_model(dtype: torch.dtype = torch.float64, *layers: nn.Module) -> nn.Seq
         for p in model.parameters():
             p.normal_(0, 0.5, generator=generator)
     return model.to(dtype)
+
+
+class Through(nn.Module):
+    """A function of the whole batch as a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function(x)
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    """The names of the parameters that are trained."""
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def without(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+    """A batch without one of its records."""
+    return {name: torch.cat([t[:row], t[row + 1 :]]) for name, t in batch.items()}
 
 
 def a_key(seed: int) -> bytes:

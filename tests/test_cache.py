@@ -26,6 +26,7 @@ from dpmac_cli.storage.rows import HEADER, DamagedError, RowFile, open_incomplet
 from tests.digits_runs import dpmac, of, train_digits
 
 RUN: Mapping[str, Any] = {"features": "scatter"}
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 class Counted(nn.Module):
@@ -45,12 +46,6 @@ def work() -> tuple[Counted, FrozenFeatures, Data]:
     counted = Counted()
     parts = FrozenFeatures(counted, nn.Flatten(), torch.float16)
     return counted, parts, load_data("digits", Path(), torch.device("cpu"))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DPMAC_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "rows"
 
 
 def test_what_was_computed_before_an_end_is_not_computed_again(cache: Path) -> None:

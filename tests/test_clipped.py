@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpmac_cli import ClippedSum, Ellipsoid, GaussianMechanism, ModelError, Noise, ball, ellipsoid
 from dpmac_cli.models import tracing
+from tests.helpers import without
 from tests.test_private_step import LENGTH, WORDS, Notes, loss, reader, weights
 
 RADIUS = 0.7
@@ -21,10 +22,6 @@ def notes(count: int = 9) -> dict[str, Tensor]:
     records = Notes()
     rows = [records[i] for i in range(count)]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def without(batch: Any, row: int) -> Any:
-    return {name: torch.cat([t[:row], t[row + 1 :]]) for name, t in batch.items()}
 
 
 def region(theta: Tensor, *, is_ball: bool) -> Ellipsoid:

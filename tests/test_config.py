@@ -274,7 +274,7 @@ def test_the_values_above_cover_every_setting() -> None:
     assert VALUES.keys() == SETTINGS.keys() == PLANNED.keys() | {*UNPLANNED}
 
 
-@pytest.mark.usefixtures("own_data")
+@pytest.mark.usefixtures("own_data", "uncalibrated")
 @pytest.mark.parametrize("separator", ["-", "_"])
 def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path, separator: str) -> None:
     for name in SETTINGS:

@@ -57,6 +57,7 @@ from tests.digits_runs import (
 from tests.tiers import rest_long
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("cache")
 DIGITS = DATASETS["digits"]
 SCATTER: dict[str, Any] = {"features": "scatter", "optimizer": "dp-adam"}
 MIRRORED: dict[str, Any] = {**SCATTER, "features": "scatter-mirror"}
@@ -73,13 +74,6 @@ class Other(Net):
     def __init__(self, shape, classes):
         super().__init__(shape, classes, nn.MaxPool2d)
 """
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the features of one test."""
-    monkeypatch.setenv("DPMAC_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "rows"
 
 
 @pytest.fixture

@@ -18,10 +18,11 @@ from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.features import LoraLinear, freeze
 from dpmac_cli.models.registry import PARTS, Trained
-from dpmac_cli.models.weights import published
+from dpmac_cli.models.weights import adopt, published
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.run import finish, resume, train
 from tests.digits_runs import after, digits_config, refused, same_weights, train_digits
+from tests.helpers import trained_names
 from tests.tiers import rest_long
 
 SHAPE = DATASETS["digits"].shape
@@ -62,7 +63,7 @@ class ViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(shape[0], width, 4, stride=4)
         self.pos_embed = nn.Parameter(torch.randn(1, 4, width) / 10)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(3)))
+        self.blocks = nn.Sequential(Block(width), Block(width))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, x):
@@ -91,6 +92,8 @@ class ResNet(nn.Module):
 """
 
 
+#: Blocks of the ViT.
+BLOCKS = 2
 #: The ResNet has no linear layer besides its head. Only text encoders have a last block.
 PARTS_OF = [("ViT", part) for part in PARTS if part != "last"]
 PARTS_OF += [("ResNet", part) for part in PARTS if part not in ("lora", "last")]
@@ -124,10 +127,6 @@ def pretrained(request: pytest.FixtureRequest, file: Path) -> dict[str, Any]:
     return {"model": f"{file}:{request.param}", "pretrained": str(weights)}
 
 
-def trained_names(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if p.requires_grad}
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize(("name", "part"), PARTS_OF)
 def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
@@ -143,7 +142,7 @@ def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
         "lora": head
         | {
             f"blocks.{i}.{layer}.{side}.weight"
-            for i in range(3)
+            for i in range(BLOCKS)
             for layer in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")
             for side in ("down", "up")
         },
@@ -245,6 +244,7 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(
 
 
 @pytest.mark.privacy
+@pytest.mark.usefixtures("unvalidated")
 @pytest.mark.parametrize("pretrained", ["ViT"], indirect=True)
 def test_lora_is_published_merged_and_resumed_exactly(pretrained: dict[str, Any]) -> None:
     settings = {
@@ -262,7 +262,7 @@ def test_lora_is_published_merged_and_resumed_exactly(pretrained: dict[str, Any]
     before, after_it = load_file(pretrained["pretrained"]), load_file("whole/model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after_it[name])}
     layers = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")
-    linear = {f"blocks.{i}.{layer}.weight" for i in range(3) for layer in layers}
+    linear = {f"blocks.{i}.{layer}.weight" for i in range(BLOCKS) for layer in layers}
     assert moved == linear | {"head.weight", "head.bias"}
     assert before.keys() == after_it.keys()
     part = whole.report["model"]["public_part"]
@@ -290,6 +290,30 @@ def test_lora_leaves_out_layers_whose_weights_are_used_without_a_call() -> None:
     assert trained_names(model) == expected
 
 
+def test_lora_leaves_out_layers_that_share_their_weights() -> None:
+    """The update of one, merged into its weight, would change the others, too."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.own = (nn.Linear(64, 64) for _ in range(3))
+            self.second.weight = self.first.weight
+            self.fc = nn.Linear(64, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.second(self.first(x.flatten(1)).relu()).relu()
+            out: Tensor = self.fc(self.own(hidden).relu())
+            return out
+
+    model, x = Tied(), torch.randn(3, *SHAPE)
+    freeze(model, Trained("lora", 2), SHAPE)
+    assert trained_names(model) == {"own.down.weight", "own.up.weight", "fc.weight", "fc.bias"}
+    nn.init.normal_(model.own.get_submodule("up").get_parameter("weight"))
+    loaded = Tied()
+    adopt(loaded, published(model))
+    assert torch.allclose(loaded(x), model(x), atol=1e-5)
+
+
 @pytest.mark.long
 def test_a_pickle_is_refused_with_the_line_that_converts_it(file: Path) -> None:
     path = Path("weights.pth")
@@ -311,7 +335,7 @@ def test_a_part_that_a_network_does_not_have_is_named(file: Path) -> None:
     save_file(network("ResNet").state_dict(), weights)
     args = ("--model", f"{file}:ResNet", "--pretrained", str(weights))
     text = refused(*args, "--train", "lora", code=4)
-    assert "the network has no linear layer besides its head" in text
+    assert "the network has no linear layer of its own besides its head" in text
     plain = file.with_name("plain.py")
     plain.write_text(
         "from torch import nn\ndef Net(shape, classes):\n"

@@ -1,6 +1,5 @@
 """A byte that changes in any file of a run is noticed, or makes no difference."""
 
-import functools
 import json
 import random
 import shutil
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run, scoring
 from dpmac_cli.release.publish import Finished
@@ -24,7 +22,7 @@ from dpmac_cli.storage import files
 from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Run, plan
-from tests.digits_runs import after, digits_config, same_weights
+from tests.digits_runs import after, digits, digits_config, same_weights
 from tests.tiers import rest_long
 
 PLACES = 12
@@ -34,11 +32,6 @@ LEDGER = f"checkpoint/{ledger.FILE}"
 FILES = (*folder.PUBLISHED, folder.SUMS, NEWEST, BEFORE, LEDGER, f"checkpoint/{checkpoint.NOTE}")
 #: What a run is compared by, beside its weights.
 Result = dict[str, Any]
-
-
-@functools.cache
-def digits() -> Data:
-    return load_data("digits", Path(), torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpmac_cli import ClippedSum, ball
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
+from tests.helpers import without
 from tests.tiers import rest_long
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -38,10 +39,6 @@ def texts(count: int = COUNT) -> dict[str, Tensor]:
     records = Texts(count, WORDS, LENGTH, seed=1)
     assert len({int(mask.sum()) for mask in records.mask}) > 1, "of unequal length"
     return {"input_ids": records.ids, "attention_mask": records.mask}
-
-
-def without(batch: dict[str, Tensor], row: int) -> dict[str, Tensor]:
-    return {name: torch.cat([t[:row], t[row + 1 :]]) for name, t in batch.items()}
 
 
 @pytest.mark.privacy

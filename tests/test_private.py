@@ -24,16 +24,12 @@ from dpmac_cli import (
     total_epsilon,
 )
 from dpmac_cli.dp.optimizers import OPTIMIZERS
+from tests.digits_runs import digits_network as network
 from tests.digits_runs import train_digits, weights
 from tests.kinks import largest_move
 from tests.tiers import rest_long
 
 SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "seed": 1, "device": "cpu"}
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10))
 
 
 @pytest.mark.privacy

@@ -206,6 +206,7 @@ def test_a_recipe_by_name_is_its_file(name: str) -> None:
         assert total_epsilon((privacy.event,), privacy.delta) == pytest.approx(shown, rel=2e-3)
 
 
+@pytest.mark.usefixtures("uncalibrated")
 def test_flags_and_files_take_precedence_over_a_recipe() -> None:
     plan = resolve(recipe="mnist-scatter", epochs=3, sigma=2).plan
     privacy = plan.privacy
@@ -224,6 +225,7 @@ def test_a_study_by_name() -> None:
         resolve(recipe="table1-quick")
 
 
+@pytest.mark.usefixtures("uncalibrated")
 def test_the_list_names_every_recipe_and_its_command() -> None:
     text = CliRunner().invoke(app, ["recipes"]).stdout
     for name, recipe in RECIPES.items():

@@ -20,13 +20,11 @@ from dpmac_cli import ArrayData, from_dataframe, make_trainer, predict
 from dpmac_cli.accounting.events import Scores
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.losses import HUBER, build_loss
-from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.independence import independence
 from dpmac_cli.randomness.noise import Noise
@@ -35,7 +33,9 @@ from dpmac_cli.tasks.known import METRICS, task_of
 from dpmac_cli.tasks.regression import Counts, Regression
 from dpmac_cli.tasks.task import number
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.private_scores import counts, release_score
+from dpmac_cli.training.private_scores import release_score
+from tests import care
+from tests.care import moved_by_units, owners_of, source, write_table
 from tests.helpers import load
 from tests.typed import dpmac
 
@@ -52,37 +52,19 @@ PLAIN = Regression(("y",), -5.0, 20.0)
 VISITS = Counts(("visits",), 0.0, 40.0)
 
 
-def rows(persons: int = PERSONS, seed: int = 0) -> list[dict[str, Any]]:
-    """Four years of each person; costs grow with age, and smokers have more than twice as much."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for person in range(persons):
-        age, smoker = rng.uniform(20, 90), rng.random() < 0.4
-        for year in range(4):
-            cost = math.exp(4 + 0.04 * (age + year) + smoker + 0.3 * rng.standard_normal())
-            words = {"person": person, "smoker": "yes" if smoker else "no"}
-            found.append({**words, "age": round(age + year, 1), "cost": round(cost, 2)})
-    return found
+def rows(persons: int = PERSONS) -> list[dict[str, Any]]:
+    return care.rows(persons, "cost")
 
 
-def table(where: Path, records: list[dict[str, Any]], schema: str = SCHEMA) -> Path:
-    with (where / "care.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*records[0]])
-        writer.writeheader()
-        writer.writerows(records)
-    (where / "care.yaml").write_text(schema)
-    return where / "care.csv"
-
-
-def source(where: Path, **options: Any) -> Source:
-    return Source(where / "care.csv", schema=read_schema(where / "care.yaml"), **options)
+def table(where: Path, records: list[dict[str, Any]]) -> Path:
+    return write_table(where, records, SCHEMA)
 
 
 def refused(where: Path, label: str, cell: object = 100, **options: Any) -> str:
     """What is said of a schema's label, and of a table whose second record has a target."""
     records = rows(10)
     records[1]["cost"] = cell
-    table(where, records, re.sub("label: .*", f"label: {label}", SCHEMA))
+    write_table(where, records, re.sub("label: .*", f"label: {label}", SCHEMA))
     with pytest.raises(InputError) as caught:
         inspect(source(where, **options))
     return str(caught.value)
@@ -204,11 +186,13 @@ def test_an_untrained_network_predicts_the_same_for_all_records(model: str) -> N
     x, y = np.random.default_rng(0).uniform(-1, 1, (40, 3)), np.linspace(0, 30, 40)
     for kind, wanted in (("number", 15.0), ("count", 3.0)):
         data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=30, target_kind=kind)
-        trainer = make_trainer(resolve(dataset=data, model=model, batch_size=4, seed=0).plan)
+        given: dict[str, Any] = {"model": model, "batch_size": 4, "sigma": 4, "seed": 0}
+        trainer = make_trainer(resolve(dataset=data, **given).plan)
         found = trainer.evaluate()
         assert found.task.answers(found.logits) == pytest.approx(wanted)
 
 
+@pytest.mark.usefixtures("uncalibrated")
 @pytest.mark.parametrize(
     ("inputs", "records", "epsilon", "model"),
     [(5, 2000, 1, "linear"), (5, 2000, 3, "mlp-small"), (8, 2000, 3, "linear")],
@@ -265,7 +249,7 @@ def test_a_record_more_changes_neither_the_targets_nor_the_split_of_others(tmp_p
 def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
     x, y = np.zeros((40, 1)), np.arange(40) / 100
     data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=1)
-    found = resolve(dataset=data, batch_size=4).plan.data.found
+    found = resolve(dataset=data, batch_size=4, sigma=4).plan.data.found
     assert found.signs.copies == 0
 
 
@@ -495,16 +479,12 @@ def test_intervals_are_by_unit_and_cover_the_truth() -> None:
     for name in ("mae", "rmse", "r2"):
         widths = [found[name][1] - found[name][0] for found in (ends, grouped)]
         assert widths[1] == pytest.approx(widths[0], rel=0.15), name
-    inside = 0
+    true, inside = evaluated(PLAIN, 1_000_000).metric("mae"), 0
     for seed in range(100):
         found = evaluated(PLAIN, 60, seed=seed + 1)
         low, high = found.results.intervals({"mae": found.metric("mae")})["mae"]
-        inside += low <= TRUE_MAE <= high
+        inside += low <= true <= high
     assert inside >= 88
-
-
-#: Mean error of :func:`evaluated`, from 10^6 records.
-TRUE_MAE = float(evaluated(PLAIN, 1_000_000).metric("mae"))
 
 
 @pytest.mark.parametrize(
@@ -526,31 +506,17 @@ def test_a_model_that_has_learned_nothing_is_remarked_on() -> None:
 
 # Covered errors.
 
-#: Records of each unit.
-SIZES = (1, 2, 3, 7, 20, 1, 5)
-
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("task", [TASK, PLAIN, VISITS])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_one_unit_moves_the_covered_error_by_at_most_one(task: Regression, grouped: bool) -> None:
-    """By brute force, over every unit; wild outputs and NaN are among them."""
-    owners = np.random.default_rng(1).permutation(np.repeat(np.arange(len(SIZES)), SIZES))
+    """Wild outputs and NaN are among them."""
+    owners = owners_of(grouped=grouped)
     result = evaluated(task, len(owners))
     result.logits[1:6] = torch.tensor([[1e30], [-1e30], [math.inf], [-math.inf], [math.nan]])
     result.labels[1:6] = torch.tensor([[-1.0], [1.0], [-1.0], [1.0], [-1.0]])
-    if not grouped:
-        owners = np.arange(len(owners))
-
-    def total(kept: Any) -> Any:
-        units = units_of(owners[kept]) if grouped else None
-        some = replace(result, logits=result.logits[kept], labels=result.labels[kept])
-        cells = counts(some, units, by_class=False)
-        assert cells.min() >= 0
-        return cells.sum()
-
-    whole = total(np.ones(len(owners), bool))
-    moves = [abs(whole - total(owners != unit)) * GRID for unit in set(owners)]
+    _, moves = moved_by_units(result, owners, grouped=grouped)
     assert max(moves) <= 1
     assert max(moves) > 0.5
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from dpmac_cli.randomness.noise import SeededNormals
+from tests.digits_runs import digits_network as network
 from tests.helpers import MECHANISM, Spy, make_trainer
-from tests.test_trained_again import SETTINGS, network
+from tests.test_trained_again import SETTINGS
 from tests.tiers import pairs_short
 
 PHASES = ["_draw", "_clip_and_sum", "_begin", "_release", "_update", "_end"]

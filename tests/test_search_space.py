@@ -11,12 +11,12 @@ import pytest
 from scipy.stats import chisquare, kstest
 
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
-from dpmac_cli.config import search_space
 from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.dimensions import Dimension, _dimension
 from dpmac_cli.config.named import file_of
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.search_file import SearchFlags, drawn_texts, read_search
+from dpmac_cli.config.search_file import drawn_texts, read_search
+from dpmac_cli.config.search_flags import SearchFlags
 from dpmac_cli.config.search_space import SearchSpace, ask_search, events_of_trial
 from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.errors import InputError
@@ -194,12 +194,6 @@ def written(text: str = FILE) -> Path:
     return file
 
 
-@pytest.fixture
-def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half the target for a trial, where the noise does not matter: to calibrate takes seconds."""
-    monkeypatch.setattr(search_space, "calibrate_search", lambda _, __, target: target / 2)
-
-
 @pytest.mark.usefixtures("uncalibrated")
 def test_a_file_a_program_and_flags_ask_for_the_same_search() -> None:
     flags, by_file = asked({}, {}, (), written())
@@ -314,8 +308,12 @@ def test_a_file_is_read_once() -> None:
 
 
 def test_a_file_of_a_search_is_not_one_of_a_run() -> None:
-    with pytest.raises(InputError, match="use dpmac tune"):
-        resolve({}, written())
+    with pytest.raises(InputError) as failure:
+        resolve({}, written(f"{FILE}score-on: mnist\n"))
+    others = [error for error in failure.value.errors if "use dpmac tune" in error]
+    assert [error.partition(" ")[0] for error in others] == [
+        *("trials", "most-trials", "search", "score-on"),
+    ]
     assert read_search(None, None, []).settings == {}
 
 

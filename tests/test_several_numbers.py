@@ -18,10 +18,8 @@ from dpmac_cli import ArrayData, from_dataframe, predict
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema
-from dpmac_cli.data.units import units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.dp.losses import build_loss
-from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
 from dpmac_cli.release.report import _scores
@@ -30,10 +28,9 @@ from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.several_numbers import SeveralNumbers
 from dpmac_cli.tasks.task import number
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.private_scores import counts
+from tests import care
+from tests.care import moved_by_units, owners_of, source, write_table
 from tests.helpers import load
-from tests.test_regression import source
-from tests.test_regression import table as written
 from tests.typed import dpmac
 
 SCHEMA = """
@@ -50,21 +47,11 @@ TASK = SeveralNumbers.of([COST, DAYS])
 
 
 def rows(persons: int = 60) -> list[dict[str, Any]]:
-    """Four years of each person, whose costs and days in hospital grow with age."""
-    rng = np.random.default_rng(0)
-    found = []
-    for person in range(persons):
-        age, smoker = rng.uniform(20, 90), rng.random() < 0.4
-        for year in range(4):
-            cost = math.exp(4 + 0.04 * (age + year) + smoker + 0.3 * rng.standard_normal())
-            words = {"person": person, "smoker": "yes" if smoker else "no"}
-            days = round(max(0, 0.3 * age + 2 * rng.standard_normal()), 1)
-            found.append({**words, "age": age + year, "cost": round(cost, 2), "days": days})
-    return found
+    return care.rows(persons, "cost", "days")
 
 
-def table(where: Path, records: list[dict[str, Any]], schema: str = SCHEMA) -> Path:
-    return written(where, records, schema)
+def table(where: Path, records: list[dict[str, Any]]) -> Path:
+    return write_table(where, records, SCHEMA)
 
 
 def evaluated(records: int = 60, seed: int = 0) -> Evaluation:
@@ -77,9 +64,10 @@ def evaluated(records: int = 60, seed: int = 0) -> Evaluation:
 # What a person types, and what it prints.
 
 
+@pytest.mark.long
 def test_several_numbers_are_predicted_in_their_own_units(tmp_path: Path) -> None:
     file, folder = table(tmp_path, rows()), tmp_path / "run"
-    flags = f"--schema {tmp_path}/care.yaml --unit person --epsilon 20 --epochs 20 --seed 0"
+    flags = f"--schema {tmp_path}/care.yaml --unit person --sigma 1 --epochs 4 --seed 0"
     done = dpmac("train", "--dataset", file, *flags.split(), "--out", folder)
     assert done.exit_code == 0, done.output
     (said,) = re.findall(r"\ntest NMAE ([\d.]+) on \d+ samples", done.stdout)
@@ -128,7 +116,7 @@ def _check_predictions(folder: Path, where: Path) -> None:
 
 def test_a_covered_run_shows_its_error_and_nothing_else(tmp_path: Path) -> None:
     file, folder = table(tmp_path, rows()), tmp_path / "run"
-    flags = f"--schema {tmp_path}/care.yaml --unit person --epsilon 8 --cover-scores --epochs 2"
+    flags = f"--schema {tmp_path}/care.yaml --unit person --sigma 2 --cover-scores --epochs 2"
     done = dpmac("train", "--dataset", file, *flags.split(), "--out", folder)
     assert done.exit_code == 0, done.output
     test = json.loads((folder / "report.json").read_text())["test"]
@@ -223,7 +211,7 @@ def test_a_record_more_changes_neither_the_targets_nor_the_split_of_others(tmp_p
 def refused(where: Path, label: str, **cells: object) -> str:
     records = rows(6)
     records[1] |= cells
-    table(where, records, re.sub(r"label:\n.*\n.*\n", f"label: {label}\n", SCHEMA))
+    write_table(where, records, re.sub(r"label:\n.*\n.*\n", f"label: {label}\n", SCHEMA))
     with pytest.raises(InputError) as caught:
         inspect(source(where))
     return str(caught.value)
@@ -356,15 +344,13 @@ def test_the_best_error_of_a_run_is_its_least(values: list[float], best: float) 
 
 # Covered errors.
 
-SIZES = (1, 2, 3, 7, 20, 1, 5)
-
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("targets", [2, 3, 7])
 def test_one_unit_moves_the_covered_error_by_at_most_one(targets: int, grouped: bool) -> None:
-    """By brute force, over every unit; among them are one that is wrong in everything, and NaN."""
-    owners = np.random.default_rng(1).permutation(np.repeat(np.arange(len(SIZES)), SIZES))
+    """Among them are one that is wrong in everything, and NaN."""
+    owners = owners_of(grouped=grouped)
     task = SeveralNumbers.of(
         [replace(DAYS, names=(f"y{k}",), high=10.0 ** (k - 1)) for k in range(targets)]
     )
@@ -375,21 +361,10 @@ def test_one_unit_moves_the_covered_error_by_at_most_one(targets: int, grouped: 
     outputs[1:5] = torch.tensor(wild)[:, None]
     truth[1:5] = torch.tensor([-1.0, 1.0, -1.0, -1.0])[:, None]
     result = Evaluation(0.0, outputs, truth, task)
-    if not grouped:
-        owners = np.arange(len(owners))
-
-    def total(kept: Any) -> Any:
-        units = units_of(owners[kept]) if grouped else None
-        some = replace(result, logits=result.logits[kept], labels=result.labels[kept])
-        cells = counts(some, units, by_class=False)
-        assert cells.min() >= 0
-        return cells.sum()
-
-    whole = total(np.ones(len(owners), bool))
-    moves = [abs(whole - total(owners != unit)) * GRID for unit in set(owners)]
+    whole, moves = moved_by_units(result, owners, grouped=grouped)
     assert max(moves) <= 1
     assert max(moves) > (0.3 if grouped else 0.99)
-    assert whole * GRID / len(set(owners)) == pytest.approx(_by_unit(result, owners), abs=1e-3)
+    assert whole / len(set(owners)) == pytest.approx(_by_unit(result, owners), abs=1e-3)
 
 
 def _by_unit(result: Evaluation, owners: Any) -> float:

@@ -22,7 +22,6 @@ import torch
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
@@ -39,7 +38,7 @@ from dpmac_cli.studies.tables import remarks
 from dpmac_cli.training import private_scores, trainer
 from dpmac_cli.training.private_scores import PrivateScore
 from dpmac_cli.training.trainer import Trainer
-from tests.digits_runs import RATE, SIGMA, after, digits_config
+from tests.digits_runs import RATE, SIGMA, after, digits, digits_config
 from tests.tiers import rest_long
 
 STEPS, EPOCH = 20, 12
@@ -47,11 +46,6 @@ RUN = Path("run")
 LEDGER = RUN / checkpoint.FOLDER / ledger.FILE
 FORK = {"lr": "0.01", "out": "forked"}
 SCORED = {"cover_scores": True, "score_every": "1"}
-
-
-@functools.cache
-def digits() -> Data:
-    return load_data("digits", Path(), torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)

@@ -38,13 +38,7 @@ from tests.helpers import PLAN, Batches, load, make_trainer
 from tests.typed import dpmac
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DPMAC_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "cache" / "rows"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def photos(root: Path, count: int = 40) -> Path:

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
 from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.search_space import ask_search
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
@@ -31,8 +32,9 @@ from dpmac_cli.storage.progress import outcome
 from dpmac_cli.storage.rows import RowFile
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import after, same_weights
+from tests.helpers import trained_names
 from tests.test_wordpiece import TEXTS
-from tests.tiers import rest_long
+from tests.tiers import pairs_short, rest_long
 from tests.tiny_bert import LAYERS, WIDTH, notes, write_encoder
 
 LIMIT = 24
@@ -81,10 +83,6 @@ def records(limit: int = LIMIT, *, texts: int = 1) -> Tensor:
     others = torch.linspace(-1, 1, 2 * len(TEXTS)).double().view(-1, 2)
     parts = [ids.roll(number, 0) for number in range(texts)]
     return torch.cat([others[:, :1], *parts, others[:, 1:]], 1)[:, :, None, None]
-
-
-def trained_names(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.privacy
@@ -199,9 +197,10 @@ def trainer_of(part: str, **more: Any) -> Trainer:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("unit", [None, "patient"])
-@pytest.mark.parametrize("optimizer", ["dp-adam", "dp-macadam"])
-@pytest.mark.parametrize("part", TRAINED)
+@pytest.mark.parametrize(
+    ("part", "optimizer", "unit"),
+    pairs_short(TRAINED, ["dp-adam", "dp-macadam"], [None, "patient"]),
+)
 def test_one_text_or_unit_moves_a_sum_by_at_most_one(
     part: str, optimizer: str, unit: str | None
 ) -> None:
@@ -284,8 +283,8 @@ def test_texts_decide_what_is_learnt(part: str) -> None:
     assert report["test"]["accuracy"] > 0.9
 
 
+@pytest.mark.usefixtures("cache")
 def test_layers_before_the_last_block_run_once_per_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("cache").absolute()))
     real: Any = TokenVectors.forward
     calls: list[int] = []
 
@@ -352,9 +351,9 @@ def test_the_cache_is_told_apart_by_every_weight_before_the_last_block() -> None
 
 
 @pytest.mark.privacy
-def test_the_cache_contains_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cache")
+def test_the_cache_contains_no_tokens() -> None:
     """A text could be read from their numbers as it is."""
-    monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("cache").absolute()))
     trained(train="last")
     (file,) = cache_folder().glob("*.rows")
     found = RowFile(file).read(np.arange(80))[:, :, 0, 0]
@@ -379,6 +378,21 @@ def test_what_cannot_be_trained_is_refused_with_the_remedy() -> None:
     said = refused("digits", backbone="resnet18", train="last")
     assert "--train last: the network is not a text encoder (--backbone minilm)" in said
     assert "Train another part" in said
+
+
+@pytest.mark.usefixtures("uncalibrated")
+def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
+    """Records are read once, with the tokens of one vocabulary."""
+    write_encoder(Path("other"), seed=1)
+    given: dict[str, Any] = {**SHORT, "sigma": None, "dataset": some_notes(), "tokens": 16}
+    drawn = {"backbone": ["./encoder", "./other"]}
+    del given["backbone"], given["out"]
+    _, space = ask_search({**given, "epsilon": 9}, {"trials": 2}, drawn, None)
+    assert len(space.dimensions) == 1
+    vocabulary = Path("other/vocab.txt")
+    vocabulary.write_text(vocabulary.read_text().replace("pain\nchest", "chest\npain"))
+    with pytest.raises(DpmacError, match=r"--backbone \./other has another vocabulary"):
+        ask_search({**given, "epsilon": 9}, {"trials": 2}, drawn, None)
 
 
 def test_chunks_of_a_trained_encoder_fit_in_memory() -> None:

@@ -25,22 +25,13 @@ from dpmac_cli import (
     resolve,
     total_epsilon,
 )
-from dpmac_cli.runs import prepare
 from dpmac_cli.training.lineage import carried_by
+from tests.digits_runs import digits_network as network
 
 SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "device": "cpu"}
 
 
-@pytest.fixture(autouse=True)
-def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the validation of networks, which takes seconds and is tested elsewhere."""
-    monkeypatch.setattr(prepare, "independence", lambda *_: ("traced", ""))
-    monkeypatch.setattr(prepare, "check_model", lambda *_, **__: None)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10))
+pytestmark = pytest.mark.usefixtures("unvalidated")
 
 
 def trained(net: nn.Module, **settings: Any) -> Any:
@@ -77,7 +68,7 @@ def test_a_cell_that_is_run_again_pays_for_both(tmp_path: Path) -> None:
         lambda net: nn.Sequential(*net[:3], nn.Linear(8, 10)),
         lambda net: nn.Sequential(copy.deepcopy(net), nn.Identity()),
         lambda net: nn.Sequential(nn.Flatten(), net[1].requires_grad_(False), nn.Linear(8, 10)),
-        lambda net: torch.compile(net, backend="eager"),
+        pytest.param(lambda net: torch.compile(net, backend="eager"), marks=pytest.mark.long),
     ],
     ids=["copy", "part", "part of a copy", "frozen part", "compiled"],
 )
@@ -155,10 +146,10 @@ def test_a_copy_made_in_the_middle_counts_the_steps_that_follow() -> None:
 
 @pytest.mark.privacy
 def test_noise_is_calibrated_for_what_is_left() -> None:
-    net = network()
-    first = trained(net)
-    fresh = make_private(network(), "digits", epsilon=1.0, epochs=1, batch_size=128)
-    second = make_private(net, "digits", epsilon=1.0, epochs=1, batch_size=128)
+    net, whole = network(), 1437  # records: the cost of such batches takes little time to compute
+    first = trained(net, batch_size=whole, sigma=20)
+    settings: dict[str, Any] = {"epsilon": 1.0, "epochs": 1, "batch_size": whole}
+    fresh, second = (make_private(n, "digits", **settings) for n in (network(), net))
     assert second.plan.privacy.sigma > fresh.plan.privacy.sigma
     list(second)
     assert second.epsilon == both(first, second) <= 1.0

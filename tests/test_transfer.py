@@ -28,6 +28,8 @@ GIVEN: dict[str, Any] = {
     **{"device": "cpu"},
 }
 SPACE = ["lr=0.01..1:log", "clip-norm=0.1,1"]
+#: Units of the private records.
+UNITS = {"unit": np.arange(300) // 2, "unit_test": np.arange(300, 360)}
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +82,13 @@ def test_report_and_card_name_the_public_data() -> None:
 
 
 @pytest.mark.privacy
-def test_the_private_records_are_not_taken_for_public_ones() -> None:
+@pytest.mark.parametrize("units", [{}, UNITS])
+def test_the_private_records_are_not_taken_for_public_ones(units: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="private data itself"):
         planned(on="./private.npz")
-    shutil.copy("private.npz", "copy.npz")
+    shutil.copy("private.npz", "copy.npz")  # which has no units
+    with np.load("copy.npz") as arrays:
+        np.savez("private.npz", **arrays, **units)
     with pytest.raises(InputError, match="same records"):
         next(carry_out_transfer(planned(on="copy.npz"), OUT))
     assert not OUT.exists()

@@ -9,6 +9,7 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from rich.progress import Progress
 from dpmac_cli.accounting.selection import Search, Trials
 from dpmac_cli.cli import console
 from dpmac_cli.cli import tune as command
-from dpmac_cli.config import search_space
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
+from dpmac_cli.models.registry import parse_model
 from dpmac_cli.release.listing import find_runs
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
@@ -435,13 +436,55 @@ def test_another_search_or_other_records_are_refused(
         list(carry_out_search(plan_of(), lambda: True))
     with pytest.raises(InputError, match="another search"):
         list(carry_out_search(plan_of(lr="0.2..1")))
-    with monkeypatch.context() as patch:
-        patch.setattr(tuning, "record_sums", lambda _: {"data": "others"})
-        with pytest.raises(InputError, match="records are not those"):
-            list(carry_out_search(plan_of()))
+    for name, what in (("record_sums", "data"), ("declared_sums", "constants")):
+        with monkeypatch.context() as patch:
+            patch.setattr(tuning, name, lambda *_, what=what: {what: "others"})
+            with pytest.raises(InputError, match="are not those that the search started with"):
+                list(carry_out_search(plan_of()))
     (OUT / SECRET / search_state.FILE).write_text("{")
     with pytest.raises(InputError, match="drawn again"):
         list(carry_out_search(plan_of()))
+
+
+@pytest.mark.parametrize("file", ["net.py", "weights.safetensors"])
+def test_code_or_weights_that_change_end_a_search(
+    file: str, draws: list[int], trained: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later trials would not be like the earlier ones, which the proof needs."""
+    plan = plan_of()
+    [of] = plan.space.plans
+    if file == "net.py":
+        network = replace(of.network, model=parse_model("net.py:Net"))
+    else:
+        network = replace(of.network, pretrained=Path(file))
+    space = replace(plan.space, plans=(replace(of, network=network),))
+    plan, path = replace(plan, space=space), Path(file)
+    path.write_text("original")
+
+    def edited(*args: Any) -> Iterator[Finished]:
+        yield from trained(*args)
+        path.write_text("edited")
+
+    monkeypatch.setattr(tuning, "train", edited)
+    for again in (False, True):  # within a call, and between two
+        with pytest.raises(InputError, match=f"{file} changed since the search started"):
+            list(carry_out_search(plan))
+        assert len(trained.rates) == 1, again
+    monkeypatch.setattr(tuning, "train", trained)
+    path.write_text("original")
+    list(carry_out_search(plan))
+    assert draws == []
+    assert_only_the_winner_is_left(max(SCORES[:3]))
+
+
+def test_a_folder_of_somebody_else_is_not_taken_for_a_search(draws: list[int]) -> None:
+    file = OUT / SECRET / "results.csv"
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(InputError, match="do not belong"):
+        list(carry_out_search(plan_of()))
+    assert file.read_text() == "mine"
+    assert draws == [3]
 
 
 def test_a_folder_with_other_files_is_refused(draws: list[int], trained: Trainer) -> None:
@@ -510,14 +553,23 @@ def test_what_is_published_does_not_tell_the_number_of_trials(
     published: tuple[Path, TunePlan],
 ) -> None:
     run, plan = published
-    search = json.loads((run / folder.REPORT).read_text())["privacy"]["search"]
-    trials = plan.space.search.trials
+    report = json.loads((run / folder.REPORT).read_text())
+    search, trials = report["privacy"]["search"], plan.space.search.trials
     assert (search["mean_trials"], search["most_trials"]) == (trials.mean, trials.most)
     known = {"mean_trials", "most_trials", "log_weight", "epsilon_of_a_trial", "space"}
     assert set(search) == known | {"candidates", "scored_on", "stop_early", "statement", "time"}
     times = {path.stat().st_mtime for path in run.iterdir() if path.name != folder.LOCK}
     assert max(times) - min(times) < 1  # not those of the trial that won
     assert not (run / folder.CHECKPOINTS).exists()
+
+
+def test_no_measured_time_of_the_winner_is_published(published: tuple[Path, TunePlan]) -> None:
+    """The first trial of a process is slower: times would tell whether it won."""
+    run, _ = published
+    timings = json.loads((run / folder.REPORT).read_text())["timings"]
+    assert len(timings) == 4
+    assert {*timings.values()} == {None}
+    assert {line["seconds"] for line in files.read_lines(run / folder.METRICS)} == {None}
 
 
 def test_the_published_run_cannot_be_trained_further(published: tuple[Path, TunePlan]) -> None:
@@ -541,6 +593,7 @@ def test_a_report_without_its_search_is_found_out(
     assert "trial of the search" in done.stderr
 
 
+@pytest.mark.usefixtures("uncalibrated")
 def test_public_records_decide_without_noise(
     draws: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,7 +615,6 @@ def test_public_records_decide_without_noise(
     np.savez("private.npz", **held | {"x": x.astype(np.float32)})
     given: dict[str, Any] = {"dataset": "private.npz", "model": "linear", "steps": 3, "epsilon": 3}
     own = {"trials": 2, "most_trials": 3, "stop_early": True, "score_on": "public.npz"}
-    monkeypatch.setattr(search_space, "calibrate_search", lambda *_: 1.0)  # it takes seconds
     _, space = asked({**given, "device": "cpu"}, own, ["lr=0.01..1:log"], None)
     scores = list[float]()
 

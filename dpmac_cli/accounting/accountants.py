@@ -43,6 +43,8 @@ ROUNDING = 1e-15
 #: Deltas below this many times the least one are also bounded by RDP, which can be tighter there.
 NEAR = 100
 ENDLESS = 1e9  # above every loss on a grid
+#: Costs to remember: a calibration asks for dozens, and a grid or a schedule repeats them.
+REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def used_accountant(
     return _priced(events, delta, accountant, FINE)[1]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=REMEMBERED)
 def _priced(
     events: tuple[TrainingEvent, ...], delta: float, accountant: str, widest: float
 ) -> tuple[float, str]:

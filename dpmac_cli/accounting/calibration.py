@@ -30,7 +30,7 @@ CLOSE, TRIES = 4e-3, 20
 Cost = Callable[[int], float]
 
 
-@functools.lru_cache
+@functools.lru_cache(maxsize=accountants.REMEMBERED)
 def calibrate_noise(
     event: TrainingEvent,
     delta: float,

@@ -98,7 +98,7 @@ class Risk:
         }
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=accountants.REMEMBERED)
 def assess_risk(
     done: tuple[TrainingEvent, ...] | Search, dataset_size: int, unit: str = RECORD
 ) -> Risk:

@@ -250,7 +250,7 @@ def predict(run: Path, data: Path, **given: Any) -> None:
         console.print_notes([found.skipped.note(str(data))])
     if lost := found.unanswered:
         they = "it has" if lost == 1 else "they have"
-        some = f"for {counted(lost, 'record')} the output is NaN, so {they} no class"
+        some = f"for {counted(lost, 'record')} the output is NaN, so {they} {found.task.unknown}"
         console.print_notes([some])
     if not quiet:
         written = counted(len(found.records), "record")

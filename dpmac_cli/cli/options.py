@@ -61,10 +61,11 @@ def argument(
     return _parameter(name, annotation=Annotated[kind, shown], default=default)
 
 
-def repeated(name: str, text: str, metavar: str, group: str) -> inspect.Parameter:
+def repeated(option: Option) -> inspect.Parameter:
     """Return a parameter that becomes an option that may be given several times."""
-    shown = typer.Option(f"--{flag_name(name)}", help=text, metavar=metavar, rich_help_panel=group)
-    return _parameter(name, annotation=Annotated[list[str] | None, shown], default=None)
+    flag, name = option.flag, f"--{flag_name(option.name)}"
+    shown = typer.Option(name, help=option.help, metavar=flag.metavar, rich_help_panel=flag.group)
+    return _parameter(option.name, annotation=Annotated[list[str] | None, shown], default=None)
 
 
 def with_options(

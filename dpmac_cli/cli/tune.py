@@ -21,7 +21,7 @@ from dpmac_cli.cli.options import repeated, take, with_options
 from dpmac_cli.config.dimensions import DECIDED
 from dpmac_cli.config.fields import Flag, Option, SomePath, flag_name, options
 from dpmac_cli.config.keywords import SettingName
-from dpmac_cli.config.search_file import SEARCH, SearchFlags
+from dpmac_cli.config.search_flags import DRAWN, SEARCH, SEARCH_FLAGS, SearchFlags
 from dpmac_cli.config.search_space import ask_search
 from dpmac_cli.config.settings import SETTINGS, DisplayFlags
 from dpmac_cli.config.transfer import Transfer
@@ -63,12 +63,7 @@ class TuneFlags(SearchFlags, frozen=True):
 
 
 @with_options(
-    repeated(
-        "search",
-        "Setting to draw, as a range (lr=1e-4..1e-1:log) or a list (clip-norm=0.1,1,10). Several.",
-        "NAME=VALUES",
-        SEARCH,
-    ),
+    repeated(DRAWN),
     options(TuneFlags),
     SHARED,
 )
@@ -91,12 +86,12 @@ def tune(search: list[str] | None, **given: Any) -> None:
     command to resume).
     """
     shown, json = take(DisplayFlags, dict(given)), bool(given.pop(JSON, False))
-    own = {name: given.pop(name) for name in options(SearchFlags)}
-    here = take(TuneFlags, given)
+    of_search = {name: given.pop(name) for name in SEARCH_FLAGS}
+    command = take(TuneFlags, given)
     with console.waiting(shown.quiet, "settings and noise"):
-        flags, space = ask_search(given, own, search or [], here.config)
+        flags, space = ask_search(given, of_search, search or [], command.config)
     if isinstance(space, Transfer):
-        _transfer(space, flags.out, shown.quiet, json=json, dry_run=here.dry_run)
+        _transfer(space, flags.out, shown.quiet, json=json, dry_run=command.dry_run)
         return
     with console.waiting(shown.quiet, "time of a trial"):
         from dpmac_cli.studies import tune as tuning  # noqa: PLC0415  (loads torch)
@@ -106,7 +101,7 @@ def tune(search: list[str] | None, **given: Any) -> None:
         console.print_notes(space.notes)
     screen = console.for_display(shown.quiet, json)
     screen.print(*_plan_lines(plan), sep="\n")
-    if here.dry_run:
+    if command.dry_run:
         return
     with stop_request() as asked, contextlib.closing(_silenced(plan, asked)) as events:
         finished = _follow(events, screen, plan)

@@ -13,7 +13,7 @@ from dpmac_cli.accounting.accountants import (
     SIGMA_MIN,
 )
 from dpmac_cli.accounting.events import ALIASES, SAMPLERS
-from dpmac_cli.accounting.selection import LEAST_MEAN, LONGEST, MOST_MEAN, Trials, trials_of
+from dpmac_cli.accounting.selection import LONGEST, Trials, trials_of
 from dpmac_cli.config.checks import misfits
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
@@ -21,7 +21,15 @@ from dpmac_cli.config.flags import Flags, unknown, valid_part
 from dpmac_cli.config.keywords import AccountName, Keywords
 from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.recipes import recipe_notes
-from dpmac_cli.config.settings import DELTA, Count, Length, Positive, Probability, Settings
+from dpmac_cli.config.settings import (
+    DELTA,
+    Count,
+    Length,
+    MeanTrials,
+    Positive,
+    Probability,
+    Settings,
+)
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.registry import MODELS
@@ -35,13 +43,6 @@ SOLVABLE: Mapping[str, tuple[AccountName, ...]] = {
 #: Accountants to use, by the value of ``--accountant``.
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
 TRAINING, TARGET, METHOD = "Training", "AccountQuery", "Method"
-#: Flags of searches.
-MeanTrials = Annotated[float, Field(ge=LEAST_MEAN, le=MOST_MEAN)]
-MostTrials = Annotated[
-    Count | None,
-    Field(description="Largest number of trials."),
-    Flag(TARGET, otherwise=f"{LONGEST} times the mean", needs="--tune"),
-]
 NoiseOrNone = Annotated[float, Field(ge=0, le=SIGMA_MAX)]
 
 
@@ -110,7 +111,11 @@ class AccountFlags(Flags, frozen=True):
         ),
         Flag(TARGET, also=("trials",)),
     ] = None
-    most_trials: MostTrials = None
+    most_trials: Annotated[
+        Count | None,
+        Field(description="Largest number of trials."),
+        Flag(TARGET, otherwise=f"{LONGEST} times the mean", needs="--tune"),
+    ] = None
     sampler: Annotated[
         str,
         Choice(tuple(SAMPLERS), renamed=ALIASES),

@@ -11,6 +11,7 @@ from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import DataFacts, Source
+from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import Backbone, BuiltIn, Features, Trained, UserModel
@@ -42,6 +43,11 @@ class DataPlan:
     def own(self) -> bool:
         """Return whether it is your own dataset instead of a registered one."""
         return isinstance(self.source, Source)
+
+    @property
+    def reader(self) -> TextReader | None:
+        """Return how its texts are read; None if there are none."""
+        return self.source.texts if isinstance(self.source, Source) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +257,14 @@ class TrainPlan(StepsPlan):
     network: NetworkPlan
     run: RunPlan
     search: SearchPlan | None = None
+
+    @property
+    def timed(self) -> bool:
+        """Return whether measured times are published.
+
+        Those of a trial are not: the first trial of a process is slower than the others.
+        """
+        return self.search is None
 
     def on(self, device: str) -> "TrainPlan":
         """Return the plan of the same run on another device."""

@@ -286,7 +286,14 @@ def _network(settings: Complete, data: DataPlan) -> NetworkPlan:
 
 def _features(settings: Complete, data: DataPlan) -> registry.Features | None:
     if settings.backbone is not None and settings.backbone not in registry.BACKBONES:
-        return read_encoder(settings.backbone).of(data.facts.texts)
+        encoder = read_encoder(settings.backbone)
+        if (reader := data.reader) is not None and reader.tokenizer != encoder.tokenizer:
+            raise InputError(
+                f"--backbone {settings.backbone} has another vocabulary than the one that "
+                f"{data.dataset} was read with. All runs of a search read it once: search over "
+                "encoders with the same vocabulary, or search for each of them."
+            )
+        return encoder.of(data.facts.texts)
     if settings.backbone is not None and settings.backbone_size is not None:
         return registry.Backbone(settings.backbone, settings.backbone_size, settings.backbone_flips)
     return None if settings.features is None else registry.Scattered(settings.features)

@@ -1,7 +1,8 @@
 """Searches in files and in programs: settings to draw beside settings that all trials share.
 
-A settings file of a search has the settings of a run, those of :class:`SearchFlags`, and ``search``
-with a range or a list for each setting to draw. Imports no torch.
+A settings file of a search has the settings of a run, those of a search itself
+(:mod:`~dpmac_cli.config.search_flags`), and ``search`` with a range or a list for each setting to
+draw. Imports no torch.
 """
 
 import re
@@ -9,76 +10,21 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, StrictBool
-
-from dpmac_cli.accounting.selection import LONGEST
-from dpmac_cli.config.account_flags import MeanTrials
-from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, SomePath, flag_name, options
-from dpmac_cli.config.flags import Flags, near, valid_part
+from dpmac_cli.config.fields import NUMBER, Option, flag_name
+from dpmac_cli.config.flags import near, valid_part
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.named import RECIPES, file_of
-from dpmac_cli.config.settings import OUTPUT, OWN_DATA, SETTINGS, Count
+from dpmac_cli.config.search_flags import DRAWN, SEARCH_FLAGS, SearchFlags
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import SettingValue, combined, is_setting
 from dpmac_cli.config.yaml_file import read_values
-from dpmac_cli.data.registry import DATASETS
 
-#: Group of the flags of a search in the help, and the key of the settings to draw in a file.
-SEARCH, KEY = "Search", "search"
 #: Keys of a range of numbers, and the values of its scale.
 ENDS, SCALES = ("low", "high"), ("linear", "log")
 #: What a range is in a file.
 AS_RANGE = "{low: 1e-4, high: 1e-1, scale: log}"
-
-
-class SearchFlags(Flags, frozen=True):
-    """Settings of a search itself."""
-
-    trials: Annotated[
-        MeanTrials,
-        Field(description="Mean number of trials. The number itself is random and secret."),
-        Flag(SEARCH),
-    ] = 20
-    most_trials: Annotated[
-        Count | None,
-        Field(description="Largest number of trials. More cost less privacy, but take longer."),
-        Flag(SEARCH, otherwise=f"{LONGEST} times the mean"),
-    ] = None
-    stop_early: Annotated[
-        StrictBool,
-        Field(
-            description="End with the last trial, for a time that nobody observes: it tells how "
-            "many there were."
-        ),
-        Flag(SEARCH),
-    ] = False
-    on: Annotated[
-        str | None,
-        Choice(tuple(DATASETS), OWN_DATA),
-        Field(
-            description="Search on this public data instead, and train once on the private records "
-            "with the best settings and the whole epsilon."
-        ),
-        Flag(SEARCH),
-    ] = None
-    score_on: Annotated[
-        str | None,
-        Choice(tuple(DATASETS), OWN_DATA),
-        Field(
-            description="Choose by exact scores on this public data of the same shape and classes, "
-            "instead of covered ones."
-        ),
-        Flag(SEARCH),
-    ] = None
-    out: Annotated[
-        SomePath, Field(description="Folder of the search, and of the published run."), Flag(OUTPUT)
-    ] = Path("runs/tune")
-
-
-#: Settings of a search by name.
-OWN: Mapping[str, Option] = options(SearchFlags)
-_DRAWN = Option(KEY, "Settings to draw.", None, Flag(SEARCH), str, True, {}, None, None)
 
 
 @dataclass(frozen=True)
@@ -88,20 +34,20 @@ class SearchFile:
     Attributes:
         settings: settings that all trials share.
         drawn: settings to draw, as texts of ``--search``.
-        own: fields of :class:`SearchFlags`.
+        search: settings of the search itself: fields of :class:`SearchFlags`.
     """
 
     settings: Mapping[SettingName, SettingValue] = field(default_factory=dict)
     drawn: tuple[SettingValue, ...] = ()
-    own: Mapping[str, SettingValue] = field(default_factory=dict)
+    search: Mapping[str, SettingValue] = field(default_factory=dict)
 
     def flags(self, given: Mapping[str, Any], errors: list[str]) -> SearchFlags:
         """Return the settings of the search, and add their faults to ``errors``.
 
         ``given`` takes precedence.
         """
-        values = {name: entry.value for name, entry in self.own.items()}
-        origins = {name: entry.origin for name, entry in self.own.items() if name not in given}
+        values = {name: entry.value for name, entry in self.search.items()}
+        origins = {name: entry.origin for name, entry in self.search.items() if name not in given}
         return valid_part(SearchFlags, {**values, **given}, errors, origins)[0]
 
     def below(self, above: "SearchFile") -> "SearchFile":
@@ -110,7 +56,7 @@ class SearchFile:
         drawn = self.fixed({*names, *above.settings}).drawn
         settings = {name: entry for name, entry in self.settings.items() if name not in names}
         settings = combined(settings, above.settings, [])  # contradictions are reported later
-        return SearchFile(settings, (*drawn, *above.drawn), {**self.own, **above.own})
+        return SearchFile(settings, (*drawn, *above.drawn), {**self.search, **above.search})
 
     def fixed(self, names: Container[str]) -> "SearchFile":
         """Return the file without drawing settings of these names."""
@@ -136,17 +82,18 @@ def read_search(file: Path | None, recipe: str | None, errors: list[str]) -> Sea
 
 
 def _read(file: Path, errors: list[str]) -> SearchFile:
-    found = read_values(file, {**SETTINGS, **OWN, KEY: _DRAWN}, errors, structured=KEY)
-    drawn = found.pop(KEY, None)
-    own = {name: found.pop(name) for name in OWN if name in found}
+    known: dict[str, Option] = {**SETTINGS, **SEARCH_FLAGS, DRAWN.name: DRAWN}
+    found = read_values(file, known, errors, structured=DRAWN.name)
+    drawn = found.pop(DRAWN.name, None)
+    search = {name: found.pop(name) for name in SEARCH_FLAGS if name in found}
     settings = {name: entry for name, entry in found.items() if is_setting(name)}
     if drawn is None:
-        return SearchFile(settings, (), own)
+        return SearchFile(settings, (), search)
     if not isinstance(drawn.value, Mapping):
         errors.append(f"{drawn.origin} must have a line for each setting, like 'lr: {AS_RANGE}'.")
-        return SearchFile(settings, (), own)
+        return SearchFile(settings, (), search)
     texts = drawn_texts(drawn.value, f"{drawn.origin}:", errors)
-    return SearchFile(settings, texts, own)
+    return SearchFile(settings, texts, search)
 
 
 def drawn_texts(

@@ -17,13 +17,8 @@ from dpmac_cli.config.dimensions import Dimension, Setting, checked, combination
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.search_file import (
-    SearchFile,
-    SearchFlags,
-    drawn_texts,
-    is_search,
-    read_search,
-)
+from dpmac_cli.config.search_file import SearchFile, drawn_texts, is_search, read_search
+from dpmac_cli.config.search_flags import SearchFlags
 from dpmac_cli.config.sources import SettingValue, is_given
 from dpmac_cli.config.transfer import Transfer, judge_of, plan_transfer
 from dpmac_cli.errors import InputError
@@ -93,7 +88,7 @@ def events_of_trial(plan: TrainPlan) -> tuple[TrainingEvent, ...]:
 
 def ask_search(
     given: Mapping[str, Any],
-    own: Mapping[str, Any],
+    search: Mapping[str, Any],
     drawn: Mapping[str, object] | Sequence[str],
     file: Path | None,
 ) -> tuple[SearchFlags, SearchSpace | Transfer]:
@@ -101,7 +96,7 @@ def ask_search(
 
     Args:
         given: settings that all trials share, by name.
-        own: fields of :class:`SearchFlags` that are given.
+        search: settings of the search itself: fields of :class:`SearchFlags`.
         drawn: settings to draw, as in :func:`~dpmac_cli.config.search_file.drawn_texts`.
         file: YAML file of all of these, over which the others take precedence.
 
@@ -115,7 +110,7 @@ def ask_search(
     read = read_search(file, recipe, errors).fixed(typed)
     whole = read.below(SearchFile(drawn=drawn_texts(drawn, "--search", errors)))
     before = len(errors)
-    flags = read.flags({name: value for name, value in own.items() if is_given(value)}, errors)
+    flags = read.flags({n: value for n, value in search.items() if is_given(value)}, errors)
     if flags.on is not None:
         return flags, plan_transfer(typed, whole, flags, errors)
     trials = trials_of(flags.trials)
@@ -153,44 +148,50 @@ def plan_search(
     settings = tuple(combinations(dimensions))
     data, target, notes = checked(shared, given.get("epsilon"), file.settings, settings)
     judge = None if score_on is None else judge_of(shared, file.settings, score_on, data)
-    kinds = tuple(_kinds(shared, settings, file.settings, data, target))
-
-    def plans_at(epsilon: float) -> tuple[TrainPlan, ...]:
-        at: dict[SettingName, Any] = {**shared, "epsilon": epsilon}
-        return tuple(_resolved(at, setting, file.settings, data) for setting in kinds)
-
-    def search_of(epsilon: float) -> Search:
-        return Search(trials, tuple(dict.fromkeys(map(events_of_trial, plans_at(epsilon)))))
-
-    delta = plans_at(target)[0].privacy.delta
-    epsilon = calibrate_search(search_of, delta, target)
+    every = _Candidates(trials, shared, file.settings, data, settings)
+    of_kind = {kind_of_trial(plan): setting for plan, setting in every.at(target)}
+    candidates = replace(every, settings=tuple(of_kind.values()))
+    delta = next(plan for plan, _ in candidates.at(target)).privacy.delta
+    epsilon = calibrate_search(candidates.search, delta, target)
     return SearchSpace(
         given={**shared, "epsilon": epsilon},
         file=file.settings,
         data=data,
         judge=judge,
         dimensions=dimensions,
-        search=search_of(epsilon),
-        plans=plans_at(epsilon),
+        search=candidates.search(epsilon),
+        plans=tuple(plan for plan, _ in candidates.at(epsilon)),
         notes=notes,
     )
 
 
-def _kinds(
-    shared: Mapping[SettingName, Any],
-    settings: Sequence[Setting],
-    file: Mapping[SettingName, SettingValue],
-    data: DataPlan,
-    target: float,
-) -> Iterator[Setting]:
-    """Yield one combination of each kind: with another privacy cost, or another network."""
-    seen = set()
-    for setting in settings:
-        plan = _resolved({**shared, "epsilon": target}, setting, file, data)
-        kind = kind_of_trial(plan)
-        if kind not in seen:
-            seen.add(kind)
-            yield setting
+@dataclass(frozen=True)
+class _Candidates:
+    """Trials with some settings each, at any epsilon of one trial.
+
+    Attributes:
+        trials: distribution of their number.
+        shared, file: settings that all trials share, from flags and from a file.
+        data: the dataset.
+        settings: settings to draw, one combination for each candidate.
+    """
+
+    trials: Trials
+    shared: Mapping[SettingName, Any]
+    file: Mapping[SettingName, SettingValue]
+    data: DataPlan
+    settings: tuple[Setting, ...]
+
+    def at(self, epsilon: float) -> Iterator[tuple[TrainPlan, Setting]]:
+        """Yield the plan of each candidate, and its settings."""
+        given: dict[SettingName, Any] = {**self.shared, "epsilon": epsilon}
+        for setting in self.settings:
+            yield _resolved(given, setting, self.file, self.data), setting
+
+    def search(self, epsilon: float) -> Search:
+        """Return the search among the candidates."""
+        events = (events_of_trial(plan) for plan, _ in self.at(epsilon))
+        return Search(self.trials, tuple(dict.fromkeys(events)))
 
 
 def _resolved(

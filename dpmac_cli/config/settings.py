@@ -13,6 +13,7 @@ from pydantic import Field, StrictBool
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import ALIASES, SAMPLERS
+from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN
 from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomePath, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.keywords import Keywords, SettingName
@@ -56,6 +57,7 @@ Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Length = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(gt=0, lt=1)]
+MeanTrials = Annotated[float, Field(ge=LEAST_MEAN, le=MOST_MEAN)]
 
 
 def _no_noise(text: str) -> str:

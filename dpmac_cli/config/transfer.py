@@ -17,7 +17,8 @@ from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.search_file import SearchFile, SearchFlags
+from dpmac_cli.config.search_file import SearchFile
+from dpmac_cli.config.search_flags import SearchFlags
 from dpmac_cli.config.settings import DATA, SETTINGS
 from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.data.schema import Source
@@ -127,8 +128,7 @@ def judge_of(
         if name in ("dataset", "data_dir")
         or (SETTINGS[name].flag.group == DATA and name not in ("unit", "records_per_unit"))
     }
-    texts = data.source.texts if isinstance(data.source, Source) else None
-    judge = resolve_data(settings, texts=texts)
+    judge = resolve_data(settings, texts=data.reader)
     if _place(judge) == _place(data):
         raise InputError(
             f"--score-on {score_on} is the private data itself, whose exact scores reveal its test "

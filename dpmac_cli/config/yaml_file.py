@@ -9,6 +9,7 @@ import yaml
 from dpmac_cli.config.fields import Option, flag_name
 from dpmac_cli.config.flags import near_setting
 from dpmac_cli.config.keywords import SettingName
+from dpmac_cli.config.search_flags import DRAWN, SEARCH_FLAGS
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import SettingValue, by_flag
 
@@ -16,8 +17,7 @@ from dpmac_cli.config.sources import SettingValue, by_flag
 HEADER = "# Settings of a dpmac run."
 NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
 NameT = TypeVar("NameT", bound=str)
-#: Keys that only files of searches have, and what to say of them elsewhere.
-SEARCH_ONLY = ("search", "trials", "most_trials", "stop_early")
+#: What to say of keys that only files of searches have, elsewhere.
 OF_SEARCH = " It belongs to a search: use dpmac tune."
 #: YAML node types in words.
 NODE_WORDS: Mapping[type[yaml.Node], str] = {
@@ -113,7 +113,8 @@ def _entries(
         name = written.replace("-", "_")
         origin = f"{flag_name(name)} in {file}"
         if name not in names:
-            hint = OF_SEARCH if name in SEARCH_ONLY else near_setting(written, known)
+            of_search = name in SEARCH_FLAGS or name == DRAWN.name
+            hint = OF_SEARCH if of_search else near_setting(written, known)
             errors.append(f"{written} in {file} is not {what}.{hint}")
         elif name in seen:
             line = key.start_mark.line + 1

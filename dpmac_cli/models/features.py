@@ -6,6 +6,7 @@ on that record alone, so the guarantee is unchanged.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -169,8 +170,7 @@ def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
     head, given, out = calls[-1]
     once = [called for called, *_ in calls].count(head) == 1
     fits = given.ndim == 2 and len(given) == SEEN and torch.equal(out, logits)
-    owners = [id(p) for _, p in network.named_parameters(remove_duplicate=False)]
-    own = all(owners.count(id(p)) == 1 for p in network.get_submodule(head).parameters())
+    own = _shared(network).isdisjoint(map(id, network.get_submodule(head).parameters()))
     return head if once and fits and own else None
 
 
@@ -217,29 +217,62 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
         raise _missing(trained, "the network does not end in a linear layer that it does not share")
     parts = [network.get_submodule(head)]
     if trained.part == "last":
-        last = network.last_block if isinstance(network, WithHead) else None
-        if last is None:
-            raise _missing(trained, "the network is not a text encoder (--backbone minilm)")
-        parts.append(network.get_submodule(last))
+        parts.append(_last_block(network, trained))
     elif trained.part == "norm":
-        norms = [module for module in network.modules() if isinstance(module, NORMS)]
-        if not norms:
-            raise _missing(trained, "the network has no normalisation layer")
-        parts += norms
+        parts += _norms(network, trained)
     elif trained.part == "lora":
-        calls, _ = linear_calls(network, shape)
-        names = dict.fromkeys(n for n, *_ in calls if not f"{n}.".startswith(f"{head}."))
-        ends = network.lora_layers if isinstance(network, WithHead) else None
-        names = {n: None for n in names if ends is None or n.rpartition(".")[2] in ends}
-        if not names:
-            raise _missing(trained, "the network has no linear layer besides its head")
-        for name in names:
-            layer: Any = network.get_submodule(name)
-            wrapped = LoraLinear(layer, trained)
-            network.set_submodule(name, wrapped)
-            parts += [wrapped.down, wrapped.up]
+        parts += _low_rank(network, trained, head, shape)
     for part in parts:
         part.requires_grad_(True)
+
+
+def _last_block(network: nn.Module, trained: Trained) -> nn.Module:
+    name = network.last_block if isinstance(network, WithHead) else None
+    if name is None:
+        raise _missing(trained, "the network is not a text encoder (--backbone minilm)")
+    return network.get_submodule(name)
+
+
+def _norms(network: nn.Module, trained: Trained) -> list[nn.Module]:
+    norms: list[nn.Module] = [module for module in network.modules() if isinstance(module, NORMS)]
+    if not norms:
+        raise _missing(trained, "the network has no normalisation layer")
+    return norms
+
+
+def _low_rank(
+    network: nn.Module, trained: Trained, head: str, shape: tuple[int, ...]
+) -> list[nn.Module]:
+    """Wrap linear layers in place, and return the parts of their updates.
+
+    Layers that share a parameter are left out: merged into one of them, an update would change the
+    others, too.
+    """
+    calls, _ = linear_calls(network, shape)
+    ends = network.lora_layers if isinstance(network, WithHead) else None
+    shared = _shared(network)
+    names = [
+        name
+        for name in dict.fromkeys(called for called, *_ in calls)
+        if not f"{name}.".startswith(f"{head}.")
+        and (ends is None or name.rpartition(".")[2] in ends)
+        and shared.isdisjoint(map(id, network.get_submodule(name).parameters()))
+    ]
+    if not names:
+        raise _missing(trained, "the network has no linear layer of its own besides its head")
+    parts = list[nn.Module]()
+    for name in names:
+        layer: Any = network.get_submodule(name)
+        wrapped = LoraLinear(layer, trained)
+        network.set_submodule(name, wrapped)
+        parts += [wrapped.down, wrapped.up]
+    return parts
+
+
+def _shared(network: nn.Module) -> set[int]:
+    """Return the identities of parameters that have several names."""
+    owners = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))
+    return {owner for owner, count in owners.items() if count > 1}
 
 
 def _missing(trained: Trained, why: str) -> ModelError:

@@ -1,7 +1,7 @@
-"""Predict classes or numbers of new, unlabelled records with a published model."""
+"""Predict the targets of new, unlabelled records with a published model."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from dpmac_cli.data.complaints import left_out, refuse
 from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut
 from dpmac_cli.models.build import Network
-from dpmac_cli.release.model_file import load_model, read_facts, text_reader
-from dpmac_cli.release.new_records import REMEDY, Reading, read_unlabelled
+from dpmac_cli.release.model_file import Released, load_model, read_facts, text_reader
+from dpmac_cli.release.new_records import REMEDY, Reading, Unlabelled, read_unlabelled
+from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.storage.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.storage.progress import LISTENER, Computing
@@ -30,7 +31,7 @@ class Predictions:
 
     Attributes:
         answers: what the network's outputs mean, float32, shape (records, outputs): probabilities
-            of classes. NaN if an output contains NaN.
+            of classes, or numbers in the units of their targets. NaN if an output contains NaN.
         task: what is predicted.
         records: names of records: file names relative to the folder of images, or rows from 0.
         ids: values of a table's column ``id``, or of another that was named; None without one.
@@ -45,12 +46,12 @@ class Predictions:
 
     @property
     def probabilities(self) -> NDArray[np.float32]:
-        """Probabilities of the classes, float32, shape (records, classes)."""
+        """Answers, by a name that fits classes: float32, shape (records, classes)."""
         return self.answers
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of the columns."""
+        """Names of the classes or targets, in the order of the columns."""
         return self.task.names
 
     @property
@@ -60,9 +61,10 @@ class Predictions:
 
     @property
     def predicted(self) -> Sequence[Any]:
-        """Names of the most probable classes; "" if the output contains NaN.
+        """Prediction for each record, as ``dpmac predict`` writes it.
 
-        With several labels per record, all labels above one half, joined by ";".
+        The name of the most probable class, "" if the output contains NaN; all labels above one
+        half, joined by ";"; a number, NaN if the output is; or several, joined by ";".
         """
         return self.task.columns(self.answers)["predicted"]
 
@@ -93,7 +95,7 @@ def predict(
     id_column: str | None = None,
     encoding: str | None = None,
 ) -> Predictions:
-    """Predict the classes or numbers of new records.
+    """Predict the classes, labels or numbers of new records.
 
     Args:
         run: a run folder or a model file.
@@ -110,7 +112,7 @@ def predict(
         InputError: a file is missing or damaged, or records do not match the training data.
         ModelError: the model cannot be built.
     """
-    where, found = choose_device(device), list[Tensor]()
+    where = choose_device(device)
     file, facts = read_facts(Path(run))
     released = load_model(file, device=where, factory=factory, network=network)
     reading = Reading(skip_bad, id_column, encoding)
@@ -118,15 +120,7 @@ def predict(
     _check_some_left(data, len(records.names), records.skipped)
     if not skip_bad:
         refuse([*records.faults.values()], REMEDY)
-    gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
-    some = places(len(records.names), facts.shape)
-    batches = (torch.from_numpy(records.at(rows)).to(where) for rows in some)
-    inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
-    formed = (each.reshape(len(each), *facts.form) for each in inputs)
-    for logits in outputs(released.model, formed):
-        found.append(facts.task.answers(logits).cpu())
-        done = sum(map(len, found))
-        LISTENER.get()(Computing(done, len(records.names), file, what="predictions"))
+    answers = torch.cat([*_answers(released, facts, records, where)]).numpy()
     if not skip_bad:  # images are decoded one batch after another
         refuse([*records.faults.values()], REMEDY)
     kept = [row for row in range(len(records.names)) if row not in records.faults]
@@ -134,7 +128,24 @@ def predict(
     _check_some_left(data, len(kept), skipped)
     ids = None if records.ids is None else [records.ids[row] for row in kept]
     names: Any = [records.names[row] for row in kept]
-    return Predictions(torch.cat(found).numpy()[kept], facts.task, names, ids, skipped)
+    return Predictions(answers[kept], facts.task, names, ids, skipped)
+
+
+def _answers(
+    released: Released, facts: Facts, records: Unlabelled, device: torch.device
+) -> Iterator[Tensor]:
+    """Yield what the model's outputs mean for some records after the other, and report progress."""
+    gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
+    some = places(len(records.names), facts.shape)
+    batches = (torch.from_numpy(records.at(rows)).to(device) for rows in some)
+    inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
+    formed = (each.reshape(len(each), *facts.form) for each in inputs)
+    done = 0
+    for logits in outputs(released.model, formed):
+        found = facts.task.answers(logits).cpu()
+        yield found
+        done += len(found)
+        LISTENER.get()(Computing(done, len(records.names), released.path, what="predictions"))
 
 
 def _check_some_left(data: object, count: int, skipped: LeftOut) -> None:

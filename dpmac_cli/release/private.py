@@ -279,7 +279,7 @@ class PrivateTraining:
             trainer=trainer,
             where=folder.make_folder(where),
             ledger=Ledger(where, spent),
-            history=[metrics_line(scored, self.epsilon, plan.privacy, plan.run.metric)],
+            history=[metrics_line(scored, self.epsilon, plan)],
             scored=result,
             seconds=self._seconds,
         )

@@ -320,6 +320,12 @@ def build_report(
     privacy, method = plan.privacy, plan.optimizer.method
     used = method.settings if privacy.private else method.settings_without_clipping
     speed = steps / seconds if seconds > 0 else 0.0
+    timings: dict[str, float | None] = {
+        "training_seconds": round(seconds, 3),
+        "total_seconds": round(total_seconds, 3),
+        "steps_per_second": round(speed, 2),
+        "samples_per_second": round(speed * privacy.batch_size, 1),
+    }
     return {
         **facts,
         "state": state,
@@ -332,12 +338,7 @@ def build_report(
         },
         "recipe": {n: plan.recorded.get(n, d) for n, d in RECIPE_DEFAULTS.items()},
         "post_noise": dict(post_noise),
-        "timings": {
-            "training_seconds": round(seconds, 3),
-            "total_seconds": round(total_seconds, 3),
-            "steps_per_second": round(speed, 2),
-            "samples_per_second": round(speed * privacy.batch_size, 1),
-        },
+        "timings": timings if plan.timed else dict.fromkeys(timings),
         "versions": {"python": platform.python_version(), "dpmac": __version__}
         | {package: version(package) for package in PACKAGES},
         "machine": {"system": platform.system(), "processor": platform.machine(), **machine},

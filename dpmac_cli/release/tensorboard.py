@@ -63,7 +63,7 @@ def _record_of(line: Mapping[str, Any]) -> bytes:
         for name, value in line.items()
         if isinstance(value, int | float) and name not in NOT_CURVES
     ]
-    seconds = line.get("seconds", 0.0)  # of training, instead of the date
+    seconds = line.get("seconds") or 0.0  # of training, instead of the date
     return _record(step=line["step"], wall_time=seconds, summary={"value": values})
 
 

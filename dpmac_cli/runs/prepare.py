@@ -86,7 +86,7 @@ def prepare(
     kind, why = independence_of(network, facts, model, parts, form, own=own)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(network, facts, model, form)
-    fingerprints = {**built.fingerprints, **_data_sums(plan.data, data)}
+    fingerprints = {**built.fingerprints, **declared_sums(plan.data, data)}
     if data is None:
         data = yield from loading(plan.data.source, plan.data.folder, device, facts=facts)
     if plan.data.own:
@@ -233,8 +233,11 @@ def _check_passed_in(plan: TrainPlan, model: object) -> nn.Module:
     return model
 
 
-def _data_sums(plan: DataPlan, data: Data | None) -> dict[Fingerprint, str]:
-    """Return checksums of the facts of user-supplied data, for resuming."""
+def declared_sums(plan: DataPlan, data: Data | None) -> dict[Fingerprint, str]:
+    """Return checksums of what is declared of user-supplied data: classes and constants.
+
+    For records passed in as ``data`` under a registered name, return that of the records.
+    """
     facts, sums = plan.facts, dict[Fingerprint, str]()
     if plan.own:
         sums["classes"] = digest({}, facts.task.declared)

@@ -171,7 +171,7 @@ class Session:
                     assert epsilon is not None  # noqa: S101  (the schedule is complete)
                     if isinstance(event.result, Evaluation):
                         self.scored = event.result
-                    self.history.append(metrics_line(event, epsilon, plan.privacy, plan.run.metric))
+                    self.history.append(metrics_line(event, epsilon, plan))
                 # Save no step before its score: a run that resumed after it would never score it.
                 scores = event.step % plan.privacy.steps_per_epoch == 0 or event.step == self.steps
                 settled = scored or not scores

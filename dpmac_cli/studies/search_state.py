@@ -39,7 +39,8 @@ class SearchState:
         setting: settings of the current trial; None before they are drawn.
         verdict: what is being done with the current trial, or the best; "" if nothing is.
         seconds: time that the search has taken.
-        records: checksums of the records.
+        records: checksums of the records, and of what is declared of them.
+        files: checksums of the files that trials read besides, by their paths.
     """
 
     plan: str
@@ -49,6 +50,7 @@ class SearchState:
     verdict: str = ""
     seconds: float = 0.0
     records: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,14 @@ class SecretFolder:
         text = files.to_json(asdict(state)).encode()
         files.write_atomically(self.path / FILE, text, files.PRIVATE_MODE)
 
+    def clear(self) -> None:
+        """Remove what a kill before the first trial, or at the very end, left. Raises OSError.
+
+        A folder of the same name that somebody else made is not touched.
+        """
+        if self.path.is_dir() and all(map(_left_over, self.path.iterdir())):
+            remove(self.path)
+
     def settle(self, verdict: str) -> None:
         """Keep the current trial as the best, or remove it; again after a kill. Raises OSError."""
         if verdict == WON and self.current.exists():
@@ -116,6 +126,10 @@ class SecretFolder:
                 os.utime(self.best / name)
                 os.replace(self.best / name, self.where / name)
         remove(self.path)
+
+
+def _left_over(file: Path) -> bool:
+    return file.name == NOTE or (file.name.startswith(".") and file.name.endswith(files.PART))
 
 
 def remove(path: Path) -> None:

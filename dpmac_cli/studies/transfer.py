@@ -91,7 +91,7 @@ def _loaded_public(plan: Transfer) -> Data:
         return load_data(data.source, data.folder, device, facts=data.facts)
 
     public = loaded(plan.public)
-    if record_sums(public) == record_sums(loaded(plan.data)):
+    if record_sums(public)["data"] == record_sums(loaded(plan.data))["data"]:  # whatever the units
         raise InputError(
             f"--on {plan.public.dataset} has the same records as the private data: a search on it "
             "costs privacy. Leave out --on, or give public data."

@@ -29,7 +29,7 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, train
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.prepare import record_sums
+from dpmac_cli.runs.prepare import declared_sums, record_sums
 from dpmac_cli.runs.timing import AROUND, duration
 from dpmac_cli.studies.search_state import (
     LOST,
@@ -41,6 +41,7 @@ from dpmac_cli.studies.search_state import (
     remove,
 )
 from dpmac_cli.studies.transfer import Tried, carry_out_transfer
+from dpmac_cli.studies.trial_files import check_files, file_sums
 from dpmac_cli.studies.trial_scores import PublicScore, Score, covered_score
 
 #: Seconds between two records of the time that a search has taken.
@@ -192,9 +193,10 @@ def tune(
         RunError: every trial diverged, or memory ran out.
     """
     given: dict[str, Any] = dict(keywords)
-    own: dict[str, Any] = {"trials": trials, "most_trials": most_trials, "stop_early": stop_early}
-    own |= {"on": on, "score_on": score_on, "out": given.pop("out", None)}
-    flags, space = ask_search(given, own, search, None if config is None else Path(config))
+    of_search: dict[str, Any] = {"trials": trials, "most_trials": most_trials}
+    of_search |= {"stop_early": stop_early, "on": on, "score_on": score_on}
+    of_search["out"] = given.pop("out", None)
+    flags, space = ask_search(given, of_search, search, None if config is None else Path(config))
     if isinstance(space, Transfer):
         return carry_out_transfer(space, flags.out, stop)
     plan = plan_tune(space, flags.out, stop_early=flags.stop_early)
@@ -207,20 +209,22 @@ def carry_out_search(
     """Carry out a search, or resume it, and report nothing but time until it is published.
 
     Raises:
-        InputError: the folder contains something else, or another search; or the records changed.
+        InputError: the folder contains something else, or another search; or the records, or a file
+            that trials read, changed.
         KeyboardInterrupt: ``stop`` returned True. The same call resumes the search.
         RunError: every trial diverged, or memory ran out.
     """
     secret = SecretFolder(plan.out)
     if secret.read() is None:
-        remove(secret.path)  # a kill before the first trial, or at the very end
+        secret.clear()
         folder.check_chosen_folder(plan.out, force=False)
     folder.make_folder(plan.out)
     with folder.locked(plan.out):
         first = plan.space.plans[0]
         device = choose_device(first.run.device)
         data = load_data(first.data.source, first.data.folder, device, facts=first.data.facts)
-        sums = {str(name): sha for name, sha in record_sums(data).items()}
+        found = {**declared_sums(first.data, data), **record_sums(data)}
+        sums = {str(name): sha for name, sha in found.items()}
         score = covered_score
         if plan.space.judge is not None:
             score = PublicScore(plan.space.judge, device, sums)
@@ -237,7 +241,8 @@ def _begun(plan: TunePlan, secret: SecretFolder, records: Mapping[Any, str]) -> 
     state = secret.read()
     if state is None:
         number = plan.space.search.trials.draw()
-        state = SearchState(plan=plan.checksum, counted=number, records=dict(records))
+        files = file_sums(plan.space.plans)
+        state = SearchState(plan=plan.checksum, counted=number, records=dict(records), files=files)
         secret.write(state)
     if state.plan != plan.checksum:
         raise InputError(
@@ -246,8 +251,8 @@ def _begun(plan: TunePlan, secret: SecretFolder, records: Mapping[Any, str]) -> 
         )
     if dict(state.records) != dict(records):
         raise InputError(
-            "The records are not those that the search started with. Restore the original, or "
-            "start a new search with another --out."
+            "The records, or what is declared of them, are not those that the search started with. "
+            "Restore the original, or start a new search with another --out."
         )
     return state
 
@@ -304,8 +309,10 @@ def _trial(
 ) -> Iterator[Searching]:
     """Run one trial completely, and keep it if it counts and is the best.
 
-    A trial that does not count is trained and scored like the others. Raises KeyboardInterrupt.
+    A trial that does not count is trained and scored like the others. Raises KeyboardInterrupt, or
+    InputError if a file that it reads has changed.
     """
+    check_files(plan.space.plans, clock.state.files)
     if clock.state.verdict == "":
         if clock.state.setting is None:
             clock.write(setting=plan.space.draw())

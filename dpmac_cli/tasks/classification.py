@@ -35,12 +35,40 @@ REPORTED = (
 )
 
 
+class NamedClasses(Task):
+    """Classes or labels, each of which has a name.
+
+    Attributes:
+        multilabel: whether a record may have any number of them.
+    """
+
+    multilabel: ClassVar[bool]
+
+    @property
+    def described(self) -> str:
+        """Return the outputs in words."""
+        return f"{len(self.names)} classes"
+
+    @property
+    def facts(self) -> TaskFacts:
+        """Return the facts of the task in a model file."""
+        return {"classes": list(self.names), "multilabel": self.multilabel, "target": None}
+
+    @classmethod
+    def of_facts(cls, facts: TaskFacts) -> Task | None:
+        """Return the task with these facts; None if they describe another kind."""
+        if facts["target"] is not None or facts["multilabel"] != cls.multilabel:
+            return None
+        return cls(tuple(facts["classes"]))
+
+
 @dataclass(frozen=True)
-class Classification(Task):
+class Classification(NamedClasses):
     """One class per record. Targets are the numbers of classes, shape (records,)."""
 
     kind: ClassVar[str] = "classification"
     of_record: ClassVar[str] = "one class"
+    unknown: ClassVar[str] = "no class"
     losses: ClassVar[tuple[str, ...]] = ("cross-entropy", "focal")
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
         ACCURACY,
@@ -49,11 +77,7 @@ class Classification(Task):
     )
     reported: ClassVar[tuple[str, ...]] = REPORTED
     target: ClassVar[str] = "int64"
-
-    @property
-    def described(self) -> str:
-        """Return the outputs in words."""
-        return f"{len(self.names)} classes"
+    multilabel: ClassVar[bool] = False
 
     @property
     def summary(self) -> str:
@@ -66,18 +90,6 @@ class Classification(Task):
         result = "The result is the index of the class in the list above, from 0."
         row = "classes", self.names
         return Usage("classifier", row, "", "classify", "{}.argmax(1)", result)
-
-    @property
-    def facts(self) -> TaskFacts:
-        """Return the facts of the task in a model file."""
-        return {"classes": list(self.names), "multilabel": False, "target": None}
-
-    @classmethod
-    def of_facts(cls, facts: TaskFacts) -> Task | None:
-        """Return the task with these facts; None if they describe another kind."""
-        if facts["multilabel"] or facts["target"] is not None:
-            return None
-        return cls(tuple(facts["classes"]))
 
     def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
         """Return classes without a test record."""
@@ -120,22 +132,19 @@ class Classification(Task):
 
 
 @dataclass(frozen=True)
-class SeveralLabels(Task):
+class SeveralLabels(NamedClasses):
     """Any number of labels per record. Targets are 0 or 1 per label, shape (records, labels)."""
 
     kind: ClassVar[str] = "several labels"
     of_record: ClassVar[str] = "several labels"
+    unknown: ClassVar[str] = "no labels"
     losses: ClassVar[tuple[str, ...]] = ("bce",)
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (ACCURACY, BALANCED, *OTHERS)
     reported: ClassVar[tuple[str, ...]] = REPORTED
     target: ClassVar[str] = "uint8"
     frozen_parts: ClassVar[bool] = False
     audited: ClassVar[bool] = False
-
-    @property
-    def described(self) -> str:
-        """Return the outputs in words."""
-        return f"{len(self.names)} classes"
+    multilabel: ClassVar[bool] = True
 
     @property
     def summary(self) -> str:
@@ -148,16 +157,6 @@ class SeveralLabels(Task):
         result = "The result says which of the labels in the list above each record has."
         row = "labels", self.names
         return Usage("classifier", row, "", "classify", "{} > 0", result)
-
-    @property
-    def facts(self) -> TaskFacts:
-        """Return the facts of the task in a model file."""
-        return {"classes": list(self.names), "multilabel": True, "target": None}
-
-    @classmethod
-    def of_facts(cls, facts: TaskFacts) -> Task | None:
-        """Return the task with these facts; None if they describe another kind."""
-        return cls(tuple(facts["classes"])) if facts["multilabel"] else None
 
     def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
         """Return labels that no test record has."""

@@ -6,9 +6,10 @@ z of a network predicts t; of counts, exp(z) predicts the share y / high. Import
 """
 
 import math
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from dpmac_cli.tasks.task import EvaluationMetric, Task, TaskFacts, Usage
 
@@ -30,8 +31,48 @@ NUMBER_METRICS = (
 )
 
 
+class NumberTask(Task):
+    """Numbers in public ranges, one or several per record."""
+
+    losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
+    target: ClassVar[str] = "float32"
+    weighted: ClassVar[bool] = False
+    #: The middle of the range: noise leaves no steps to unlearn random outputs.
+    start: ClassVar[float | None] = 0.0
+
+    @property
+    @abstractmethod
+    def target_facts(self) -> Mapping[str, Any]:
+        """Return the facts of the target, or of all targets; their "kind" is that of the task."""
+
+    @classmethod
+    @abstractmethod
+    def of_target(cls, target: Mapping[str, Any]) -> Self:
+        """Return the task with these :attr:`target_facts`."""
+
+    @property
+    def facts(self) -> TaskFacts:
+        """Return the facts of the task in a model file."""
+        return {"classes": [], "multilabel": False, "target": self.target_facts}
+
+    @classmethod
+    def of_facts(cls, facts: TaskFacts) -> Task | None:
+        """Return the task with these facts; None if they describe another kind."""
+        target = facts["target"]
+        return None if target is None or target["kind"] != cls.kind else cls.of_target(target)
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """Return the facts that must be unchanged to resume a run."""
+        return {"target": self.target_facts}
+
+    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
+        """Return nothing: there are no classes."""
+        return ()
+
+
 @dataclass(frozen=True)
-class Regression(Task):
+class Regression(NumberTask):
     """A number per record. Targets are scaled to [-1, 1], shape (records, 1).
 
     Attributes:
@@ -45,16 +86,12 @@ class Regression(Task):
 
     kind: ClassVar[str] = "regression"
     of_record: ClassVar[str] = "one number"
-    losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
+    unknown: ClassVar[str] = "no number"
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = NUMBER_METRICS
     reported: ClassVar[tuple[str, ...]] = (
         *("rmse", "r2", "at_or_below", "noise", "interval", "mae_interval"),
     )
-    target: ClassVar[str] = "float32"
     public: ClassVar[str] = "range of the target"
-    weighted: ClassVar[bool] = False
-    #: The middle of the range: noise leaves no steps to unlearn random outputs.
-    start: ClassVar[float | None] = 0.0
 
     @property
     def described(self) -> str:
@@ -82,33 +119,20 @@ class Regression(Task):
         return f"({code}).expm1()" if self.transform == "log1p" else code
 
     @property
-    def facts(self) -> TaskFacts:
-        """Return the facts of the task in a model file."""
-        target = {"name": self.names[0], "kind": self.kind, "low": self.low, "high": self.high}
-        target["transform"] = self.transform
-        return {"classes": [], "multilabel": False, "target": target}
+    def target_facts(self) -> Mapping[str, Any]:
+        """Return the facts of the target."""
+        ends = {"low": self.low, "high": self.high}
+        return {"name": self.names[0], "kind": self.kind, **ends, "transform": self.transform}
 
     @classmethod
-    def of_facts(cls, facts: TaskFacts) -> Task | None:
-        """Return the task with these facts; None if they describe another kind."""
-        target = facts["target"]
-        if target is None or target["kind"] != cls.kind:
-            return None
+    def of_target(cls, target: Mapping[str, Any]) -> Self:
+        """Return the task with these facts."""
         return cls((target["name"],), target["low"], target["high"], target["transform"])
-
-    @property
-    def declared(self) -> dict[str, Any]:
-        """Return the facts that must be unchanged to resume a run."""
-        return {"target": self.facts["target"]}
 
     @property
     def width(self) -> float:
         """Largest error of a prediction, in the units of the target."""
         return self.high - self.low
-
-    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
-        """Return nothing: there are no classes."""
-        return ()
 
     def encoded(self, targets: "NDArray[Any]") -> "NDArray[Any]":
         """Return targets as a network learns them, float32, shape (records, 1)."""
@@ -174,6 +198,7 @@ class Counts(Regression):
 
     kind: ClassVar[str] = "counts"
     of_record: ClassVar[str] = "one count"
+    unknown: ClassVar[str] = "no count"
     losses: ClassVar[tuple[str, ...]] = ("poisson",)
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
         *NUMBER_METRICS,

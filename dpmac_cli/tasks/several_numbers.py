@@ -3,12 +3,12 @@
 Imports nothing slow; see :mod:`dpmac_cli.tasks.task`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from dpmac_cli.tasks.regression import NUMBER_METRICS, Regression
-from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
+from dpmac_cli.tasks.regression import NUMBER_METRICS, NumberTask, Regression
+from dpmac_cli.tasks.task import EvaluationMetric, Results, Usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +22,7 @@ _KEPT = tuple(metric for metric in NUMBER_METRICS if metric.name in ("r2", "at-o
 
 
 @dataclass(frozen=True)
-class SeveralNumbers(Task):
+class SeveralNumbers(NumberTask):
     """Several numbers per record. Targets are scaled to [-1, 1], shape (records, targets).
 
     Attributes:
@@ -33,15 +33,12 @@ class SeveralNumbers(Task):
 
     kind: ClassVar[str] = "several numbers"
     of_record: ClassVar[str] = "several numbers"
-    losses: ClassVar[tuple[str, ...]] = Regression.losses
+    unknown: ClassVar[str] = "no number for some targets"
     metrics: ClassVar[tuple[EvaluationMetric, ...]] = (NMAE, NRMSE, *_KEPT)
     reported: ClassVar[tuple[str, ...]] = (
         *("nrmse", "r2", "at_or_below", "by_target", "noise", "interval", "nmae_interval"),
     )
-    target: ClassVar[str] = Regression.target
     public: ClassVar[str] = "ranges of the targets"
-    weighted: ClassVar[bool] = False
-    start: ClassVar[float | None] = Regression.start
 
     @classmethod
     def of(cls, parts: Sequence[Regression]) -> Self:
@@ -81,29 +78,14 @@ class SeveralNumbers(Task):
         return f"torch.stack([y.expm1() if log else y for y, log in {each}], 1)"
 
     @property
-    def facts(self) -> TaskFacts:
-        """Return the facts of the task in a model file."""
-        targets = [part.facts["target"] for part in self.parts]
-        target = {"kind": self.kind, "targets": targets}
-        return {"classes": [], "multilabel": False, "target": target}
+    def target_facts(self) -> Mapping[str, Any]:
+        """Return the facts of all targets."""
+        return {"kind": self.kind, "targets": [part.target_facts for part in self.parts]}
 
     @classmethod
-    def of_facts(cls, facts: TaskFacts) -> Task | None:
-        """Return the task with these facts; None if they describe another kind."""
-        target = facts["target"]
-        if target is None or target["kind"] != cls.kind:
-            return None
-        found = [Regression.of_facts({**facts, "target": part}) for part in target["targets"]]
-        return cls.of([part for part in found if isinstance(part, Regression)])
-
-    @property
-    def declared(self) -> dict[str, Any]:
-        """Return the facts that must be unchanged to resume a run."""
-        return {"target": self.facts["target"]}
-
-    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
-        """Return nothing: there are no classes."""
-        return ()
+    def of_target(cls, target: Mapping[str, Any]) -> Self:
+        """Return the task with these facts."""
+        return cls.of([Regression.of_target(part) for part in target["targets"]])
 
     def encoded(self, targets: "NDArray[Any]") -> "NDArray[Any]":
         """Return targets as a network learns them, float32, shape (records, targets)."""

@@ -178,6 +178,7 @@ class Task(ABC):
         names: names of the outputs, in their order.
         kind: name of the task in a report.
         of_record: what a record has, in words.
+        unknown: what a record has whose output contains NaN, in words.
         losses: losses that fit, the default first; it is also the test loss.
         metrics: metrics of the task, the default first.
         reported: keys of scores in a report besides the default metric and the loss.
@@ -193,6 +194,7 @@ class Task(ABC):
 
     kind: ClassVar[str]
     of_record: ClassVar[str]
+    unknown: ClassVar[str]
     losses: ClassVar[tuple[str, ...]]
     metrics: ClassVar[tuple[EvaluationMetric, ...]]
     reported: ClassVar[tuple[str, ...]]

@@ -1,7 +1,7 @@
 """Evaluation of a model on a test split."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.units import Units
-from dpmac_cli.dp.clipping.batch_invariance import LEAST_ROWS, fill_rows
+from dpmac_cli.dp.clipping.batch_invariance import (
+    LEAST_ROWS,
+    PERIOD,
+    Manner,
+    fill_rows,
+    find_manner,
+)
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.errors import counted
 from dpmac_cli.tasks.notebook import Line, as_html, of_score
@@ -22,6 +28,9 @@ from dpmac_cli.torch_errors import code_of_network
 EXACT = "Exact scores of the test records, which epsilon does not cover."
 #: Number of records to score at a time, and largest number of values in their images.
 RECORDS, NUMBERS = 2048, 2048 * 3 * 32 * 32
+#: Number of rows in each batch in which no record may round another. It does not depend on the
+#: number of records, which a single one changes.
+ROWS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,32 +111,69 @@ class Evaluation:
         return as_html("Evaluation", self.rows(), EXACT)
 
 
-def places(records: int, shape: tuple[int, ...]) -> Iterator[slice]:
-    """Yield slices of records of a given shape to score at a time."""
-    size = max(1, min(RECORDS, NUMBERS // prod(shape)))
+@dataclass(frozen=True)
+class Batching:
+    """Batches of at most ``most`` records, filled to ``least`` rows, and how the network runs."""
+
+    most: int = RECORDS
+    least: int = LEAST_ROWS
+    manner: Manner = field(default_factory=Manner)
+
+
+def places(records: int, shape: tuple[int, ...], most: int = RECORDS) -> Iterator[slice]:
+    """Yield slices of at most ``most`` records of a given shape to score at a time."""
+    size = max(1, min(most, NUMBERS // prod(shape)))
     return (slice(begin, begin + size) for begin in range(0, records, size))
 
 
 @torch.no_grad()
-def outputs(model: nn.Module, inputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the logits of each batch of standardised images."""
+def outputs(
+    model: nn.Module, inputs: Iterable[Tensor], least: int = LEAST_ROWS
+) -> Iterator[Tensor]:
+    """Yield the logits of each batch of standardised images, filled up to ``least`` rows."""
     training = model.training
     model.eval()
     for x in inputs:
         with code_of_network(x):
-            logits = model(fill_rows(x, LEAST_ROWS))
+            logits = model(fill_rows(x, least))
         yield logits[: len(x)]
     model.train(training)
 
 
-def evaluate(model: nn.Module, data: Data, split: Split) -> Evaluation:
-    """Score every sample of a split."""
-    batches = list(places(len(split), split.images.shape[1:]))
+def invariant_batching(model: nn.Module, data: Data) -> Batching:
+    """Return how to score test records so that none changes how another is rounded, bit for bit.
+
+    One test record could otherwise move others across a kink or to another class. All batches have
+    the same number of rows, and the network runs in a way in which their places do not matter, as a
+    trial on this machine shows. If there is none, records are scored one by one.
+    """
+    shape, generator = data.test.images.shape[1:], torch.Generator().manual_seed(0)
+    (rows, *_) = places(ROWS, shape, ROWS)
+    base = torch.randn(PERIOD, *shape, generator=generator).to(data.gain)
+
+    def run(x: Tensor) -> Tensor:
+        (logits,) = outputs(model, [x], least=1)
+        return logits
+
+    manner = find_manner(model, run, base, rows.stop, fixed=True)
+    if not isinstance(manner, Manner):
+        return Batching(most=1, least=1)
+    least = manner.least(rows.stop)
+    return Batching(most=least, least=least, manner=manner)
+
+
+def evaluate(
+    model: nn.Module, data: Data, split: Split, batching: Batching | None = None
+) -> Evaluation:
+    """Score every sample of a split; in any batches, unless ``batching`` is given."""
+    how = batching or Batching()
+    batches = list(places(len(split), split.images.shape[1:], how.most))
     inputs = (data.standardised(split.at(some)[0]) for some in batches)
     standard = build_loss(data.task.losses[0])
     loss, found = 0.0, list[Tensor]()
-    for some, logits in zip(batches, outputs(model, inputs), strict=True):
-        loss += standard(logits, split.labels[some]).sum().item()
-        found.append(logits.cpu())
+    with how.manner.of(model):
+        for some, logits in zip(batches, outputs(model, inputs, how.least), strict=True):
+            loss += standard(logits, split.labels[some]).sum().item()
+            found.append(logits.cpu())
     logits, labels = torch.cat(found), split.labels.cpu()
     return Evaluation(loss / len(split), logits, labels, data.task, split.units)

@@ -15,7 +15,7 @@ from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.descent import Descent
 from dpmac_cli.training.distributed import Ranks
-from dpmac_cli.training.evaluation import Evaluation, evaluate
+from dpmac_cli.training.evaluation import Evaluation, evaluate, invariant_batching
 from dpmac_cli.training.private_scores import PrivateScore, release_score
 from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
@@ -72,12 +72,16 @@ class Trainer(Descent):
         finally:
             theta.copy_(kept)
 
-    def evaluate(self) -> Evaluation:
-        """Score the published model on every test record."""
+    def evaluate(self, *, covered: bool = False) -> Evaluation:
+        """Score the published model on every test record.
+
+        If they are ``covered``, none changes how another is rounded.
+        """
         with self.published() as model, full_float32(self._dtype):
             # An isolated network may store information about inputs, but not about test records.
             scored = duplicate(model) if self.plan.isolated else model
-            return evaluate(scored, self.data, self.data.test)
+            batching = invariant_batching(scored, self.data) if covered else None
+            return evaluate(scored, self.data, self.data.test, batching)
 
     def score(self) -> Evaluation | PrivateScore:
         """Return the scores to report: exact ones, or noisy ones for covered test records.
@@ -90,5 +94,5 @@ class Trainer(Descent):
         if not scores.due(step, self.plan.steps):
             return PrivateScore(self.data.task, math.nan, self.data.test.size)
         assert self.randomness.scores is not None  # noqa: S101  (only the first rank scores)
-        result = self.evaluate()
+        result = self.evaluate(covered=True)
         return release_score(result, self.data.test.units, scores, self.randomness.scores.at(step))

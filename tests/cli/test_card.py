@@ -222,8 +222,10 @@ def test_names_of_classes_are_code_whatever_they_are(name: str) -> None:
         ("a", True, "has no row 'contact': it promises no privacy."),
     ],
 )
-def test_answers_that_cannot_be_shown_are_refused(answer: str, no_dp: bool, message: str) -> None:
-    where = train_digits(no_dp=no_dp, steps=1).folder
+def test_answers_that_cannot_be_shown_are_refused(
+    answer: str, no_dp: bool, message: str, run: Path
+) -> None:
+    where = train_digits(no_dp=True, steps=1).folder if no_dp else run
     result = dpmac("card", where, "--contact", answer)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())

@@ -15,6 +15,11 @@ from typer.testing import Result
 
 from dpmac_cli import load_model, predict
 from dpmac_cli.data.loaders import load_data
+from dpmac_cli.release import prediction
+from dpmac_cli.tasks.classification import Classification, SeveralLabels
+from dpmac_cli.tasks.regression import Counts, Regression
+from dpmac_cli.tasks.several_numbers import SeveralNumbers
+from dpmac_cli.tasks.task import Task
 from tests.digits_runs import train_digits
 from tests.typed import dpmac, hooked, loading
 
@@ -26,6 +31,7 @@ columns:
   town: {categories: [Ulm, Bonn], missing: input}
 drop: [name]
 """
+COST = Regression(("cost",), 0.0, 100.0)
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +257,28 @@ def test_what_is_there_is_not_replaced_unasked(digits: Path) -> None:
     assert "The folder no of --out does not exist." in said
     assert dpmac("predict", digits, "new.npz", "--out", "kept.csv", "--force").exit_code == 0
     assert Path("kept.csv").read_text().startswith("row,predicted,")
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Classification(("a", "b")), "it has no class"),
+        (SeveralLabels(("a", "b")), "it has no labels"),
+        (COST, "it has no number"),
+        (Counts(("visits",), 0.0, 9.0), "it has no count"),
+        (SeveralNumbers.of([COST, COST]), "it has no number for some targets"),
+    ],
+)
+def test_what_a_record_without_an_answer_lacks_is_said(
+    task: Task, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = np.full((2, task.outputs), 0.5, np.float32)
+    answers[1, 0] = np.nan
+    found = prediction.Predictions(answers, task, (0, 1))
+    monkeypatch.setattr(prediction, "predict", lambda *_, **__: found)
+    result = dpmac("predict", "run", "new.npz")
+    assert result.exit_code == 0, result.output
+    assert f"note: for 1 record the output is NaN, so {said}\n" in result.stderr
 
 
 @pytest.mark.long

@@ -36,6 +36,7 @@ from tests.helpers import (
     Batches,
     KeptNoise,
     Spy,
+    Through,
     classes,
     make_trainer,
     numbers,
@@ -427,15 +428,6 @@ class Ghost(nn.Module):
         return x + torch.cat(normed)
 
 
-class Mixing(nn.Module):
-    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._mix = mix
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._mix(x)
-
-
 class Backwards(torch.autograd.Function):
     """Mixes samples in the backward pass alone."""
 
@@ -513,7 +505,7 @@ def _(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("own", [Rounded.apply, by_operator])
 def test_a_rule_for_vmap_of_the_program_never_sees_two_samples(own: Any) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(Mixing(own), nn.Linear(5, CLASSES))
+    net = nn.Sequential(Through(own), nn.Linear(5, CLASSES))
     layers = split_by_module(net)
     isolated = Isolated(net, layers, numbers(5))
     assert not isolated.vmapped
@@ -564,7 +556,7 @@ def test_a_loss_with_a_rule_for_vmap_of_its_own_sees_one_sample(own: Any) -> Non
 
 
 def _mixed_inside(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Linear(5, 5), Mixing(mix), nn.Tanh(), nn.Linear(5, CLASSES))
+    return lambda: nn.Sequential(nn.Linear(5, 5), Through(mix), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
 MIXERS: Mapping[str, Callable[[], nn.Module]] = {
@@ -729,7 +721,7 @@ ISOLATED = replace(PLAN, isolated=True)
 def tiny_mixer(mix: Callable[[Tensor], Tensor]) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(SIDE**2, 5), Mixing(mix), nn.Linear(5, TINY_CLASSES)
+        nn.Flatten(), nn.Linear(SIDE**2, 5), Through(mix), nn.Linear(5, TINY_CLASSES)
     ).double()
 
 
