@@ -19,6 +19,7 @@ from dpmac_cli import __version__
 from dpmac_cli.cli.app import COMMANDS, load
 from dpmac_cli.config import keywords
 from dpmac_cli.config.account_flags import AccountFlags
+from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Settings
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -33,6 +34,8 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: A file of this repository, by its path.
 FILE = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|toml|md|json|jsonl|yaml))`")
+#: Commands whose values are validated, too, by their settings.
+VALIDATED: Mapping[str, type[Flags]] = {"train": Settings, "account": AccountFlags}
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -157,7 +160,7 @@ def mistyped(command: str) -> str:
     _, name, *args = shlex.split(command, comments=True)
     try:
         given = known()[name].make_context(name, args).params
-        if model := {"train": Settings, "account": AccountFlags}.get(name):
+        if model := VALIDATED.get(name):
             given = {key: value for key, value in given.items() if key in model.model_fields}
             model.model_validate({key: v for key, v in given.items() if key != "dataset"})
     except Exception as error:  # noqa: BLE001  (of any kind)
