@@ -40,5 +40,5 @@ def command_of(name: str, function: Callable[..., None]) -> TyperCommand:
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
     )
     alone.command(name, cls=Command)(reports_failures(function))
-    found: Any = typer.main.get_command(alone)
+    found: TyperCommand = typer.main.get_command(alone)  # type: ignore[assignment]
     return found

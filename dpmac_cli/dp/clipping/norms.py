@@ -132,7 +132,8 @@ def row_squares(numbers: Tensor) -> Tensor:
     whole = numbers.shape[1] // ROW * ROW
     parts = vector_norm(numbers[:, :whole].reshape(len(numbers), whole // ROW, ROW), dim=2)
     rest = vector_norm(numbers[:, whole:], dim=1).double().square_()
-    return parts.double().square_().sum(1).add_(rest)
+    squares: Tensor = parts.double().square_().sum(1).add_(rest)
+    return squares
 
 
 def sum_rounded_up(terms: Tensor) -> Tensor:
