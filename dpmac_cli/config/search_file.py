@@ -12,7 +12,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.config.fields import NUMBER, Option, flag_name
+from dpmac_cli.config.fields import NUMBER, flag_name
 from dpmac_cli.config.flags import near, valid_part
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.named import RECIPES, file_of
