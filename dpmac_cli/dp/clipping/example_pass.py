@@ -92,7 +92,8 @@ def _idle_parameters(model: nn.Module, outputs: Any) -> set[int]:
     """Return the ids of trained parameters that are in no graph of the outputs."""
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
-        sums = [x.sum() for x in tensors_in(outputs) if x.requires_grad]
+        with torch.enable_grad():
+            sums = [x.sum() for x in tensors_in(outputs) if x.requires_grad]
         found = torch.autograd.grad(sums, trained, allow_unused=True)
     except Exception:  # noqa: BLE001  (user code may raise anything, and would in training)
         return set()

@@ -287,7 +287,9 @@ def _checked_uses(
 
 def _why_other_rows(name: str, given: Sequence[Tensor], batch: int) -> str:
     """Return why the rows of tensors may not be samples, and what to do."""
-    odd = next(x for x in given if x.ndim == 0 or len(x) != batch)
+    odd = next((x for x in given if x.ndim == 0 or len(x) != batch), None)
+    if odd is None:
+        return "It had several rows per sample during validation. Call it alike in every step."
     if odd.ndim > 1 and odd.shape[1] == batch:
         return (
             "It is the second one here. For attention and recurrent layers, batch_first=True; for "
