@@ -52,6 +52,10 @@ class Regime:
     ema: float
 
 
+#: Heads on vectors of public encoders of images and of texts.
+IMAGES, TEXTS = Regime(12, 20, 0.003, 0.95), Regime(12, 20, 0.005, 0.95)
+
+
 def best(given: Settings, facts: Dataset) -> Keywords:
     """Return the settings of the best recipe, to be filled in where none is given."""
     chosen = _network(given, facts) | _budget(given)
@@ -117,7 +121,7 @@ def _budget(given: Settings) -> Keywords:
 def training(given: Settings, facts: Dataset) -> Regime:
     """Return how to train a network: a head of fixed features, a perceptron or another one."""
     if given.backbone is not None:
-        return Regime(12, 20, 0.005 if facts.texts else 0.003, 0.95)
+        return TEXTS if facts.texts else IMAGES
     if given.features is not None:
         kind_of_features = Scattered(given.features)
         if kind_of_features.fault(facts.shape) is None:
