@@ -1,11 +1,11 @@
 """Time and memory of a classifier of texts, from the command to the model, and started again.
 
-    python benchmarks/text_time.py 20000 --words 140 --json docs/data/text_time.json
+    python benchmarks/text_time.py docs/data/text_time.jsonl 20000 --words 140
 
 Texts are generated, and one of their words names the class. ``dpmac train --backbone minilm`` runs
 as a command, first with an empty cache, then with the vectors that it computed. CPU seconds and the
 peak of the memory are those that the system counts for the command; seconds until the first step
-are by the clock.
+are by the clock. A line with both is added to the file.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import lines
 import numpy as np
 
 from dpmac_cli.models.encoders import read_encoder
@@ -76,12 +77,12 @@ def _first_step(out: Path, run: "subprocess.Popen[bytes]", begun: float) -> floa
 
 
 def main() -> None:
-    """Measure, print the results as JSON, and write them where asked."""
+    """Measure, and print and keep the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("file", type=Path)
     parser.add_argument("texts", type=int)
     parser.add_argument("--words", type=int, default=140)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -89,9 +90,8 @@ def main() -> None:
         (folder / "schema.yaml").write_text(SCHEMA.format(tokens=given.tokens))
         costs = {key: asdict(cost_of(folder, key)) for key in ("first", "again")}
     document = {"texts": given.texts, "words": given.words, "tokens": given.tokens, **costs}
+    lines.append(given.file, document)
     print(json.dumps(document, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

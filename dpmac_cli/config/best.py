@@ -53,7 +53,7 @@ class Regime:
 
 
 #: Heads on vectors of public encoders of images and of texts.
-IMAGES, TEXTS = Regime(12, 20, 0.003, 0.95), Regime(12, 20, 0.005, 0.95)
+IMAGES, TEXTS = Regime(12, 20, 0.003, 0.95), Regime(12, 20, 0.005, 0.9)
 
 
 def best(given: Settings, facts: Dataset) -> Keywords:
