@@ -34,7 +34,7 @@ DELTA = 1e-5
 
 @dataclass(frozen=True)
 class Way:
-    """How to train a head with DP-Adam."""
+    """Settings of DP-Adam for a head."""
 
     share: int  # steps per epoch: the expected batch is n / share
     epochs: int

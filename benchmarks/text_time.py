@@ -39,7 +39,7 @@ class Cost:
 
 
 def write_table(file: Path, count: int, words: int) -> None:
-    """Write generated texts of so many words, each of which is one token."""
+    """Write ``count`` generated texts of ``words`` words, each of which is one token."""
     vocabulary = [word for word in read_encoder("minilm").tokenizer.ids if word.isalpha()]
     draw = np.random.default_rng(0)
     with file.open("w") as table:
