@@ -6,8 +6,8 @@
 
     python benchmarks/best_rule.py tune docs/data/best_rule_tuned.jsonl
 
-The rule was tuned on other datasets: MNIST, CIFAR-10, digits, breast, wine and generated tables,
-`classes-1000` and `classes-4000`. `tune` tries a few settings on the small ones. `segment` and
+The rule was tuned on other datasets: MNIST, CIFAR-10, digits, breast, wine, penguins and generated
+tables of sklearn. `tune` tries a few settings on the small ones. `segment` and
 `phishing` are tables in the package river; `layers` (a table) and `bars` (images) are generated.
 Each of five repetitions has its own split and seed. A line has the set, epsilon, the settings (none
 for the recipe) and the test accuracy in percent by repetition. What is in the file is not run
@@ -86,18 +86,34 @@ def bars() -> Table:
     return pixels.clip(0, 255).round()[:, None], y
 
 
-def classes(records: int) -> Table:
-    """Return a generated table of sklearn with four classes of two clusters each."""
+def classes(records: int, inputs: int = 16, count: int = 4, clusters: int = 2) -> Table:
+    """Return a generated table of sklearn with several clusters in each class."""
     x, y = datasets.make_classification(
         records * 5 // 4,
-        16,
-        n_informative=8,
-        n_classes=4,
-        n_clusters_per_class=2,
+        inputs,
+        n_informative=inputs // 2,
+        n_classes=count,
+        n_clusters_per_class=clusters,
         class_sep=1.5,
         random_state=1,
     )
     return x.clip(-8, 8), y
+
+
+def penguins() -> Table:
+    """Return the table of the package palmerpenguins without its incomplete rows."""
+    found = importlib.util.find_spec("palmerpenguins")
+    assert found is not None
+    assert found.submodule_search_locations
+    file = Path(found.submodule_search_locations[0], "data", "penguins.csv")
+    rows = [row for row in csv.DictReader(file.open()) if row["bill_depth_mm"] not in ("", "NA")]
+    numbers = ("bill_length_mm", "bill_depth_mm", "flipper_length_mm", "body_mass_g")
+    x = [[*(float(row[name]) for name in numbers), *_of_words(row)] for row in rows]
+    return np.array(x), np.unique([row["species"] for row in rows], return_inverse=True)[1]
+
+
+def _of_words(row: dict[str, str]) -> list[float]:
+    return [*(row["island"] == name for name in ("Biscoe", "Dream")), row["sex"] == "male"]
 
 
 SETS: dict[str, Callable[[], Table]] = {
@@ -113,10 +129,16 @@ SETS: dict[str, Callable[[], Table]] = {
     ),
 }
 SETS |= {f"classes-{records}": partial(classes, records) for records in (1000, 4000)}
+SETS |= {
+    "classes-24": partial(classes, 2400, 24, 8, 1),
+    "classes-12": partial(classes, 9600, 12, 3, 3),
+}
+SETS["penguins"] = penguins
 IMAGES = ("bars", "digits")
 #: Settings that were tried to find the rule: steps per epoch, epochs, rate, EMA.
 LINEAR, HIDDEN, SCATTER = {"model": "linear"}, {"model": "mlp-small"}, {"features": "scatter"}
 FEW, MORE, MANY = (3, 20, 0.03, 0.9), (12, 20, 0.01, 0.95), (12, 80, 0.002, 0.98)
+TABLES = ("wine", "penguins", "breast", "classes-1000", "classes-24", "classes-4000", "classes-12")
 TRIED: tuple[
     tuple[Sequence[str], dict[str, str], tuple[tuple[int, int, float, float], ...]], ...
 ] = (
@@ -128,6 +150,8 @@ TRIED: tuple[
     (("classes-1000", "classes-4000"), HIDDEN, (FEW, MORE, (1, 20, 0.05, 0.9))),
     (("classes-1000", "classes-4000"), HIDDEN, ((6, 40, 0.01, 0.95),)),
     (("classes-1000", "classes-4000"), LINEAR, (FEW, MORE)),
+    (TABLES, HIDDEN, (FEW, (6, 20, 0.04, 0.9), (6, 20, 0.06, 0.9), (12, 20, 0.06, 0.95))),
+    (TABLES, LINEAR, (FEW,)),
 )
 
 

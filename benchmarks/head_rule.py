@@ -10,6 +10,7 @@ and the rule's.
 
 import itertools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,15 +28,38 @@ from dpmac_cli.storage.progress import outcome
 CONFIG = Path(__file__).parents[1] / "sample_configs" / "cifar10-backbone.yaml"
 RULE = (STEPS_PER_EPOCH, EPOCHS, 0.003)
 SCORED = 4000
+#: Delta of runs on fewer records than images of CIFAR-10.
+DELTA = 1e-5
 
 
-def trained(split: Split, sigma: float, batch: float, steps: int, rate: float, seed: int) -> Tensor:
-    """Return weights, (classes, columns + 1), averaged as by --ema 0.95; C is 1."""
+@dataclass(frozen=True)
+class Way:
+    """Settings of DP-Adam for a head."""
+
+    share: int  # steps per epoch: the expected batch is n / share
+    epochs: int
+    rate: float
+    ema: float = 0.95
+    random: bool = False  # begin with torch's random weights instead of 0
+
+    def sigma(self, n: int, epsilon: float, delta: float) -> float:
+        """Return the noise multiplier for n records."""
+        batch = max(1, round(n / self.share))
+        steps = self.share * self.epochs
+        event = TrainingEvent(batch / n, 1.0, steps, "poisson", self.share)
+        return calibrate_noise(event, delta, epsilon)
+
+
+def trained(split: Split, way: Way, sigma: float, seed: int, classes: int = 10) -> Tensor:
+    """Return averaged weights, shape (classes, columns + 1); C is 1."""
     draws = torch.Generator().manual_seed(seed)
     x, y = split.images.flatten(1), split.labels
+    batch, steps = max(1, round(len(x) / way.share)), way.share * way.epochs
     reach = (x.float().square().sum(1) + 1).sqrt()
-    theta = torch.zeros(10, x.shape[1] + 1)
-    average, m, v = (torch.zeros_like(theta) for _ in range(3))
+    theta = torch.zeros(classes, x.shape[1] + 1)
+    if way.random:
+        theta.uniform_(-1, 1, generator=draws).div_(x.shape[1] ** 0.5)
+    average, m, v = theta.clone(), torch.zeros_like(theta), torch.zeros_like(theta)
     for step in range(1, steps + 1):
         rows = (torch.rand(len(x), generator=draws) < batch / len(x)).nonzero().squeeze(1)
         inputs = x[rows].float()
@@ -45,8 +69,8 @@ def trained(split: Split, sigma: float, batch: float, steps: int, rate: float, s
         total = torch.cat([delta.T @ inputs, delta.sum(0).unsqueeze(1)], 1)
         g = (total + sigma * torch.randn(theta.shape, generator=draws)) / batch
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g.square()
-        theta -= rate * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-12)
-        average.lerp_(theta, 1 - min(0.95, (1 + step) / (10 + step)))
+        theta -= way.rate * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-12)
+        average.lerp_(theta, 1 - min(way.ema, (1 + step) / (10 + step)))
     return average
 
 
@@ -66,14 +90,13 @@ def main() -> None:
         for per_epoch, epochs, rate in itertools.product(
             (4, 12, 36), (10, 20, 40), (0.001, 0.003, 0.01, 0.03)
         ):
-            steps, batch = per_epoch * epochs, max(1, round(n / per_epoch))
-            event = TrainingEvent(batch / n, 1.0, steps, "poisson", per_epoch)
-            sigma = calibrate_noise(event, min(1e-5, n**-1.1), epsilon)
+            way = Way(per_epoch, epochs, rate)
+            sigma = way.sigma(n, epsilon, min(DELTA, n**-1.1))
             scores = []
             for seed in range(3 if n < 5000 else 2 if n < 20_000 else 1):
                 part = slice(seed * n, (seed + 1) * n)
                 some = Split(data.train.images[part], data.train.labels[part])
-                scores.append(accuracy(trained(some, sigma, batch, steps, rate, seed), test))
+                scores.append(accuracy(trained(some, way, sigma, seed), test))
             found.append((round(sum(scores) / len(scores), 2), per_epoch, epochs, rate))
         found.sort(reverse=True)
         rule = [row for row in found if row[1:] == RULE]

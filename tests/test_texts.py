@@ -106,7 +106,7 @@ def test_a_table_of_notes_is_trained_on_and_predicted() -> None:
     assert report["input"]["texts"] == [[0, 16]]
     assert report["dataset"]["schema"]["columns"][0]["text"] == 16
     assert report["hyperparameters"]["lr"] == 0.005
-    assert report["recipe"]["ema"] == 0.95
+    assert report["recipe"]["ema"] == 0.9
     head: Any = load_model("run").model.get_submodule("head.1")
     assert head.in_features == WIDTH + 1
     table("new.csv", 10, seed=1)

@@ -31,7 +31,7 @@ _OF_NETWORK: tuple[SettingName, ...] = (
 WIDE, FEW_INPUTS = 8192, 256
 #: n epsilon below which noise allows only few steps, and from which a table is large enough for a
 #: hidden layer: with classes, and with numbers to predict for each of its inputs.
-FEW, LARGE, LARGE_BY_INPUT = 30_000, 2_000, 1_000
+FEW, LARGE, LARGE_BY_INPUT = 30_000, 450, 1_000
 #: Learning rates of Adam's rules, as multiples of dp-adam's: those that were best on fixed features
 #: (docs/recipes.md). Rates of the others depend on the scale of the gradients.
 RATES: Mapping[str, float] = {
@@ -54,6 +54,8 @@ class Regime:
 
 #: Training of a network of any kind; on records of many inputs, its rate is lower.
 ANY = Regime(12, 20, 0.01, 0.95)
+#: Heads on vectors of public encoders of images and of texts.
+IMAGES, TEXTS = Regime(12, 20, 0.003, 0.95), Regime(12, 20, 0.005, 0.9)
 
 
 def best(given: Settings, facts: Dataset) -> Keywords:
@@ -131,16 +133,19 @@ def _budget(given: Settings) -> Keywords:
 def training(given: Settings, facts: Dataset) -> Regime:
     """Return how to train a network: a head of fixed features, a perceptron or another one."""
     if given.backbone is not None:
-        return Regime(12, 20, 0.005 if facts.texts else 0.003, 0.95)
+        return TEXTS if facts.texts else IMAGES
     if given.features is not None:
         kind_of_features = Scattered(given.features)
         if kind_of_features.fault(facts.shape) is None:
             features = math.prod(kind_of_features.shape_of(facts.shape))
             return _of_features(features, _scale(given, facts))
-    kind = MODELS.get(given.model or facts.defaults.model)
+    model = given.model or facts.defaults.model
+    kind, inputs = MODELS.get(model), math.prod(facts.shape)
     if kind is not None and kind.builder == "perceptron":
-        return _of_perceptron(math.prod(facts.shape), _scale(given, facts))
-    return replace(ANY, rate=min(ANY.rate, 0.1 / math.sqrt(math.prod(facts.shape))))
+        if model == "mlp-small" and inputs <= FEW_INPUTS and isinstance(facts.task, Classification):
+            return _of_narrow(_scale(given, facts))
+        return _of_perceptron(inputs, _scale(given, facts))
+    return replace(ANY, rate=min(ANY.rate, 0.1 / math.sqrt(inputs)))
 
 
 def _of_features(features: int, scale: float) -> Regime:
@@ -148,6 +153,11 @@ def _of_features(features: int, scale: float) -> Regime:
     if scale < FEW:
         return Regime(6, 20, min(0.01, max(0.003, 0.18 / math.sqrt(features))), 0.9)
     return Regime(6, 20, 0.003, 0.95) if features > WIDE else Regime(12, 80, 0.002, 0.98)
+
+
+def _of_narrow(scale: float) -> Regime:
+    """Return how to train classes of a table on a narrow hidden layer."""
+    return Regime(6, 20, 0.04, 0.9) if scale < FEW else Regime(12, 20, 0.06, 0.95)
 
 
 def _of_perceptron(inputs: int, scale: float) -> Regime:

@@ -120,8 +120,10 @@ def build_network(name: str, signature: Signature) -> nn.Module:
 
 def seen_by_network(signature: Signature, features: Features | None) -> Signature:
     """Return the signature of a network behind features: theirs is the shape of its inputs."""
-    shape = features.shape_of(signature.shape) if features else signature.shape
-    return replace(signature, shape=shape)
+    if features is None:
+        return signature
+    start = features.start if signature.start is None else signature.start
+    return replace(signature, shape=features.shape_of(signature.shape), start=start)
 
 
 def _called(factory: Callable[..., Any], name: str, signature: Signature) -> nn.Module:

@@ -101,6 +101,8 @@ class TextEncoder:
 
     #: What it has features of.
     reads: ClassVar = "texts"
+    #: Output of an untrained head for all records: random weights would only add to the noise.
+    start: ClassVar[float | None] = 0.0
 
     @property
     def registered(self) -> EncoderKind | None:

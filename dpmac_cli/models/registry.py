@@ -77,6 +77,8 @@ class Scattered:
     kind: str
     #: What it has features of.
     reads: ClassVar = "images"
+    #: Output of an untrained head for all records; None for random outputs.
+    start: ClassVar[float | None] = None
 
     @property
     def values(self) -> dict[str, Any]:
@@ -138,6 +140,8 @@ class Backbone:
     flips: bool = False
     #: What it has features of.
     reads: ClassVar = "images"
+    #: As in :class:`Scattered`.
+    start: ClassVar[float | None] = None
 
     @property
     def values(self) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Time and memory of a classifier of texts, from the command to the model, and started again.
+
+    python benchmarks/text_time.py docs/data/text_time.jsonl 20000 --words 140
+
+Texts are generated, and one of their words names the class. ``dpmac train --backbone minilm`` runs
+as a command, first with an empty cache, then with the vectors that it computed. CPU seconds and the
+peak of the memory are those that the system counts for the command; seconds until the first step
+are by the clock. A line with both is added to the file.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import lines
+import numpy as np
+
+from dpmac_cli.models.encoders import read_encoder
+
+CLASSES = ("home", "ward")
+#: Columns of a generated table.
+SCHEMA = "label: {{column: label, classes: [home, ward]}}\ncolumns: {{note: {{text: {tokens}}}}}\n"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds by the clock and of CPU time, seconds until the first step, and peak memory in MB."""
+
+    wall: float
+    cpu: float
+    first_step: float
+    memory: float
+
+
+def write_table(file: Path, count: int, words: int) -> None:
+    """Write ``count`` generated texts of ``words`` words, each of which is one token."""
+    known = read_encoder("minilm").tokenizer.ids
+    vocabulary = np.array([word for word in known if word.isalpha()])
+    draw = np.random.default_rng(0)
+    with file.open("w") as table:
+        table.write("note,label\n")
+        for row in range(count):
+            name = CLASSES[row % 2]
+            text = draw.permutation([*draw.choice(vocabulary, words - 1), name])
+            table.write(f"{' '.join(text)},{name}\n")
+
+
+def cost_of(folder: Path, out: str) -> Cost:
+    """Train once by the command line, and return what that took."""
+    given = {"dataset": "notes.csv", "schema": "schema.yaml", "backbone": "minilm", "out": out}
+    flags = [part for name, value in given.items() for part in (f"--{name}", value)]
+    command = [sys.executable, "-m", "dpmac_cli", "train", *flags, "--epsilon", "1"]
+    begun = time.monotonic()
+    private = os.environ | {"DPMAC_CACHE_DIR": str(folder / "cache")}
+    with subprocess.Popen([*command, "--device", "cpu"], cwd=folder, env=private) as run:
+        first = _first_step(folder / out, run, begun)
+        _, status, used = os.wait4(run.pid, 0)
+        run.returncode = os.waitstatus_to_exitcode(status)
+    if run.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with exit code {run.returncode}.")
+    wall, cpu = time.monotonic() - begun, used.ru_utime + used.ru_stime
+    return Cost(*(round(part, 1) for part in (wall, cpu, first, used.ru_maxrss / 1024)))
+
+
+def _first_step(out: Path, run: "subprocess.Popen[bytes]", begun: float) -> float:
+    """Return the seconds until the folder of a run is written, which is when steps begin."""
+    while not os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if out.exists():
+            return time.monotonic() - begun
+        time.sleep(0.05)
+    return time.monotonic() - begun
+
+
+def main() -> None:
+    """Measure, and print and keep the results as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("texts", type=int)
+    parser.add_argument("--words", type=int, default=140)
+    parser.add_argument("--tokens", type=int, default=128)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_table(folder / "notes.csv", given.texts, given.words)
+        (folder / "schema.yaml").write_text(SCHEMA.format(tokens=given.tokens))
+        costs = {key: asdict(cost_of(folder, key)) for key in ("first", "again")}
+    document = {"texts": given.texts, "words": given.words, "tokens": given.tokens, **costs}
+    lines.append(given.file, document)
+    print(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()
