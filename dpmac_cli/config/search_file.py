@@ -82,7 +82,7 @@ def read_search(file: Path | None, recipe: str | None, errors: list[str]) -> Sea
 
 
 def _read(file: Path, errors: list[str]) -> SearchFile:
-    known: dict[str, Option] = {**SETTINGS, **SEARCH_FLAGS, DRAWN.name: DRAWN}
+    known: dict[Any, Option] = {**SETTINGS, **SEARCH_FLAGS, DRAWN.name: DRAWN}
     found = read_values(file, known, errors, structured=DRAWN.name)
     drawn = found.pop(DRAWN.name, None)
     search = {name: found.pop(name) for name in SEARCH_FLAGS if name in found}
