@@ -22,7 +22,7 @@ from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
-from dpmac_cli.models import backbones, feature_cache
+from dpmac_cli.models import backbones
 from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import AT_A_TIME, featured
@@ -85,12 +85,9 @@ def test_features_are_a_function_of_one_image() -> None:
 
 
 @pytest.mark.privacy
-def test_a_record_more_changes_no_feature_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_more_changes_no_feature_of_others(tmp_path: Path) -> None:
     """Bit by bit: whoever came last was alone in its batch, and would be rounded otherwise."""
-    monkeypatch.setattr(feature_cache, "AT_A_TIME", 32)
-    records, others = 33, torch.zeros(2, dtype=torch.long)
+    records, others = AT_A_TIME + 1, torch.zeros(2, dtype=torch.long)
     images = torch.randint(0, 256, (records, 3, 32, 32), generator=a_generator(4)).byte()
     parts = FrozenFeatures(public(), nn.Flatten(), torch.float16)
 

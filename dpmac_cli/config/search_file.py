@@ -12,7 +12,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.config.fields import NUMBER, flag_name
+from dpmac_cli.config.fields import NUMBER, Option, flag_name
 from dpmac_cli.config.flags import near, valid_part
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.named import RECIPES, file_of
@@ -82,8 +82,7 @@ def read_search(file: Path | None, recipe: str | None, errors: list[str]) -> Sea
 
 
 def _read(file: Path, errors: list[str]) -> SearchFile:
-    known = {str(name): option for name, option in SETTINGS.items()}
-    known |= {**SEARCH_FLAGS, DRAWN.name: DRAWN}
+    known: dict[Any, Option] = {**SETTINGS, **SEARCH_FLAGS, DRAWN.name: DRAWN}
     found = read_values(file, known, errors, structured=DRAWN.name)
     drawn = found.pop(DRAWN.name, None)
     search = {name: found.pop(name) for name in SEARCH_FLAGS if name in found}

@@ -134,8 +134,7 @@ def plan_search(
     Args:
         given: settings that all trials share; ``epsilon`` is that of the whole search.
         file: settings to draw, and more of those that all trials share.
-        trials: distribution of the number of trials.
-        found: faults that were found before.
+        trials: distribution of the number of trials. found: faults that were found before.
         score_on: public data whose test records decide; None for covered scores.
 
     Raises:
