@@ -19,7 +19,6 @@ import csv
 import gzip
 import importlib.util
 import io
-import itertools
 import json
 import random
 import sys
@@ -27,6 +26,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ from dpmac_cli import make_trainer, resolve
 SEARCHED, REPETITIONS, TUNED, EPSILONS = 30, 5, 2, (1.0, 3.0)
 #: Learning rates that are tried, by optimizer.
 RATES = {"dp-sgd": (0.03, 30.0), "dp-adam": (3e-4, 0.1), "dp-macadam": (3e-4, 0.1)}
+#: Head of the table.
+TITLE = (
+    "| set | epsilon | recipe | best of the search | recipe - it | chosen on other splits "
+    "| recipe - it |\n" + "|---" * 7 + "|\n"
+)
 Done = dict[str, list[float]]
 Table = tuple[NDArray[np.float64], NDArray[np.int64]]
 
@@ -204,7 +209,7 @@ def searched(name: str) -> Iterator[dict[str, Any]]:
 def tried() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield sets and settings that were tried to find the rule."""
     for names, network, ways in TRIED:
-        for name, (share, epochs, rate, ema) in itertools.product(names, ways):
+        for name, (share, epochs, rate, ema) in product(names, ways):
             found = {"optimizer": "dp-adam", "lr": rate, "share": share, "epochs": epochs}
             yield name, {**found, "ema": ema, **network}
 
@@ -229,7 +234,7 @@ def run(cases: Sequence[tuple[str, dict[str, Any]]], file: Path, repetitions: in
     done = {_key(line): line["accuracies"] for line in map(json.loads, lines)}
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: write(name, Path(folder)) for name in dict(cases)}
-        for (name, changed), epsilon in itertools.product(cases, EPSILONS):
+        for (name, changed), epsilon in product(cases, EPSILONS):
             line = {"set": name, "epsilon": epsilon, "settings": changed}
             if _key(line) in done:
                 continue
@@ -248,15 +253,28 @@ def main() -> None:
         run([*tried()], file, TUNED)
         return
     done = run([(name, changed) for name in names for changed in searched(name)], file, REPETITIONS)
-    for name in names:
-        for epsilon in EPSILONS:
-            means = [
-                (float(np.mean(done[_key(line)])), changed)
-                for changed in searched(name)
-                if _key(line := {"set": name, "epsilon": epsilon, "settings": changed}) in done
-            ]
-            best, chosen = max(means[1:], key=lambda pair: pair[0])
-            print(f"{name} epsilon {epsilon:g}: recipe {means[0][0]:.2f} best {best:.2f} {chosen}")
+    sys.stdout.write(TITLE + "".join(starmap(partial(_row, done), product(names, EPSILONS))))
+
+
+def _row(done: Done, name: str, epsilon: float) -> str:
+    """Return a row of the table: the recipe, and the search as chosen in two ways."""
+    recipe, *found = [
+        done[_key({"set": name, "epsilon": epsilon, "settings": changed})]
+        for changed in searched(name)
+    ]
+    runs = np.array(found)
+    splits = range(REPETITIONS)
+    others = [runs[np.delete(runs, split, 1).mean(1).argmax(), split] for split in splits]
+    best = runs[runs.mean(1).argmax()]
+    cells = [_difference(recipe, each) for each in (best, others)]
+    return f"| `{name}` | {epsilon:g} | {np.mean(recipe):.2f} | {' | '.join(cells)} |\n"
+
+
+def _difference(recipe: Sequence[float], other: Sequence[float]) -> str:
+    """Return a mean accuracy, and how much better the recipe is, with its standard error."""
+    gains = np.subtract(recipe, other)
+    error = gains.std(ddof=1) / np.sqrt(len(gains))
+    return f"{np.mean(other):.2f} | {gains.mean():+.2f} ± {error:.2f}"
 
 
 def _key(line: dict[str, Any]) -> str:
