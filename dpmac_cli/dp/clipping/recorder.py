@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
 
 from dpmac_cli.dp.clipping.batches import Batch, by_row, samples_in
 from dpmac_cli.dp.clipping.direct_parameters import (
@@ -72,15 +73,7 @@ def record_uses(
     rows, labels = by_row(x, views), by_row(y, views)
     samples = samples_in(rows)
     hooked: list[list[_Record]] = [[] for _ in layers]
-    hooks = [
-        # Before the hooks of the program, which may change the output.
-        user.module.register_forward_hook(
-            _recording(user, layer, records), prepend=True, with_kwargs=True
-        )
-        for layer, records in zip(layers, hooked, strict=True)
-        for user in layer.users
-        if not layer.direct
-    ]
+    hooks = list(_recorded_by_hooks(layers, hooked))
     idle = _parameters(layer for layer in layers if layer.idle)
     copies = copies_of(layers, samples)
     calls = [(layer.name, layer.module, layer.composite) for layer in layers]
@@ -183,6 +176,17 @@ def _of_read(layer: Layer, read: Read) -> _Record:
     return _Record(
         Call(), (read.rows,), (read.version,), read.edge, user=user, swapped=read.swapped
     )
+
+
+def _recorded_by_hooks(
+    layers: Sequence[Layer], hooked: Sequence[list[_Record]]
+) -> Iterator[RemovableHandle]:
+    """Record calls of layers from now on; yield the handles of the hooks."""
+    for layer, records in zip(layers, hooked, strict=True):
+        for user in () if layer.direct else layer.users:
+            hook = _recording(user, layer, records)
+            # Before the hooks of the program, which may change the output.
+            yield user.module.register_forward_hook(hook, prepend=True, with_kwargs=True)
 
 
 def _recording(called: Layer, layer: Layer, records: list[_Record]) -> Callable[..., Any]:
