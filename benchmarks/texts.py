@@ -100,7 +100,9 @@ def mean_vectors(texts: Sequence[str], folder: Path) -> NDArray[np.float32]:
     for row, text in enumerate(texts):
         words = re.findall(r"\w+|[^\w\s]", text.lower())
         found[row] = vectors[[places[word] for word in words if word in places]].sum(0)
-    return found / np.linalg.norm(found, axis=1, keepdims=True).clip(1e-12)
+    norms = np.linalg.norm(found, axis=1, keepdims=True)
+    unit: NDArray[np.float32] = found / norms.clip(1e-12)
+    return unit
 
 
 @dataclass(frozen=True)
