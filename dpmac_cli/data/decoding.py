@@ -211,7 +211,7 @@ def looked_at(
 
 
 def _looked(file: IO[bytes], look: "Callable[[Image], Seen]") -> "Seen | str":
-    from PIL import Image  # noqa: PLC0415  (only pictures need it)
+    from PIL import Image, UnidentifiedImageError  # noqa: PLC0415  (only pictures need it)
 
     try:
         with Image.open(file) as image:
@@ -221,7 +221,7 @@ def _looked(file: IO[bytes], look: "Callable[[Image], Seen]") -> "Seen | str":
             if getattr(image, "is_animated", False) and image.format not in COMPANIONS:
                 return "has several frames or pages (save each as a file of its own)"
             return look(image)
-    except Image.UnidentifiedImageError:  # its message names an object of Python
+    except UnidentifiedImageError:  # its message names an object of Python
         return "cannot be read as an image (damaged, or of an unknown format)"
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
         return f"cannot be read as an image ({failure})"
