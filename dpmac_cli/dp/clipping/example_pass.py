@@ -14,7 +14,7 @@ from dpmac_cli.dp.clipping.projections import is_composite, is_plainly_called
 
 
 @dataclass(frozen=True)
-class Seen:
+class ExamplePass:
     """Findings of a forward pass; empty if it fails.
 
     Attributes:
@@ -32,7 +32,7 @@ class Seen:
     rows: Mapping[int, int] = field(default_factory=dict)
 
 
-def see(model: nn.Module, example: Batch) -> Seen:
+def see(model: nn.Module, example: Batch) -> ExamplePass:
     """Run a network on an example batch."""
     calls = _Calls()
     reads = Reads(model, calls.running)
@@ -40,9 +40,9 @@ def see(model: nn.Module, example: Batch) -> Seen:
         with torch.enable_grad(), calls.watched(model), reads:
             outputs = model(example)
     except Exception:  # noqa: BLE001  (user code may raise anything, and would in training)
-        return Seen()
+        return ExamplePass()
     plain = {module for module, plainly in calls.plain.items() if plainly}
-    return Seen(
+    return ExamplePass(
         _idle_parameters(model, outputs),
         reads.readers,
         plain,
