@@ -500,8 +500,8 @@ class Settings(Flags, frozen=True):
         Probability | None,
         Field(
             description=(
-                "Score and publish a moving average of the weights with this decay. Your own data:"
-                " 0.95."
+                "Score and publish a moving average of the weights with this decay. The best "
+                "recipe: 0.9 to 0.98."
             )
         ),
         Flag(RECIPE, omitted=True, fixed=True),
