@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import ks_2samp
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack as functorch_level
 from torch.nn.functional import cross_entropy, layer_norm
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -228,6 +229,15 @@ NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str] | No
     "checkpointed": (lambda: checkpointed(False), (5,), None),
     "checkpointed-reentrant": (lambda: checkpointed(True), (5,), None),
     "branching": (branching, (5,), None),
+    "another under vmap": (
+        lambda: Running(
+            lambda net, x: net.last(net.first(x) * (1 if functorch_level() is None else 2)),
+            first=nn.Linear(5, 6),
+            last=nn.Linear(6, CLASSES),
+        ),
+        (5,),
+        None,
+    ),
 }
 
 

@@ -132,8 +132,9 @@ def _write(
     """Write the gradients of one use to ``out``."""
     layer = use.user or layer
     if layer.direct:
-        [to] = out
-        to.copy_(use.delta.reshape(len(to), views, -1).sum(1))
+        by_sample = use.delta.reshape(len(out[0]), views, -1).sum(1)
+        for to, part in zip(out, by_sample.split([to.shape[1] for to in out], 1), strict=True):
+            to.copy_(part)
         return
     rule = LAYER_RULES.get(type(layer.module)) if has_plain_use(layer, use) else None
     gradients = rule(layer, use.inputs[0], use.delta, views) if rule else None
