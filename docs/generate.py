@@ -13,7 +13,7 @@ import yaml
 
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import COMMANDS as CALLED
-from dpmac_cli.cli.app import load
+from dpmac_cli.cli.app import load_command
 from dpmac_cli.config import keywords
 from dpmac_cli.config.account_flags import FLAGS
 from dpmac_cli.config.best import EPSILON
@@ -236,7 +236,7 @@ def configuration() -> str:
 
 def commands() -> str:
     """Return the page of the commands."""
-    known = {name: load(name) for name in CALLED}
+    known = {name: load_command(name) for name in CALLED}
     parts = [COMMANDS]
     for name, command in known.items():
         parts += [f"## dpmac {name}\n", usage(name, command), explanation(command.help)]

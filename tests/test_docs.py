@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from dpmac_cli import __version__
-from dpmac_cli.cli.app import COMMANDS, load
+from dpmac_cli.cli.app import COMMANDS, load_command
 from dpmac_cli.config import keywords
 from dpmac_cli.config.account_flags import AccountFlags
 from dpmac_cli.config.flags import Flags
@@ -152,7 +152,7 @@ def typed(text: str) -> Iterator[str]:
 @cache
 def known() -> Mapping[str, Any]:
     """The commands by name."""
-    return {name: load(name) for name in COMMANDS}
+    return {name: load_command(name) for name in COMMANDS}
 
 
 def mistyped(command: str) -> str:

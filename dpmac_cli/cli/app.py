@@ -83,7 +83,7 @@ COMMANDS: Mapping[str, Place] = {
 }
 
 
-def load(name: str) -> TyperCommand:
+def load_command(name: str) -> TyperCommand:
     """Import a command."""
     from dpmac_cli.cli.command import command_of  # noqa: PLC0415  (takes as long as all of help)
 
@@ -108,7 +108,7 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command and the arguments that are left; import the command."""
         name, command, rest = super().resolve_command(ctx, args)
-        return name, None if name is None or command is None else load(name), rest
+        return name, None if name is None or command is None else load_command(name), rest
 
 
 app = typer.Typer(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmac_cli.cli.app import COMMANDS, Place, load
+from dpmac_cli.cli.app import COMMANDS, Place, load_command
 from tests.typed import hooked, loading
 
 SLOW = ("torch", "torchvision", "sklearn", "scipy.stats", "jinja2", "numpy")
@@ -63,10 +63,10 @@ def test_the_list_of_commands_waits_for_none_of_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "place"), COMMANDS.items(), ids=[*COMMANDS])
 def test_the_list_of_commands_has_the_beginnings_of_their_help(name: str, place: Place) -> None:
-    assert " ".join(str(load(name).help).partition("\n\n")[0].split()) == place.summary
+    assert " ".join(str(load_command(name).help).partition("\n\n")[0].split()) == place.summary
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_every_command_lists_its_exit_codes(name: str) -> None:
-    text = " ".join(str(load(name).help).split())
+    text = " ".join(str(load_command(name).help).split())
     assert "Exit codes: 0 done, 1 a bug in dpmac, 2 usage" in text

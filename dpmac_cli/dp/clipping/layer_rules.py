@@ -35,7 +35,7 @@ CONVOLUTIONS = frozenset({nn.Conv1d, nn.Conv2d, nn.Conv3d, StandardisedConv2d})
 Gradients = Mapping[str, Tensor | OuterProducts]
 #: Gradients of samples in theta's order, (samples, d_layer), as tensors side by side: one for each
 #: parameter, so that products are written to dense memory.
-Columns = Sequence[Tensor]
+ByParameter = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def in_groups(uses: Sequence[Use], views: int, samples: int) -> Iterator[list[Us
 
 def instantiate(
     layer: Layer, uses: Sequence[Use], views: int = 1, samples: int | None = None
-) -> Columns:
+) -> ByParameter:
     """Return gradients summed over uses and views.
 
     They are instantiated for a number of samples at a time, by default for all.
@@ -127,13 +127,14 @@ def has_plain_use(layer: Layer, use: Use) -> bool:
 
 
 def _write(
-    layer: Layer, use: Use, views: int, through: Standardisation | None, out: Columns
+    layer: Layer, use: Use, views: int, through: Standardisation | None, out: ByParameter
 ) -> None:
     """Write the gradients of one use to ``out``."""
     layer = use.user or layer
     if layer.direct:
         by_sample = use.delta.reshape(len(out[0]), views, -1).sum(1)
-        for to, part in zip(out, by_sample.split([to.shape[1] for to in out], 1), strict=True):
+        parts = torch.split(by_sample, [to.shape[1] for to in out], 1)
+        for to, part in zip(out, parts, strict=True):
             to.copy_(part)
         return
     rule = LAYER_RULES.get(type(layer.module)) if has_plain_use(layer, use) else None

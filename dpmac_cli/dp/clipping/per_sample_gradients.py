@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpmac_cli.dp.clipping.ghost_clipping import DEVICE_PIECE, PositionProducts, sizes
 from dpmac_cli.dp.clipping.layer_rules import (
     CONVOLUTIONS,
-    Columns,
+    ByParameter,
     Use,
     has_plain_use,
     in_groups,
@@ -75,7 +75,7 @@ class Instantiated:
     and sum read the same numbers.
     """
 
-    pieces: Callable[[], Iterable[Columns]]
+    pieces: Callable[[], Iterable[ByParameter]]
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute the norms directly; nothing cancels."""
@@ -97,7 +97,7 @@ class Instantiated:
         return Instantiated(partial(_selected, self.pieces, rows))
 
 
-def _slices(columns: Columns) -> Iterator[tuple[slice, Tensor]]:
+def _slices(columns: ByParameter) -> Iterator[tuple[slice, Tensor]]:
     """Yield each tensor with the coordinates of the layer that it has."""
     begin = 0
     for column in columns:
@@ -106,7 +106,7 @@ def _slices(columns: Columns) -> Iterator[tuple[slice, Tensor]]:
         begin = part.stop
 
 
-def _norms(columns: Columns, metric: LayerMetric) -> SquaredNorms:
+def _norms(columns: ByParameter, metric: LayerMetric) -> SquaredNorms:
     """Return the norms of samples, some of which at a time fit in a cache."""
     squares = [
         torch.cat([metric.squares(rows, part) for rows in _few(column)])
@@ -122,7 +122,7 @@ def _few(column: Tensor) -> Sequence[Tensor]:
     return torch.split(column, _at_a_time(column, column.shape[1]))
 
 
-def held(columns: Columns) -> Instantiated:
+def held(columns: ByParameter) -> Instantiated:
     """Return the form of gradients that are all in memory."""
     return Instantiated(lambda: [columns])
 
@@ -135,7 +135,9 @@ def in_pieces(layer: Layer, uses: Sequence[Use], views: int = 1) -> Instantiated
     )
 
 
-def _selected(pieces: Callable[[], Iterable[Columns]], rows: Tensor | slice) -> Iterator[Columns]:
+def _selected(
+    pieces: Callable[[], Iterable[ByParameter]], rows: Tensor | slice
+) -> Iterator[ByParameter]:
     begin = 0
     for piece in pieces():
         end = begin + len(piece[0])
