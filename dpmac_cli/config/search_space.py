@@ -8,7 +8,7 @@ import random
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
@@ -105,7 +105,7 @@ def ask_search(
         BudgetError: no noise meets the target epsilon.
     """
     errors: list[str] = []
-    typed: dict[Any, Any] = {name: value for name, value in given.items() if is_given(value)}
+    typed = cast(dict[SettingName, Any], {n: v for n, v in given.items() if is_given(v)})
     recipe = typed.pop("recipe") if is_search(typed.get("recipe")) else None
     read = read_search(file, recipe, errors).fixed(typed)
     whole = read.below(SearchFile(drawn=drawn_texts(drawn, "--search", errors)))

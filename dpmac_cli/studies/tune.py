@@ -192,11 +192,12 @@ def tune(
         BudgetError: no noise meets the target epsilon.
         RunError: every trial diverged, or memory ran out.
     """
-    given: dict[str, Any] = dict(keywords)
     of_search: dict[str, Any] = {"trials": trials, "most_trials": most_trials}
     of_search |= {"stop_early": stop_early, "on": on, "score_on": score_on}
-    of_search["out"] = given.pop("out", None)
-    flags, space = ask_search(given, of_search, search, None if config is None else Path(config))
+    of_search["out"] = keywords.pop("out", None)
+    flags, space = ask_search(
+        dict(keywords), of_search, search, None if config is None else Path(config)
+    )
     if isinstance(space, Transfer):
         return carry_out_transfer(space, flags.out, stop)
     plan = plan_tune(space, flags.out, stop_early=flags.stop_early)
