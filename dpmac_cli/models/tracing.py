@@ -196,7 +196,7 @@ def _row_by_row(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tens
     return [
         rows.view(len(rows), *[1] * (out.ndim - 1), SAMPLES)
         if out.ndim and len(out) == len(rows)
-        else torch.zeros(*out.shape, SAMPLES, dtype=torch.bool)
+        else rows.any(0).expand(*out.shape, SAMPLES)  # each may depend on all
         for out in outputs
     ]
 
