@@ -390,8 +390,54 @@ def test_each_part_of_a_proof_refuses_what_it_does_not_know(
         check_independent(model, TRIAL)
 
 
+def _column_by_place(x: Tensor) -> Tensor:
+    """Number 5 b in a batch is of sample b, also if they are dealt out in turn to four samples."""
+    first = F.pad(x.flatten(1)[:, :1], (0, 4))
+    return x + first.flatten().view(5, -1).t()[:, :4, None, None]
+
+
+def _of_parts(parts: Tensor) -> Tensor:
+    """Sums of four parts each, which are not those of one sample."""
+    return parts.view(4, -1, 1, 3, 3).sum(0).repeat(1, 1, 2, 2)
+
+
+def _in_groups(x: Tensor) -> Tensor:
+    """Norms of as many groups as samples, of rows with positions first."""
+    rows = x.movedim(1, 0).flatten(0, 1).flatten(1)
+    normal = torch.native_group_norm(rows, None, None, x.shape[0], 4, 36, 1, 1e-5)[0]
+    return normal.view(4, -1, 36).movedim(0, 1)
+
+
+#: What depends on other samples, or on the place among them, only in batches of other sizes than
+#: four, or in a way that the rows of an operation do not show.
+HIDDEN = [
+    case("a column by place", _column_by_place),
+    case("norms in groups", _in_groups),
+    case("pixels", lambda x: x + _of_parts(F.pixel_unshuffle(x[:, 0], 2))),
+    case("patches", lambda x: x + _of_parts(F.unfold(x[:, 0], 2, stride=2))),
+    case(
+        "constants by place",
+        lambda x: (
+            x * torch.tensor([1.0, -1.0]).expand(x.shape[0], 2).flatten().view(2, -1, 1, 1, 1)[0]
+        ),
+    ),
+    case(
+        "constants that are moved",
+        lambda x: x * F.pad(torch.ones(x.shape[0], 1, 1, 1), (0, 0, 0, 0, 0, 0, 1, -1)),
+    ),
+]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("function", HIDDEN)
+def test_the_graph_shows_what_four_samples_do_not(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(UnprovenError, match=r"could mix the samples|along the samples"):
+        check_uniform(through(function), TRIAL.inputs)
+
+
 #: What mixes the samples of a batch of four.
 OF_FOUR = [
+    *HIDDEN[2:4],
     case("products with a neighbour", lambda x: _bilinear(x, x.roll(1, 0))),
     case("a neighbour's products", lambda x: _bilinear(x.roll(1, 0), x)),
     case("frequencies", lambda x: torch.fft.fft(x, dim=0).real),
@@ -418,7 +464,10 @@ def test_what_mixes_is_followed_without_the_graph(
 
 #: What could separate the rows of a sample in one dimension.
 SEPARATING = [
-    case("positions first", lambda x: x.flatten(2).movedim(1, 0).flatten(0, 1).view_as(x)),
+    case(
+        "positions first",
+        lambda x: x.movedim(1, 0).flatten(0, 1).view(4, -1, 6, 6).movedim(0, 1),
+    ),
     case("repeated", lambda x: x.repeat(2, 1, 1, 1).view(2, *x.shape).sum(0)),
 ]
 

@@ -196,7 +196,8 @@ def _row_by_row(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tens
     return [
         rows.view(len(rows), *[1] * (out.ndim - 1), SAMPLES)
         if out.ndim and len(out) == len(rows)
-        else torch.zeros(*out.shape, SAMPLES, dtype=torch.bool)
+        # Each may depend on all; the sum of a loss's weights, without dimensions, is not used.
+        else rows.any(0).expand(*out.shape, SAMPLES) & (out.ndim > 0)
         for out in outputs
     ]
 

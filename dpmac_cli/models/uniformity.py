@@ -42,6 +42,8 @@ def dims_of(func: Any, named: Mapping[str, Any]) -> list[int]:
     """Return the dimensions that an operation works along; an empty list means all."""
     if "normalized_shape" in named:
         return list(range(-len(named["normalized_shape"]), 0))
+    if "pad" in named:  # two numbers for each dimension, from the last one
+        return [-1 - place // 2 for place, number in enumerate(named["pad"]) if number != 0]
     defaults = {a.name: a.default_value for a in func._schema.arguments}
     dim = named.get("dim", named.get("dims", defaults.get("dim")))
     return [dim] if isinstance(dim, int) else list(dim or ())
@@ -78,11 +80,11 @@ def check_uniform(model: nn.Module, inputs: Structure, rows: int = 1) -> None:
         raise UnprovenError(_why(failure)) from failure
     finally:
         logger.setLevel(level)
+    before: dict[torch.fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "call_function":
             _check_node(node)
-            if rows > 1:
-                _check_adjacent(node)
+            before[node] = _before_samples(node, before, rows)
 
 
 def _check_node(node: torch.fx.Node) -> None:
@@ -126,23 +128,45 @@ def _check_node(node: torch.fx.Node) -> None:
         raise UnprovenError(f"{name} works along the samples of a batch.")
 
 
-def _check_adjacent(node: torch.fx.Node) -> None:
-    """Reject an operation after which the rows of a sample in one dimension may not be adjacent.
+def _before_samples(node: torch.fx.Node, before: Mapping[torch.fx.Node, int], rows: int) -> int:
+    """Return how many positions come before the samples in the batch dimension of an output.
 
-    Where samples share a dimension with positions, they come first: index = sample * rows + row.
-    This holds for inputs. A view keeps it if as many numbers as before come before the samples; any
-    other operation, if it does not change the number of rows per sample.
+    A dimension of k samples has index (position before * samples + sample) * rest + position after.
+    In inputs, samples come first. Raises UnprovenError for an operation after which the dimension
+    may not have this order for every number of samples, or, if a layer has several ``rows`` per
+    sample, after which they may not be adjacent.
     """
     name = name_of(node.target)
-    given = [of.meta.get("val") for of in node.all_input_nodes]
-    batched = [t for t in tensors_in(given) if _batch_dim(t) is not None]
+    given = {
+        of: [t for t in tensors_in(of.meta.get("val")) if _batch_dim(t) is not None]
+        for of in node.all_input_nodes
+    }
+    batched = [t for tensors in given.values() for t in tensors]
     made = [t for t in tensors_in(node.meta.get("val")) if _batch_dim(t) is not None]
-    of = _numbers_before if name in KNOWN["viewing"] else _rows_of
-    if batched and len({of(t) for t in (*batched, *made)}) > 1:
+    if not batched or not made:
+        return 1
+    sizes = {_rows_of(t) for t in batched}
+    found = {before.get(of, 1) for of, tensors in given.items() if tensors}
+    if name in KNOWN["factories"] and sizes != {_rows_of(t) for t in made}:
+        return 1  # all its rows are alike
+    if len(sizes) == len(found) == 1:
+        [positions], [size], known = found, sizes, True
+        if name in KNOWN["viewing"]:
+            numbers, outside = _numbers_before(batched[0]) * positions, _numbers_before(made[0])
+            positions, rest = divmod(numbers, outside) if outside else (0, 0)
+            known = rest == 0 < positions and _rows_of(made[0]) % positions == 0
+        elif name == "repeat":
+            positions *= _rows_of(made[0]) // size
+        else:
+            known = {_rows_of(t) for t in made} == sizes
+        if known and (rows == 1 or positions == 1):
+            return positions
+    if rows > 1:
         raise UnprovenError(
             f"{name} could separate the rows of a sample that a layer gets. Keep positions in a "
             "dimension after the samples: self.layer(x), not self.layer(x.flatten(0, 1))."
         )
+    raise UnprovenError(f"{name} could mix the samples of batches of other sizes.")
 
 
 def _numbers_before(tensor: Tensor) -> int:
@@ -150,10 +174,11 @@ def _numbers_before(tensor: Tensor) -> int:
     return math.prod(tensor.shape[: _batch_dim(tensor)])
 
 
-def _rows_of(tensor: Tensor) -> Any:
-    """Return the size of the batch dimension of a traced tensor, as a multiple of the symbol."""
+def _rows_of(tensor: Tensor) -> int:
+    """Return how many rows per sample the batch dimension of a traced tensor has."""
     size: Any = tensor.shape[_batch_dim(tensor)]  # type: ignore[index]
-    return size.node.expr
+    [symbol] = size.node.expr.free_symbols
+    return int(size.node.expr / symbol)
 
 
 def _same_places(a: Tensor, b: Tensor) -> bool:
