@@ -435,6 +435,20 @@ def test_the_graph_shows_what_four_samples_do_not(function: Callable[[Tensor], T
         check_uniform(through(function), TRIAL.inputs)
 
 
+@pytest.mark.privacy
+def test_what_a_network_does_only_in_steps_is_not_proven() -> None:
+    """There, its parameters are views of a flat vector, and require no gradients."""
+
+    def mix(layer: Any, _: object, out: Tensor) -> Tensor:
+        large = not layer.weight.requires_grad and len(out) > 20
+        return out + out.mean(0) if large else out
+
+    model = through(lambda x: x)
+    model.get_submodule("first").register_forward_hook(mix)
+    with pytest.raises(UnprovenError):
+        check_independent(model, TRIAL)
+
+
 #: What mixes the samples of a batch of four.
 OF_FOUR = [
     *HIDDEN[2:4],

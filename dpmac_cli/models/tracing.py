@@ -211,8 +211,10 @@ def check_independent(model: nn.Module, trial: Trial) -> None:
     x, y = trial.samples(SAMPLES)
     layers = find_layers(model, x)
     rows = max(layer.rows for layer in layers)
-    # The export leaves its own tensors in caches.
-    check_uniform(duplicate(model), trial.inputs, rows)
+    # The export leaves its own tensors in caches. A network may read whether its parameters require
+    # gradients; in steps, in which they are views of a flat vector, they do not.
+    for exported in (duplicate(model), duplicate(model).requires_grad_(False)):
+        check_uniform(exported, trial.inputs, rows)
     flatten_parameters(layers)
     with _following(x) as dependence:
         losses, uses = record_uses(model, layers, x, y, loss=trial.loss)

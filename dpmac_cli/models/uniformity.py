@@ -177,8 +177,10 @@ def _numbers_before(tensor: Tensor) -> int:
 def _rows_of(tensor: Tensor) -> int:
     """Return how many rows per sample the batch dimension of a traced tensor has."""
     size: Any = tensor.shape[_batch_dim(tensor)]  # type: ignore[index]
-    [symbol] = size.node.expr.free_symbols
-    return int(size.node.expr / symbol)
+    rows = size.node.expr / next(iter(size.node.expr.free_symbols))
+    if not rows.is_Integer:
+        raise UnprovenError("Its batch dimension has rows that are not samples.")
+    return int(rows)
 
 
 def _same_places(a: Tensor, b: Tensor) -> bool:
