@@ -85,7 +85,7 @@ COMMANDS: Mapping[str, Place] = {
 
 def load_command(name: str) -> TyperCommand:
     """Import a command."""
-    from dpmac_cli.cli.command import command_of  # noqa: PLC0415  (takes as long as all of help)
+    from dpmac_cli.cli.command import command_of  # noqa: PLC0415  (help need not wait for it)
 
     place = COMMANDS[name]
     module = importlib.import_module(f"dpmac_cli.cli.{place.module}")
@@ -108,7 +108,9 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command and the arguments that are left; import the command."""
         name, command, rest = super().resolve_command(ctx, args)
-        return name, None if name is None or command is None else load_command(name), rest
+        if name is not None and command is not None:
+            command = load_command(name)
+        return name, command, rest
 
 
 app = typer.Typer(

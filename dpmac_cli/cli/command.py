@@ -40,5 +40,6 @@ def command_of(name: str, function: Callable[..., None]) -> TyperCommand:
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
     )
     alone.command(name, cls=Command)(reports_failures(function))
-    found: TyperCommand = typer.main.get_command(alone)  # type: ignore[assignment]
+    built: Any = typer.main.get_command(alone)  # of its only command, so of its class
+    found: TyperCommand = built
     return found

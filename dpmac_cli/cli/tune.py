@@ -120,7 +120,7 @@ def _transfer(plan: Transfer, out: Path, quiet: bool, *, json: bool, dry_run: bo
         return
     with console.waiting(quiet, "loading torch"):
         from dpmac_cli.cli.display import RunDisplay, follow  # noqa: PLC0415  (loads torch)
-        from dpmac_cli.config.plan import ChosenFolder  # noqa: PLC0415  (help is fast)
+        from dpmac_cli.config.plan import ChosenFolder  # noqa: PLC0415  (help need not wait for it)
         from dpmac_cli.release.run import train  # noqa: PLC0415  (loads torch)
 
     display = RunDisplay(screen)

@@ -72,7 +72,11 @@ def test_positions_before_samples_are_not_taken_for_rows() -> None:
         return rows.view(LENGTH, -1, WIDTH).transpose(0, 1)
 
     turned = net(first, part=linear)
-    loss = lambda model, batch: model(batch).square().sum(1)  # noqa: E731
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        squares: Tensor = model(batch).square()
+        return squares.sum(1)
+
     clipped = assert_at_most_the_radius(turned.build(), turned.batch(COUNT)[0], loss)
     assert clipped.prepare(turned.batch(COUNT)[0])._isolated is not None
 
@@ -96,7 +100,11 @@ def test_rows_of_constants_are_not_taken_for_those_of_samples() -> None:
     """Their gradients depend on no sample, but on the size of the batch."""
     torch.manual_seed(0)
     batch = 1e-3 * torch.randn(COUNT, LENGTH, WIDTH)
-    loss = lambda model, batch: model(batch).sum(1)  # noqa: E731
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        outputs: Tensor = model(batch)
+        return outputs.sum(1)
+
     clipped = assert_at_most_the_radius(ConstantRows(), batch, loss)
     assert clipped.prepare(batch)._isolated is not None
 
