@@ -174,15 +174,18 @@ class Study:
         return np.asarray(hashed.toarray())
 
 
-def measured(settings: Mapping[str, Any], epsilon: float | None, seed: int) -> dict[str, float]:
-    """Train once; return test accuracy in percent and CPU seconds."""
+def measured(
+    settings: Mapping[str, Any], epsilon: float | None, seed: int, device: str
+) -> dict[str, Any]:
+    """Train once; return test accuracy in percent, CPU seconds, and a device other than the CPU."""
     cost = {"no_dp": True} if epsilon is None else {"epsilon": epsilon}
     with tempfile.TemporaryDirectory() as folder:
         begun = time.process_time()
         out = Path(folder) / "run"
-        plan = resolve({**settings, **cost, "seed": seed, "device": "cpu", "out": out}).plan
+        plan = resolve({**settings, **cost, "seed": seed, "device": device, "out": out}).plan
         accuracy = finish(train(plan)).report["test"]["accuracy"]
-    return {"accuracy": 100 * accuracy, "cpu": time.process_time() - begun}
+    found = {"accuracy": 100 * accuracy, "cpu": time.process_time() - begun}
+    return found if device == "cpu" else found | {"device": device}
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -221,6 +224,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=TEXTS.epochs)
     parser.add_argument("--rate", type=float, default=TEXTS.rate)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -233,7 +237,7 @@ def main() -> None:
         key = study.key(features, given.epochs, given.rate, epsilon, seed)
         if key not in known and time.monotonic() - begun <= last:
             more = {"epochs": given.epochs, "lr": given.rate}
-            found = measured({**study.settings(features), **more}, epsilon, seed)
+            found = measured({**study.settings(features), **more}, epsilon, seed, given.device)
             lines.append(given.file, key | {"majority": study.majority} | found)
     print(*table(lines.read(given.file)), sep="\n")
 

@@ -1,8 +1,6 @@
 """Compare ways to choose settings, each at the same epsilon for search and model together.
 
-    python benchmarks/tuning.py --out runs/tuning --sets digits,breast,penguins --trials 10
-    python benchmarks/tuning.py --out runs/tuning --sets mnist,generated --epsilon 1,3 --trials 10
-    python benchmarks/tuning.py --out runs/tuning --sets sms --texts FOLDER --trials 10
+    python benchmarks/tuning.py docs/data/tuning.jsonl --texts FOLDER --epsilons 3,1 --jobs 2
 
 - ``defaults``: one run of the best recipe.
 - ``tuned``: ``dpmac tune``.
@@ -10,29 +8,34 @@
 - ``dishonest``: these trials, each with the whole epsilon, and the best by exact test scores. Its
   true epsilon is higher; it shows what a search that is not charged seems to gain.
 
-Each result is a line of results.jsonl: the exact accuracy of the published model on the test
-records. What is in the file is not run again. Repeats are paired: a repeat has one split of the
-records (except for digits and MNIST), and settings of the last two ways are drawn with the same
-public seed. FOLDER has sms.train.csv.xz and sms.test.csv.xz with the columns text and label.
+A search draws from a space: ``wide``, several settings over the ranges that one tries without
+knowing more, or ``near``, the learning rate within a factor of that of the best recipe.
+
+Each result is a line of FILE: the exact accuracy of the published model on the test records. What
+is in the file is not run again. Repeats are paired: a repeat has one split of the records (except
+for digits and MNIST), and settings of the last two ways are drawn with the same public seed. FOLDER
+has sms.train.csv.xz and sms.test.csv.xz with the columns text and label.
 """
 
 import argparse
 import csv
 import importlib.util
 import io
-import json
 import lzma
 import math
+import multiprocessing
 import random
 import re
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeAlias
 
+import lines
 import numpy as np
 import torch
 from PIL import Image
@@ -41,8 +44,6 @@ from sklearn.feature_extraction.text import HashingVectorizer
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
-from dpmac_cli.config.data import resolve_data
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.search_space import SearchSpace, ask_search
@@ -54,8 +55,13 @@ from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.studies.trial_scores import covered_score
 from dpmac_cli.studies.tune import carry_out_search, plan_tune
 
-#: Settings to draw, unless others are given.
-SPACE = ("lr=1e-4..1:log", "clip-norm=0.1,1,10", "epochs=5,10,20,40")
+#: Factor by which a learning rate is at most larger or smaller than the default, in ``near``.
+NEAR = 2
+#: Settings to draw, by name of a search space; {low} and {high} are the ends of ``near``.
+SPACES = {
+    "near": ("lr={low:.3g}..{high:.3g}:log",),
+    "wide": ("lr=1e-4..1:log", "clip-norm=0.1,1,10", "epochs=5,10,20,40"),
+}
 #: Training and test images of the part of MNIST.
 IMAGES = (6_000, 2_000)
 #: Settings of a dataset.
@@ -199,71 +205,123 @@ def _trials(
 
 
 WAYS = {"defaults": defaults, "tuned": tuned, "composed": composed, "dishonest": dishonest}
-#: Results by set, epsilon, repeat and way.
-Found: TypeAlias = dict[tuple[str, float, int, str], float]
+#: What a line is told apart by.
+KEY = ("space", "trials", "set", "epsilon", "repeat", "way")
 
 
-def measure(options: argparse.Namespace, file: Path, found: Found) -> None:
-    """Run what is not in the file yet, a repeat of all sets at a time."""
-    (where := options.out / "data").mkdir(parents=True, exist_ok=True)
-    epsilons, spaces = map(float, options.epsilon.split(",")), dict[Any, SearchSpace]()
-    for epsilon, repeat, name in product(epsilons, range(options.repeats), options.sets.split(",")):
-        if all((name, epsilon, repeat, way) in found for way in WAYS):
-            continue
-        given = {**SETS[name](where, options.texts, repeat), "epsilon": epsilon, "device": "cpu"}
-        if (name, epsilon) not in spaces:  # the noise depends on the number of records only
-            own = {"trials": options.trials}
-            _, space = ask_search(given, own, options.search or SPACE, None)
-            assert isinstance(space, SearchSpace)
-            spaces[name, epsilon] = space
-        space = spaces[name, epsilon]
-        at: dict[SettingName, Any] = {**space.given, "dataset": given["dataset"]}
-        data = resolve_data({n: v for n, v in given.items() if n in ("dataset", "schema")})
-        space = replace(space, given=at, data=data)
-        for way, function in WAYS.items():
-            key = (name, epsilon, repeat, way)
-            if key not in found:
-                shutil.rmtree(out := options.out / "run", ignore_errors=True)
-                found[key] = function(space, given, out, repeat)
-                with file.open("a") as opened:
-                    opened.write(json.dumps([*key, found[key]]) + "\n")
+@dataclass(frozen=True)
+class Case:
+    """One split of the records of a set, and a search.
+
+    Attributes:
+        space: name of the search space. trials: mean number of trials.
+        texts: folder of texts.
+    """
+
+    space: str
+    trials: float
+    set: str
+    epsilon: float
+    repeat: int
+    texts: Path
+
+    def key(self, way: str) -> dict[str, Any]:
+        """Return what the line of a way is told apart by."""
+        own = (self.space, self.trials, self.set, self.epsilon, self.repeat)
+        return dict(zip(KEY, (*own, way), strict=True))
+
+    def measured(self, ways: Sequence[str]) -> list[dict[str, Any]]:
+        """Train in each of these ways; return their lines."""
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory() as folder:
+            (where := Path(folder, "data")).mkdir()
+            own = SETS[self.set](where, self.texts, self.repeat)
+            given = {**own, "epsilon": self.epsilon, "device": "cpu"}
+            space = self._space(given)
+            return [
+                {
+                    **self.key(way),
+                    "accuracy": WAYS[way](space, given, Path(folder, way), self.repeat),
+                }
+                for way in ways
+            ]
+
+    def _space(self, given: Given) -> SearchSpace:
+        """Return the search space for these settings."""
+        rate = resolve(given).plan.optimizer.hyper.lr
+        drawn = [text.format(low=rate / NEAR, high=rate * NEAR) for text in SPACES[self.space]]
+        _, space = ask_search(given, {"trials": self.trials}, drawn, None)
+        assert isinstance(space, SearchSpace)
+        return space
 
 
-def table(found: Found) -> Iterator[str]:
+def measure(cases: Sequence[Case], file: Path, jobs: int) -> None:
+    """Run what is not in the file yet, as many cases at a time as there are jobs."""
+    known = [{name: line[name] for name in KEY} for line in lines.read(file)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, max_tasks_per_child=1) as pool:
+        running = [
+            pool.submit(case.measured, left)
+            for case in cases
+            if (left := [way for way in WAYS if case.key(way) not in known])
+        ]
+        for case in as_completed(running):
+            for line in case.result():
+                lines.append(file, line)
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the lines of a table of means in percent, and of paired differences to ``tuned``."""
-    yield f"| set | epsilon | repeats | {' | '.join(WAYS)} | tuned - defaults | tuned - composed |"
-    yield "|---" * (5 + len(WAYS)) + "|"
-    for name, epsilon in dict.fromkeys(key[:2] for key in found):
-        repeats = [r for r in range(1_000) if all((name, epsilon, r, way) in found for way in WAYS)]
-        if not repeats:
+    yield (
+        f"| set | epsilon | search | repeats | {' | '.join(WAYS)} "
+        "| tuned - defaults | tuned - composed |"
+    )
+    yield "|---" * (6 + len(WAYS)) + "|"
+    accuracy = {tuple(line[name] for name in KEY): 100 * line["accuracy"] for line in found}
+    for kind in dict.fromkeys(key[:4] for key in sorted(accuracy, key=_order)):
+        space, trials, name, epsilon = kind
+        repeats = {key[4] for key in accuracy if key[:4] == kind}
+        whole = [r for r in sorted(repeats) if all((*kind, r, way) in accuracy for way in WAYS)]
+        if not whole:
             continue
-        of = {way: [100 * found[name, epsilon, r, way] for r in repeats] for way in WAYS}
+        of = {way: [accuracy[*kind, r, way] for r in whole] for way in WAYS}
         cells = [f"{fmean(of[way]):.2f}" for way in WAYS]
         for other in ("defaults", "composed"):
             gains = [one - two for one, two in zip(of["tuned"], of[other], strict=True)]
             error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
             cells.append(f"{fmean(gains):+.2f} ± {error:.2f}")
-        yield f"| {name} | {epsilon:g} | {len(repeats)} | {' | '.join(cells)} |"
+        yield f"| {name} | {epsilon:g} | {space}, {trials:g} | {len(whole)} | {' | '.join(cells)} |"
+
+
+def _order(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the place of a line in the table: by set, epsilon and space."""
+    space, trials, name, epsilon, repeat, way = key
+    return [*SETS].index(name), -epsilon, space, trials, repeat, way
 
 
 def main() -> None:
     """Run what is missing, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=Path("runs/tuning"))
-    parser.add_argument("--sets", default="digits", help=f"some of {','.join(SETS)}")
-    parser.add_argument("--epsilon", default="3", help="one or several, with commas")
-    parser.add_argument("--trials", type=float, default=20)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--epsilons", default="3", help="one or several, with commas")
+    parser.add_argument("--searches", default="near:4,wide:8", help="SPACE:TRIALS, ...")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--texts", type=Path, default=Path("texts"))
-    parser.add_argument("--search", action="append", help="as in dpmac tune")
+    parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "results.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    found: Found = {tuple(row[:-1]): row[-1] for row in map(json.loads, lines)}
-    measure(options, file, found)
-    print(*table(found), sep="\n")
+    searches = [each.split(":") for each in options.searches.split(",")]
+    cases = [
+        Case(space, float(trials), name, epsilon, repeat, options.texts)
+        for (space, trials), epsilon, repeat, name in product(
+            searches,
+            map(float, options.epsilons.split(",")),
+            range(options.repeats),
+            options.sets.split(","),
+        )
+    ]
+    measure(cases, options.file, options.jobs)
+    print(*table(lines.read(options.file)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -327,10 +327,9 @@ def first_chunk(physical_batch: int, batch: float) -> int:
 
     A draw of more than B samples then needs no second pass over the model and d coordinates. The
     limit is six standard deviations of a Poisson draw above B, which is never exceeded in practice.
+    It is not larger where more would fit, because chunks may have to be filled.
     """
-    if physical_batch < batch:
-        return physical_batch
-    return max(physical_batch, ceil(batch + 6 * sqrt(batch)))
+    return physical_batch if physical_batch < batch else ceil(batch + 6 * sqrt(batch))
 
 
 def _evenly(left: int, chunk: int) -> int:

@@ -770,11 +770,12 @@ def test_chunks_are_even_and_change_no_sum(
 
     monkeypatch.setattr(ChunkedSum, "_sum_chunk", note)
     most = first_chunk(physical, batch)
-    assert most == (physical if physical < batch else max(physical, 25))
-    mechanism = GaussianMechanism(1.0, batch)
-    plan = in_chunks_of(physical)
-    cutting = make_trainer("dp-sgd", mechanism, plan=plan, dtype=torch.float32)
-    whole = make_trainer("dp-sgd", mechanism, plan=in_chunks_of(1000), dtype=torch.float32)
+    assert most == (physical if physical < batch else 25)
+    trainers = [
+        make_trainer("dp-sgd", GaussianMechanism(1.0, b), plan=in_chunks_of(p), dtype=torch.float32)
+        for p, b in ((physical, batch), (1000, 800))
+    ]
+    cutting, whole = trainers
     assert cutting._sums.chunk == most
     for size in range(most + first_chunk(physical, batch) + 1):
         drawn = np.arange(size) * 7 % 40
