@@ -38,22 +38,24 @@ class PublicScore:
 
     Args:
         judge: the public data. device: where to score.
-        sums: checksums of the private records, to which those of the public ones are added.
+        private: checksum of the private records.
+
+    Attributes:
+        checksum: checksum of the public records.
 
     Raises:
         InputError: they are the private records.
     """
 
-    def __init__(self, judge: DataPlan, device: torch.device, sums: dict[str, str]) -> None:
+    def __init__(self, judge: DataPlan, device: torch.device, private: str) -> None:
         self._data = load_data(judge.source, judge.folder, device, facts=judge.facts)
         self._facts, self._device = judge.facts, device
-        public = record_sums(self._data)
-        if public["data"] == sums["data"]:
+        self.checksum = record_sums(self._data)["data"]
+        if self.checksum == private:
             raise InputError(
                 f"--score-on {judge.dataset} has the same records as the private data, whose exact "
                 "scores reveal its test records. Leave out --score-on, or give public data."
             )
-        sums["public data"] = public["data"]
 
     def __call__(self, run: Path, metric: str) -> float:
         """Return the score of a run, which is larger for better runs."""
