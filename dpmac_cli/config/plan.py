@@ -186,6 +186,10 @@ class ComputePlan:
     physical_batch: int
     gpu_batch: int
 
+    def physical_batch_on(self, device: str) -> int:
+        """Return the number of samples to process at a time on a type of device, such as "cuda"."""
+        return self.gpu_batch if device == "cuda" else self.physical_batch
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(ComputePlan):
