@@ -74,20 +74,14 @@ class UseSizes(NamedTuple):
 
 def sizes(layer: Layer, uses: Sequence[Use], views: int) -> UseSizes | None:
     """Return the sizes of a layer whose gradients are sums of outer products; None for others."""
-    module: Any = layer.module
-    if "weight" not in layer.parameters or not all(has_plain_use(layer, use) for use in uses):
+    if not _has_products(layer, uses):
         return None
-    linear = type(module) is nn.Linear
-    if not linear:
-        if type(module) not in CONVOLUTIONS or module.groups != 1:
-            return None
-        if not all(unfold.has_rows(module, use.inputs[0]) for use in uses):
-            return None
+    module: Any = layer.module
     outputs = len(module.weight)
     k = module.weight.numel() // outputs
     t = sum(use.delta[0].numel() for use in uses) // outputs * views
     by_inputs = t * t * k
-    if not linear and len(uses) * views == 1:
+    if type(module) is not nn.Linear and len(uses) * views == 1:
         channels, *image = uses[0].inputs[0].shape[1:]
         taps = math.prod(module.kernel_size)
         by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
@@ -95,6 +89,18 @@ def sizes(layer: Layer, uses: Sequence[Use], views: int) -> UseSizes | None:
     if isinstance(module, StandardisedConv2d):
         return UseSizes(t, k, outputs, gram + t * k * outputs, math.inf, True)
     return UseSizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs, False)
+
+
+def _has_products(layer: Layer, uses: Sequence[Use]) -> bool:
+    """Return whether gradients w.r.t. a layer's weight are sums of outer products."""
+    module: Any = layer.module
+    if "weight" not in layer.parameters or not all(has_plain_use(layer, use) for use in uses):
+        return False
+    if type(module) is nn.Linear:
+        return True
+    if type(module) not in CONVOLUTIONS or module.groups != 1:
+        return False
+    return all(unfold.has_rows(module, use.inputs[0]) for use in uses)
 
 
 @dataclass(frozen=True)
