@@ -274,7 +274,7 @@ def _public_part(
         said.append(TEXTS.of_backbone.format(about=BACKBONES[features.kind].about))
     elif isinstance(features, TextEncoder):
         said.append(texts.about(features))
-        part = {"backbone": features.kind, "encoder": features.form.model_dump()}
+        part = {"backbone": features.kind, "encoder": features.config.model_dump()}
     if network.pretrained is not None:
         file = network.pretrained.name
         said.append(TEXTS.pretrained.format(file=file))
