@@ -88,10 +88,7 @@ def settings_of(name: str) -> None:
 
 
 class PatchTokens(nn.Module):
-    """Patches of images as vectors, with a class token and a position embedding.
-
-    The token and the embedding are parameters of the network itself, as in timm.
-    """
+    """Base of transformers whose class token and position embedding are parameters, as in timm."""
 
     def __init__(self, dataset: Dataset, width: int, patch: int) -> None:
         super().__init__()
@@ -101,14 +98,9 @@ class PatchTokens(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(0.02 * torch.randn(1, tokens, width))
 
-    def tokens(self, x: Tensor) -> Tensor:
-        """Return the vectors of images, shape (samples, 1 + patches, width)."""
-        patches = self.patch_embed(x).flatten(2).transpose(1, 2)
-        return torch.cat([self.cls_token.expand(len(x), -1, -1), patches], 1) + self.pos_embed
-
 
 class VisionTransformer(PatchTokens):
-    """A small vision transformer in the style of timm: class token, position embedding, pre-norm."""
+    """A small vision transformer in the style of timm, with norms before each part."""
 
     def __init__(self, dataset: Dataset, width: int = 192, depth: int = 6, patch: int = 4) -> None:
         super().__init__(dataset, width, patch)
@@ -121,7 +113,10 @@ class VisionTransformer(PatchTokens):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits of images, shape (samples, classes)."""
-        logits: Tensor = self.head(self.norm(self.blocks(self.tokens(x)))[:, 0])
+        tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
+        first = self.cls_token.expand(len(x), -1, -1)
+        tokens = torch.cat([first, tokens], 1) + self.pos_embed
+        logits: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
         return logits
 
 
@@ -214,7 +209,9 @@ class TimmTransformer(PatchTokens):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits of images, shape (samples, classes)."""
-        tokens = self.blocks(self.pos_drop(self.tokens(x)))
+        tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], 1)
+        tokens = self.blocks(self.pos_drop(tokens + self.pos_embed))
         logits: Tensor = self.head(self.norm(tokens)[:, 0])
         return logits
 

@@ -271,7 +271,8 @@ def encoder_weights(encoder: TextEncoder) -> PublicWeights:
             f"{kind.package}"
         )
     content = (encoder.folder / VOCABULARY).read_bytes()
-    tensors = {f"network.{name}": tensor for name, tensor in _renamed(found.tensors, encoder.config)}
+    renamed = _renamed(found.tensors, encoder.config)
+    tensors = {f"network.{name}": tensor for name, tensor in renamed}
     tensors["vocabulary"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return replace(found, tensors=tensors)
 
