@@ -109,7 +109,7 @@ def dimensions_of(
     dimensions = tuple(filter(None, (_dimension(entry, errors) for entry in file.drawn)))
     if not file.drawn:
         errors.append(
-            "A search needs at least one --search NAME=VALUES, or no --lr: it draws that by default."
+            "A search needs at least one --search NAME=VALUES, or no --lr, which it then draws."
         )
     errors += (*_decided(given, file), *_faults(given, file, dimensions))
     if errors:  # report faults of other settings, too
