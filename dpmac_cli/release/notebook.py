@@ -29,8 +29,8 @@ def of_claim(privacy: PrivacyPart) -> list[Line]:
 
 def of_report(report: Mapping[str, Any]) -> list[Line]:
     """Return the privacy, the test score and the number of records of a run."""
-    found, test, headline = cast(ReportKeys, report), report["test"], task_in(report).headline
-    privacy = found["privacy"]
+    found, headline = cast(ReportKeys, report), task_in(report).headline
+    privacy, test = found["privacy"], found["test"]
     several = privacy["unit"]["told_by"] is not None
     counted = "units" if several else "records"
     return [

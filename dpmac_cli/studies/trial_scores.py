@@ -15,6 +15,7 @@ from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.release.scoring import score_trial
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.prepare import record_sums
+from dpmac_cli.storage.report_keys import ReportKeys
 from dpmac_cli.studies.transfer import last_score
 from dpmac_cli.tasks.known import METRICS
 
@@ -27,7 +28,7 @@ def covered_score(run: Path, metric: str) -> float:
 
     Raises ValueError if it is not covered: then the choice by it would reveal test records.
     """
-    report = json.loads((run / folder.REPORT).read_bytes())
+    report: ReportKeys = json.loads((run / folder.REPORT).read_bytes())
     if not (report["privacy"]["covered_scores"] or {}).get("released"):
         raise ValueError("a search needs covered scores")
     return last_score(run, metric)
