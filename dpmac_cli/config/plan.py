@@ -142,6 +142,10 @@ class OptimizerPlan:
         """The optimizer's row in the table."""
         return OPTIMIZERS[self.name]
 
+    def with_lr(self, rate: float) -> "OptimizerPlan":
+        """Return the plan with another learning rate."""
+        return replace(self, hyper=replace(self.hyper, lr=float(rate)))
+
 
 @dataclass(frozen=True)
 class NewFolder:

@@ -238,11 +238,10 @@ class PrivateTraining:
     @lr.setter
     def lr(self, rate: float) -> None:
         Settings(lr=rate)  # raises InputError
-        hyper = replace(self.plan.optimizer.hyper, lr=float(rate))
-        recorded: dict[SettingName, Any] = {**self.plan.recorded, "lr": hyper.lr}
-        optimizer = replace(self.plan.optimizer, hyper=hyper)
+        optimizer = self.plan.optimizer.with_lr(rate)
+        recorded: dict[SettingName, Any] = {**self.plan.recorded, "lr": optimizer.hyper.lr}
         self._plan = replace(self.plan, optimizer=optimizer, recorded=recorded)
-        self._trainer.algorithm = replace(self._trainer.algorithm, hyper=hyper)
+        self._trainer.algorithm = replace(self._trainer.algorithm, hyper=optimizer.hyper)
 
     def standardise(self, x: Tensor) -> Tensor:
         """Standardise records of the dataset, as for the network's inputs."""

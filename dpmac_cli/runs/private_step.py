@@ -169,12 +169,11 @@ class PrivateStep:
     @lr.setter
     def lr(self, rate: float) -> None:
         Settings(lr=rate)  # raises InputError
-        hyper = replace(self._plan.optimizer.hyper, lr=float(rate))
-        optimizer = replace(self._plan.optimizer, hyper=hyper)
+        optimizer = self._plan.optimizer.with_lr(rate)
         self._plan = replace(self._plan, optimizer=optimizer)
         if self._engine is not None:
             descent = self._engine.descent
-            descent.algorithm = replace(descent.algorithm, hyper=hyper)
+            descent.algorithm = replace(descent.algorithm, hyper=optimizer.hyper)
 
     def loader(
         self, dataset: Any, collate_fn: Collate | None = None, *, workers: int = 0

@@ -154,11 +154,11 @@ class PositionProducts:
         module = self.layer.module
         delta = [unfold.gradients_by_position(module, use.delta, self.views) for use in uses]
         a = [unfold.inputs_by_position(module, use.inputs[0], self.views) for use in uses]
-        return side_by_side(delta), side_by_side(a)
+        return join_positions(delta), join_positions(a)
 
     def _by_sample(self, rows: Sequence[Tensor]) -> Tensor:
         """Concatenate the numbers by position of a sample's views and uses, (samples, T)."""
-        return side_by_side([t.reshape(len(t) // self.views, -1) for t in rows])
+        return join_positions([t.reshape(len(t) // self.views, -1) for t in rows])
 
     def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         bias = "bias" in self.layer.parameters
@@ -167,7 +167,7 @@ class PositionProducts:
     def _by_gram(self, uses: Sequence[Use], kernel: Kernel) -> SquaredNorms:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
         module, metric = self.layer.module, kernel.metric
-        delta = side_by_side(
+        delta = join_positions(
             [unfold.gradients_by_position(module, use.delta, self.views) for use in uses]
         )
         if len(uses) * self.views == 1 and type(module) in CONVOLUTIONS:
@@ -261,6 +261,6 @@ class PositionProducts:
         return {"weight": weight, "bias": delta.sum(0)}
 
 
-def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+def join_positions(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate the positions of several uses, (samples, T, ...)."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
