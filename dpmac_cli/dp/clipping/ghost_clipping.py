@@ -151,10 +151,17 @@ class PositionProducts:
 
     def _factors(self, uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
         """Return delta, (samples, T, O), and a, (samples, T, K)."""
-        module = self.layer.module
-        delta = [unfold.gradients_by_position(module, use.delta, self.views) for use in uses]
-        a = [unfold.inputs_by_position(module, use.inputs[0], self.views) for use in uses]
-        return join_positions(delta), join_positions(a)
+        return self._deltas(uses), self._inputs(uses)
+
+    def _deltas(self, uses: Sequence[Use]) -> Tensor:
+        """Return output gradients by position, (samples, T, O)."""
+        module, views = self.layer.module, self.views
+        return join_positions([unfold.gradients_by_position(module, u.delta, views) for u in uses])
+
+    def _inputs(self, uses: Sequence[Use]) -> Tensor:
+        """Return inputs by position, (samples, T, K)."""
+        module, views = self.layer.module, self.views
+        return join_positions([unfold.inputs_by_position(module, u.inputs[0], views) for u in uses])
 
     def _by_sample(self, rows: Sequence[Tensor]) -> Tensor:
         """Concatenate the numbers by position of a sample's views and uses, (samples, T)."""
@@ -167,13 +174,11 @@ class PositionProducts:
     def _by_gram(self, uses: Sequence[Use], kernel: Kernel) -> SquaredNorms:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
         module, metric = self.layer.module, kernel.metric
-        delta = join_positions(
-            [unfold.gradients_by_position(module, use.delta, self.views) for use in uses]
-        )
+        delta = self._deltas(uses)
         if len(uses) * self.views == 1 and type(module) in CONVOLUTIONS:
             gram = unfold.gram_by_position(module, uses[0].inputs[0])
         else:
-            a = self._factors(uses)[1].double()
+            a = self._inputs(uses).double()
             gram = a @ a.mT
         reach = kernel.reach(delta, gram.diagonal(dim1=1, dim2=2))
         u = roundoff(sum(self.sizes[:3]), torch.float64)
