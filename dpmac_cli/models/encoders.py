@@ -99,7 +99,7 @@ class TextEncoder:
     texts: tuple[tuple[int, int], ...]
     folder: Path | None = field(default=None, compare=False)
 
-    #: What it has features of.
+    #: Kind of records that it has features of.
     reads: ClassVar = "texts"
     #: Output of an untrained head for all records: random weights would only add to the noise.
     start: ClassVar[float | None] = 0.0
