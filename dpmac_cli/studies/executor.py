@@ -82,8 +82,8 @@ class Executor(ABC, Generic[Job]):
     def cancel(self, job: Job) -> None:
         """Signal a job to stop, or remove it from the queue."""
 
-    def wait(self, job: Job) -> None:  # noqa: B027  (most jobs outlive the command)
-        """Wait for a cancelled job to end, if it runs locally."""
+    def wait(self, job: Job) -> None:
+        """Wait for a cancelled job to end, if it runs locally: others outlive the command."""
 
 
 def carry_out(

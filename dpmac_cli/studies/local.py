@@ -152,6 +152,7 @@ class Pool(Executor[_Worker]):
         CONTEXT.set_forkserver_preload(["__main__", __name__])
 
     def submit(self, runs: Sequence[Run]) -> Sequence[_Worker]:
+        """Start a process for each of these runs."""
         workers = []
         for run in runs:
             place = self._places.pop(0)
@@ -170,6 +171,7 @@ class Pool(Executor[_Worker]):
         return workers
 
     def result(self, job: _Worker) -> Result | None:
+        """Return the result of a process, or why it ended without one; None while it runs."""
         if not job.pipe.poll():
             return None
         self._places.append(job.place)
@@ -181,9 +183,11 @@ class Pool(Executor[_Worker]):
         return result or (f"signal {-code}" if code < 0 else f"exit code {code}", None)
 
     def cancel(self, job: _Worker) -> None:
+        """Ask a process to stop."""
         job.process.terminate()
 
     def wait(self, job: _Worker) -> None:
+        """Wait for a process to end."""
         job.process.join()
 
 

@@ -90,6 +90,7 @@ class Tasks(Executor[Any]):
         super().__init__(runs, jobs or int(self._there[kinds[0]]))
 
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+        """Start a task for each of these runs."""
         places = {name: os.environ[name] for name in PLACES if name in os.environ}
         tasks = []
         for run in runs:
@@ -99,6 +100,7 @@ class Tasks(Executor[Any]):
         return tasks
 
     def result(self, job: Any) -> Result | None:
+        """Return the result of a task, or why it ended without one; None while it runs."""
         try:
             result: Result | None = ray.get(job) if ray.wait([job], timeout=0)[0] else None
         except RayTaskError as failure:
@@ -108,6 +110,7 @@ class Tasks(Executor[Any]):
         return result
 
     def cancel(self, job: Any) -> None:
+        """Ask a task to stop, or remove it from the queue."""
         ray.cancel(job)
 
 

@@ -69,6 +69,7 @@ class Array(Executor[Any]):
         return executor
 
     def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+        """Start a job for each of these runs."""
         jobs = list(self.submitter().map_array(_train, runs))
         for job in jobs:
             if isinstance(job, SlurmJob):  # instead of the watcher that all programs' jobs share
@@ -77,6 +78,7 @@ class Array(Executor[Any]):
         return jobs
 
     def result(self, job: Any) -> Result | None:
+        """Return the result of a job, or why it ended without one; None while it runs."""
         try:
             result: Result | None = job.result() if job.done() else None
         except UncompletedJobError:
@@ -84,6 +86,7 @@ class Array(Executor[Any]):
         return result
 
     def cancel(self, job: Any) -> None:
+        """Ask a job to stop, or remove it from the queue."""
         job.cancel(check=False)  # SLURM gives it half a minute to save
 
 
