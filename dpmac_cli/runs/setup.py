@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dpmac_cli.accounting.statements import short
-from dpmac_cli.config.plan import ComputePlan, DataPlan, PrivacyPlan, TrainPlan
+from dpmac_cli.config.plan import ComputePlan, DataPlan, PrivacyPlan, StepsPlan, TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.dp.algorithm import build_algorithm
@@ -73,7 +73,7 @@ def make_trainer(
         data=task.data,
         algorithm=build_algorithm(method, hyper, private=private, rule=rule),
         mechanism=mechanism_of(plan.privacy, secure=plan.run.secure),
-        plan=_steps_of(plan, steps, device, loss, isolated=isolated),
+        plan=steps_of(plan, steps, device, isolated=isolated, loss=loss),
         randomness=_randomness(plan, keys, task, rank=0 if ranks is None else ranks.rank),
         hooks=_canaries(plan.privacy, plan.recipe, task, keys),
         ranks=ranks,
@@ -83,10 +83,15 @@ def make_trainer(
     return trainer
 
 
-def _steps_of(
-    plan: TrainPlan, steps: int, device: torch.device, loss: Loss | None, *, isolated: bool
+def steps_of(
+    plan: StepsPlan,
+    steps: int,
+    device: torch.device,
+    *,
+    isolated: bool,
+    loss: Loss | None = None,
 ) -> StepPlan:
-    """Return what is fixed about every step of a run."""
+    """Return what is fixed about every step. A ``loss`` replaces that of the plan."""
     return StepPlan(
         steps=steps,
         steps_per_epoch=plan.privacy.steps_per_epoch,

@@ -16,14 +16,13 @@ from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Indices
-from dpmac_cli.runs.setup import mechanism_of, training_of
+from dpmac_cli.runs.setup import mechanism_of, steps_of, training_of
 from dpmac_cli.runs.step_arguments import RECORD_UNIT, device_of
 from dpmac_cli.storage.digest import digest, identical
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.chunks import BatchSum, Running
 from dpmac_cli.training.descent import Descent
 from dpmac_cli.training.lineage import Training, attach
-from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
 
 
@@ -146,11 +145,12 @@ def build_engine(
     """
     kind, why = validated_network(objective, structure, isolated=plan.isolate)
     given, layers = Given(), LayerDraws(keys.layers)
+    step_plan = steps_of(plan, steps, device_of(objective), isolated=kind == "isolated")
     how = Running(
         loss=returned,
-        physical_batch=plan.run.physical_batch_on(device_of(objective).type),
+        physical_batch=step_plan.physical_batch,
         batch=plan.privacy.batch_size,
-        isolated=kind == "isolated",
+        isolated=step_plan.isolated,
     )
     with full_float32():
         sums = BatchSum(objective, structure, how, layers)
@@ -159,8 +159,13 @@ def build_engine(
             sums=sums,
             algorithm=build_algorithm(plan.optimizer.method, plan.optimizer.hyper, rule=rule),
             mechanism=mechanism_of(plan.privacy, secure=plan.run.secure),
-            plan=_steps_of(plan, steps, how),
-            randomness=_randomness(plan, keys, given, layers),
+            plan=step_plan,
+            randomness=Randomness(
+                keys=keys,
+                sampler=given,
+                noise=Noise(keys.noise, secure=plan.run.secure),
+                layers=layers,
+            ),
         )
     descent.training = training = training_of(plan.privacy, plan.run, RECORD_UNIT)
     attach(objective.network, training)
@@ -173,20 +178,3 @@ def build_engine(
         structure=structure,
         notes=(*why, *sums.notes),
     )
-
-
-def _steps_of(plan: BatchPlan, steps: int, how: Running) -> StepPlan:
-    """Return what is fixed about every step."""
-    return StepPlan(
-        steps=steps,
-        steps_per_epoch=plan.privacy.steps_per_epoch,
-        physical_batch=how.physical_batch,
-        recipe=plan.recipe,
-        isolated=how.isolated,
-    )
-
-
-def _randomness(plan: BatchPlan, keys: Keys, given: Given, layers: LayerDraws) -> Randomness:
-    """Return the random draws of a training; records are drawn by the program."""
-    noise = Noise(keys.noise, secure=plan.run.secure)
-    return Randomness(keys=keys, sampler=given, noise=noise, layers=layers)
