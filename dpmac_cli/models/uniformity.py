@@ -86,7 +86,8 @@ def _exported(model: nn.Module, inputs: Structure) -> torch.fx.Graph:
         # Fused attention, of which every device has another, is not known here.
         with silent, quiet, inherited_precision(), sdpa_kernel(SDPBackend.MATH):
             program = torch.export.export(model, (x,), dynamic_shapes=(sizes,))
-            return program.run_decompositions().graph
+            graph: torch.fx.Graph = program.run_decompositions().graph
+            return graph
     except Exception as failure:
         raise UnprovenError(_why(failure)) from failure
     finally:
@@ -169,7 +170,8 @@ def _before_samples(node: torch.fx.Node, before: Mapping[torch.fx.Node, int], ro
     if name in KNOWN["factories"] and sizes != {_rows_of(t) for t in made}:
         return 1  # all its rows are alike
     if len(sizes) == len(found) == 1:
-        positions = _positions_after(name, *found, batched[0], made)
+        [positions_before] = found
+        positions = _positions_after(name, positions_before, batched[0], made)
         if positions is not None and (rows == 1 or positions == 1):
             return positions
     if rows > 1:
