@@ -454,6 +454,19 @@ def test_unknown_names_get_near_matches(name: str, typed: str, near: str) -> Non
     assert near in error.split("Known:")[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "typed", "said"),
+    [
+        ("train", "heads", "--train: there is no part to train 'heads'. Did you mean head? Known: "),
+        ("channels", "2", "--channels: there is no number of channels '2'. Known: 1, 3."),
+        ("augment", "crops", "--augment: there is no augmentation 'crops'. Did you mean crop"),
+        ("standardise", "none", "--standardise: there is no set of constants 'none'. Known: half"),
+    ],
+)
+def test_unknown_values_of_flags_that_are_no_nouns(name: str, typed: str, said: str) -> None:
+    assert the_error({name: typed}).startswith(said)
+
+
 def test_a_mistyped_data_set_causes_no_second_error() -> None:
     # 1e-5 lies between the bounds of digits, the data set that was meant.
     assert "'digts'" in the_error({"dataset": "digts", "h1": "1e-5", "h2": "1e-3"})

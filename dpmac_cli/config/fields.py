@@ -74,12 +74,14 @@ class Choice:
         besides: test and description of other texts that are allowed.
         renamed: current names, by earlier ones.
         instances: class whose instances are allowed too.
+        noun: what one of them is, if the name of the flag does not say so.
     """
 
     names: tuple[str, ...]
     besides: tuple[Callable[[str], bool], str] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     instances: type | tuple[()] = ()
+    noun: str = ""
 
     @property
     def known(self) -> str:

@@ -14,7 +14,7 @@ from dpmac_cli.data.registry import DATASETS
 
 #: Group of the flags in the help.
 SEARCH = "Search"
-DATASET = Choice(tuple(DATASETS), OWN_DATA)
+DATASET = Choice(tuple(DATASETS), OWN_DATA, noun="dataset")
 
 
 class SearchFlags(Flags, frozen=True):

@@ -174,7 +174,7 @@ class Settings(Flags, frozen=True):
     ] = False
     features: Annotated[
         str | None,
-        Choice(tuple(FEATURES)),
+        Choice(tuple(FEATURES), noun="kind of features"),
         Field(
             description=(
                 "Train on fixed wavelet scattering features, which are not learnt, instead of the "
@@ -210,7 +210,7 @@ class Settings(Flags, frozen=True):
     ] = None
     train: Annotated[
         str | None,
-        Choice(tuple(PARTS)),
+        Choice(tuple(PARTS), noun="part to train"),
         Field(description="Part of a network with public weights to train."),
         Flag(
             TASK,
@@ -261,7 +261,7 @@ class Settings(Flags, frozen=True):
     ] = 0
     channels: Annotated[
         str | None,
-        Choice(("1", "3")),
+        Choice(("1", "3"), noun="number of channels"),
         Field(description="Convert your images to N channels."),
         Flag(DATA, otherwise="as found", fixed=True),
     ] = None
@@ -290,7 +290,7 @@ class Settings(Flags, frozen=True):
     ] = None
     standardise: Annotated[
         str,
-        Choice(tuple(STANDARDS)),
+        Choice(tuple(STANDARDS), noun="set of constants"),
         Field(
             description="Public constants to standardise images with; half maps them to [-1, 1]."
         ),
@@ -520,7 +520,7 @@ class Settings(Flags, frozen=True):
     ] = None
     augment: Annotated[
         str | None,
-        Choice(AUGMENTS),
+        Choice(AUGMENTS, noun="augmentation"),
         Field(description="Augmentation of the views."),
         Flag(RECIPE, otherwise="the dataset's", needs="--augmentations", omitted=True),
     ] = None
