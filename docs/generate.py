@@ -348,9 +348,9 @@ def default(setting: Option) -> str:
     """Return the default of a setting."""
     if setting.switch:
         return "off"
-    if setting.default is not None:
-        return f"`{setting.default}`"
-    return setting.flag.otherwise or "none"
+    if setting.flag.otherwise or setting.default is None:
+        return setting.flag.otherwise or "none"
+    return f"`{setting.default}`"
 
 
 def about(setting: Option) -> str:

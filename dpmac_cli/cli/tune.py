@@ -89,7 +89,9 @@ def tune(search: list[str] | None, **given: Any) -> None:
     of_search = {name: given.pop(name) for name in SEARCH_FLAGS}
     command = take(TuneFlags, given)
     if command.dry_run and json:
-        raise InputError("--dry-run and --json contradict each other: a plan has no report. Give one.")
+        raise InputError(
+            "--dry-run and --json contradict each other: a plan has no report. Give one."
+        )
     with console.waiting(shown.quiet, "settings and noise"):
         flags, space = ask_search(given, of_search, search or [], command.config)
     if isinstance(space, Transfer):

@@ -33,7 +33,7 @@ class Flag:
     Attributes:
         group: group of the help.
         also: names in other libraries, for hints.
-        otherwise: the default in words, if it depends on other settings; "" if it is off.
+        otherwise: the default in words, if it depends on other settings.
         metavar: placeholder of the value in the help; "" for one by type.
         suggests: names for completion that are validated elsewhere.
         hint: returns a remedy for a rejected text, or "".
@@ -158,6 +158,11 @@ class Option:
     def switch(self) -> bool:
         """Return whether it is given without a value."""
         return self.kind is bool
+
+    @property
+    def otherwise(self) -> str:
+        """Return its default in words; "" if there is none, or if it is off."""
+        return self.flag.otherwise or ("" if self.default in (None, False) else str(self.default))
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -357,7 +357,10 @@ class Settings(Flags, frozen=True):
         NoiseMultiplier | None,
         Field(description="Noise multiplier."),
         Flag(
-            PRIVACY, also=("noise-multiplier", "noise"), otherwise="the dataset's", hint=_no_noise
+            PRIVACY,
+            also=("noise-multiplier", "noise"),
+            otherwise="that of --epsilon; with --recipe paper the dataset's",
+            hint=_no_noise,
         ),
     ] = None
     epsilon: Annotated[
@@ -367,7 +370,12 @@ class Settings(Flags, frozen=True):
                 "Target epsilon of the run; use the least noise that meets it, instead of --sigma."
             )
         ),
-        Flag(PRIVACY, also=("target-epsilon", "eps"), fixed=True),
+        Flag(
+            PRIVACY,
+            also=("target-epsilon", "eps"),
+            otherwise="3; with --sigma, --no-dp or --recipe paper none",
+            fixed=True,
+        ),
     ] = None
     max_epsilon: Annotated[
         Positive | None,
@@ -618,7 +626,12 @@ class Settings(Flags, frozen=True):
         str,
         Choice(tuple(name for name, metric in METRICS.items() if metric.chosen)),
         Field(description="Test metric to show, and to rank a comparison by."),
-        Flag(OUTPUT, omitted=True, labels=False),
+        Flag(
+            OUTPUT,
+            otherwise="the first of them that fits the dataset",
+            omitted=True,
+            labels=False,
+        ),
     ] = "accuracy"
     cover_scores: Annotated[
         StrictBool,
