@@ -469,7 +469,7 @@ def test_unknown_names_get_near_matches(name: str, typed: str, near: str) -> Non
     ],
 )
 def test_unknown_values_of_flags_that_are_no_nouns(name: str, typed: str, said: str) -> None:
-    assert the_error({name: typed}).startswith(said)
+    assert errors_of({name: typed})[0].startswith(said)
 
 
 def test_a_mistyped_data_set_causes_no_second_error() -> None:

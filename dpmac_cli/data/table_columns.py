@@ -213,8 +213,7 @@ def _boolean_input(
     names = compute.ascii_lower(pa.array(column.categories))
     found = compute.index_in(compute.ascii_lower(text_cells(cells)), names)
     strange = np.asarray(found.is_null()) & ~missing
-    hint = if_no_value(_first(cells, strange) or "")
-    _add(bad, f"neither {' nor '.join(column.categories)} in {column.name}", strange, cells, hint)
+    _add(bad, f"neither {' nor '.join(column.categories)} in {column.name}", strange, cells)
     values = np.asarray(found.cast(pa.float64()).fill_null(0.5))
     return values[:, None], np.zeros(1), np.ones(1)
 
