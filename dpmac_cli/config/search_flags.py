@@ -24,11 +24,8 @@ class SearchFlags(Flags, frozen=True):
 
     trials: Annotated[
         MeanTrials,
-        Field(
-            description="Mean number of trials. The number itself is random and secret. Without "
-            f"--search it is {MEAN_NEAR}."
-        ),
-        Flag(SEARCH),
+        Field(description="Mean number of trials. The number itself is random and secret."),
+        Flag(SEARCH, otherwise=f"{MEAN}; without --search {MEAN_NEAR}"),
     ] = MEAN
     most_trials: Annotated[
         Count | None,
