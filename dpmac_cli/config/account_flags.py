@@ -42,7 +42,7 @@ SOLVABLE: Mapping[str, tuple[AccountName, ...]] = {
 }
 #: Accountants to use, by the value of ``--accountant``.
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
-TRAINING, TARGET, METHOD = "Training", "AccountQuery", "Method"
+TRAINING, TARGET, METHOD = "Training", "Target", "Method"
 NoiseOrNone = Annotated[float, Field(ge=0, le=SIGMA_MAX)]
 
 
@@ -96,7 +96,7 @@ class AccountFlags(Flags, frozen=True):
     ] = None
     solve: Annotated[
         str | None,
-        Choice(tuple(SOLVABLE)),
+        Choice(tuple(SOLVABLE), noun="way to solve for"),
         Field(description="Setting to solve for, given --epsilon."),
         Flag(TARGET, otherwise="sigma, or steps if --sigma is given"),
     ] = None

@@ -38,8 +38,8 @@ FOREIGN = "was not written by dpmac train, or was modified"
 #: How to name a user-supplied network.
 IN_COMMAND = "If you trust it, add --model FILE.py:FACTORY."
 IN_PROGRAM = (
-    "Pass network={0}, with its class, a function that builds it, or an instance; or, if it is in "
-    "a file, factory='FILE.py:{0}'."
+    "Pass network= with an instance of {0}, a function that builds one, or the class itself; or, "
+    "if it is in a file, factory='FILE.py:{0}'."
 )
 WANTED = f"Use a run folder of dpmac train, or a {folder.MODEL}."
 
