@@ -55,7 +55,7 @@ def texts(panel: Any) -> None:
                 if key[:2] == (name, features)
             )
             panel.errorbar(*zip(*points, strict=True), label=f"{title}, {label}", **LOOK)
-    panel.set(title="Texts, five seeds (hashed words: one)")
+    panel.set(title="Texts, five seeds")
 
 
 def whole(name: str, lines: Sequence[str]) -> int:
