@@ -644,9 +644,9 @@ def test_private_records_cannot_decide_as_public_ones() -> None:
     with pytest.raises(InputError, match="same classes and shape"):
         asked(given, own | {"score_on": "mnist"}, ["lr=0.1,1"], None)
     plan = plan_of()
-    sums = {str(name): sha for name, sha in record_sums(load_data("digits", Path(), CPU)).items()}
+    private = record_sums(load_data("digits", Path(), CPU))["data"]
     with pytest.raises(InputError, match="same records"):
-        PublicScore(plan.space.data, CPU, sums)
+        PublicScore(plan.space.data, CPU, private)
 
 
 FLAGS = (

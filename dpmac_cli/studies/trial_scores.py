@@ -15,6 +15,7 @@ from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.release.scoring import score_trial
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.prepare import record_sums
+from dpmac_cli.storage.report_keys import ReportKeys
 from dpmac_cli.studies.transfer import last_score
 from dpmac_cli.tasks.known import METRICS
 
@@ -27,7 +28,7 @@ def covered_score(run: Path, metric: str) -> float:
 
     Raises ValueError if it is not covered: then the choice by it would reveal test records.
     """
-    report = json.loads((run / folder.REPORT).read_bytes())
+    report: ReportKeys = json.loads((run / folder.REPORT).read_bytes())
     if not (report["privacy"]["covered_scores"] or {}).get("released"):
         raise ValueError("a search needs covered scores")
     return last_score(run, metric)
@@ -38,22 +39,24 @@ class PublicScore:
 
     Args:
         judge: the public data. device: where to score.
-        sums: checksums of the private records, to which those of the public ones are added.
+        private: checksum of the private records.
+
+    Attributes:
+        checksum: checksum of the public records.
 
     Raises:
         InputError: they are the private records.
     """
 
-    def __init__(self, judge: DataPlan, device: torch.device, sums: dict[str, str]) -> None:
+    def __init__(self, judge: DataPlan, device: torch.device, private: str) -> None:
         self._data = load_data(judge.source, judge.folder, device, facts=judge.facts)
         self._facts, self._device = judge.facts, device
-        public = record_sums(self._data)
-        if public["data"] == sums["data"]:
+        self.checksum = record_sums(self._data)["data"]
+        if self.checksum == private:
             raise InputError(
                 f"--score-on {judge.dataset} has the same records as the private data, whose exact "
                 "scores reveal its test records. Leave out --score-on, or give public data."
             )
-        sums["public data"] = public["data"]
 
     def __call__(self, run: Path, metric: str) -> float:
         """Return the score of a run, which is larger for better runs."""

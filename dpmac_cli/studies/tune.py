@@ -227,9 +227,10 @@ def carry_out_search(
         data = load_data(first.data.source, first.data.folder, device, facts=first.data.facts)
         found = {**declared_sums(first.data, data), **record_sums(data)}
         sums = {str(name): sha for name, sha in found.items()}
-        score = covered_score
+        score: Score = covered_score
         if plan.space.judge is not None:
-            score = PublicScore(plan.space.judge, device, sums)
+            score = public = PublicScore(plan.space.judge, device, sums["data"])
+            sums["public data"] = public.checksum
         clock = _Clock(plan, secret, _begun(plan, secret, sums), stop)
         trained = plan.trained(clock.state.counted)
         while clock.state.ended < trained or clock.state.verdict in (WON, LOST):
@@ -318,8 +319,8 @@ def _trial(
     if clock.state.verdict == "":
         if clock.state.setting is None:
             clock.write(setting=plan.space.draw())
-        setting = dict(clock.state.setting or {})
-        trial = plan.space.plan_of(setting, stop_early=plan.stop_early)  # type: ignore[arg-type]
+        setting = clock.state.setting or {}
+        trial = plan.space.plan_of(setting, stop_early=plan.stop_early)
         better = yield from _better(trial, secret, clock, data, score)
         won = better and clock.state.ended < clock.state.counted
         verdict = WON if won else LOST
