@@ -32,6 +32,8 @@ columns:
 drop: [name]
 """
 COST = Regression(("cost",), 0.0, 100.0)
+#: What a message says of a word among numbers.
+OLD = " (leave the cell empty, or write NA, where there is no value)"
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +197,7 @@ def refused_again(run: Path, data: str, *flags: str) -> str:
 def test_cells_that_the_schema_does_not_allow_are_named_together(tabular: Path) -> None:
     Path("new.csv").write_text("town,age\nUlm,30\nBonn,old\nKiel,\n")
     said = refused(tabular, "new.csv")
-    assert "Record 2 has no number in age: 'old'; Record 3 has no value in age. " in said
+    assert f"Record 2 has no number in age: 'old'{OLD}; Record 3 has no value in age. " in said
     assert "Correct new.csv, or add --skip-bad to leave these records out." in said
 
 
@@ -306,7 +308,7 @@ def test_unusable_rows_of_a_table_are_named_and_left_out(tabular: Path) -> None:
     assert (
         "note: 4 records of new.csv are left out: Line 5 has 2 values for 3 columns, and 1 " in said
     )
-    assert "Record 2 has no number in age: 'old'; Record 3 has no value in age." in said
+    assert f"Record 2 has no number in age: 'old'{OLD}; Record 3 has no value in age." in said
     assert "predictions for 2 records" in result.stdout
     with Path("predictions.csv").open(newline="") as file:
         kept = list(csv.DictReader(file))
