@@ -1,6 +1,8 @@
 """Engine of a private step: a validated network, and the descent on its batches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Indices
+from dpmac_cli.runs.environment import environment
 from dpmac_cli.runs.step_arguments import RECORD_UNIT, device_of
 from dpmac_cli.storage.digest import digest, identical
 from dpmac_cli.torch_errors import torch_failures_explained
@@ -94,6 +97,7 @@ class StepEngine:
         descent: takes the steps. sums: clipped sum of a batch. given: records of a batch.
         training: counts the steps that use records. history: values set between steps.
         structure: structure of a record, which was validated.
+        environment: software, hardware and settings with which steps compute.
         notes: how the network is run.
     """
 
@@ -103,6 +107,7 @@ class StepEngine:
     training: Training
     history: History
     structure: Structure
+    environment: Mapping[str, Any]
     notes: tuple[str, ...] = field(default=())
 
     def step(self, batch: Batch, records: Indices) -> int:
@@ -154,7 +159,7 @@ def build_engine(
         seeded=plan.run.seed is not None,
         secure=plan.run.secure,
     )
-    attach(objective.network, training)
+    attach(objective, training)  # a loss may have trained parameters, too
     descent.training = training
     return StepEngine(
         descent=descent,
@@ -163,6 +168,7 @@ def build_engine(
         training=training,
         history=History(descent, float(plan.recorded["lr"])),
         structure=structure,
+        environment=environment(device_of(objective)),
         notes=(*why, *sums.notes),
     )
 

@@ -9,12 +9,13 @@ from typing import TypeAlias
 import torch
 
 from dpmac_cli.config.plan import DataPlan
+from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.release.scoring import score_trial
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.prepare import record_sums
+from dpmac_cli.studies.public_records import check_public
 from dpmac_cli.studies.transfer import last_score
 from dpmac_cli.tasks.known import METRICS
 
@@ -38,22 +39,21 @@ class PublicScore:
 
     Args:
         judge: the public data. device: where to score.
-        sums: checksums of the private records, to which those of the public ones are added.
+        private: the private records.
+
+    Attributes:
+        sha256: checksum of the public records.
 
     Raises:
-        InputError: they are the private records.
+        InputError: they are the private records, or many of them.
     """
 
-    def __init__(self, judge: DataPlan, device: torch.device, sums: dict[str, str]) -> None:
+    def __init__(self, judge: DataPlan, device: torch.device, private: Data) -> None:
         self._data = load_data(judge.source, judge.folder, device, facts=judge.facts)
         self._facts, self._device = judge.facts, device
-        public = record_sums(self._data)
-        if public["data"] == sums["data"]:
-            raise InputError(
-                f"--score-on {judge.dataset} has the same records as the private data, whose exact "
-                "scores reveal its test records. Leave out --score-on, or give public data."
-            )
-        sums["public data"] = public["data"]
+        harm = "exact scores reveal its test records"
+        check_public(f"--score-on {judge.dataset}", self._data, private, harm)
+        self.sha256 = record_sums(self._data)["data"]
 
     def __call__(self, run: Path, metric: str) -> float:
         """Return the score of a run, which is larger for better runs."""

@@ -226,9 +226,10 @@ def carry_out_search(
         data = load_data(first.data.source, first.data.folder, device, facts=first.data.facts)
         found = {**declared_sums(first.data, data), **record_sums(data)}
         sums = {str(name): sha for name, sha in found.items()}
-        score = covered_score
+        score: Score = covered_score
         if plan.space.judge is not None:
-            score = PublicScore(plan.space.judge, device, sums)
+            score = public = PublicScore(plan.space.judge, device, data)
+            sums["public data"] = public.sha256
         clock = _Clock(plan, secret, _begun(plan, secret, sums), stop)
         trained = plan.trained(clock.state.counted)
         while clock.state.ended < trained or clock.state.verdict in (WON, LOST):

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.precision import PLACES, full_float32, inherited_precision
+from dpmac_cli import ClippedSum, ball
+from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32, inherited_precision
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.training.evaluation import Evaluation
@@ -95,6 +96,7 @@ class Noticing(nn.Module):
                 "autocast": torch.is_autocast_enabled("cpu"),
                 "inference": torch.is_inference_mode_enabled(),
                 "dtype": torch.get_default_dtype(),
+                "settings": Arithmetic.now(),
             },
         )
         logits: Tensor = self.layer(x.flatten(1))
@@ -120,6 +122,7 @@ OURS = {
     "autocast": False,
     "inference": False,
     "dtype": torch.float32,
+    "settings": Arithmetic.now(),
 }
 
 
@@ -220,3 +223,56 @@ def test_a_network_of_inference_tensors_is_refused_by_name() -> None:
         net = made()
     with pytest.raises(ModelError, match=r"layer\.weight was created in torch\.inference_mode"):
         check_model(net, (1, SIDE, SIDE), CLASSES)
+
+
+def other(value: Any) -> Any:
+    """Another value of a setting."""
+    if value in (torch.float32, torch.float64):
+        return torch.float64
+    if isinstance(value, tuple):
+        return (not value[0], True)
+    return not value if isinstance(value, bool) else value + 1
+
+
+@contextlib.contextmanager
+def other_settings() -> Iterator[None]:
+    """A program that sets everything otherwise, as a backend with other kernels needs."""
+    before = Arithmetic.now()
+    for (_, write), value in zip(SETTINGS.values(), before.values, strict=True):
+        write(other(value))
+    try:
+        yield
+    finally:
+        for (_, write), value in zip(SETTINGS.values(), before.values, strict=True):
+            write(value)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("isolated", [False, True])
+def test_steps_compute_with_the_settings_of_the_trial_of_rounding(isolated: bool) -> None:
+    """With others, such as more threads, rows may be rounded by the others of a batch."""
+    trainer = trainer_of(isolated)
+    SEEN.clear()
+    with other_settings():
+        changed = Arithmetic.now()
+        trainer.step()
+        assert isinstance(trainer.evaluate(), Evaluation)
+        assert Arithmetic.now() == changed
+    assert SEEN
+    assert all(seen == OURS for seen in SEEN)
+
+
+def noticing_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().sum(1)
+
+
+@pytest.mark.privacy
+def test_sums_alone_compute_with_the_settings_of_the_trial_of_rounding() -> None:
+    clipped = ClippedSum(made(), noticing_loss, ball(1.0), batch_size=8)
+    batch = torch.randn(8, SIDE**2)
+    clipped(batch)
+    SEEN.clear()
+    with other_settings():
+        clipped(batch)
+    assert SEEN
+    assert all(seen == OURS for seen in SEEN)
