@@ -510,7 +510,7 @@ class Turned(Listed):
 
     def __getitem__(self, index: int) -> Any:
         x, label = super().__getitem__(index)
-        return x * torch.rand(3) * np.random.rand() * random.random(), label  # noqa: NPY002, S311
+        return x * torch.rand(3) * np.random.rand() * random.random(), label
 
 
 @pytest.mark.privacy
@@ -519,11 +519,11 @@ def test_random_transforms_of_samples_are_secret() -> None:
     found = []
     for _ in range(2):
         torch.manual_seed(0)
-        np.random.seed(0)  # noqa: NPY002
+        np.random.seed(0)
         random.seed(0)
         arrays = from_torch(Turned(floats()), low=0, high=1).arrays
         assert arrays is not None
-        found.append((arrays["x"], torch.rand(1), np.random.rand(), random.random()))  # noqa: NPY002, S311
+        found.append((arrays["x"], torch.rand(1), np.random.rand(), random.random()))
     (one, *after), (other, *again) = found
     assert not (one == other).any()
     assert after == again, "the program's own random numbers"

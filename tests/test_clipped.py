@@ -288,9 +288,11 @@ def test_a_batch_far_larger_than_stated_is_refused() -> None:
 
 
 def test_numbers_and_regions_that_do_not_fit_are_refused() -> None:
-    for options in ({"batch_size": 0}, {"batch_size": 4, "physical_batch": 0}):
+    for size, physical in ((0, 16), (4, 0)):
         with pytest.raises(InputError, match="must be at least 1, not 0"):
-            ClippedSum(nn.Linear(4, 3), reduced, ball(1.0), **options)
+            ClippedSum(
+                nn.Linear(4, 3), reduced, ball(1.0), batch_size=size, physical_batch=physical
+            )
     for radius in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="must be a positive number"):
             ball(radius)

@@ -697,7 +697,7 @@ def test_copies_of_private_records_in_another_order_are_not_public() -> None:
     mixed = torch.cat([private.train.images[:100], other.train.images])
     some = replace(other, train=Split(mixed, torch.zeros(len(mixed), dtype=torch.long)))
     for public in (taken(private, order), taken(private, order[:30]), some):
-        with pytest.raises(InputError, match="--on x.csv has the same records.*Leave out --on"):
+        with pytest.raises(InputError, match=r"--on x\.csv has the same records.*Leave out --on"):
             check_public("--on x.csv", public, private, "a search on it costs privacy")
     check_public("--on x.csv", other, private, "")
     rounded = replace(other, train=Split(other.train.images.round(), other.train.labels))

@@ -1,7 +1,7 @@
 """Privacy events: mechanisms that a training run applied to its records, and batch sampling."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -16,7 +16,7 @@ def check_public(named: str, public: Data, private: Data, harm: str) -> None:
         harm: consequence of using the private data, as the end of a sentence.
     """
     if overlap(public, private) > COPIED:
-        flag = named.split()[0]
+        flag = named.split(maxsplit=1)[0]
         raise InputError(
             f"{named} has the same records as the private data, or many of them: {harm}. Leave out "
             f"{flag}, or give public data."

@@ -55,10 +55,9 @@ IN_A_LOOP = (
 )
 #: Message for a batch with so many samples that the margin for rounding does not cover them.
 TOO_MANY = (
-    "The batch has many times more records than the batch size that was stated. What one record may "
-    "add includes rounding, in sums of about that many records, so epsilon would not cover it. No "
-    "sampler of dpmac draws such a batch. State how your loader draws, with its batch_size; for "
-    "batches of all records use batch_size=n."
+    "The batch has many times more records than the batch size that was stated. No sampler draws "
+    "such a batch, and the margin for rounding is for about as many records as stated. State how "
+    "your loader draws, with its batch_size; for batches of all records use batch_size=n."
 )
 #: Note for parameters that are trained without a gradient.
 IDLE = (
