@@ -53,7 +53,7 @@ IN_A_LOOP = (
     "On this machine, results for a record would be rounded by the other records of a batch. To "
     "avoid that, the network is run on one record after the other. This is slower."
 )
-#: Message for a batch with so many samples that the margin for rounding does not cover them.
+#: Message for a batch that is too large for the margin for rounding.
 TOO_MANY = (
     "The batch has many times more records than the batch size that was stated. No sampler draws "
     "such a batch, and the margin for rounding is for about as many records as stated. State how "
@@ -271,7 +271,7 @@ class BatchSum(ChunkedSum):
     def of(self, drawn: Indices, step: int, metric: RegionMetric, chunk: int) -> tuple[Tensor, int]:
         """Return the sum: see :meth:`ChunkedSum.of`.
 
-        Raises InputError for so many samples that the margin does not cover their rounding.
+        Raises InputError for a batch that is too large for the margin for rounding.
         """
         if len(drawn) > self._most:
             raise InputError(TOO_MANY)
