@@ -8,8 +8,8 @@
 - ``dishonest``: these trials, each with the whole epsilon, and the best by exact test scores. Its
   true epsilon is higher; it shows what a search that is not charged seems to gain.
 
-A search draws from a space: ``wide``, several settings over the ranges that one tries without
-knowing more, or ``near``, the learning rate within a factor of that of the best recipe.
+A search draws from a space: ``near``, what ``dpmac tune`` draws by default, or ``wide``, several
+settings over the ranges that one tries without knowing more.
 
 Each result is a line of FILE: the exact accuracy of the published model on the test records. What
 is in the file is not run again. Repeats are paired: a repeat has one split of the records (except
@@ -55,11 +55,9 @@ from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.studies.trial_scores import covered_score
 from dpmac_cli.studies.tune import carry_out_search, plan_tune
 
-#: Factor by which a learning rate is at most larger or smaller than the default, in ``near``.
-NEAR = 2
-#: Settings to draw, by name of a search space; {low} and {high} are the ends of ``near``.
-SPACES = {
-    "near": ("lr={low:.3g}..{high:.3g}:log",),
+#: Settings to draw, by name of a search space.
+SPACES: dict[str, tuple[str, ...]] = {
+    "near": (),
     "wide": ("lr=1e-4..1:log", "clip-norm=0.1,1,10", "epochs=5,10,20,40"),
 }
 #: Training and test images of the part of MNIST.
@@ -248,9 +246,7 @@ class Case:
 
     def _space(self, given: Given) -> SearchSpace:
         """Return the search space for these settings."""
-        rate = resolve(given).plan.optimizer.hyper.lr
-        drawn = [text.format(low=rate / NEAR, high=rate * NEAR) for text in SPACES[self.space]]
-        _, space = ask_search(given, {"trials": self.trials}, drawn, None)
+        _, space = ask_search(given, {"trials": self.trials}, SPACES[self.space], None)
         assert isinstance(space, SearchSpace)
         return space
 

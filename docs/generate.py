@@ -179,8 +179,7 @@ over that of the gradients of plain training, and over that of the clipped sums 
 and with ghost clipping, on one core (torch {torch}): below 1, dpmac is faster. Some networks are
 refused by Opacus, and of some its sum is wrong. Networks of usual size have 64 records. The others
 have 256 and are tiny, so fixed costs of a step are most of it ([performance](performance.md)).
-This part is written
-by:
+This part is written by:
 
     PYTHONPATH=. python benchmarks/layers.py docs/data/layers.json
     python docs/generate.py

@@ -115,6 +115,35 @@ def test_search_and_model_together_meet_the_target() -> None:
         assert {e.records for e in events_of_trial(plan)} == {"training", "test"}
 
 
+@pytest.mark.parametrize(
+    ("own", "file", "mean"),
+    [({}, None, 4), ({"trials": 7}, None, 7), ({}, "trials: 5", 5), ({}, "lr: 0.3", None)],
+)
+def test_without_settings_to_draw_the_rate_is_drawn_near_its_default(
+    own: dict[str, Any], file: str | None, mean: float | None
+) -> None:
+    given = {"dataset": "digits", "model": "linear", "epsilon": 3, "device": "cpu"}
+    if file is not None:
+        Path("search.yaml").write_text(file)
+    path = None if file is None else Path("search.yaml")
+    if mean is None:
+        with pytest.raises(InputError, match="at least one --search NAME=VALUES, or no --lr"):
+            asked(given, own, [], path)
+        return
+    flags, space = asked(given, own, [], path)
+    rate = resolve(given).plan.optimizer.hyper.lr
+    (only,) = space.dimensions
+    assert (only.name, only.log, flags.trials) == ("lr", True, mean)
+    assert (only.low, only.high) == pytest.approx((rate / 2, rate * 2), rel=1e-3)
+
+
+def test_faults_of_a_search_without_settings_to_draw_are_reported_together() -> None:
+    with pytest.raises(InputError) as raised:
+        ask_search({"dataset": "digitz", "epsilon": -1}, {}, [], None)
+    assert len(raised.value.errors) >= 2
+    assert not any("--search" in each for each in raised.value.errors)
+
+
 def test_all_faults_are_reported_together() -> None:
     given = {"dataset": "digits", "sigma": 2, "lr": 1, "seed": 3}
     texts = [

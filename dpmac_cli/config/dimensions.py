@@ -108,7 +108,9 @@ def dimensions_of(
     errors = list(found)
     dimensions = tuple(filter(None, (_dimension(entry, errors) for entry in file.drawn)))
     if not file.drawn:
-        errors.append("A search needs at least one --search NAME=VALUES.")
+        errors.append(
+            "A search needs at least one --search NAME=VALUES, or no --lr, which it then draws."
+        )
     errors += (*_decided(given, file), *_faults(given, file, dimensions))
     if errors:  # report faults of other settings, too
         all_given = {**file.settings, **from_flags(given, errors)}

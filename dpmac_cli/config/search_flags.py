@@ -14,6 +14,8 @@ from dpmac_cli.data.registry import DATASETS
 
 #: Group of the flags in the help.
 SEARCH = "Search"
+#: Mean number of trials: of a search over given settings, and of one near the default.
+MEAN, MEAN_NEAR = 20, 4
 DATASET = Choice(tuple(DATASETS), OWN_DATA)
 
 
@@ -22,9 +24,12 @@ class SearchFlags(Flags, frozen=True):
 
     trials: Annotated[
         MeanTrials,
-        Field(description="Mean number of trials. The number itself is random and secret."),
+        Field(
+            description="Mean number of trials. The number itself is random and secret. Without "
+            f"--search it is {MEAN_NEAR}."
+        ),
         Flag(SEARCH),
-    ] = 20
+    ] = MEAN
     most_trials: Annotated[
         Count | None,
         Field(description="Largest number of trials. More cost less privacy, but take longer."),
@@ -66,7 +71,8 @@ SEARCH_FLAGS: Mapping[str, Option] = options(SearchFlags)
 #: Settings to draw: a flag that may be repeated, and a mapping in a file.
 DRAWN = Option(
     name="search",
-    help="Setting to draw, as a range (lr=1e-4..1e-1:log) or a list (clip-norm=0.1,1,10). Several.",
+    help="Setting to draw, as a range (lr=1e-4..1e-1:log) or a list (clip-norm=0.1,1,10). Several. "
+    "Without any, the learning rate is drawn, within a factor of 2 of its default.",
     default=None,
     flag=Flag(SEARCH, metavar="NAME=VALUES"),
     kind=str,

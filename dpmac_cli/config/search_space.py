@@ -13,15 +13,25 @@ from typing import Any, cast
 from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
-from dpmac_cli.config.dimensions import Dimension, Setting, checked, combinations, dimensions_of
+from dpmac_cli.config.dimensions import (
+    DIGITS,
+    Dimension,
+    Setting,
+    checked,
+    combinations,
+    dimensions_of,
+)
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.search_file import SearchFile, drawn_texts, is_search, read_search
-from dpmac_cli.config.search_flags import SearchFlags
+from dpmac_cli.config.search_flags import MEAN_NEAR, SearchFlags
 from dpmac_cli.config.sources import SettingValue, is_given
 from dpmac_cli.config.transfer import Transfer, judge_of, plan_transfer
 from dpmac_cli.errors import InputError
+
+#: Factor by which the learning rate is at most larger or smaller than its default, by default.
+NEAR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +120,11 @@ def ask_search(
     read = read_search(file, recipe, errors).fixed(typed)
     whole = read.below(SearchFile(drawn=drawn_texts(drawn, "--search", errors)))
     before = len(errors)
-    flags = read.flags({n: value for n, value in search.items() if is_given(value)}, errors)
+    own = {name: value for name, value in search.items() if is_given(value)}
+    if not whole.drawn:
+        own = own if "trials" in read.search else {"trials": MEAN_NEAR, **own}
+        whole = replace(whole, drawn=near_default(typed, whole))
+    flags = read.flags(own, errors)
     if flags.on is not None:
         return flags, plan_transfer(typed, whole, flags, errors)
     trials = trials_of(flags.trials)
@@ -120,6 +134,21 @@ def ask_search(
         except InputError as failure:
             errors += failure.errors
     return flags, plan_search(typed, whole, trials, errors, flags.score_on)
+
+
+def near_default(given: Mapping[SettingName, Any], file: SearchFile) -> tuple[SettingValue, ...]:
+    """Return the settings that a search draws without ``--search``: only the learning rate.
+
+    Its default depends on public facts only, so the range may, too. On small data the default is
+    hard to beat, and a trial with other settings costs more than it finds (docs/tuning.md).
+
+    Returns nothing if the rate is given. Raises InputError if there is no default.
+    """
+    if is_given(given.get("lr")) or "lr" in file.settings:
+        return ()
+    rate = resolve(given, file.settings).plan.optimizer.hyper.lr
+    text = f"lr={rate / NEAR:.{DIGITS}g}..{rate * NEAR:.{DIGITS}g}:log"
+    return (SettingValue(text, "the default search"),)
 
 
 def plan_search(

@@ -173,10 +173,11 @@ def tune(
 
     Args:
         search: settings to draw: ``{"lr": {"low": 1e-4, "high": 0.1, "scale": "log"},
-            "clip_norm": [0.1, 1, 10]}``, or texts such as ``["lr=1e-4..1e-1:log"]``.
+            "clip_norm": [0.1, 1, 10]}``, or texts such as ``["lr=1e-4..1e-1:log"]``. Without any,
+            the learning rate, within a factor of 2 of its default.
         config: YAML file of settings, with those to draw below ``search``. Arguments take
             precedence.
-        trials: mean of the secret random number of trials; 20 by default.
+        trials: mean of the secret random number of trials; by default 20, and 4 without ``search``.
         most_trials: largest number of trials; None for four times the mean.
         stop_early: end with the last trial that counts, at a time that tells how many there were.
         on: public data to search on instead, at no privacy cost; the private records are then used
