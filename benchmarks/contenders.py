@@ -87,19 +87,23 @@ def settings_of(name: str) -> None:
         cudnn.conv.fp32_precision = "tf32"  # torch's default
 
 
-class VisionTransformer(nn.Module):
-    """A small vision transformer in the style of timm: class token, position embedding, pre-norm.
+class PatchTokens(nn.Module):
+    """Base of transformers whose class token and position embedding are parameters, as in timm."""
 
-    The token and the embedding are parameters of the network itself, as in timm.
-    """
-
-    def __init__(self, dataset: Dataset, width: int = 192, depth: int = 6, patch: int = 4) -> None:
+    def __init__(self, dataset: Dataset, width: int, patch: int) -> None:
         super().__init__()
         channels, *image = dataset.shape
         tokens = 1 + (image[0] // patch) * (image[1] // patch)
         self.patch_embed = nn.Conv2d(channels, width, patch, stride=patch)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(0.02 * torch.randn(1, tokens, width))
+
+
+class VisionTransformer(PatchTokens):
+    """A small vision transformer in the style of timm, with norms before each part."""
+
+    def __init__(self, dataset: Dataset, width: int = 192, depth: int = 6, patch: int = 4) -> None:
+        super().__init__(dataset, width, patch)
         block = nn.TransformerEncoderLayer(
             width, 3, 4 * width, 0.0, gelu, batch_first=True, norm_first=True
         )
@@ -194,16 +198,11 @@ class Block(nn.Module):
         return out
 
 
-class TimmTransformer(nn.Module):
+class TimmTransformer(PatchTokens):
     """A vision transformer as timm has it, with all that its users switch on, copied in style."""
 
     def __init__(self, dataset: Dataset, width: int = 192, depth: int = 4, patch: int = 4) -> None:
-        super().__init__()
-        channels, *image = dataset.shape
-        tokens = 1 + (image[0] // patch) * (image[1] // patch)
-        self.patch_embed = nn.Conv2d(channels, width, patch, stride=patch)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, tokens, width))
+        super().__init__(dataset, width, patch)
         self.pos_drop = nn.Dropout(0.1)
         self.blocks = nn.Sequential(*(Block(width, 3, 0.1) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(dataset.task.names))

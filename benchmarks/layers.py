@@ -58,7 +58,7 @@ def measured(case: Case) -> dict[str, Any]:
         sums = clipped.prepare(batch)
     except ModelError as failure:
         return {**known, "path": "refused", "why": str(failure).replace("network.", "")}
-    why = "" if sums._isolated is None else clipped.notes[0].replace("network.", "")
+    why = "" if sums.isolated is None else clipped.notes[0].replace("network.", "")
     steps: dict[str, Step] = {
         "plain": plain(case, batch),
         "dpmac": lambda: clipped.by_parameter(clipped(batch)),
@@ -92,8 +92,8 @@ def built(case: Case) -> nn.Module:
 
 def path_of(sums: BatchSum) -> str:
     """Return how a network is run."""
-    if sums._isolated is not None:
-        return "isolated, vmap" if sums._isolated.vmapped else "isolated, loop"
+    if sums.isolated is not None:
+        return "isolated, vmap" if sums.isolated.vmapped else "isolated, loop"
     return "rule" if all(map(has_rule, sums.clipped_sum.layers)) else "vmap of a layer"
 
 

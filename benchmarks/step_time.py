@@ -254,7 +254,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Where the figures come from."""
+    """Sources of the figures."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),

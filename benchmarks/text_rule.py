@@ -8,18 +8,16 @@ text is read. Vectors are kept in the cache. A line has the set, epsilon, the se
 accuracy. What is in the file is not run again. At the end a table of all is printed.
 """
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import lines
 import torch
 from head_rule import DELTA, Way, accuracy, trained
-from texts import Study
+from texts import Study, parser_of
 
 from dpmac_cli import resolve
 from dpmac_cli.data.dataset import Split
@@ -67,12 +65,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def main() -> None:
     """Search what the file lacks, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("sets")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    given = parser.parse_args()
+    given = parser_of(__doc__).parse_args()
     torch.set_num_threads(given.threads)
     known = [(line["set"], line["epsilon"], line["way"]) for line in lines.read(given.file)]
     for described in given.sets.split(","):

@@ -212,12 +212,19 @@ def table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"| {name}, {texts:,} x {tokens} | {features} | {seeds} | {' | '.join(cells)} |"
 
 
-def main() -> None:
-    """Measure what the file lacks, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def parser_of(about: str) -> argparse.ArgumentParser:
+    """Return a parser of the arguments that all studies of texts have."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("file", type=Path)
     parser.add_argument("sets")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    return parser
+
+
+def main() -> None:
+    """Measure what the file lacks, and print the table."""
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--features", default=f"minilm,{WORDS},{GLOVE}")
     parser.add_argument("--epsilons", default="1,3,8,none")
@@ -225,7 +232,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=TEXTS.rate)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     begun, last = time.monotonic(), 60 * given.minutes

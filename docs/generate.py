@@ -113,7 +113,7 @@ COMPARISON = """\
 
 What tools for training with differential privacy have, as of November 2026. The README has ten of
 these rows. `python docs/generate.py` writes this page from `docs/data/comparison.yaml`: correct a
-cell there, with its source. A question mark is a cell that nobody has looked at.
+cell there, with its source. A question mark means: not checked.
 
 - [Features](#features)
 - [Requests to Opacus](#requests-to-opacus)
@@ -262,15 +262,15 @@ def usage(name: str, command: Any) -> str:
 
 
 def explanation(text: str) -> str:
-    """Return the help of a command without its exit codes, and with its examples as code."""
+    """Return the help of a command with its examples as code."""
+    lines = [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
+    lines = [line.removeprefix("Example: ") for line in lines if line != "Examples:"]
     parts = []
-    for paragraph in text.strip().split("\n\n"):
-        line = " ".join(paragraph.split())
-        if line.startswith("Example"):
-            typed = re.split(r", (?=dpmac )", line.partition(": ")[2].rstrip("."))
-            parts.append("```text\n" + "\n".join(typed) + "\n```\n")
+    for is_code, group in groupby(lines, lambda line: line.startswith("dpmac ")):
+        if is_code:
+            parts.append("```text\n" + "\n".join(group) + "\n```\n")
         else:
-            parts.append(escaped(line) + "\n")
+            parts += [escaped(line) + "\n" for line in group]
     return "\n".join(parts)
 
 
@@ -347,9 +347,9 @@ def default(setting: Option) -> str:
     """Return the default of a setting."""
     if setting.switch:
         return "off"
-    if setting.default is not None:
-        return f"`{setting.default}`"
-    return setting.flag.otherwise or "none"
+    if setting.flag.otherwise or setting.default is None:
+        return setting.flag.otherwise or "none"
+    return f"`{setting.default}`"
 
 
 def about(setting: Option) -> str:

@@ -275,17 +275,17 @@ class InlinePool(workers.Pool):
         """As the command is asked to stop."""
         return False
 
-    def _submit(self, runs: Any) -> Any:
+    def submit(self, runs: Any) -> Any:
         return runs
 
-    def _result(self, job: Any) -> Result:
+    def result(self, job: Any) -> Result:
         with contextlib.redirect_stdout(sys.stderr):
             return train_run(job, self.data[job.plan.data.source], self.stop)
 
-    def _cancel(self, job: Any) -> None:
+    def cancel(self, job: Any) -> None:
         pass
 
-    def _wait(self, job: Any) -> None:
+    def wait(self, job: Any) -> None:
         pass
 
 

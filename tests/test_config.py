@@ -16,6 +16,7 @@ from pydantic import Field
 
 from dpmac_cli.cli.options import parameter
 from dpmac_cli.config import resolve as resolving
+from dpmac_cli.config.best import EPSILON
 from dpmac_cli.config.fields import Flag, Option, flag_name, options
 from dpmac_cli.config.flags import near_setting
 from dpmac_cli.config.plan import RunPlan, TrainPlan
@@ -454,10 +455,34 @@ def test_unknown_names_get_near_matches(name: str, typed: str, near: str) -> Non
     assert near in error.split("Known:")[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "typed", "said"),
+    [
+        (
+            "train",
+            "heads",
+            "--train: there is no part to train 'heads'. Did you mean head? Known: ",
+        ),
+        ("channels", "2", "--channels: there is no number of channels '2'. Known: 1, 3."),
+        ("augment", "crops", "--augment: there is no augmentation 'crops'. Did you mean crop"),
+        ("standardise", "none", "--standardise: there is no set of constants 'none'. Known: half"),
+    ],
+)
+def test_unknown_values_of_flags_that_are_no_nouns(name: str, typed: str, said: str) -> None:
+    assert errors_of({name: typed})[0].startswith(said)
+
+
 def test_a_mistyped_data_set_causes_no_second_error() -> None:
     # 1e-5 lies between the bounds of digits, the data set that was meant.
     assert "'digts'" in the_error({"dataset": "digts", "h1": "1e-5", "h2": "1e-3"})
     assert "'digts'" in the_error({"dataset": "digts", "h1": "1e-4"})
+
+
+def test_the_help_names_the_defaults_that_hold() -> None:
+    assert SETTINGS["epsilon"].otherwise.startswith(f"{EPSILON:g}; ")
+    assert SETTINGS["loss"].otherwise == SETTINGS["metric"].otherwise != ""
+    assert SETTINGS["records_per_unit"].otherwise == "8"
+    assert SETTINGS["skip_bad"].otherwise == ""
 
 
 def test_every_fault_is_reported_at_once(file: Path) -> None:

@@ -228,6 +228,14 @@ def test_the_optimizers_page_has_every_optimizer_and_its_settings() -> None:
         assert name in SETTINGS
 
 
+def test_the_page_of_commands_has_examples_and_groups_in_words() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert "```text\n\n```" not in page
+    groups = re.findall(r"^\| (.+) \| value \| default \|", page, re.MULTILINE)
+    assert len(groups) > len(COMMANDS)
+    assert [name for name in groups if not re.fullmatch(r"[A-Z][a-z]+( [a-z]+)*", name)] == []
+
+
 def test_the_generated_pages_are_up_to_date() -> None:
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     pages = generate["PAGES"]

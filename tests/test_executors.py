@@ -222,8 +222,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     class Local(slurm.Array):
         pause = 0.1
 
-        def _submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-            found = super()._submit(runs)
+        def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+            found = super().submit(runs)
             submitted.extend(found)
             return found
 
@@ -337,7 +337,7 @@ def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     del resumed  # its job is cancelled
 
 
-class Scripted(Executor):
+class Scripted(Executor[int]):
     """An executor whose jobs, the numbers of their runs, end one by one as they are told to."""
 
     pause = 0.0
@@ -346,15 +346,15 @@ class Scripted(Executor):
         super().__init__(runs, slots=2)
         self.ends, self.started, self.cancelled = list(ends), list[int](), list[int]()
 
-    def _submit(self, runs: Sequence[Run]) -> Sequence[int]:
+    def submit(self, runs: Sequence[Run]) -> Sequence[int]:
         numbers = [self.runs.index(run) for run in runs]
         self.started += numbers
         return numbers
 
-    def _result(self, job: int) -> Result | None:
+    def result(self, job: int) -> Result | None:
         return self.ends.pop(0)[1] if self.ends and self.ends[0][0] == job else None
 
-    def _cancel(self, job: int) -> None:
+    def cancel(self, job: int) -> None:
         self.cancelled.append(job)
 
 
@@ -507,9 +507,9 @@ with ray_cluster.connected(None):
     plan = resolve(dataset="digits", sigma=6, device="cpu", out="run").plan
     begun = []
     class Counted(ray_cluster.Tasks):
-        def _submit(self, runs):
+        def submit(self, runs):
             begun.extend(range(len(runs)))
-            return super()._submit(runs)
+            return super().submit(runs)
     runs = [Run(plan, Path("run"), 0, {}, 6.0)] * 3
     for answers in (iter([]), iter([False])):
         stop = lambda: next(answers, True)
@@ -593,7 +593,7 @@ def test_jobs_on_slurm_are_looked_at_often_and_those_of_other_programs_as_before
     submitter = SimpleNamespace(map_array=lambda *_: jobs)
     monkeypatch.setattr(slurm.Array, "submitter", lambda _: submitter)
     runs = grid_in(tmp_path).runs
-    assert slurm.Array(runs, None, tmp_path, {"time": "60"})._submit(runs) == jobs
+    assert slurm.Array(runs, None, tmp_path, {"time": "60"}).submit(runs) == jobs
     for job in jobs:
         assert job.watcher._delay_s == 30
         assert job.job_id in job.watcher._registered

@@ -59,7 +59,7 @@ def test_a_network_of_a_cell_is_loaded_scored_and_predicted_with() -> None:
     private, run = trained()
     with pytest.raises(ModelError, match=r"add --model FILE\.py:FACTORY"):  # typed as a command
         load_model("run")
-    with pytest.raises(ModelError, match="Pass network=Net, with its class, a function"):
+    with pytest.raises(ModelError, match="Pass network= with an instance of Net, a function"):
         Context().run(load_model, "run")
     scored = private.evaluate().accuracy
     for network in (Net, Net(), partial(Net), lambda shape, classes: Net()):

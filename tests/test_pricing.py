@@ -121,6 +121,10 @@ REFUSED = [
     Refused("--sigma 1 --sampler possion", ["Did you mean poisson"]),
     Refused("--sigma 1 --accountant rpd", ["Did you mean rdp"]),
     Refused("--sigma 1 --solve stesp", ["Did you mean steps"]),
+    Refused(
+        "--epsilon 1 --solve lr",
+        ["--solve: there is no way to solve for 'lr'. Known: sigma, steps, batch-size."],
+    ),
     # All at once
     Refused(
         "--sigma -1,x --epochs 1.5 --steps 2 --delta 7 --sampler none --accountant none",

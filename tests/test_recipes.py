@@ -1,5 +1,6 @@
 """Recipes: two meanings of noise and budget, the rule of the best one, and files by name."""
 
+import io
 import itertools
 import shlex
 from dataclasses import replace
@@ -8,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.cli.app import app
+from dpmac_cli.cli.recipes import print_recipes
 from dpmac_cli.config.account_answers import answer
 from dpmac_cli.config.account_flags import ask, asked
 from dpmac_cli.config.defaults import completed
@@ -238,3 +241,15 @@ def test_the_list_names_every_recipe_and_its_command() -> None:
             ask_search(given, {}, (), None)
         else:
             grid(given, None)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_commands_of_recipes_can_be_copied_from_a_terminal(width: int) -> None:
+    shown = io.StringIO()
+    print_recipes(Console(file=shown, force_terminal=True, color_system=None, width=width))
+    lines = [line.rstrip() for line in shown.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    for name, recipe in RECIPES.items():
+        assert any(line.endswith(recipe.line(name)) for line in lines)
+        (row,) = (line for line in lines if line.split()[:1] == [name])
+        assert (recipe.line(name) in row) is (width == 200)

@@ -493,8 +493,8 @@ def test_the_card_names_the_encoder_and_what_it_does_not_cover() -> None:
 
 def test_what_is_said_of_a_registered_encoder() -> None:
     kind = ENCODERS["minilm"]
-    form = read_encoder("encoder").form
-    encoder = TextEncoder("minilm", form, ((0, 128),))
+    config = read_encoder("encoder").config
+    encoder = TextEncoder("minilm", config, ((0, 128),))
     said = texts.about(encoder)
     assert kind.about in said
     assert kind.language in said

@@ -156,8 +156,10 @@ def test_the_command_shows_the_plan_and_the_best_settings() -> None:
     plan = dpmac(*flags, "--dry-run")
     assert plan.exit_code == 0, plan.output
     assert "2 trials, which cost no privacy of private" in plan.stdout
+    assert "writing" not in plan.stdout
     assert not OUT.exists()
     done = dpmac(*flags, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["privacy"]["search"] is None
     assert "best of 2 settings on public: lr " in done.stderr
+    assert "writing out, and the trials beside it" in done.stderr

@@ -710,6 +710,17 @@ FLAGS = (
 )
 
 
+def test_a_dry_run_shows_the_plan_and_writes_nothing() -> None:
+    shown = dpmac(*FLAGS, "--dry-run", "--quiet")
+    assert shown.exit_code == 0, shown.output
+    assert "search and model together: epsilon 0.4" in shown.stdout
+    assert "writing" not in shown.stdout
+    refused = dpmac(*FLAGS, "--dry-run", "--json")
+    assert refused.exit_code == 2
+    assert "--dry-run and --json contradict each other" in refused.stderr
+    assert not OUT.exists()
+
+
 @pytest.mark.long
 def test_the_command_shows_a_plan_and_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
@@ -724,6 +735,7 @@ def test_the_command_shows_a_plan_and_no_trial(monkeypatch: pytest.MonkeyPatch) 
     (whole,) = [line.split()[5] for line in shown[0] if line.startswith("search and model")]
     assert 0.49 < float(whole) <= 0.5
     assert any("from 1 to 8" in line for line in shown[0])
+    assert "writing out" in shown[0]
 
 
 @pytest.mark.long

@@ -514,7 +514,8 @@ def test_names_that_suggest_several_images_of_a_person_are_remarked_on(
 def test_the_unit_of_privacy_is_named_before_the_first_step() -> None:
     flags = ("--steps", "1", "--batch-size", "3", "--sigma", "4")
     several = dpmac("train", "--dataset", write_npz(), *flags).stdout
-    assert "\nunit of privacy: unit with all of its training records\n" in several
+    told = "\nunit of privacy: unit with all of its training records, given by unit\n"
+    assert told in several
     assert "\nunit of privacy: one image\n" in dpmac("train", "--dataset", "digits", *flags).stdout
     x, y, _ = patients()
     np.savez("rows.npz", x=x, y=y, low=-4, high=4, classes=["no", "yes"])

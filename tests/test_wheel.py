@@ -32,12 +32,17 @@ def run(*command: str | Path, folder: Path, **environment: str) -> str:
 def test_the_wheel_of_the_source_distribution_trains(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "dpmac_cli", tree / "dpmac_cli", ignore=ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tree)
+    (tree / "tests").mkdir()
+    (tree / "tests" / "test_one.py").write_text("")
     run("-c", BUILD, "build_sdist", tmp_path, folder=tree)
     (source,) = tmp_path.glob("dpmac-*.tar.gz")
     with tarfile.open(source) as archive:
         archive.extractall(tmp_path, filter="data")
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert "CHANGELOG.md" in names
+    assert not [name for name in names if name.startswith("tests")]  # without what they read
     run("-c", BUILD, "build_wheel", tmp_path, folder=tmp_path / source.name.removesuffix(".tar.gz"))
     (wheel,) = tmp_path.glob("dpmac-*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -8,12 +8,12 @@ import pytest
 
 from dpmac_cli.data.wordpiece import WordPiece, scale_of
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.encoders import BertForm, read_encoder, tokenizer_of
+from dpmac_cli.models.encoders import BertConfig, read_encoder, tokenizer_of
 from tests.tiny_bert import CONFIG, VOCABULARY
 
 CONTENT = "\n".join(VOCABULARY).encode()
 SUMS = {"vocabulary_bytes": 1, "vocabulary_sha256": hashlib.sha256(CONTENT).hexdigest()}
-TINY = tokenizer_of(CONTENT, BertForm.model_validate(CONFIG | SUMS))
+TINY = tokenizer_of(CONTENT, BertConfig.model_validate(CONFIG | SUMS))
 #: What people type, and what breaks tokenizers.
 TEXTS = (
     *("", " ", "\t \n", "\0", "chest pain since 3 days", "No FEVER!", "café Ünïcode", "a" * 300),

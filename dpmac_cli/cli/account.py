@@ -66,7 +66,11 @@ def account(run: Path | None, **given: Any) -> None:
     (0.5,0.6,0.7) and print a table. With a run folder, the privacy cost of the run is
     recomputed from its report.
 
-    Examples: dpmac account --sigma 1.0 --epochs 5, dpmac account --epsilon 3
+    Examples:
+
+        dpmac account --sigma 1.0 --epochs 5
+
+        dpmac account --epsilon 3
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilon is wrong,
     3 target out of reach.

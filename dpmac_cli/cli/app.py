@@ -12,7 +12,7 @@ from dpmac_cli.cli.switches import plain_switches
 
 
 class Place(NamedTuple):
-    """Where the function of a command is, and the first paragraph of its help."""
+    """Module and function of a command, and the first paragraph of its help."""
 
     module: str  # of dpmac_cli.cli
     function: str

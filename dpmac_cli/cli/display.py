@@ -179,7 +179,9 @@ def _heading(event: Started) -> Iterator[Text]:
         )
         kinds = {"images": "one image", "texts": "one record", "numbers": "one row"}
         one = kinds[plan.data.facts.holds]
-        yield Text(f"unit of privacy: {privacy.unit if plan.data.found.unit else one}")
+        given_by = plan.data.found.unit
+        several = f"{privacy.unit}, given by {given_by}"
+        yield Text(f"unit of privacy: {several if given_by else one}")
     if privacy.audit.canaries:
         yield Text(
             f"AUDIT: {privacy.audit.canaries:,} canaries, about half of them "

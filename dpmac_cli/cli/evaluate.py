@@ -181,8 +181,13 @@ class ReportFlags(Flags, frozen=True):
 def evaluate(run: Path, **given: Any) -> None:
     """Evaluate a trained model on every test sample, or evaluate the audit of a run.
 
-    Examples: dpmac eval runs/mnist-dp-macadam-1, dpmac eval RUN --json, dpmac eval RUN --plot
-    roc.png
+    Examples:
+
+        dpmac eval runs/mnist-dp-macadam-1
+
+        dpmac eval RUN --json
+
+        dpmac eval RUN --plot roc.png
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data,
     or the audit contradicts the guarantee.
@@ -224,7 +229,7 @@ def predict(run: Path, data: Path, **given: Any) -> None:
 
     DATA is a folder of images or texts (including subfolders), an .npz with an array x, or a
     table. Records are read like the training records. The output has one row per record: the
-    name of the file or the row from 0, a table's column id, and the predicted class with the
+    name of the file or the row from 0, a table's column --id, and the predicted class with the
     probability of each class, or the predicted numbers. It reveals information about these
     records, which the run's epsilon does not cover.
 
@@ -285,7 +290,11 @@ def report(path: Path, **given: Any) -> None:
     For a run: its model card, accuracy and epsilon over time, bounds on membership attacks, and
     its settings. For a comparison: the table, with significance tests, and a figure.
 
-    Examples: dpmac report runs/mnist-dp-macadam-1, dpmac report runs/compare --html study.html
+    Examples:
+
+        dpmac report runs/mnist-dp-macadam-1
+
+        dpmac report runs/compare --html study.html
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """

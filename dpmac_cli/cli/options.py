@@ -28,10 +28,9 @@ def parameter(name: str, option: Option) -> inspect.Parameter:
     if option.switch:
         return _parameter(name, annotation=Annotated[bool, shown(help=option.help)], default=False)
     text = option.help + (f" One of {option.known}." if option.choices else "")
-    otherwise = option.flag.otherwise if option.default is None else option.default
     metavar = "NAME" if option.choices else PLACEHOLDERS[option.kind]
     info = shown(
-        help=text + ("" if otherwise == "" else f" [default: {otherwise}]"),
+        help=text + (f" [default: {option.otherwise}]" if option.otherwise else ""),
         show_default=False,
         metavar=option.flag.metavar or f"{metavar}{',...' * option.several}",
         autocompletion=_completer(option) if option.choices else None,

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -45,11 +47,22 @@ def recipes(**given: Any) -> None:
     if flags.json:
         console.print_result(to_json({"recipes": [*_values()]}))
         return
-    out = console.stdout()
+    print_recipes(console.stdout())
+
+
+def print_recipes(out: Console) -> None:
+    """Print the recipes. Where a line is too short for the commands, they are below the table."""
     if not out.is_terminal:
         out.width = UNLIMITED
-    out.print(_table())
-    out.print(Text("accuracy: test accuracy in percent. minutes: on two cores, from Enter."))
+    table, unlimited = _table(), out.options.update(max_width=UNLIMITED)
+    wide = Measurement.get(out, unlimited, table).maximum <= out.width
+    out.print(table if wide else _table(commands=False))
+    if not wide:
+        out.print(Text("\nto run one of them:", style="bold"))
+        out.print(*(Text(row["command"]) for row in _values()), sep="\n", soft_wrap=True)
+    out.print(
+        Text("accuracy: test accuracy in percent. minutes: of the whole command, on two cores.")
+    )
 
 
 def _values() -> Iterator[dict[str, str]]:
@@ -69,16 +82,17 @@ def _cells(recipe: NamedRecipe) -> dict[str, str]:
 COLUMNS = ("accuracy", "epsilon", "minutes", "extra")
 
 
-def _table() -> Table:
+def _table(*, commands: bool = True) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("recipe", no_wrap=True)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "extra" else "right", no_wrap=True)
-    table.add_column("to run it", overflow="fold")
+    if commands:
+        table.add_column("to run it", no_wrap=True)
     for row in _values():
         table.add_row(
             Text(row["name"], style="bold"),
             *(row.get(column, "") for column in COLUMNS),
-            row["command"],
+            *[row["command"]] * commands,
         )
     return table

@@ -25,7 +25,7 @@ from dpmac_cli.config.search_flags import DRAWN, SEARCH, SEARCH_FLAGS, SearchFla
 from dpmac_cli.config.search_space import ask_search
 from dpmac_cli.config.settings import SETTINGS, DisplayFlags
 from dpmac_cli.config.transfer import Transfer
-from dpmac_cli.errors import INTERRUPTED
+from dpmac_cli.errors import INTERRUPTED, InputError
 from dpmac_cli.runs.folder import resume_command
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.storage.report_keys import ReportKeys
@@ -88,6 +88,10 @@ def tune(search: list[str] | None, **given: Any) -> None:
     shown, json = take(DisplayFlags, dict(given)), bool(given.pop(JSON, False))
     of_search = {name: given.pop(name) for name in SEARCH_FLAGS}
     command = take(TuneFlags, given)
+    if command.dry_run and json:
+        raise InputError(
+            "--dry-run and --json contradict each other: a plan has no report. Give one."
+        )
     with console.waiting(shown.quiet, "settings and noise"):
         flags, space = ask_search(given, of_search, search or [], command.config)
     if isinstance(space, Transfer):
@@ -99,10 +103,12 @@ def tune(search: list[str] | None, **given: Any) -> None:
         plan = tuning.plan_tune(space, flags.out, stop_early=flags.stop_early)
     if not shown.quiet:
         console.print_notes(space.notes)
+    if command.dry_run:
+        console.stdout().print(*_plan_lines(plan), sep="\n")
+        return
     screen = console.for_display(shown.quiet, json)
     screen.print(*_plan_lines(plan), sep="\n")
-    if command.dry_run:
-        return
+    screen.print(Text(f"writing {plan.out}", style="dim"))
     with stop_request() as asked, contextlib.closing(_silenced(plan, asked)) as events:
         finished = _follow(events, screen, plan)
     if json:
@@ -114,10 +120,12 @@ def _transfer(plan: Transfer, out: Path, quiet: bool, *, json: bool, dry_run: bo
     """Search on public records, and train once on private ones. Raises typer.Exit if stopped."""
     if not quiet:
         console.print_notes(plan.notes)
-    screen = console.for_display(quiet, json)
-    screen.print(*_transfer_lines(plan, out), sep="\n")
     if dry_run:
+        console.stdout().print(*_transfer_lines(plan), sep="\n")
         return
+    screen = console.for_display(quiet, json)
+    screen.print(*_transfer_lines(plan), sep="\n")
+    screen.print(Text(f"writing {out}, and the trials beside it", style="dim"))
     with console.waiting(quiet, "loading torch"):
         from dpmac_cli.cli.display import RunDisplay, follow  # noqa: PLC0415  (loads torch)
         from dpmac_cli.config.plan import ChosenFolder  # noqa: PLC0415  (help need not wait for it)
@@ -156,7 +164,7 @@ def _best_on_public(
     return tried.best
 
 
-def _transfer_lines(plan: Transfer, out: Path) -> Iterator[Text]:
+def _transfer_lines(plan: Transfer) -> Iterator[Text]:
     privacy = plan.final(plan.settings()[0]).privacy
     spent = total_epsilon((privacy.event,), privacy.delta)
     yield Text.assemble(("search", "bold"), f" on public data, {plan.public.found.name}, over:")
@@ -168,7 +176,6 @@ def _transfer_lines(plan: Transfer, out: Path) -> Iterator[Text]:
         (f"epsilon {format_epsilon(spent)}", "bold"),
         f" at delta {privacy.delta:g}",
     )
-    yield Text(f"writing {out}, and the trials beside it", style="dim")
 
 
 def _silenced(plan: "TunePlan", asked: Callable[[], bool]) -> Generator["SecretEvent", None, None]:
@@ -248,7 +255,6 @@ def _plan_lines(plan: "TunePlan") -> Iterator[Text]:
     if plan.stop_early:
         ends = f"about {_time(plan.expected)} on average; it ends with the last trial that counts"
     yield Text(f"time: {'at most ' * plan.stop_early}{_time(plan.longest)}; {ends}")
-    yield Text(f"writing {plan.out}", style="dim")
 
 
 def _summary(finished: "Finished") -> Iterator[Text]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -42,7 +42,7 @@ SOLVABLE: Mapping[str, tuple[AccountName, ...]] = {
 }
 #: Accountants to use, by the value of ``--accountant``.
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
-TRAINING, TARGET, METHOD = "Training", "AccountQuery", "Method"
+TRAINING, TARGET, METHOD = "Training", "Target", "Method"
 NoiseOrNone = Annotated[float, Field(ge=0, le=SIGMA_MAX)]
 
 
@@ -96,7 +96,7 @@ class AccountFlags(Flags, frozen=True):
     ] = None
     solve: Annotated[
         str | None,
-        Choice(tuple(SOLVABLE)),
+        Choice(tuple(SOLVABLE), noun="way to solve for"),
         Field(description="Setting to solve for, given --epsilon."),
         Flag(TARGET, otherwise="sigma, or steps if --sigma is given"),
     ] = None
@@ -189,29 +189,15 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
         for sigma in typed.sigma or ()
         if 0 < sigma < SIGMA_MIN
     ]
-    size, batch, epochs = typed.dataset_size, typed.batch_size, typed.epochs
-    said: tuple[str, ...] = ()
-    if "dataset" in named or "dataset_size" not in named:
-        facts = DATASETS.get(named.get("dataset", typed.dataset))
-    else:
-        facts = None
-        errors += [f"--{name} needs --dataset." for name in ("recipe", "model") if name in named]
-    if facts is not None:
-        size, run = facts.train_size, _run(typed, solve)
-        planned = completed(run, facts)
-        if batch is None and solve != "batch-size":
-            batch = planned.batch_size
-        if epochs is None and typed.steps is None and solve != "steps":
-            epochs = None if planned.epochs is None else (planned.epochs,)
-        said = tuple(recipe_notes(run, facts))
-    if size is not None and batch is not None:
-        errors += misfits("the dataset", size, batch, epochs or ())
+    sizes = _sizes(named, typed, solve, errors)
+    if sizes.records is not None and sizes.batch is not None:
+        errors += misfits("the dataset", sizes.records, sizes.batch, sizes.epochs or ())
     raise_errors(errors)
-    assert size is not None  # noqa: S101
+    assert sizes.records is not None  # noqa: S101
     return AccountQuery(
-        dataset_size=size,
-        batch_size=batch,
-        epochs=epochs,
+        dataset_size=sizes.records,
+        batch_size=sizes.batch,
+        epochs=sizes.epochs,
         steps=typed.steps,
         sigma=typed.sigma,
         epsilon=typed.epsilon,
@@ -220,8 +206,41 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
         sampler=typed.sampler,
         accountant=typed.accountant,
         trials=trials,
-        said=said,
+        said=sizes.said,
     )
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a run, and what its recipe chose."""
+
+    records: int | None
+    batch: int | None
+    epochs: tuple[int, ...] | None
+    said: tuple[str, ...] = ()
+
+
+def _sizes(
+    named: Mapping[AccountName, str],
+    flags: AccountFlags,
+    solve: str | None,
+    errors: list[str],
+) -> _Sizes:
+    """Return the sizes that were given, or else those of a dataset with its recipe."""
+    batch, epochs = flags.batch_size, flags.epochs
+    facts = None
+    if "dataset" in named or "dataset_size" not in named:
+        facts = DATASETS.get(named.get("dataset", flags.dataset))
+    else:
+        errors += [f"--{name} needs --dataset." for name in ("recipe", "model") if name in named]
+    if facts is None:
+        return _Sizes(flags.dataset_size, batch, epochs)
+    run = _run(flags, solve)
+    planned = completed(run, facts)
+    if batch is None and solve != "batch-size":
+        batch = planned.batch_size
+    if epochs is None and flags.steps is None and solve != "steps":
+        epochs = None if planned.epochs is None else (planned.epochs,)
+    return _Sizes(facts.train_size, batch, epochs, tuple(recipe_notes(run, facts)))
 
 
 def asked(given: Mapping[str, str], found: Sequence[str] = ()) -> tuple[AccountQuery, ...]:

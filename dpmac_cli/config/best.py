@@ -61,9 +61,9 @@ IMAGES, TEXTS = Regime(12, 20, 0.003, 0.95), Regime(12, 20, 0.005, 0.9)
 def best(given: Settings, facts: Dataset) -> Keywords:
     """Return the settings of the best recipe, to be filled in where none is given."""
     chosen = _network(given, facts) | _budget(given)
-    way = training(given.filled(chosen), facts)
-    batch: Keywords = {"batch_size": math.ceil(facts.train_size / way.share)}
-    return chosen | batch | _of_regime(given, way)
+    regime = _regime(given.filled(chosen), facts)
+    batch: Keywords = {"batch_size": math.ceil(facts.train_size / regime.share)}
+    return chosen | batch | _of_regime(given, regime)
 
 
 def best_for_batches(given: Settings) -> Keywords:
@@ -71,55 +71,64 @@ def best_for_batches(given: Settings) -> Keywords:
     return _budget(given) | _of_regime(given, ANY)
 
 
-def _of_regime(given: Settings, way: Regime) -> Keywords:
+def _of_regime(given: Settings, regime: Regime) -> Keywords:
     """Return the optimizer and settings that depend on it, in a regime."""
     optimizer = given.optimizer if "optimizer" in given.explicit else "dp-adam"
     chosen: Keywords = {
         "optimizer": optimizer,
-        "epochs": None if given.steps is not None else way.epochs,
-        "ema": way.ema,
+        "epochs": None if given.steps is not None else regime.epochs,
+        "ema": regime.ema,
     }
     if optimizer in RATES:
-        chosen["lr"] = float(f"{RATES[optimizer] * way.rate:.2g}")
+        chosen["lr"] = float(f"{RATES[optimizer] * regime.rate:.2g}")
     return chosen
 
 
 def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
     """Yield what the recipe chose, with reasons; the rate of a given optimizer separately."""
     rule = best(given, facts)
-    way = training(given.filled(rule), facts)
+    regime = _regime(given.filled(rule), facts)
     chosen = {name: value for name, value in rule.items() if name not in given.explicit and value}
     said = {
         "features": f"--features {{}} (images of at most {MOST_FEATURES:,} features)",
-        "batch_size": f"batch {{:,}} (n / {way.share})",
+        "batch_size": f"batch {{:,}} (n / {regime.share})",
         "epochs": "{} epochs",
         "optimizer": "{}",
         "lr": "learning rate {:g}",
         "ema": "EMA {:g}",
     }
-    apart = {"lr"} if "optimizer" in given.explicit else set()
     parts = {name: text.format(chosen[name]) for name, text in said.items() if name in chosen}
-    if together := [part for name, part in parts.items() if name not in apart]:
-        yield ", ".join(together)
-    yield from (f"{parts[name]} for {given.optimizer}" for name in apart & parts.keys())
+    rate = parts.pop("lr", "") if "optimizer" in given.explicit else ""
+    if parts:
+        yield ", ".join(parts.values())
+    if rate:
+        yield f"{rate} for {given.optimizer}"
 
 
 def _network(given: Settings, facts: Dataset) -> Keywords:
     """Return features of small images and a network for tables, unless an input is given."""
-    typed = any(name in given.explicit for name in _OF_NETWORK)
+    if isinstance(facts.task, SeveralLabels) or not given.explicit.keys().isdisjoint(_OF_NETWORK):
+        return {}
+    if facts.holds == "numbers" and math.prod(facts.shape) <= FEW_INPUTS:
+        return {"model": _model_of_table(given, facts)}
+    if facts.holds == "images" and isinstance(facts.task, Classification):
+        return _features_of_images(facts.shape)
+    return {}
+
+
+def _model_of_table(given: Settings, facts: Dataset) -> str:
+    """Return a network for tables: one with a hidden layer if there are enough records."""
     classes = isinstance(facts.task, Classification)
-    if typed or isinstance(facts.task, SeveralLabels):
+    least = LARGE if classes else LARGE_BY_INPUT * math.prod(facts.shape)
+    return "mlp-small" if _scale(given, facts) >= least else "linear"
+
+
+def _features_of_images(shape: tuple[int, int, int]) -> Keywords:
+    """Return scattering features of images (channels, height, width), if they are small."""
+    kind = Scattered("scatter" if shape[0] == 1 else "scatter-mirror")
+    if kind.fault(shape) is not None or math.prod(kind.shape_of(shape)) > MOST_FEATURES:
         return {}
-    if facts.holds == "numbers" and _is_small(facts):
-        least = LARGE if classes else LARGE_BY_INPUT * math.prod(facts.shape)
-        return {"model": "mlp-small" if _scale(given, facts) >= least else "linear"}
-    if not classes:
-        return {}
-    kind = Scattered("scatter" if facts.shape[0] == 1 else "scatter-mirror")
-    if facts.holds != "images" or kind.fault(facts.shape) is not None:
-        return {}
-    inputs = math.prod(kind.shape_of(facts.shape))
-    return {} if inputs > MOST_FEATURES else {"features": kind.kind}
+    return {"features": kind.kind}
 
 
 def _budget(given: Settings) -> Keywords:
@@ -130,7 +139,7 @@ def _budget(given: Settings) -> Keywords:
     return {"epsilon": min(EPSILON, most)}
 
 
-def training(given: Settings, facts: Dataset) -> Regime:
+def _regime(given: Settings, facts: Dataset) -> Regime:
     """Return how to train a network: a head of fixed features, a perceptron or another one."""
     if given.backbone is not None:
         return TEXTS if facts.texts else IMAGES
@@ -170,8 +179,3 @@ def _of_perceptron(inputs: int, scale: float) -> Regime:
 def _scale(given: Settings, facts: Dataset) -> float:
     """Return n epsilon: noise matters as much for half of the records as for half of epsilon."""
     return facts.train_size * (given.epsilon or EPSILON)
-
-
-def _is_small(facts: Dataset) -> bool:
-    """Return whether a record has few inputs, such as a row of a table."""
-    return math.prod(facts.shape) <= FEW_INPUTS

@@ -16,7 +16,7 @@ from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.data.schema import TABLES, DataFacts, LeftOut, Source, listed
 from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
-from dpmac_cli.tasks.known import value_is_known
+from dpmac_cli.tasks.known import is_loss_of_a_task
 from dpmac_cli.training.schedules import LossKind, Recipe
 
 #: Fraction of the records from which a batch counts as most of them.
@@ -92,7 +92,7 @@ def _audit_faults(privacy: PrivacyPlan) -> Iterator[str]:
 
 def _loss_faults(loss: LossKind, data: DataPlan) -> Iterator[str]:
     task = data.facts.task
-    if value_is_known(loss.name) and not task.fits(loss.name):
+    if is_loss_of_a_task(loss.name) and not task.fits(loss.name):
         yield (
             f"--loss {loss.name}: records of {data.dataset} have {task.of_record} each. Use "
             f"{' or '.join(task.losses)}."

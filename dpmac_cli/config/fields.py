@@ -33,7 +33,7 @@ class Flag:
     Attributes:
         group: group of the help.
         also: names in other libraries, for hints.
-        otherwise: the default in words, if it depends on other settings; "" if it is off.
+        otherwise: the default in words, if it depends on other settings.
         metavar: placeholder of the value in the help; "" for one by type.
         suggests: names for completion that are validated elsewhere.
         hint: returns a remedy for a rejected text, or "".
@@ -74,12 +74,14 @@ class Choice:
         besides: test and description of other texts that are allowed.
         renamed: current names, by earlier ones.
         instances: class whose instances are allowed too.
+        noun: what one of them is, if the name of the flag does not say so.
     """
 
     names: tuple[str, ...]
     besides: tuple[Callable[[str], bool], str] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     instances: type | tuple[()] = ()
+    noun: str = ""
 
     @property
     def known(self) -> str:
@@ -156,6 +158,11 @@ class Option:
     def switch(self) -> bool:
         """Return whether it is given without a value."""
         return self.kind is bool
+
+    @property
+    def otherwise(self) -> str:
+        """Return its default in words; "" if there is none, or if it is off."""
+        return self.flag.otherwise or ("" if self.default in (None, False) else str(self.default))
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -142,6 +142,10 @@ class OptimizerPlan:
         """The optimizer's row in the table."""
         return OPTIMIZERS[self.name]
 
+    def with_lr(self, rate: float) -> "OptimizerPlan":
+        """Return the plan with another learning rate."""
+        return replace(self, hyper=replace(self.hyper, lr=float(rate)))
+
 
 @dataclass(frozen=True)
 class NewFolder:
@@ -185,6 +189,10 @@ class ComputePlan:
     secure: bool
     physical_batch: int
     gpu_batch: int
+
+    def physical_batch_on(self, device: str) -> int:
+        """Return the number of samples to process at a time on a type of device, such as "cuda"."""
+        return self.gpu_batch if device == "cuda" else self.physical_batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from dpmac_cli.data.registry import DATASETS
 SEARCH = "Search"
 #: Mean number of trials: of a search over given settings, and of one near the default.
 MEAN, MEAN_NEAR = 20, 4
-DATASET = Choice(tuple(DATASETS), OWN_DATA)
+DATASET = Choice(tuple(DATASETS), OWN_DATA, noun="dataset")
 
 
 class SearchFlags(Flags, frozen=True):
@@ -24,11 +24,8 @@ class SearchFlags(Flags, frozen=True):
 
     trials: Annotated[
         MeanTrials,
-        Field(
-            description="Mean number of trials. The number itself is random and secret. Without "
-            f"--search it is {MEAN_NEAR}."
-        ),
-        Flag(SEARCH),
+        Field(description="Mean number of trials. The number itself is random and secret."),
+        Flag(SEARCH, otherwise=f"{MEAN}; without --search {MEAN_NEAR}"),
     ] = MEAN
     most_trials: Annotated[
         Count | None,

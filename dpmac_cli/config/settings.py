@@ -174,7 +174,7 @@ class Settings(Flags, frozen=True):
     ] = False
     features: Annotated[
         str | None,
-        Choice(tuple(FEATURES)),
+        Choice(tuple(FEATURES), noun="kind of features"),
         Field(
             description=(
                 "Train on fixed wavelet scattering features, which are not learnt, instead of the "
@@ -210,7 +210,7 @@ class Settings(Flags, frozen=True):
     ] = None
     train: Annotated[
         str | None,
-        Choice(tuple(PARTS)),
+        Choice(tuple(PARTS), noun="part to train"),
         Field(description="Part of a network with public weights to train."),
         Flag(
             TASK,
@@ -261,7 +261,7 @@ class Settings(Flags, frozen=True):
     ] = 0
     channels: Annotated[
         str | None,
-        Choice(("1", "3")),
+        Choice(("1", "3"), noun="number of channels"),
         Field(description="Convert your images to N channels."),
         Flag(DATA, otherwise="as found", fixed=True),
     ] = None
@@ -290,7 +290,7 @@ class Settings(Flags, frozen=True):
     ] = None
     standardise: Annotated[
         str,
-        Choice(tuple(STANDARDS)),
+        Choice(tuple(STANDARDS), noun="set of constants"),
         Field(
             description="Public constants to standardise images with; half maps them to [-1, 1]."
         ),
@@ -357,7 +357,10 @@ class Settings(Flags, frozen=True):
         NoiseMultiplier | None,
         Field(description="Noise multiplier."),
         Flag(
-            PRIVACY, also=("noise-multiplier", "noise"), otherwise="the dataset's", hint=_no_noise
+            PRIVACY,
+            also=("noise-multiplier", "noise"),
+            otherwise="that of --epsilon; with --recipe paper the dataset's",
+            hint=_no_noise,
         ),
     ] = None
     epsilon: Annotated[
@@ -367,7 +370,12 @@ class Settings(Flags, frozen=True):
                 "Target epsilon of the run; use the least noise that meets it, instead of --sigma."
             )
         ),
-        Flag(PRIVACY, also=("target-epsilon", "eps"), fixed=True),
+        Flag(
+            PRIVACY,
+            also=("target-epsilon", "eps"),
+            otherwise="3; with --sigma, --no-dp or --recipe paper none",
+            fixed=True,
+        ),
     ] = None
     max_epsilon: Annotated[
         Positive | None,
@@ -520,7 +528,7 @@ class Settings(Flags, frozen=True):
     ] = None
     augment: Annotated[
         str | None,
-        Choice(AUGMENTS),
+        Choice(AUGMENTS, noun="augmentation"),
         Field(description="Augmentation of the views."),
         Flag(RECIPE, otherwise="the dataset's", needs="--augmentations", omitted=True),
     ] = None
@@ -618,7 +626,12 @@ class Settings(Flags, frozen=True):
         str,
         Choice(tuple(name for name, metric in METRICS.items() if metric.chosen)),
         Field(description="Test metric to show, and to rank a comparison by."),
-        Flag(OUTPUT, omitted=True, labels=False),
+        Flag(
+            OUTPUT,
+            otherwise="the first of them that fits the dataset",
+            omitted=True,
+            labels=False,
+        ),
     ] = "accuracy"
     cover_scores: Annotated[
         StrictBool,

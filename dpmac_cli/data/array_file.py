@@ -61,13 +61,8 @@ class ArrayFile:
             arrays[CLASSES] = np.array(source.classes)
         if source.feature_range is not None:
             arrays["low"], arrays["high"] = map(np.array, source.feature_range)
-        more = _leave_out_bad(arrays, source, _made_canonical(arrays, unusable or {}))
-        left_out += more
-        self._sides = [
-            Records(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
-            for side in SIDES
-            if f"x{side}" in arrays
-        ]
+        left_out += _leave_out_bad(arrays, source, _made_canonical(arrays, unusable or {}))
+        self._sides = _sides(arrays)
         (x, y, units), held_out = self._sides[0], len(self._sides) == 1
         targets = targets_in(arrays)
         self._task = targets.task(arrays, source, found_classes)
@@ -78,19 +73,11 @@ class ArrayFile:
             self._sides = split(
                 self._sides[0], keys, self._task.names if inferred else None, source
             )
-        channels, *side = channels_first(x[:1]).shape[1:]
         self._ends, self._size = _ends(arrays) if _is_numbers(x) else None, source.image_size
-        if self._ends is None:
-            side = [source.image_size or pixels for pixels in side]
-            if source.channels not in (None, channels):
-                raise InputError(
-                    f"--channels {source.channels}: the images of {source.path} have {channels}, "
-                    "and arrays are not converted. Leave it out."
-                )
         self.found = data_facts(
             source,
             self._sides,
-            (channels, *side),
+            _shape_of(x, source),
             self._task,
             self._ends,
             held_out=held_out,
@@ -106,6 +93,28 @@ class ArrayFile:
             Records(inputs_of(x, self._ends, self._size), self._task.encoded(y), units)
             for x, y, units in self._sides
         ]
+
+
+def _sides(arrays: ArrayDict) -> list[Records]:
+    """Return training records, and test records if there are any."""
+    return [
+        Records(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
+        for side in SIDES
+        if f"x{side}" in arrays
+    ]
+
+
+def _shape_of(x: NDArray[Any], source: Source) -> tuple[int, int, int]:
+    """Return (channels, height, width) of records as inputs. Raises InputError."""
+    channels, height, width = channels_first(x[:1]).shape[1:]
+    if _is_numbers(x):
+        return channels, height, width
+    if source.channels not in (None, channels):
+        raise InputError(
+            f"--channels {source.channels}: the images of {source.path} have {channels}, "
+            "and arrays are not converted. Leave it out."
+        )
+    return channels, source.image_size or height, source.image_size or width
 
 
 def inputs_of(x: NDArray[Any], ends: NDArray[Any] | None, size: int | None) -> NDArray[Any]:

@@ -50,7 +50,7 @@ class CsvFile:
 
         def note(row: Any) -> str:
             found = f"{row.actual_columns} values for {row.expected_columns} columns"
-            ragged.append(f"Row {row.number} has {found}")
+            ragged.append(f"Record {row.number - 1} has {found}")  # the header is row 1
             return "skip"
 
         table = arrow_csv.read_csv(

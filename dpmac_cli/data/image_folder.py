@@ -5,7 +5,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,25 +69,19 @@ class ImageFolder:
         self._faults: list[str] = []  # messages, raised together
         self._skipped: list[str] = []
         self._seen: dict[tuple[int, int], Path] = {}  # folders, by device and inode
-        root, declared, parts = source.path, source.classes, splits_of(source)
+        declared, parts = source.classes, splits_of(source)
         self._classes = declared or tuple(_class_names(parts[0]))
         check_classes(self._classes, source)
-        for part in parts[1:] if declared is None else ():
-            strange = sorted(set(_class_names(part)) - set(self._classes))
-            where = f"is in {part}, but not in {parts[0]}"
-            self._faults += complaints([f"The class {name} {where}" for name in strange])
+        if declared is None:
+            self._faults += _strange_classes(parts)
         listed = [self._listed(part) for part in parts]
         self._images = [image for images in listed for image in images]
         if not source.skip_bad:
             self._faults += complaints(self._skipped, REMEDY)
-        # The name of the decoded file depends on everything that determines its contents.
-        read = [source.channels, source.image_size, source.levels]
-        key = [VERSION, str(root.resolve()), *read, self._images]
-        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-        self._path = cache_folder() / f"{name}{WHOLE}"
+        self._path = self._decoded_file()
         file = whole(self._path)
         self._shape: tuple[int, int, int] = self._survey() if file is None else file.shape
-        names = [image.path.removeprefix(f"{root}{os.sep}") for image in self._images]
+        names = [image.path.removeprefix(f"{source.path}{os.sep}") for image in self._images]
         labels = np.array([image.label for image in self._images], np.int64)
         depth = len(parts)  # folders of the split, if there are two, and of the class
         units = None if source.unit is None else self._units(names, source.unit, depth)
@@ -118,6 +112,14 @@ class ImageFolder:
                 self._dim(rows),
             ),
         )
+
+    def _decoded_file(self) -> Path:
+        """Return the file of decoded images, whose name tells everything that determines them."""
+        source = self._source
+        read = [source.channels, source.image_size, source.levels]
+        key = [VERSION, str(source.path.resolve()), *read, self._images]
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+        return cache_folder() / f"{name}{WHOLE}"
 
     def _listed(self, part: Path) -> list[ImageFile]:
         """Return the images of a part in order, and record why other files are skipped."""
@@ -293,6 +295,15 @@ def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
+
+
+def _strange_classes(parts: Sequence[Path]) -> Iterator[str]:
+    """Yield the faults of parts with classes that the first one does not have."""
+    known = set(_class_names(parts[0]))
+    for part in parts[1:]:
+        strange = sorted(set(_class_names(part)) - known)
+        where = f"is in {part}, but not in {parts[0]}"
+        yield from complaints([f"The class {name} {where}" for name in strange])
 
 
 def _class_names(part: Path) -> list[str]:

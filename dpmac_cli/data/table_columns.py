@@ -12,7 +12,13 @@ from dpmac_cli.data.canonical import MISSING
 from dpmac_cli.data.column_schema import Column, Label, Written
 from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.table_dates import CALENDAR, age_of, formats_of, outside_of, read_dates
-from dpmac_cli.data.table_numbers import number_pattern, read_numbers, shown, what_it_may_mean
+from dpmac_cli.data.table_numbers import (
+    if_no_value,
+    number_pattern,
+    read_numbers,
+    shown,
+    what_it_may_mean,
+)
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.wordpiece import TextReader
 
@@ -227,8 +233,10 @@ def _dates(column: Column, cells: pa.Array, bad: dict[str, BoolArray]) -> NDArra
     text = compute.if_else(pa.array(missing), None, text_cells(cells))
     days = read_dates(decoded_cells(text), column, typed)
     broken = np.isnan(days) & ~missing
-    formats = [f'format: "{written}"' for written in formats_of(_first(cells, broken) or "")]
+    cell = _first(cells, broken) or ""
+    formats = [f'format: "{written}"' for written in formats_of(cell)]
     hint = f" (declare how it is written: {' or '.join(formats[:2])})" if formats else ""
+    hint = hint or if_no_value(cell)
     expected = "as in 2024-12-31" if column.format is None else f"in the format {column.format}"
     _add(bad, f"no date {expected} in {column.name}", broken, cells, hint)
     _refuse_outside(column, cells, outside_of(days, column), bad)

@@ -2,7 +2,7 @@
 
 import csv
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -106,8 +106,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     rows = _read_rows(path, declared, strict, encoding, table)
     of_records, ends, bad = _contents(source, schema, rows.cells)
     if strict:
-        remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
-        refuse([*rows.ragged, *_reasons(bad)], remedy)
+        refuse([*rows.ragged, *_reasons(bad)], _remedy(path, schema, bad))
         if table is None:
             _check_no_line_hidden(CsvFile(path, encoding), len(rows), schema.columns, schema.labels)
             _check_points(CsvFile(path, encoding), schema, rows.cells)
@@ -123,6 +122,15 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     for suffix, some in sides.items():
         arrays |= {f"{name}{suffix}": values[some] for name, values in of_records.items()}
     return arrays, left_out
+
+
+def _remedy(path: Path, schema: TableSchema, bad: Mapping[str, BoolArray]) -> str:
+    """Return what to do about records that cannot be used."""
+    reasons = {what for what, records in bad.items() if records.any()}
+    names = [column.name for column in schema.columns]
+    empty = [name for name in names if {f"no value in {name}", f"no text in {name}"} & reasons]
+    accept = f" (missing: input accepts records without {' or '.join(empty)})" if empty else ""
+    return f" Correct {path} or its schema{accept}, or add --skip-bad to leave these records out."
 
 
 def _contents(

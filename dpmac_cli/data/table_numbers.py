@@ -81,12 +81,18 @@ def what_it_may_mean(cell: str, form: Written, others: pa.Array) -> str:
     """
     readings = list(_readings(cell, form))
     meant = [f"{value:.15g} with {_declaration(new)}" for value, new in readings]
-    text = f" ({'; '.join(meant)} in the schema)" if meant else ""
+    text = f" ({'; '.join(meant)} in the schema)" if meant else if_no_value(cell)
     if form.point == "." and any(new.point == "," for _, new in readings):
         odd = compute.filter(others, compute.match_substring_regex(others, GROUPED))
         if len(odd):
             text += f", while {shown(odd[0].as_py())} is read as {float(odd[0].as_py()):.15g}"
     return text
+
+
+def if_no_value(cell: str) -> str:
+    """Return how to write that there is no value, for a word that may mean it; "" for others."""
+    word = cell != "" and not any(character.isdigit() for character in cell)
+    return " (leave the cell empty, or write NA, where there is no value)" if word else ""
 
 
 def _readings(cell: str, form: Written) -> Iterator[tuple[float, Written]]:

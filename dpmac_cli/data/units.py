@@ -11,7 +11,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Units:
-    """Which records belong to which unit.
+    """Units that records belong to.
 
     Attributes:
         order: records grouped by unit, each group in its original order; shape (records,).

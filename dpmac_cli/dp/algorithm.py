@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dpmac_cli.dp.geometry import GEOMETRIES, Ball, Geometry, Spread
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
-from dpmac_cli.dp.optimizers import RULE_SETTINGS, Hyperparameters, Optimizer
+from dpmac_cli.dp.optimizers import Hyperparameters, Optimizer
 from dpmac_cli.dp.rules import RULES, Moments, Rule
 
 #: Radius of a ball that clips nothing; a power of two, so scaling by it is exact.
@@ -22,7 +22,7 @@ class Algorithm:
     geometry: Geometry  # chooses the ellipsoid that the next step clips to
     rule: Rule  # updates theta with the private mean
     hyper: Hyperparameters  # hyperparameters of both
-    keeps_moments: bool  # True if the rule uses m and v, which then have the size of theta
+    keeps_moments: bool  # see Optimizer.moments
     tracks_noise: bool  # True if v is less the noise's share
 
     def start(self, theta: Tensor) -> tuple[Ellipsoid, Spread | None, Moments]:
@@ -53,7 +53,7 @@ def build_algorithm(
         else Ball(NO_CLIPPING),
         rule=_with_settings(RULES[optimizer.rule], hyper) if rule is None else _Apart(rule),
         hyper=hyper,
-        keeps_moments="beta1" in RULE_SETTINGS[optimizer.rule],
+        keeps_moments=optimizer.moments,
         tracks_noise="phi" in optimizer.extra and hyper.phi == "tracked",
     )
 

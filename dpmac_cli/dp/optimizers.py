@@ -50,6 +50,7 @@ class Optimizer:
     _: KW_ONLY
     lr: float = 1e-3  # default learning rate
     lr_on: Mapping[str, float] = field(default_factory=dict)  # by dataset name
+    moments: bool = True  # whether the rule updates m and v, which then have the size of theta
     extra: frozenset[str] = frozenset()  # settings of this combination only
 
     @property
@@ -66,10 +67,19 @@ class Optimizer:
 #: Learning rates are from the DP-MacAdam paper, and tuned for digits.
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "dp-sgd": Optimizer(
-        "ball", "sgd", "fixed clipping norm, gradient descent", lr=0.1, lr_on={"digits": 0.5}
+        "ball",
+        "sgd",
+        "fixed clipping norm, gradient descent",
+        lr=0.1,
+        lr_on={"digits": 0.5},
+        moments=False,
     ),
     "adaclip": Optimizer(
-        "adaclip", "sgd", "coordinate-wise clipping, gradient descent", lr_on={"digits": 0.5}
+        "adaclip",
+        "sgd",
+        "coordinate-wise clipping, gradient descent",
+        lr_on={"digits": 0.5},
+        moments=False,
     ),
     "dp-adam": Optimizer("ball", "adam", "fixed clipping norm, Adam", lr_on={"digits": 0.005}),
     "dp-adambc": Optimizer("ball", "adam_bc", "fixed clipping norm, Adam corrected for noise bias"),

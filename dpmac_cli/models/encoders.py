@@ -47,7 +47,7 @@ ENCODERS: Mapping[str, EncoderKind] = catalogue(EncoderKind, HERE / "encoders.to
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
-class BertForm(BaseModel):
+class BertConfig(BaseModel):
     """Everything but weights and vocabulary that determines the features of a BERT encoder.
 
     Sizes have the names in config.json. Raises ValidationError for another architecture.
@@ -78,7 +78,7 @@ class BertForm(BaseModel):
     vocabulary_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
     @model_validator(mode="after")
-    def _check_heads(self) -> "BertForm":
+    def _check_heads(self) -> "BertConfig":
         if self.hidden_size % self.num_attention_heads:
             raise ValueError("hidden_size must be a multiple of num_attention_heads")
         return self
@@ -90,18 +90,18 @@ class TextEncoder:
 
     Attributes:
         kind: a key of :data:`ENCODERS`, or the name of a folder.
-        form: sizes of the network.
+        config: sizes of the network.
         texts: first input and number of inputs of each text, which are its tokens.
         folder: folder of the weights and the vocabulary; None for a published model, which has
             them.
     """
 
     kind: str
-    form: BertForm
+    config: BertConfig
     texts: tuple[tuple[int, int], ...]
     folder: Path | None = field(default=None, compare=False)
 
-    #: What it has features of.
+    #: Kind of records that it has features of.
     reads: ClassVar = "texts"
     #: Output of an untrained head for all records: random weights would only add to the noise.
     start: ClassVar[float | None] = 0.0
@@ -114,22 +114,22 @@ class TextEncoder:
     @property
     def values(self) -> dict[str, Any]:
         """Return JSON values of everything but weights that determines the features."""
-        form, unicode = self.form.model_dump(), unicodedata.unidata_version
-        return {"kind": self.kind, "form": form, "texts": self.texts, "unicode": unicode}
+        sizes, unicode = self.config.model_dump(), unicodedata.unidata_version
+        return {"kind": self.kind, "form": sizes, "texts": self.texts, "unicode": unicode}
 
     @property
     def scale(self) -> int:
         """Return the number that inputs are multiplied by to get the numbers of tokens."""
-        return scale_of(self.form.vocab_size)
+        return scale_of(self.config.vocab_size)
 
     def shape_of(self, inputs: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width) of the features of a record."""
         others = inputs[0] - sum(count for _, count in self.texts)
-        return len(self.texts) * self.form.hidden_size + others, 1, 1
+        return len(self.texts) * self.config.hidden_size + others, 1, 1
 
     def fault(self, _: tuple[int, int, int]) -> str | None:
         """Return why records are not supported, as the end of a sentence."""
-        most, longest = self.form.max_position_embeddings, max(n for _, n in self.texts)
+        most, longest = self.config.max_position_embeddings, max(n for _, n in self.texts)
         if longest <= most:
             return None
         return (
@@ -144,16 +144,16 @@ class EncoderFiles:
 
     name: str
     folder: Path
-    form: BertForm
+    config: BertConfig
     tokenizer: WordPiece
 
     def of(self, texts: tuple[tuple[int, int], ...]) -> TextEncoder:
         """Return the features of records with these texts; see :class:`TextEncoder`."""
-        return TextEncoder(self.name, self.form, texts, self.folder)
+        return TextEncoder(self.name, self.config, texts, self.folder)
 
 
 def read_encoder(named: str) -> EncoderFiles:
-    """Read the form and the vocabulary of an encoder by its name or folder.
+    """Read the configuration and the vocabulary of an encoder by its name or folder.
 
     Raises InputError if its package or a file is missing, or it is another architecture.
     """
@@ -187,18 +187,18 @@ def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
         f"{_hint(folder, name)}{remedy}"
         for name in absent
     )
-    config, pooling = _json(folder / CONFIG, flag), _json(folder / POOLING, flag)
+    values, pooling = _json(folder / CONFIG, flag), _json(folder / POOLING, flag)
     if pooling.get("pooling_mode_cls_token"):
-        config["pooling"] = "cls"
+        values["pooling"] = "cls"
     elif pooling and not pooling.get("pooling_mode_mean_tokens"):
         raise InputError(f"{flag}: {folder / POOLING} must be of the mean or of the first token.")
     try:
         content = (folder / VOCABULARY).read_bytes()
-        config["lower"] = _json(folder / TOKENIZER, flag).get("do_lower_case", True)
+        values["lower"] = _json(folder / TOKENIZER, flag).get("do_lower_case", True)
         size, checksum = len(content), hashlib.sha256(content).hexdigest()
-        config |= {"vocabulary_bytes": size, "vocabulary_sha256": checksum}
-        form = BertForm.model_validate(config)
-        return EncoderFiles(name, folder, form, tokenizer_of(content, form))
+        values |= {"vocabulary_bytes": size, "vocabulary_sha256": checksum}
+        config = BertConfig.model_validate(values)
+        return EncoderFiles(name, folder, config, tokenizer_of(content, config))
     except ValidationError as failure:
         first = failure.errors()[0]
         found = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {first['input']!r}"
@@ -222,22 +222,22 @@ def _hint(folder: Path, name: str) -> str:
     return f"Use {FOLDER}."
 
 
-def tokenizer_of(content: bytes, form: BertForm) -> WordPiece:
+def tokenizer_of(content: bytes, config: BertConfig) -> WordPiece:
     """Return the tokenizer of a vocabulary with one token per line.
 
     Raises ValueError if it is not one.
     """
     words = content.decode().removesuffix("\n").split("\n")
     ids = {word.removesuffix("\r"): number for number, word in enumerate(words)}
-    if hashlib.sha256(content).hexdigest() != form.vocabulary_sha256:
-        raise ValueError(f"its SHA-256 is not {form.vocabulary_sha256}")
+    if hashlib.sha256(content).hexdigest() != config.vocabulary_sha256:
+        raise ValueError(f"its SHA-256 is not {config.vocabulary_sha256}")
     if absent := [name for name in SPECIAL if name not in ids]:
         raise ValueError(f"it has no {' and no '.join(absent)}")
     if words[0] != SPECIAL[0]:
         raise ValueError(f"its first token is not {SPECIAL[0]}")
-    if len(words) > form.vocab_size:
-        raise ValueError(f"it has {len(words)} tokens, but the network {form.vocab_size}")
-    return WordPiece(form.vocabulary_sha256, form.lower, form.vocab_size, ids)
+    if len(words) > config.vocab_size:
+        raise ValueError(f"it has {len(words)} tokens, but the network {config.vocab_size}")
+    return WordPiece(config.vocabulary_sha256, config.lower, config.vocab_size, ids)
 
 
 def _json(file: Path, flag: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Scattered:
     """Fixed scattering features: a key of :data:`FEATURES`."""
 
     kind: str
-    #: What it has features of.
+    #: Kind of records that it has features of.
     reads: ClassVar = "images"
     #: Output of an untrained head for all records; None for random outputs.
     start: ClassVar[float | None] = None
@@ -138,7 +138,7 @@ class Backbone:
     kind: str
     size: int
     flips: bool = False
-    #: What it has features of.
+    #: Kind of records that it has features of.
     reads: ClassVar = "images"
     #: As in :class:`Scattered`.
     start: ClassVar[float | None] = None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.encoders import VOCABULARY, WEIGHTS, BertForm, TextEncoder
+from dpmac_cli.models.encoders import VOCABULARY, WEIGHTS, BertConfig, TextEncoder
 from dpmac_cli.models.weights import PublicWeights, read_weights
 
 ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
@@ -44,15 +44,15 @@ AROUND = {
 class TransformerBlock(nn.Module):
     """A transformer block with normalisation after each residual sum."""
 
-    def __init__(self, form: BertForm) -> None:
+    def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        width, eps = form.hidden_size, form.layer_norm_eps
+        width, eps = config.hidden_size, config.layer_norm_eps
         self.query, self.key, self.value, self.attended = (nn.Linear(width, width) for _ in "qkvo")
         self.first_norm, self.second_norm = (nn.LayerNorm(width, eps) for _ in range(2))
-        self.up = nn.Linear(width, form.intermediate_size)
-        self.activation = ACTIVATIONS[form.hidden_act]()
-        self.down = nn.Linear(form.intermediate_size, width)
-        self._heads = form.num_attention_heads
+        self.up = nn.Linear(width, config.intermediate_size)
+        self.activation = ACTIVATIONS[config.hidden_act]()
+        self.down = nn.Linear(config.intermediate_size, width)
+        self._heads = config.num_attention_heads
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Return new vectors of tokens.
@@ -87,37 +87,37 @@ class TokenVectors(nn.Module):
         self.words, self.positions, self.types = embeddings
         self.norm, self.blocks = norm, blocks
 
-    def forward(self, ids: Tensor, used: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return vectors of tokens, shape (texts, tokens, width).
 
         Args:
             ids: numbers of tokens, int64, shape (texts, tokens).
-            used: True for tokens that are not padding, shape (texts, tokens); None if all.
+            mask: :func:`token_mask`, shape (texts, tokens); None without padding.
         """
-        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        x = self.words(ids) + self.types(torch.zeros_like(ids)) + self.positions(places)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        x = self.words(ids) + self.types(torch.zeros_like(ids)) + self.positions(positions)
         found: Tensor = self.norm(x)
         for block in self.blocks:
-            found = block(found, attended(used))
+            found = block(found, attention_mask(mask))
         return found
 
 
 class Bert(TokenVectors):
     """A BERT encoder, from numbers of tokens to one vector of norm 1 per text."""
 
-    def __init__(self, form: BertForm) -> None:
+    def __init__(self, config: BertConfig) -> None:
         words, positions, types = (
-            nn.Embedding(size, form.hidden_size)
-            for size in (form.vocab_size, form.max_position_embeddings, form.type_vocab_size)
+            nn.Embedding(size, config.hidden_size)
+            for size in (config.vocab_size, config.max_position_embeddings, config.type_vocab_size)
         )
-        norm = nn.LayerNorm(form.hidden_size, form.layer_norm_eps)
-        blocks = nn.ModuleList(TransformerBlock(form) for _ in range(form.num_hidden_layers))
+        norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_hidden_layers))
         super().__init__((words, positions, types), norm, blocks)
-        self.first = form.pooling == "cls"
+        self.first = config.pooling == "cls"
 
-    def forward(self, ids: Tensor, used: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return vectors of texts, shape (texts, width); see :class:`TokenVectors`."""
-        return pooled(super().forward(ids, used), used, first=self.first)
+        return pooled(super().forward(ids, mask), mask, first=self.first)
 
     def before_last(self) -> TokenVectors:
         """Return everything before the last block, with the same parameters."""
@@ -125,32 +125,41 @@ class Bert(TokenVectors):
         return TokenVectors(embeddings, self.norm, self.blocks[:-1])
 
 
-def used_of(ids: Tensor) -> Tensor:
-    """Return which tokens are not padding, whose number is 0; the first is none in any case."""
-    used = ids > 0
-    used[:, 0] = True  # the vector of nothing but padding must not be 0 / 0
-    return used
+def token_mask(ids: Tensor) -> Tensor:
+    """Return a mask that is False for padding, shape (texts, tokens). The number of padding is 0.
+
+    It is True for the first token, so that a text of nothing but padding has a vector.
+    """
+    mask = ids > 0
+    mask[:, 0] = True
+    return mask
 
 
-def attended(used: Tensor | None) -> Tensor | None:
-    """Return the mask of a block: see :class:`TransformerBlock`."""
-    return None if used is None else used[:, None, None]
+def attention_mask(mask: Tensor | None) -> Tensor | None:
+    """Return the mask of a :class:`TransformerBlock`, from a :func:`token_mask`."""
+    return None if mask is None else mask[:, None, None]
 
 
-def pooled(x: Tensor, used: Tensor | None, *, first: bool) -> Tensor:
-    """Return vectors of texts, (texts, width), of those of tokens: their mean, or the first."""
+def pooled(x: Tensor, mask: Tensor | None, *, first: bool) -> Tensor:
+    """Return vectors of texts, of norm 1: the mean of those of tokens, or the first.
+
+    Args:
+        x: vectors of tokens, shape (texts, tokens, width).
+        mask: :func:`token_mask`; None without padding.
+        first: whether the vector of a text is that of its first token.
+    """
     if first:
         found = x[:, 0]
-    elif used is None:
+    elif mask is None:
         found = x.mean(1)
     else:
-        found = (x * used[..., None]).sum(1) / used.sum(1, keepdim=True)
+        found = (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
     return normalize(found, dim=1)
 
 
 @dataclass(frozen=True)
 class TextInputs:
-    """Which of a record's inputs are tokens of texts.
+    """Inputs of a record that are tokens of texts.
 
     Attributes:
         places: first input and number of inputs of each text.
@@ -194,10 +203,10 @@ class TextFeatures(nn.Module):
 
     def __init__(self, encoder: TextEncoder, *, trained: bool = False) -> None:
         super().__init__()
-        self.network = Bert(encoder.form)
-        size = encoder.form.vocabulary_bytes
+        self.network = Bert(encoder.config)
+        size = encoder.config.vocabulary_bytes
         self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))
-        self.inputs = TextInputs(encoder.texts, encoder.scale, encoder.form.vocab_size)
+        self.inputs = TextInputs(encoder.texts, encoder.scale, encoder.config.vocab_size)
         self._trained = trained
         self.requires_grad_(False).train(False)
 
@@ -214,16 +223,16 @@ class TextFeatures(nn.Module):
 
     def _vectors(self, ids: Tensor) -> Tensor:
         """Return the vectors of texts, shape (texts, width)."""
-        used = used_of(ids)
+        mask = token_mask(ids)
         if ids.is_cuda or (self._trained and torch.is_grad_enabled()):
-            found: Tensor = self.network(ids, used)
+            found: Tensor = self.network(ids, mask)
             return found
-        return torch.cat(texts_alone(self.network, ids, used))
+        return torch.cat(texts_alone(self.network, ids, mask))
 
 
-def texts_alone(network: TokenVectors, ids: Tensor, used: Tensor) -> list[Tensor]:
+def texts_alone(network: TokenVectors, ids: Tensor, mask: Tensor) -> list[Tensor]:
     """Return what a network computes of each text separately, without its padding and gradients."""
-    lengths = used.sum(1).tolist()
+    lengths = mask.sum(1).tolist()
     texts = [row[:, :n] for row, n in zip(torch.split(ids, 1), lengths, strict=True)]
 
     @torch.no_grad()  # which holds for one thread
@@ -262,18 +271,19 @@ def encoder_weights(encoder: TextEncoder) -> PublicWeights:
             f"{kind.package}"
         )
     content = (encoder.folder / VOCABULARY).read_bytes()
-    tensors = {f"network.{name}": tensor for name, tensor in _renamed(found.tensors, encoder.form)}
+    renamed = _renamed(found.tensors, encoder.config)
+    tensors = {f"network.{name}": tensor for name, tensor in renamed}
     tensors["vocabulary"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return replace(found, tensors=tensors)
 
 
-def _renamed(tensors: Mapping[str, Tensor], form: BertForm) -> Iterator[tuple[str, Tensor]]:
+def _renamed(tensors: Mapping[str, Tensor], config: BertConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file of Hugging Face by their names in :class:`Bert`.
 
     Those that are not of the encoder, such as its pooler and its heads, are left out.
     """
     names = {theirs: own for own, theirs in AROUND.items()}
-    for number in range(form.num_hidden_layers):
+    for number in range(config.num_hidden_layers):
         for own, theirs in IN_BLOCK.items():
             names[f"encoder.layer.{number}.{theirs}"] = f"blocks.{number}.{own}"
     for name, tensor in tensors.items():

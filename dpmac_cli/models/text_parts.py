@@ -10,11 +10,11 @@ from torch.nn.functional import pad
 from dpmac_cli.models.features import FrozenFeatures, WithHead
 from dpmac_cli.models.text_encoder import (
     TextFeatures,
-    attended,
+    attention_mask,
     features_of,
     pooled,
     texts_alone,
-    used_of,
+    token_mask,
 )
 
 #: Layers of a block that LoRA updates: queries, values and the perceptron.
@@ -32,8 +32,8 @@ def on_texts(texts: TextFeatures, head: nn.Module) -> WithHead:
 class BeforeLast(nn.Module):
     """Maps the inputs of a record to what its last block takes, followed by its other inputs.
 
-    These are vectors of the tokens of each text, which are 0 for padding, and for each token 1, or
-    0 for padding. They depend on one text alone, like those of :class:`TextFeatures`.
+    These are vectors of the tokens of each text, which are 0 for padding, and the mask of its
+    tokens: 1, or 0 for padding. They depend on one text alone, like those of :class:`TextFeatures`.
     """
 
     def __init__(self, texts: TextFeatures) -> None:
@@ -45,16 +45,16 @@ class BeforeLast(nn.Module):
         rows = x.flatten(1)
         texts = self._inputs.ids(rows)
         vectors = [self._vectors(ids).flatten(1) for ids in texts]
-        marks = [used_of(ids).to(x.dtype) for ids in texts]
-        return torch.cat([*vectors, *marks, self._inputs.others(rows)], 1)[:, :, None, None]
+        masks = [token_mask(ids).to(x.dtype) for ids in texts]
+        return torch.cat([*vectors, *masks, self._inputs.others(rows)], 1)[:, :, None, None]
 
     def _vectors(self, ids: Tensor) -> Tensor:
         """Return the vectors of tokens, shape (texts, tokens, width)."""
-        used, count = used_of(ids), ids.shape[1]
+        mask, count = token_mask(ids), ids.shape[1]
         if ids.is_cuda:
-            found: Tensor = self.network(ids, used)
-            return torch.where(used[..., None], found, 0)
-        texts = texts_alone(self.network, ids, used)
+            found: Tensor = self.network(ids, mask)
+            return torch.where(mask[..., None], found, 0)
+        texts = texts_alone(self.network, ids, mask)
         return torch.cat([pad(text, (0, 0, 0, count - text.shape[1])) for text in texts])
 
 
@@ -73,10 +73,10 @@ class LastBlock(nn.Module):
         sizes = [*(count * self._width for count in self._counts), *self._counts]
         *parts, others = torch.split(rows, [*sizes, rows.shape[1] - sum(sizes)], 1)
         vectors, texts = list[Tensor](), len(self._counts)
-        for text, marks in zip(parts[:texts], parts[texts:], strict=True):
-            used = used_of(marks)
-            tokens = self.block(text.reshape(len(text), -1, self._width), attended(used))
-            vectors.append(pooled(tokens, used, first=self._first))
+        for text, stored in zip(parts[:texts], parts[texts:], strict=True):
+            mask = token_mask(stored)
+            tokens = self.block(text.reshape(len(text), -1, self._width), attention_mask(mask))
+            vectors.append(pooled(tokens, mask, first=self._first))
         outputs: Tensor = self.head(features_of(vectors, others))
         return outputs
 

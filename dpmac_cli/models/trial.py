@@ -1,12 +1,17 @@
 """Made-up samples for validation, and losses of a network's outputs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.batches import NOTHING, Batch, Structure, samples_in
 from dpmac_cli.dp.losses import Loss, returned
+
+#: A loss of the network and a batch: one number per record, shape (records,).
+BatchLoss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,11 @@ class Objective(nn.Module):
             (samples,).
     """
 
-    def __init__(self, network: nn.Module, loss: object) -> None:
+    def __init__(self, network: nn.Module, loss: BatchLoss) -> None:
         super().__init__()
         self.network = network
         self.loss = loss
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the losses of a batch, shape (samples,)."""
-        losses: Tensor = self.loss(self.network, batch)  # type: ignore[operator]
-        return losses
+        return self.loss(self.network, batch)

@@ -9,7 +9,7 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ TRACED = 5
 LARGEST_BATCH = 1 << 20
 #: Names of operations and inputs, grouped by how outputs depend on inputs.
 KNOWN = catalogue(frozenset[str], Path(__file__).with_name("operations.toml"))
+#: Kinds of operations that keep the order of samples wherever their dimension is.
+KEEPING = ("pointwise", "factories", "reshaping", "products", "multilinear")
 
 
 def name_of(func: Any) -> str:
@@ -62,6 +64,15 @@ def check_uniform(model: nn.Module, inputs: Structure, rows: int = 1) -> None:
         rows: most rows per sample of a layer. If there are several, no operation may separate those
             of a sample.
     """
+    before: dict[torch.fx.Node, int] = {}
+    for node in _exported(model, inputs).nodes:
+        if node.op == "call_function":
+            _check_node(node)
+            before[node] = _before_samples(node, before, rows)
+
+
+def _exported(model: nn.Module, inputs: Structure) -> torch.fx.Graph:
+    """Return the graph of a network for any batch size. Raises UnprovenError if there is none."""
     x = inputs.made_up(TRACED)
     size = torch.export.Dim("samples", min=1, max=LARGEST_BATCH)
     sizes: Any = tree_map(lambda _: {0: size}, x)
@@ -75,28 +86,20 @@ def check_uniform(model: nn.Module, inputs: Structure, rows: int = 1) -> None:
         # Fused attention, of which every device has another, is not known here.
         with silent, quiet, inherited_precision(), sdpa_kernel(SDPBackend.MATH):
             program = torch.export.export(model, (x,), dynamic_shapes=(sizes,))
-            graph = program.run_decompositions().graph
+            graph: torch.fx.Graph = program.run_decompositions().graph
+            return graph
     except Exception as failure:
         raise UnprovenError(_why(failure)) from failure
     finally:
         logger.setLevel(level)
-    before: dict[torch.fx.Node, int] = {}
-    for node in graph.nodes:
-        if node.op == "call_function":
-            _check_node(node)
-            before[node] = _before_samples(node, before, rows)
 
 
 def _check_node(node: torch.fx.Node) -> None:
     """Reject an operation that reveals the batch size, or positions in the batch."""
-    target: Any = node.target
-    arguments: Any = node.args
-    name = name_of(target)
+    name = name_of(node.target)
     given = [of.meta.get("val") for of in node.all_input_nodes]
     outputs = tensors_in(node.meta.get("val"))
-    counted = any(isinstance(value, torch.SymInt) for value in given)
-    filled = name == "full" and isinstance(arguments[1], torch.fx.Node)
-    if filled or (counted and (name not in KNOWN["shaping"] or (name == "mul" and outputs))):
+    if _computes_with_batch_size(node, given, outputs):
         raise UnprovenError(f"{name} computes with the batch size.")
     batched = [t for t in tensors_in(given) if _batch_dim(t) is not None]
     made = [(_batch_dim(out), out) for out in outputs]
@@ -106,26 +109,43 @@ def _check_node(node: torch.fx.Node) -> None:
         return
     if any(dim is None and 0 not in out.shape for dim, out in made):
         raise UnprovenError(f"{name} reduces over the samples of a batch.")
-    place, tags = _batch_dim(batched[0]), getattr(target, "tags", ())
-    keeping = ("pointwise", "factories", "reshaping", "products", "multilinear")
-    if torch.Tag.pointwise in tags or any(name in KNOWN[kind] for kind in keeping):
-        return
-    named = dict(zip([a.name for a in target._schema.arguments], arguments, strict=False))
-    dims = [dim % batched[0].ndim for dim in dims_of(target, {**named, **node.kwargs})]
-    if name in KNOWN["by_row"] or "batch_norm" in name:
-        along = place not in ((0, 1) if name in KNOWN["by_channel"] else (0,))
-    elif name in ("tril", "triu"):
-        along = place is not None and place >= batched[0].ndim - 2
-    elif name == "index":
-        along = place is not None and arguments[1][place : place + 1] not in ([], [None])
-    elif name in KNOWN["along"] or name in KNOWN["moving"]:
-        along = place in dims or (name == "roll" and not dims)
-    elif name == "embedding":
-        along = False
-    else:
-        raise UnprovenError(f"It is not known how {name} treats samples.")
-    if along:
+    if _works_along_samples(node, batched[0]):
         raise UnprovenError(f"{name} works along the samples of a batch.")
+
+
+def _computes_with_batch_size(
+    node: torch.fx.Node, given: Sequence[Any], outputs: Sequence[Tensor]
+) -> bool:
+    """Return whether an operation uses the batch size for more than shapes."""
+    name, arguments = name_of(node.target), node.args
+    counted = any(isinstance(value, torch.SymInt) for value in given)
+    filled = name == "full" and isinstance(arguments[1], torch.fx.Node)
+    shaping = name in KNOWN["shaping"] and not (name == "mul" and outputs)
+    return filled or (counted and not shaping)
+
+
+def _works_along_samples(node: torch.fx.Node, batched: Tensor) -> bool:
+    """Return whether an operation works along the batch dimension of its first batched input.
+
+    Raises UnprovenError for one that is not known.
+    """
+    target: Any = node.target
+    arguments: Any = node.args
+    name, place = name_of(target), _place_of(batched)
+    kept = torch.Tag.pointwise in getattr(target, "tags", ())
+    if kept or any(name in KNOWN[kind] for kind in KEEPING) or name == "embedding":
+        return False
+    if name in KNOWN["by_row"] or "batch_norm" in name:
+        return place not in ((0, 1) if name in KNOWN["by_channel"] else (0,))
+    if name in ("tril", "triu"):
+        return place >= batched.ndim - 2
+    if name == "index":
+        return arguments[1][place : place + 1] not in ([], [None])
+    if name in KNOWN["along"] or name in KNOWN["moving"]:
+        named = dict(zip([a.name for a in target._schema.arguments], arguments, strict=False))
+        dims = [dim % batched.ndim for dim in dims_of(target, {**named, **node.kwargs})]
+        return place in dims or (name == "roll" and not dims)
+    raise UnprovenError(f"It is not known how {name} treats samples.")
 
 
 def _before_samples(node: torch.fx.Node, before: Mapping[torch.fx.Node, int], rows: int) -> int:
@@ -150,16 +170,9 @@ def _before_samples(node: torch.fx.Node, before: Mapping[torch.fx.Node, int], ro
     if name in KNOWN["factories"] and sizes != {_rows_of(t) for t in made}:
         return 1  # all its rows are alike
     if len(sizes) == len(found) == 1:
-        [positions], [size], known = found, sizes, True
-        if name in KNOWN["viewing"]:
-            numbers, outside = _numbers_before(batched[0]) * positions, _numbers_before(made[0])
-            positions, rest = divmod(numbers, outside) if outside else (0, 0)
-            known = rest == 0 < positions and _rows_of(made[0]) % positions == 0
-        elif name == "repeat":
-            positions *= _rows_of(made[0]) // size
-        else:
-            known = {_rows_of(t) for t in made} == sizes
-        if known and (rows == 1 or positions == 1):
+        [positions_before] = found
+        positions = _positions_after(name, positions_before, batched[0], made)
+        if positions is not None and (rows == 1 or positions == 1):
             return positions
     if rows > 1:
         raise UnprovenError(
@@ -169,14 +182,34 @@ def _before_samples(node: torch.fx.Node, before: Mapping[torch.fx.Node, int], ro
     raise UnprovenError(f"{name} could mix the samples of batches of other sizes.")
 
 
+def _positions_after(
+    name: str, positions: int, batched: Tensor, made: Sequence[Tensor]
+) -> int | None:
+    """Return the positions before the samples after an operation; None if it may mix samples.
+
+    Args:
+        name: name of the operation. positions: positions before the samples of its inputs.
+        batched: one of the inputs with samples, which all have as many rows per sample.
+        made: outputs with samples.
+    """
+    if name in KNOWN["viewing"]:
+        numbers, outside = _numbers_before(batched) * positions, _numbers_before(made[0])
+        found, rest = divmod(numbers, outside) if outside else (0, 0)
+        known = rest == 0 < found and _rows_of(made[0]) % found == 0
+        return found if known else None
+    if name == "repeat":
+        return positions * (_rows_of(made[0]) // _rows_of(batched))
+    return positions if {_rows_of(t) for t in made} == {_rows_of(batched)} else None
+
+
 def _numbers_before(tensor: Tensor) -> int:
     """Return how many times the batch dimension of a traced tensor is repeated before it."""
-    return math.prod(tensor.shape[: _batch_dim(tensor)])
+    return math.prod(tensor.shape[: _place_of(tensor)])
 
 
 def _rows_of(tensor: Tensor) -> int:
     """Return how many rows per sample the batch dimension of a traced tensor has."""
-    size: Any = tensor.shape[_batch_dim(tensor)]  # type: ignore[index]
+    size: Any = tensor.shape[_place_of(tensor)]
     rows = size.node.expr / next(iter(size.node.expr.free_symbols))
     if not rows.is_Integer:
         raise UnprovenError("Its batch dimension has rows that are not samples.")
@@ -188,6 +221,13 @@ def _same_places(a: Tensor, b: Tensor) -> bool:
     several = [dim for dim, size in enumerate(a.shape) if size != 1]
     moved = any(a.stride(dim) != b.stride(dim) for dim in several)
     return a.shape == b.shape and bool(a.storage_offset() == b.storage_offset()) and not moved
+
+
+def _place_of(batched: Tensor) -> int:
+    """Return the batch dimension of a traced tensor that has one."""
+    place = _batch_dim(batched)
+    assert place is not None  # noqa: S101
+    return place
 
 
 def _batch_dim(tensor: Tensor) -> int | None:

@@ -142,45 +142,55 @@ def explained(trial: Trial, remedy: str = "") -> Iterator[None]:
 def _check_parts(model: nn.Module, frozen: bool) -> None:
     """Reject layers that mix samples, and tensors that cannot be trained or published."""
     for name, module in model.named_modules():
-        if isinstance(module, MIXING_LAYERS) and not frozen:
-            raise ModelError(
-                f"The layer {name} is a {type(module).__name__}, which mixes the samples of a "
-                "batch and keeps statistics of them without noise. Use "
-                "nn.GroupNorm(groups, channels) instead, or add --fix-norm to replace it."
-            )
-        bounded = getattr(module, "max_norm", None) is not None
-        if bounded or getattr(module, "scale_grad_by_freq", False):
-            raise ModelError(
-                f"The layer {name} changes its weights or gradients depending on the batch. "
-                "Leave out max_norm and scale_grad_by_freq."
-            )
+        _check_layer(name, module, frozen)
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(value):
-            raise ModelError(
-                f"The shape of {name} is unknown until the network is used. Specify the layer's "
-                "sizes, or call the network once on zeros in its factory."
-            )
-        if value.is_inference():
-            raise ModelError(
-                f"{name} was created in torch.inference_mode, so it cannot be trained. Create the "
-                "network outside of it."
-            )
-        exact = value.is_floating_point() and value.itemsize >= 4
-        if value.requires_grad and not exact and not frozen:
-            raise ModelError(
-                f"The parameter {name} is {value.dtype}. {ROUNDING} Add this line "
-                "to the network's factory, or before make_private: network.float()"
-            )
-        if value.requires_grad and _hooks_of(value):
-            raise ModelError(
-                f"The parameter {name} has a hook, which would have no effect: gradients of a "
-                "batch are never computed. Remove it. To train a part of a tensor, split it into "
-                "two parameters, and freeze one with requires_grad_(False)."
-            )
-        if value.layout != torch.strided or value.is_meta or value.is_quantized:
-            raise ModelError(f"{name} is a sparse, quantized or meta tensor. Use a dense tensor.")
-        if value.is_floating_point() and not bool(value.double().isfinite().all()):
-            raise ModelError(f"{name} contains NaN or infinity. Initialise it with finite numbers.")
+        _check_tensor(name, value, frozen)
+
+
+def _check_layer(name: str, module: nn.Module, frozen: bool) -> None:
+    """Reject a layer that mixes samples, or whose gradients depend on the batch."""
+    if isinstance(module, MIXING_LAYERS) and not frozen:
+        raise ModelError(
+            f"The layer {name} is a {type(module).__name__}, which mixes the samples of a "
+            "batch and keeps statistics of them without noise. Use "
+            "nn.GroupNorm(groups, channels) instead, or add --fix-norm to replace it."
+        )
+    bounded = getattr(module, "max_norm", None) is not None
+    if bounded or getattr(module, "scale_grad_by_freq", False):
+        raise ModelError(
+            f"The layer {name} changes its weights or gradients depending on the batch. "
+            "Leave out max_norm and scale_grad_by_freq."
+        )
+
+
+def _check_tensor(name: str, value: Tensor, frozen: bool) -> None:
+    """Reject a parameter or buffer that cannot be trained or published."""
+    if is_lazy(value):
+        raise ModelError(
+            f"The shape of {name} is unknown until the network is used. Specify the layer's "
+            "sizes, or call the network once on zeros in its factory."
+        )
+    if value.is_inference():
+        raise ModelError(
+            f"{name} was created in torch.inference_mode, so it cannot be trained. Create the "
+            "network outside of it."
+        )
+    exact = value.is_floating_point() and value.itemsize >= 4
+    if value.requires_grad and not exact and not frozen:
+        raise ModelError(
+            f"The parameter {name} is {value.dtype}. {ROUNDING} Add this line "
+            "to the network's factory, or before make_private: network.float()"
+        )
+    if value.requires_grad and _hooks_of(value):
+        raise ModelError(
+            f"The parameter {name} has a hook, which would have no effect: gradients of a "
+            "batch are never computed. Remove it. To train a part of a tensor, split it into "
+            "two parameters, and freeze one with requires_grad_(False)."
+        )
+    if value.layout != torch.strided or value.is_meta or value.is_quantized:
+        raise ModelError(f"{name} is a sparse, quantized or meta tensor. Use a dense tensor.")
+    if value.is_floating_point() and not bool(value.double().isfinite().all()):
+        raise ModelError(f"{name} contains NaN or infinity. Initialise it with finite numbers.")
 
 
 def _hooks_of(parameter: Tensor) -> bool:

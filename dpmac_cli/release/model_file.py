@@ -38,8 +38,8 @@ FOREIGN = "was not written by dpmac train, or was modified"
 #: How to name a user-supplied network.
 IN_COMMAND = "If you trust it, add --model FILE.py:FACTORY."
 IN_PROGRAM = (
-    "Pass network={0}, with its class, a function that builds it, or an instance; or, if it is in "
-    "a file, factory='FILE.py:{0}'."
+    "Pass network= with an instance of {0}, a function that builds one, or the class itself; or, "
+    "if it is in a file, factory='FILE.py:{0}'."
 )
 WANTED = f"Use a run folder of dpmac train, or a {folder.MODEL}."
 
@@ -99,6 +99,23 @@ def load_trial(run: Path, device: torch.device, factory: str | None) -> tuple[nn
     return _loaded(read, None, device, None, factory, None).model, read[3]
 
 
+def _prefix(features: registry.Features | None) -> str:
+    """Return how the names of a built-in network's tensors begin in a file."""
+    return "" if features is None or isinstance(features, TextEncoder) else "head."
+
+
+def _shapes_of(
+    name: str, signature: Signature, features: registry.Features | None
+) -> dict[str, str]:
+    """Return the shapes of a built-in network's tensors by name, without building it."""
+    with torch.device("meta"):  # the file's model may exceed memory
+        network: nn.Module = build_network(name, seen_by_network(signature, features))
+        if isinstance(features, TextEncoder):
+            network = nn.ModuleDict({"frozen": TextFeatures(features), "head": network})
+    forms = _forms(weights.published(network))
+    return {f"{_prefix(features)}{name}": form for name, form in forms.items()}
+
+
 def _loaded(
     read: ModelFile,
     dataset: str | None,
@@ -118,14 +135,9 @@ def _loaded(
     wanted = {"an image": f"{signature.shape}"}
     held = {"an image": f"{facts.shape}", **_forms(tensors)}
     if isinstance(reference, registry.BuiltIn):
-        with torch.device("meta"):  # only shapes: the file's model may exceed memory
-            network = build_network(reference.name, seen_by_network(signature, features))
-            if isinstance(features, TextEncoder):
-                network = nn.ModuleDict({"frozen": TextFeatures(features), "head": network})
-        prefix = "" if features is None or isinstance(features, TextEncoder) else "head."
+        shapes = _shapes_of(reference.name, signature, features)
+        prefix = _prefix(features)
         of_network = {name: held[name] for name in held if name.startswith((prefix, "an image"))}
-        forms = _forms(weights.published(network))
-        shapes = {f"{prefix}{name}": form for name, form in forms.items()}
         _check_fit(misfit, of_network, wanted | shapes)
     part = "head" if facts.trained_part == "head" else "all"  # LoRA updates were merged
     model = build_model(

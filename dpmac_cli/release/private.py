@@ -23,6 +23,7 @@ from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.release.notebook import of_privacy
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
@@ -33,7 +34,7 @@ from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.setup import make_trainer, unit_of
 from dpmac_cli.storage.progress import outcome
-from dpmac_cli.tasks.notebook import as_html, of_privacy
+from dpmac_cli.tasks.notebook import as_html
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, check_composable
@@ -230,11 +231,10 @@ class PrivateTraining(FixedSettings):
     @lr.setter
     def lr(self, rate: float) -> None:
         Settings(lr=rate)  # raises InputError
-        hyper = replace(self.plan.optimizer.hyper, lr=float(rate))
-        recorded: dict[SettingName, Any] = {**self.plan.recorded, "lr": hyper.lr}
-        optimizer = replace(self.plan.optimizer, hyper=hyper)
+        optimizer = self.plan.optimizer.with_lr(rate)
+        recorded: dict[SettingName, Any] = {**self.plan.recorded, "lr": optimizer.hyper.lr}
         self._plan = replace(self.plan, optimizer=optimizer, recorded=recorded)
-        self._trainer.algorithm = replace(self._trainer.algorithm, hyper=hyper)
+        self._trainer.algorithm = replace(self._trainer.algorithm, hyper=optimizer.hyper)
 
     def standardise(self, x: Tensor) -> Tensor:
         """Standardise records of the dataset, as for the network's inputs."""

@@ -6,13 +6,14 @@ from typing import Any, Literal, cast
 
 from dpmac_cli.release import audit
 from dpmac_cli.release.model_file import save_model
+from dpmac_cli.release.notebook import of_report
 from dpmac_cli.release.report import build_report, model_card, public_facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
 from dpmac_cli.runs.session import Session
 from dpmac_cli.storage import files
 from dpmac_cli.storage.report_keys import ReportKeys
-from dpmac_cli.tasks.notebook import as_html, of_report
+from dpmac_cli.tasks.notebook import as_html
 from dpmac_cli.training.evaluation import EXACT
 
 State = Literal["finished", "interrupted", "budget-spent"]

@@ -13,7 +13,7 @@ from torch import nn
 from dpmac_cli import __version__
 from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
-from dpmac_cli.accounting.events import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.config.keywords import SettingName
@@ -57,18 +57,11 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     ``sampling_rate`` are null if parts differ.
     """
     events, part, private = spent.events, plan.privacy, plan.privacy.private
-    trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
     search = None if plan.search is None else plan.search.search
     cost = price(events, part.delta, unit=part.unit, search=search)
     whole = part.event_of(part.steps - spent.base)
     planned = total_epsilon((*spent.earlier, whole), part.delta)
     promise, risk = cost.statement, assess_risk(cost.done, plan.data.facts.train_size, part.unit)
-    seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
-    drawn = TEXTS.drawn
-    if plan.run.secure:
-        drawn = TEXTS.drawn_securely if spent.secure else TEXTS.drawn_both_ways
-    if not private:
-        seeds = drawn = TEXTS.no_secrets
     return {
         "private": private,
         "epsilon": finite_or_none(cost.epsilon),
@@ -83,15 +76,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "sampler": cost.sampler,
         "sampling_rate": cost.sampling_rate,
         "steps": cost.steps,
-        "covered_scores": {
-            "released": sum(event.steps for event in tested),
-            "noise_multiplier": statements.common(event.noise_multiplier for event in tested),
-            "epsilon": finite_or_none(total_epsilon(tested, part.delta)),
-            "epsilon_of_training": finite_or_none(total_epsilon(trained, part.delta)),
-            "statement": TEXTS.covered,
-        }
-        if part.scores
-        else None,
+        "covered_scores": _covered_scores(events, part.delta) if part.scores else None,
         "search": None if plan.search is None else _search(plan.search, part.delta),
         "events": [vars(event) for event in events],
         "abandoned": [vars(event) for event in spent.abandoned],
@@ -100,6 +85,31 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "risk": risk.values() if private else None,
         "computed_from_records": _computed(plan.data, part) if private else None,
         "statement": " ".join((TEXTS.seed_given, promise)) if private and spent.seeded else promise,
+        **_secrets(plan, spent),
+    }
+
+
+def _covered_scores(events: Sequence[TrainingEvent], delta: float) -> dict[str, Any]:
+    """Return what the noise of test scores costs, and training without them."""
+    trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
+    return {
+        "released": sum(event.steps for event in tested),
+        "noise_multiplier": statements.common(event.noise_multiplier for event in tested),
+        "epsilon": finite_or_none(total_epsilon(tested, delta)),
+        "epsilon_of_training": finite_or_none(total_epsilon(trained, delta)),
+        "statement": TEXTS.covered,
+    }
+
+
+def _secrets(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
+    """Return where the random numbers of a run came from."""
+    seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
+    drawn = TEXTS.drawn
+    if plan.run.secure:
+        drawn = TEXTS.drawn_securely if spent.secure else TEXTS.drawn_both_ways
+    if not plan.privacy.private:
+        seeds = drawn = TEXTS.no_secrets
+    return {
         "seed_policy": {"given": spent.seeded, "statement": seeds},
         "randomness": {"secure": spent.secure, "statement": drawn},
     }
@@ -274,7 +284,7 @@ def _public_part(
         said.append(TEXTS.of_backbone.format(about=BACKBONES[features.kind].about))
     elif isinstance(features, TextEncoder):
         said.append(texts.about(features))
-        part = {"backbone": features.kind, "encoder": features.form.model_dump()}
+        part = {"backbone": features.kind, "encoder": features.config.model_dump()}
     if network.pretrained is not None:
         file = network.pretrained.name
         said.append(TEXTS.pretrained.format(file=file))

@@ -32,7 +32,7 @@ from dpmac_cli.config.settings import DELTA
 from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.errors import InputError, raise_errors
-from dpmac_cli.models.encoders import BertForm
+from dpmac_cli.models.encoders import BertConfig
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.tasks.known import task_of
 from dpmac_cli.tasks.task import Task
@@ -185,7 +185,7 @@ class Facts(BaseModel):
     features: PrintableText | None = _at(*PUBLIC_PART, "features", default=None)
     backbone: PrintableText | None = _at(*PUBLIC_PART, "backbone", default=None)
     backbone_size: int | None = _at(*PUBLIC_PART, "backbone_size", default=None, ge=1, le=1024)
-    encoder: BertForm | None = _at(*PUBLIC_PART, "encoder", default=None)
+    encoder: BertConfig | None = _at(*PUBLIC_PART, "encoder", default=None)
     backbone_flips: bool = _at(*PUBLIC_PART, "backbone_flips", default=False)
     covered_scores: dict[str, Any] | None = _at("privacy", "covered_scores", default=None)
     searched: dict[str, Any] | None = _at("privacy", "search", default=None)

@@ -16,11 +16,12 @@ from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import load_model, load_trial, read_facts, text_reader
+from dpmac_cli.release.notebook import of_claim
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.storage.report_keys import PrivacyPart
-from dpmac_cli.tasks.notebook import as_html, of_claim
+from dpmac_cli.tasks.notebook import as_html
 from dpmac_cli.training.evaluation import EXACT, Evaluation, evaluate
 
 

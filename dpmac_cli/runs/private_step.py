@@ -20,14 +20,13 @@ from dpmac_cli.config.sources import by_flag, by_setting
 from dpmac_cli.dp.clipping.batches import Batch, Structure, check_rows, samples_in
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
-from dpmac_cli.models.trial import Objective
+from dpmac_cli.models.trial import BatchLoss, Objective
 from dpmac_cli.randomness.keystream import KEY_BYTES, Keys, make_keys
 from dpmac_cli.randomness.sampling import Indices, Sampler
 from dpmac_cli.runs import step_state
 from dpmac_cli.runs.fixed_settings import FixedSettings
 from dpmac_cli.runs.step_arguments import (
     RECORD_UNIT,
-    BatchLoss,
     StepKeywords,
     check_arguments,
     check_number,
@@ -173,12 +172,11 @@ class PrivateStep(FixedSettings):
     @lr.setter
     def lr(self, rate: float) -> None:
         Settings(lr=rate)  # raises InputError
-        hyper = replace(self._plan.optimizer.hyper, lr=float(rate))
-        optimizer = replace(self._plan.optimizer, hyper=hyper)
+        optimizer = self._plan.optimizer.with_lr(rate)
         self._plan = replace(self._plan, optimizer=optimizer)
         if self._engine is not None:
             descent = self._engine.descent
-            descent.algorithm = replace(descent.algorithm, hyper=hyper)
+            descent.algorithm = replace(descent.algorithm, hyper=optimizer.hyper)
 
     def loader(
         self, dataset: Any, collate_fn: Collate | None = None, *, workers: int = 0

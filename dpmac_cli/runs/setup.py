@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dpmac_cli.accounting.statements import short
-from dpmac_cli.config.plan import DataPlan, PrivacyPlan, TrainPlan
+from dpmac_cli.config.plan import ComputePlan, DataPlan, PrivacyPlan, StepsPlan, TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.dp.algorithm import build_algorithm
@@ -72,24 +72,30 @@ def make_trainer(
         model=task.trained,
         data=task.data,
         algorithm=build_algorithm(method, hyper, private=private, rule=rule),
-        mechanism=_mechanism(plan.privacy, secure=plan.run.secure),
-        plan=_steps_of(plan, steps, device, loss, isolated=isolated),
+        mechanism=mechanism_of(plan.privacy, secure=plan.run.secure),
+        plan=steps_of(plan, steps, device, isolated=isolated, loss=loss),
         randomness=_randomness(plan, keys, task, rank=0 if ranks is None else ranks.rank),
         hooks=_canaries(plan.privacy, plan.recipe, task, keys),
         ranks=ranks,
     )
-    trainer.training = _carried(plan, task)
+    trainer.training = training_of(plan.privacy, plan.run, unit_of(plan.privacy, plan.data))
+    attach(task.model, trainer.training)
     return trainer
 
 
-def _steps_of(
-    plan: TrainPlan, steps: int, device: torch.device, loss: Loss | None, *, isolated: bool
+def steps_of(
+    plan: StepsPlan,
+    steps: int,
+    device: torch.device,
+    *,
+    isolated: bool,
+    loss: Loss | None = None,
 ) -> StepPlan:
-    """Return what is fixed about every step of a run."""
+    """Return what is fixed about every step. A ``loss`` replaces that of the plan."""
     return StepPlan(
         steps=steps,
         steps_per_epoch=plan.privacy.steps_per_epoch,
-        physical_batch=plan.run.gpu_batch if device.type == "cuda" else plan.run.physical_batch,
+        physical_batch=plan.run.physical_batch_on(device.type),
         private=plan.privacy.private,
         recipe=plan.recipe,
         loss=loss,
@@ -98,17 +104,15 @@ def _steps_of(
     )
 
 
-def _carried(plan: TrainPlan, task: PreparedRun) -> Training:
-    """Return the training that a network carries from now on."""
-    training = Training(
-        event=plan.privacy.event,
-        unit=unit_of(plan.privacy, plan.data),
-        private=plan.privacy.private,
-        seeded=plan.run.seed is not None,
-        secure=plan.run.secure,
+def training_of(privacy: PrivacyPlan, run: ComputePlan, unit: tuple[str, str]) -> Training:
+    """Return the training that a network carries from now on, with no step yet."""
+    return Training(
+        event=privacy.event,
+        unit=unit,
+        private=privacy.private,
+        seeded=run.seed is not None,
+        secure=run.secure,
     )
-    attach(task.model, training)
-    return training
 
 
 def unit_of(privacy: PrivacyPlan, data: DataPlan) -> tuple[str, str]:
@@ -139,7 +143,8 @@ def _check_size(plan: DataPlan, privacy: PrivacyPlan, data: Data) -> None:
         )
 
 
-def _mechanism(privacy: PrivacyPlan, *, secure: bool) -> GaussianMechanism:
+def mechanism_of(privacy: PrivacyPlan, *, secure: bool) -> GaussianMechanism:
+    """Return the mechanism with the noise of a plan. Raises ValueError for private runs without."""
     if privacy.private and privacy.sigma == 0:
         raise ValueError("a private run needs noise")
     kind = SecureMechanism if secure else GaussianMechanism

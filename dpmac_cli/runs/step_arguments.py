@@ -1,10 +1,10 @@
 """Arguments of a private step: its settings, and the batches that it accepts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
 from dpmac_cli.config.keywords import Keywords
@@ -12,8 +12,6 @@ from dpmac_cli.dp.clipping.batches import Batch, check_rows, map_rows, samples_i
 from dpmac_cli.dp.optimizers import Kappa
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 
-#: A loss of the network and a batch: one number per record, shape (records,).
-BatchLoss = Callable[[Any, Any], Tensor]
 #: Unit of privacy of a batch's rows.
 RECORD_UNIT = ("training record", "")
 

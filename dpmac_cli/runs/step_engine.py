@@ -10,23 +10,22 @@ from dpmac_cli.config.plan import BatchPlan
 from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.clipping.batches import NOTHING, Batch, Structure
 from dpmac_cli.dp.losses import returned
-from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.rules import Rule
-from dpmac_cli.models.independence import Independence, validated_network
+from dpmac_cli.models.independence import validated_network
 from dpmac_cli.models.trial import Objective
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Indices
 from dpmac_cli.runs.environment import environment
+from dpmac_cli.runs.setup import mechanism_of, steps_of, training_of
 from dpmac_cli.runs.step_arguments import RECORD_UNIT, device_of
 from dpmac_cli.storage.digest import digest, identical
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.chunks import BatchSum, Running
 from dpmac_cli.training.descent import Descent
 from dpmac_cli.training.lineage import Training, attach
-from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import Randomness
 
 
@@ -150,17 +149,31 @@ def build_engine(
         ModelError: they cannot be clipped.
     """
     kind, why = validated_network(objective, structure, isolated=plan.isolate)
-    with full_float32():
-        sums, descent, given = _built(objective, plan, structure, steps, keys, rule, kind)
-    training = Training(
-        event=plan.privacy.event,
-        unit=RECORD_UNIT,
-        private=True,
-        seeded=plan.run.seed is not None,
-        secure=plan.run.secure,
+    given, layers = Given(), LayerDraws(keys.layers)
+    step_plan = steps_of(plan, steps, device_of(objective), isolated=kind == "isolated")
+    how = Running(
+        loss=returned,
+        physical_batch=step_plan.physical_batch,
+        batch=plan.privacy.batch_size,
+        isolated=step_plan.isolated,
     )
+    with full_float32():
+        sums = BatchSum(objective, structure, how, layers)
+        descent = Descent(
+            model=objective,
+            sums=sums,
+            algorithm=build_algorithm(plan.optimizer.method, plan.optimizer.hyper, rule=rule),
+            mechanism=mechanism_of(plan.privacy, secure=plan.run.secure),
+            plan=step_plan,
+            randomness=Randomness(
+                keys=keys,
+                sampler=given,
+                noise=Noise(keys.noise, secure=plan.run.secure),
+                layers=layers,
+            ),
+        )
+    descent.training = training = training_of(plan.privacy, plan.run, RECORD_UNIT)
     attach(objective, training)  # a loss may have trained parameters, too
-    descent.training = training
     return StepEngine(
         descent=descent,
         sums=sums,
@@ -171,42 +184,3 @@ def build_engine(
         environment=environment(device_of(objective)),
         notes=(*why, *sums.notes),
     )
-
-
-def _built(
-    objective: Objective,
-    plan: BatchPlan,
-    structure: Structure,
-    steps: int,
-    keys: Keys,
-    rule: Rule | None,
-    kind: Independence,
-) -> tuple[BatchSum, Descent, Given]:
-    """Return the clipped sum, the descent on it, and the sampler that names its records."""
-    isolated, on_cuda = kind == "isolated", device_of(objective).type == "cuda"
-    physical = plan.run.gpu_batch if on_cuda else plan.run.physical_batch
-    layers, given = LayerDraws(keys.layers), Given()
-    batch, sigma = plan.privacy.batch_size, plan.privacy.sigma
-    how = Running(loss=returned, physical_batch=physical, batch=batch, isolated=isolated)
-    sums = BatchSum(objective, structure, how, layers)
-    mechanism = SecureMechanism if plan.run.secure else GaussianMechanism
-    descent = Descent(
-        model=objective,
-        sums=sums,
-        algorithm=build_algorithm(plan.optimizer.method, plan.optimizer.hyper, rule=rule),
-        mechanism=mechanism(sigma, batch),
-        plan=StepPlan(
-            steps=steps,
-            steps_per_epoch=plan.privacy.steps_per_epoch,
-            physical_batch=physical,
-            recipe=plan.recipe,
-            isolated=isolated,
-        ),
-        randomness=Randomness(
-            keys=keys,
-            sampler=given,
-            noise=Noise(keys.noise, secure=plan.run.secure),
-            layers=layers,
-        ),
-    )
-    return sums, descent, given

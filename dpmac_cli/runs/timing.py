@@ -48,9 +48,7 @@ def duration(plan: TrainPlan) -> Duration:
     device, facts, run = choose_device(plan.run.device), plan.data.facts, plan.run
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        chunk = min(
-            run.gpu_batch if device.type == "cuda" else run.physical_batch, plan.privacy.batch_size
-        )
+        chunk = min(run.physical_batch_on(device.type), plan.privacy.batch_size)
         short, _ = _step(plan, chunk, device)
         long, score = _step(plan, CHUNKS * chunk, device)
         per_record = max(0.0, long - short) / ((CHUNKS - 1) * chunk)

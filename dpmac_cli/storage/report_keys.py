@@ -56,14 +56,24 @@ class HyperparameterPart(TypedDict):
     steps: int
 
 
+class TimingsPart(TypedDict):
+    """Times of a run."""
+
+    training_seconds: float
+
+
 class ReportKeys(TypedDict):
     """A report."""
 
+    state: str
     dataset: DatasetPart
     classes: Sequence[str]
     target: Mapping[str, Any] | None
     hyperparameters: HyperparameterPart
     privacy: PrivacyPart
+    #: Scores of the task by the keys of its metrics, and the number of samples.
+    test: Mapping[str, Any]
+    timings: TimingsPart
 
 
 class StudyKeys(TypedDict):

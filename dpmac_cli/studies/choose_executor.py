@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.studies.executor import Executor
@@ -80,7 +80,7 @@ class ExecutorChoice:
 @contextmanager
 def opened(
     choice: ExecutorChoice, runs: Sequence[Run], data: "SharedData", jobs: Path
-) -> Iterator[Executor]:
+) -> Iterator[Executor[Any]]:
     """Create the executor of a valid choice. Does not write any files yet.
 
     ``data``, from :func:`~dpmac_cli.studies.local.share_data`, is for local processes only, and

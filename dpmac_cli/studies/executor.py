@@ -9,9 +9,9 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
@@ -52,9 +52,11 @@ class Ended:
 StudyEvent = Moved | Ended
 #: Reason why a run failed, if it did, and its last step; None if the job ended without a result.
 Result = tuple[str | None, int | None]
+#: A job as its executor knows it.
+Job = TypeVar("Job")
 
 
-class Executor(ABC):
+class Executor(ABC, Generic[Job]):
     """Interface that runs jobs in other processes or on other machines, for :func:`carry_out`.
 
     Args:
@@ -69,23 +71,23 @@ class Executor(ABC):
         self.runs, self.slots = runs, slots
 
     @abstractmethod
-    def _submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+    def submit(self, runs: Sequence[Run]) -> Sequence[Job]:
         """Start a job of :func:`~dpmac_cli.studies.local.train_job` for each of these runs."""
 
     @abstractmethod
-    def _result(self, job: Any) -> Result | None:
+    def result(self, job: Job) -> Result | None:
         """Return a job's result, or why it ended without one; None while it runs."""
 
     @abstractmethod
-    def _cancel(self, job: Any) -> None:
+    def cancel(self, job: Job) -> None:
         """Signal a job to stop, or remove it from the queue."""
 
-    def _wait(self, job: Any) -> None:  # noqa: B027  (most jobs outlive the command)
-        """Wait for a cancelled job to end, if it runs locally."""
+    def wait(self, job: Job) -> None:
+        """Wait for a cancelled job to end, if it runs locally: others outlive the command."""
 
 
 def carry_out(
-    executor: Executor, numbers: Sequence[int], stop: Callable[[], bool]
+    executor: Executor[Job], numbers: Sequence[int], stop: Callable[[], bool]
 ) -> Iterator[StudyEvent]:
     """Carry out some runs of a study and yield their progress and results.
 
@@ -98,26 +100,19 @@ def carry_out(
         stop: called between checks of the jobs; if True, every run finishes its step and saves.
     """
     waiting, attempts, asked = deque(numbers), Counter[int](), False
-    jobs: dict[int, Any] = {}  # jobs of the runs in progress
+    jobs: dict[int, Job] = {}  # jobs of the runs in progress
     steps = dict.fromkeys(numbers, 0)
-
-    def cancel() -> None:
-        for job in jobs.values():
-            executor._cancel(job)
-
     try:
         while waiting or jobs:
             if not asked and stop():
                 asked = True
                 waiting.clear()
-                cancel()
-            free = min(executor.slots - len(jobs), len(waiting))
-            if starting := [waiting.popleft() for _ in range(free)]:
-                attempts.update(starting)
-                started = executor._submit([executor.runs[number] for number in starting])
-                jobs |= zip(starting, started, strict=True)
+                _cancel_all(executor, jobs)
+            started = _start(executor, waiting, executor.slots - len(jobs))
+            attempts.update(started.keys())
+            jobs |= started
             for number, job in list(jobs.items()):
-                run, result = executor.runs[number], executor._result(job)
+                run, result = executor.runs[number], executor.result(job)
                 moved = _progress(number, run, result)
                 if moved.step != steps[number]:
                     steps[number] = moved.step
@@ -131,9 +126,23 @@ def carry_out(
                 yield ended
             time.sleep(executor.pause if jobs else 0)
     finally:
-        cancel()
+        _cancel_all(executor, jobs)
         for job in jobs.values():
-            executor._wait(job)
+            executor.wait(job)
+
+
+def _start(executor: Executor[Job], waiting: deque[int], most: int) -> dict[int, Job]:
+    """Start jobs for the first runs that are waiting; return them by the numbers of the runs."""
+    starting = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+    if not starting:
+        return {}
+    started = executor.submit([executor.runs[number] for number in starting])
+    return dict(zip(starting, started, strict=True))
+
+
+def _cancel_all(executor: Executor[Job], jobs: Mapping[int, Job]) -> None:
+    for job in jobs.values():
+        executor.cancel(job)
 
 
 def _progress(number: int, run: Run, result: Result | None) -> Moved:

@@ -243,40 +243,54 @@ def _build(given: Mapping[SettingName, list[str]], seeds: tuple[int, ...], root:
             f"{count:,} combinations of values and seeds; a study has at most {MOST_RUNS:,}."
         )
     column = _column(given)
-    varied = [name for name, values in given.items() if len(values) > 1]
     axes: list[SettingName] = ["optimizer"]
-    axes += [name for name in varied if name not in ("optimizer", column)]
+    axes += [name for name, of in given.items() if len(of) > 1 and name not in (*axes, column)]
     cells: dict[tuple[Labels, float], TrainPlan] = {}
     errors: dict[str, None] = {}
     notes: dict[str, None] = {}
-    for values in itertools.product(*given.values()):
-        flags: dict[SettingName, Any] = dict(zip(given, map(_meant, given, values), strict=True))
-        labels = {name: str(flags[name]) for name in axes}
-        used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
-        for name in varied:
-            if SETTINGS[name].flag.group == OPTIMIZER and name not in used:
-                flags.pop(name)  # a setting of another optimizer does not change this run
-                labels[name] = ""
+    for labels, flags in _combinations(given, axes):
         try:
             resolved = resolve(flags)
         except InputError as failure:
             errors |= dict.fromkeys(failure.errors)
             continue
-        shown = tuple((flag_name(name), label) for name, label in labels.items())
         plan = resolved.plan
         value = resolved.settings.epsilon or math.inf if column == "epsilon" else plan.privacy.sigma
-        cells.setdefault((shown, value), plan)
+        cells.setdefault((labels, value), plan)
         notes |= dict.fromkeys(resolved.chosen)
         notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
     raise_errors(errors)
-    runs = []
-    for (row, value), plan in cells.items():
-        for seed in seeds:
-            seeded = replace(plan, run=replace(plan.run, seed=seed))
-            folder = root / address(plan, seed)
-            placed = seeded.placed(ChosenFolder(folder, force=True))
-            runs.append(Run(placed, folder, seed, row, value))
-    return Grid(tuple(runs), tuple(map(flag_name, axes)), column, seeds, tuple(notes))
+    runs = tuple(
+        _placed(plan, seed, root, labels, value)
+        for (labels, value), plan in cells.items()
+        for seed in seeds
+    )
+    return Grid(runs, tuple(map(flag_name, axes)), column, seeds, tuple(notes))
+
+
+def _combinations(
+    given: Mapping[SettingName, list[str]], axes: Sequence[SettingName]
+) -> Iterator[tuple[Labels, dict[SettingName, Any]]]:
+    """Yield the labels and the settings of each combination of values.
+
+    A setting of another optimizer does not change a run: it is left out, and its label is empty.
+    """
+    for values in itertools.product(*given.values()):
+        flags: dict[SettingName, Any] = dict(zip(given, map(_meant, given, values), strict=True))
+        labels = {name: str(flags[name]) for name in axes}
+        used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
+        for name in axes:
+            if SETTINGS[name].flag.group == OPTIMIZER and name not in used:
+                flags.pop(name)
+                labels[name] = ""
+        yield tuple((flag_name(name), label) for name, label in labels.items()), flags
+
+
+def _placed(plan: TrainPlan, seed: int, root: Path, labels: Labels, column: float) -> Run:
+    """Return the run of a cell with a seed."""
+    folder = root / address(plan, seed)
+    seeded = replace(plan, run=replace(plan.run, seed=seed))
+    return Run(seeded.placed(ChosenFolder(folder, force=True)), folder, seed, labels, column)
 
 
 def _column(given: Mapping[SettingName, list[str]]) -> str:

@@ -133,7 +133,7 @@ class _Worker:
     place: int
 
 
-class Pool(Executor):
+class Pool(Executor[_Worker]):
     """Executor with ``jobs`` processes at a time on this machine, which share ``data``.
 
     The default is one per GPU, or one per core, because a small step uses only one core.
@@ -151,7 +151,8 @@ class Pool(Executor):
         self._threads = max(1, torch.get_num_threads() // self.slots)
         CONTEXT.set_forkserver_preload(["__main__", __name__])
 
-    def _submit(self, runs: Sequence[Run]) -> Sequence[_Worker]:
+    def submit(self, runs: Sequence[Run]) -> Sequence[_Worker]:
+        """Start a process for each of these runs."""
         workers = []
         for run in runs:
             place = self._places.pop(0)
@@ -169,7 +170,8 @@ class Pool(Executor):
             workers.append(_Worker(process, mine, place))
         return workers
 
-    def _result(self, job: _Worker) -> Result | None:
+    def result(self, job: _Worker) -> Result | None:
+        """Return the result of a process, or why it ended without one; None while it runs."""
         if not job.pipe.poll():
             return None
         self._places.append(job.place)
@@ -180,10 +182,12 @@ class Pool(Executor):
         code = job.process.exitcode
         return result or (f"signal {-code}" if code < 0 else f"exit code {code}", None)
 
-    def _cancel(self, job: _Worker) -> None:
+    def cancel(self, job: _Worker) -> None:
+        """Ask a process to stop."""
         job.process.terminate()
 
-    def _wait(self, job: _Worker) -> None:
+    def wait(self, job: _Worker) -> None:
+        """Wait for a process to end."""
         job.process.join()
 
 

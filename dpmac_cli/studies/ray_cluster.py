@@ -78,7 +78,7 @@ def _reach(where: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER).close()
 
 
-class Tasks(Executor):
+class Tasks(Executor[Any]):
     """Executor that trains runs as tasks on the connected cluster.
 
     ``jobs`` tasks run at a time; None for one per core or GPU of the cluster.
@@ -89,7 +89,8 @@ class Tasks(Executor):
         kinds = [resource(run.plan.run.device, self._there) for run in runs]
         super().__init__(runs, jobs or int(self._there[kinds[0]]))
 
-    def _submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+    def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+        """Start a task for each of these runs."""
         places = {name: os.environ[name] for name in PLACES if name in os.environ}
         tasks = []
         for run in runs:
@@ -98,7 +99,8 @@ class Tasks(Executor):
             tasks.append(train.remote(run, os.getcwd(), places))
         return tasks
 
-    def _result(self, job: Any) -> Result | None:
+    def result(self, job: Any) -> Result | None:
+        """Return the result of a task, or why it ended without one; None while it runs."""
         try:
             result: Result | None = ray.get(job) if ray.wait([job], timeout=0)[0] else None
         except RayTaskError as failure:
@@ -107,7 +109,8 @@ class Tasks(Executor):
             return type(failure).__name__, None
         return result
 
-    def _cancel(self, job: Any) -> None:
+    def cancel(self, job: Any) -> None:
+        """Ask a task to stop, or remove it from the queue."""
         ray.cancel(job)
 
 

@@ -11,7 +11,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Final, Literal
 
+from dpmac_cli.config.dimensions import Setting
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
@@ -25,7 +27,10 @@ which must stay secret for its epsilon to hold. The same command of dpmac tune e
 removes them. Do not share, publish or back them up where others can read.
 """
 #: Verdicts on a trial that ended, of which nothing is decided again after a kill.
-WON, LOST, PUBLISHING = "won", "lost", "publishing"
+Verdict = Literal["", "won", "lost", "publishing"]
+WON: Final = "won"
+LOST: Final = "lost"
+PUBLISHING: Final = "publishing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +51,8 @@ class SearchState:
     plan: str
     counted: int
     ended: int = 0
-    setting: Mapping[str, str] | None = None
-    verdict: str = ""
+    setting: Setting | None = None
+    verdict: Verdict = ""
     seconds: float = 0.0
     records: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
@@ -107,7 +112,7 @@ class SecretFolder:
         if self.path.is_dir() and all(map(_left_over, self.path.iterdir())):
             remove(self.path)
 
-    def settle(self, verdict: str) -> None:
+    def settle(self, verdict: Verdict) -> None:
         """Keep the current trial as the best, or remove it; again after a kill. Raises OSError."""
         if verdict == WON and self.current.exists():
             remove(self.best)

@@ -34,7 +34,7 @@ def check() -> None:
         )
 
 
-class Array(Executor):
+class Array(Executor[Any]):
     """Executor that trains runs as a SLURM job array, which SLURM queues.
 
     Args:
@@ -68,7 +68,8 @@ class Array(Executor):
         )
         return executor
 
-    def _submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+    def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
+        """Start a job for each of these runs."""
         jobs = list(self.submitter().map_array(_train, runs))
         for job in jobs:
             if isinstance(job, SlurmJob):  # instead of the watcher that all programs' jobs share
@@ -76,14 +77,16 @@ class Array(Executor):
                 job.watcher.register_job(job.job_id)
         return jobs
 
-    def _result(self, job: Any) -> Result | None:
+    def result(self, job: Any) -> Result | None:
+        """Return the result of a job, or why it ended without one; None while it runs."""
         try:
             result: Result | None = job.result() if job.done() else None
         except UncompletedJobError:
             return f"job {job.job_id}, see {self._where}", None
         return result
 
-    def _cancel(self, job: Any) -> None:
+    def cancel(self, job: Any) -> None:
+        """Ask a job to stop, or remove it from the queue."""
         job.cancel(check=False)  # SLURM gives it half a minute to save
 
 

@@ -15,6 +15,7 @@ from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.release.scoring import score_trial
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.prepare import record_sums
+from dpmac_cli.storage.report_keys import ReportKeys
 from dpmac_cli.studies.public_records import check_public
 from dpmac_cli.studies.transfer import last_score
 from dpmac_cli.tasks.known import METRICS
@@ -28,7 +29,7 @@ def covered_score(run: Path, metric: str) -> float:
 
     Raises ValueError if it is not covered: then the choice by it would reveal test records.
     """
-    report = json.loads((run / folder.REPORT).read_bytes())
+    report: ReportKeys = json.loads((run / folder.REPORT).read_bytes())
     if not (report["privacy"]["covered_scores"] or {}).get("released"):
         raise ValueError("a search needs covered scores")
     return last_score(run, metric)
@@ -42,7 +43,7 @@ class PublicScore:
         private: the private records.
 
     Attributes:
-        sha256: checksum of the public records.
+        checksum: checksum of the public records.
 
     Raises:
         InputError: they are the private records, or many of them.
@@ -53,7 +54,7 @@ class PublicScore:
         self._facts, self._device = judge.facts, device
         harm = "exact scores reveal its test records"
         check_public(f"--score-on {judge.dataset}", self._data, private, harm)
-        self.sha256 = record_sums(self._data)["data"]
+        self.checksum = record_sums(self._data)["data"]
 
     def __call__(self, run: Path, metric: str) -> float:
         """Return the score of a run, which is larger for better runs."""

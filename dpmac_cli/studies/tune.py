@@ -230,7 +230,7 @@ def carry_out_search(
         score: Score = covered_score
         if plan.space.judge is not None:
             score = public = PublicScore(plan.space.judge, device, data)
-            sums["public data"] = public.sha256
+            sums["public data"] = public.checksum
         clock = _Clock(plan, secret, _begun(plan, secret, sums), stop)
         trained = plan.trained(clock.state.counted)
         while clock.state.ended < trained or clock.state.verdict in (WON, LOST):
@@ -319,8 +319,8 @@ def _trial(
     if clock.state.verdict == "":
         if clock.state.setting is None:
             clock.write(setting=plan.space.draw())
-        setting = dict(clock.state.setting or {})
-        trial = plan.space.plan_of(setting, stop_early=plan.stop_early)  # type: ignore[arg-type]
+        setting = clock.state.setting or {}
+        trial = plan.space.plan_of(setting, stop_early=plan.stop_early)
         better = yield from _better(trial, secret, clock, data, score)
         won = better and clock.state.ended < clock.state.counted
         verdict = WON if won else LOST

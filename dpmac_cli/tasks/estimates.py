@@ -28,6 +28,14 @@ WHOLE = 2**40
 LEAST = 1e-6
 #: Largest number of records in a picture.
 DRAWN = 5000
+#: Said of a model that has learned nothing.
+NOTHING_LEARNED = (
+    "{} not below {} of predicting the median of the test records for all. If longer training does "
+    "not help, the noise is too large to learn: use a larger --epsilon, more records, a narrower "
+    "range of the target, or a smaller network (--model linear)."
+)
+#: Least and largest value of metrics that are not errors.
+LIMITS: Mapping[str, Interval] = {"r2": (-math.inf, 1.0), "at-or-below": (0.0, 1.0)}
 
 
 class NumberResults(Results):
@@ -75,26 +83,22 @@ class NumberResults(Results):
         as units, less one. nan for fewer than two units.
         """
         owners = np.arange(self.records) if self.unit_of is None else self.unit_of
-        units, generator = int(owners.max()) + 1, np.random.default_rng(0)
+        units = int(owners.max()) + 1
         if units < 2:
             return dict.fromkeys(metrics, (math.nan, math.nan))
-        drawn, left = list[dict[str, Floats]](), RESAMPLES
+        drawn = self._resampled(owners, units)
+        reach = stdtrit(units - 1, 1 - TAIL) * math.sqrt(units / (units - 1))
+        return {name: _around(name, value, drawn[name], reach) for name, value in metrics.items()}
+
+    def _resampled(self, owners: NDArray[np.int64], units: int) -> dict[str, Floats]:
+        """Return metrics of bootstrap resamples of the units, each of shape (resamples,)."""
+        generator, drawn, left = np.random.default_rng(0), list[dict[str, Floats]](), RESAMPLES
         while left > 0:
             count = min(left, max(1, AT_A_TIME // len(owners)))
             left -= count
             picked = generator.multinomial(units, np.full(units, 1 / units), size=count)
             drawn.append(self.weighted(picked.T[owners].astype(float)))
-        reach = stdtrit(units - 1, 1 - TAIL) * math.sqrt(units / (units - 1))
-        found = {}
-        for name, value in metrics.items():
-            some = np.concatenate([part[name] for part in drawn])
-            half = (
-                reach * float(np.std(some[np.isfinite(some)])) if np.isfinite(value) else math.nan
-            )
-            low, high = LIMITS.get(name, (0.0, math.inf))
-            ends = max(low, value - half), min(high, value + half)
-            found[name] = ends if math.isfinite(value) else (math.nan, math.nan)
-        return found
+        return {name: np.concatenate([part[name] for part in drawn]) for name in drawn[0]}
 
     def values(self) -> dict[str, Any]:
         """Return all metrics and the interval of the error as JSON values."""
@@ -103,6 +107,15 @@ class NumberResults(Results):
         ends = self.intervals({headline.name: metrics[headline.name]})[headline.name]
         found = {metric.key: finite_or_none(metrics[metric.name]) for metric in self.task.metrics}
         return found | {f"{headline.key}_interval": [*map(finite_or_none, ends)]}
+
+
+def _around(name: str, value: float, resampled: Floats, reach: float) -> Interval:
+    """Return the interval within ``reach`` standard deviations of the resampled metric."""
+    if not math.isfinite(value):
+        return math.nan, math.nan
+    half = reach * float(np.std(resampled[np.isfinite(resampled)]))
+    low, high = LIMITS.get(name, (0.0, math.inf))
+    return max(low, value - half), min(high, value + half)
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,13 +292,3 @@ class SeveralEstimates(NumberResults):
             | {of.key: finite_or_none(part.metric(of.name)) for of in part.task.metrics}
             for name, part in zip(self.task.names, self.parts, strict=True)
         ]
-
-
-#: Said of a model that has learned nothing.
-NOTHING_LEARNED = (
-    "{} not below {} of predicting the median of the test records for all. If longer training does "
-    "not help, the noise is too large to learn: use a larger --epsilon, more records, a narrower "
-    "range of the target, or a smaller network (--model linear)."
-)
-#: Least and largest value of metrics that are not errors.
-LIMITS: Mapping[str, Interval] = {"r2": (-math.inf, 1.0), "at-or-below": (0.0, 1.0)}

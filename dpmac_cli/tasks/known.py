@@ -21,7 +21,7 @@ METRICS: Mapping[str, EvaluationMetric] = {
 LOSSES = tuple(dict.fromkeys(loss for task in TASKS for loss in task.losses))
 
 
-def value_is_known(loss: str) -> bool:
+def is_loss_of_a_task(loss: str) -> bool:
     """Return whether a loss is one of a task, not a user-supplied function."""
     return any(task.fits(loss) for task in TASKS)
 

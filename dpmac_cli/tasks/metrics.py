@@ -124,25 +124,33 @@ def intervals(
     Variances other than that of the accuracy are by bootstrap over units with a fixed seed: by
     default 1,000 resamples, and fewer for large test sets.
     """
-    owners, records = answers.owners, len(answers.truth)
+    owners = answers.owners
     units = int(owners.max()) + 1
-    resamples = resamples or int(np.clip(NUMBERS // answers.truth.size, *RESAMPLES))
+    drawn = _resampled(
+        answers, units, resamples or int(np.clip(NUMBERS // answers.truth.size, *RESAMPLES))
+    )
+    found = {}
+    for name, value in metrics.items():
+        some = drawn[name]
+        variance = np.var(some[~np.isnan(some)]) if np.isfinite(some).sum() > 1 else 0.0
+        sizes = _sizes(answers, name, owners)
+        found[name] = interval(value, float(variance) * units / max(units - 1, 1), sizes)
+    return found | {"accuracy": accuracy_interval(answers)}
+
+
+def _resampled(answers: Answers, units: int, resamples: int) -> dict[str, Floats]:
+    """Return metrics of bootstrap resamples of the units, each of shape (resamples,)."""
+    owners = answers.owners
     generator, drawn = np.random.default_rng(0), list[dict[str, Floats]]()
     while resamples > 0:
-        count = min(resamples, max(1, AT_A_TIME // records))
+        count = min(resamples, max(1, AT_A_TIME // len(owners)))
         resamples -= count
         picked = generator.integers(units, size=(count, units), dtype=np.int32)
         cells = picked * count + np.arange(count)[:, None]
         times = np.bincount(cells.ravel(), minlength=units * count)
         weights = times.reshape(units, count).astype(np.float32)[owners]
         drawn.append(_counted(answers, weights) | _ranked(answers, weights))
-    found = {}
-    for name, value in metrics.items():
-        some = np.concatenate([part[name] for part in drawn])
-        variance = np.var(some[~np.isnan(some)]) if np.isfinite(some).sum() > 1 else 0.0
-        sizes = _sizes(answers, name, owners)
-        found[name] = interval(value, float(variance) * units / max(units - 1, 1), sizes)
-    return found | {"accuracy": accuracy_interval(answers)}
+    return {name: np.concatenate([part[name] for part in drawn]) for name in drawn[0]}
 
 
 def _sizes(answers: Answers, name: str, owners: NDArray[np.int64]) -> Sizes:

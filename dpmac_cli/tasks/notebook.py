@@ -1,13 +1,9 @@
 """Results as small tables for a notebook: the numbers that matter, instead of a repr."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from html import escape
-from typing import Any, cast
 
-from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon
-from dpmac_cli.storage.report_keys import PrivacyPart, ReportKeys
-from dpmac_cli.tasks.known import task_in
 from dpmac_cli.tasks.task import EvaluationMetric
 
 #: A label and a value, as text.
@@ -27,40 +23,6 @@ def as_html(title: str, rows: Iterable[Line], note: str = "") -> str:
         f'<div style="max-width: 44em"><strong>{escape(title)}</strong>'
         f'<table style="border-collapse: collapse"><tbody>{lines}</tbody></table>{below}</div>'
     )
-
-
-def of_privacy(epsilon: float, delta: float | None, unit: str) -> list[Line]:
-    """Return epsilon, delta and the unit of privacy; delta is None without noise."""
-    if delta is None:
-        return [("privacy", NO_PRIVACY)]
-    return [
-        ("epsilon", format_epsilon(epsilon)),
-        ("delta", f"{delta:g}"),
-        ("protected", f"one {unit}"),
-    ]
-
-
-def of_claim(privacy: PrivacyPart) -> list[Line]:
-    """Return the same of the privacy in a report."""
-    epsilon = math.inf if privacy["epsilon"] is None else privacy["epsilon"]
-    return of_privacy(epsilon, privacy["delta"], privacy["unit"]["name"])
-
-
-def of_report(report: Mapping[str, Any]) -> list[Line]:
-    """Return the privacy, the test score and the number of records of a run."""
-    found, test, headline = cast(ReportKeys, report), report["test"], task_in(report).headline
-    privacy = found["privacy"]
-    several = privacy["unit"]["told_by"] is not None
-    counted = "units" if several else "records"
-    return [
-        *of_claim(privacy),
-        of_score(headline, test[headline.key], test[f"{headline.key}_interval"]),
-        ("trained on", f"{found['dataset']['train_size']:,} {counted}"),
-        (
-            "tested on",
-            f"{test['samples']:,} {counted if privacy['covered_scores'] else 'records'}",
-        ),
-    ]
 
 
 def of_score(

@@ -98,6 +98,7 @@ class ChunkedSum(ABC):
         theta: the model's parameters, moved into one vector, shape (d,).
         chunk: initial number of samples per chunk: the physical batch, or fewer.
         clipped_sum: clipped sum of one chunk.
+        isolated: the network on each sample alone; None if it runs on whole chunks.
         manner: how the network is run, so that no row depends on the others.
         trained: ids of the parameters that are trained.
         unchanged: the network as it was validated, before the trial of how rows are rounded.
@@ -122,7 +123,7 @@ class ChunkedSum(ABC):
             self.chunk = min(self.chunk, isolated.most)
         else:
             found = find_layers(model, by_row(inputs.made_up(2), how.views))
-        self._isolated = isolated
+        self.isolated = isolated
         self._parameters = [p for layer in found for p in layer.parameters.values()]
         self.trained = set(map(id, self._parameters))
         self.theta = flatten_parameters(found)
@@ -243,9 +244,9 @@ class ChunkedSum(ABC):
     ) -> None:
         """Write the sum of a chunk, filled to ``least`` rows."""
         inputs, labels = fill_rows(inputs, least), fill_rows(labels, least)
-        if self._isolated is not None and self._layers is not None:
+        if self.isolated is not None and self._layers is not None:
             filling = drawn[:1].repeat(samples_in(inputs) - len(drawn))
-            self._isolated.seeds = self._layers.seeds(step, np.append(drawn, filling))
+            self.isolated.seeds = self._layers.seeds(step, np.append(drawn, filling))
         with self.manner.of(self._network), without_gradients(self._parameters):
             self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
 

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.models.independence import validated_network
-from dpmac_cli.models.trial import Objective
+from dpmac_cli.models.trial import BatchLoss, Objective
 from dpmac_cli.models.unchanged import DURING
 from dpmac_cli.randomness.keystream import KEY_BYTES
 from dpmac_cli.randomness.layers import LayerDraws
@@ -54,7 +53,7 @@ class ClippedSum:
     def __init__(
         self,
         model: nn.Module,
-        loss: Any,
+        loss: BatchLoss,
         region: Ellipsoid,
         *,
         batch_size: int,

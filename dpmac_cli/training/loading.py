@@ -53,7 +53,7 @@ Item = tuple[int, int]
 
 
 class Fault(NamedTuple):
-    """Why a record cannot be used. Workers return it, because raising would quote the record."""
+    """Reason why a record cannot be used. Workers return it: raising would quote the record."""
 
     why: str
 

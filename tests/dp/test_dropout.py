@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
-from dpmac_cli.dp.clipping.example_pass import see
+from dpmac_cli.dp.clipping.example_pass import run_example
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.projections import calling_projections
 from dpmac_cli.errors import ModelError
@@ -114,7 +114,7 @@ def test_attention_that_is_not_plain_is_left_as_it_is() -> None:
     model = made(Attending(lambda x: (x, x, x), learnt_key=True)).float()
     x = records()[0].float()
     model(x)
-    assert see(model, x).plain == set()
+    assert run_example(model, x).plain == set()
     assert find_layers(model, x[:2])[0].name == "0.attention"
 
 

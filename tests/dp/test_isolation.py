@@ -450,8 +450,8 @@ class Backwards(torch.autograd.Function):
         return gradients[0] + gradients[0].sum(0)
 
 
-class VmapRule(torch.autograd.Function):
-    """Mixes samples in its rule for vmap alone."""
+class Copy(torch.autograd.Function):
+    """The identity, in torch's new style."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -465,6 +465,10 @@ class VmapRule(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
 
+
+class VmapRule(Copy):
+    """Mixes samples in its rule for vmap alone."""
+
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
         return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
@@ -476,20 +480,12 @@ def _rounded(x: Tensor) -> Tensor:
     return (x / scale * 127).round() / 127 * scale
 
 
-class Rounded(torch.autograd.Function):
+class Rounded(Copy):
     """Mixes samples in its rule for vmap if one of them is large."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return _rounded(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:

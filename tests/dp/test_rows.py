@@ -78,7 +78,7 @@ def test_positions_before_samples_are_not_taken_for_rows() -> None:
         return squares.sum(1)
 
     clipped = assert_at_most_the_radius(turned.build(), turned.batch(COUNT)[0], loss)
-    assert clipped.prepare(turned.batch(COUNT)[0])._isolated is not None
+    assert clipped.prepare(turned.batch(COUNT)[0]).isolated is not None
 
 
 class ConstantRows(nn.Module):
@@ -106,7 +106,7 @@ def test_rows_of_constants_are_not_taken_for_those_of_samples() -> None:
         return outputs.sum(1)
 
     clipped = assert_at_most_the_radius(ConstantRows(), batch, loss)
-    assert clipped.prepare(batch)._isolated is not None
+    assert clipped.prepare(batch).isolated is not None
 
 
 def test_an_affine_layer_of_a_program_takes_the_form_of_a_linear_layer() -> None:

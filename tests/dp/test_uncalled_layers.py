@@ -331,7 +331,7 @@ def test_a_record_moves_the_sum_by_at_most_the_radius(name: str) -> None:
     batch, _ = NETS[name].batch(COUNT)
     clipped = ClippedSum(NETS[name].build(), loss, ball(RADIUS), batch_size=COUNT)
     total = clipped(batch).clone()
-    assert clipped.prepare(batch)._isolated is None
+    assert clipped.prepare(batch).isolated is None
     rest = [clipped(torch.cat([batch[:i], batch[i + 1 :]])) for i in range(COUNT)]
     moved = [float((total - other).double().norm()) for other in rest]
     assert 0.99 * RADIUS < max(moved) <= RADIUS
@@ -399,7 +399,7 @@ def test_places_that_depend_on_samples_are_not_taken_for_the_same(read: Forward)
         assert "mixes samples" in str(failure)  # noqa: PT017  (either is right)
         return
     direct = {layer.name for layer in sums.clipped_sum.layers if layer.direct}
-    assert sums._isolated is not None or direct == set()
+    assert sums.isolated is not None or direct == set()
 
 
 def test_a_module_that_reads_is_one_layer_and_the_others_keep_their_rules() -> None:

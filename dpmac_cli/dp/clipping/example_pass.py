@@ -32,7 +32,7 @@ class ExamplePass:
     rows: Mapping[int, int] = field(default_factory=dict)
 
 
-def see(model: nn.Module, example: Batch) -> ExamplePass:
+def run_example(model: nn.Module, example: Batch) -> ExamplePass:
     """Run a network on an example batch."""
     calls = _Calls()
     reads = Reads(model, calls.running)

@@ -74,20 +74,14 @@ class UseSizes(NamedTuple):
 
 def sizes(layer: Layer, uses: Sequence[Use], views: int) -> UseSizes | None:
     """Return the sizes of a layer whose gradients are sums of outer products; None for others."""
-    module: Any = layer.module
-    if "weight" not in layer.parameters or not all(has_plain_use(layer, use) for use in uses):
+    if not _has_products(layer, uses):
         return None
-    linear = type(module) is nn.Linear
-    if not linear:
-        if type(module) not in CONVOLUTIONS or module.groups != 1:
-            return None
-        if not all(unfold.has_rows(module, use.inputs[0]) for use in uses):
-            return None
+    module: Any = layer.module
     outputs = len(module.weight)
     k = module.weight.numel() // outputs
     t = sum(use.delta[0].numel() for use in uses) // outputs * views
     by_inputs = t * t * k
-    if not linear and len(uses) * views == 1:
+    if type(module) is not nn.Linear and len(uses) * views == 1:
         channels, *image = uses[0].inputs[0].shape[1:]
         taps = math.prod(module.kernel_size)
         by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
@@ -95,6 +89,18 @@ def sizes(layer: Layer, uses: Sequence[Use], views: int) -> UseSizes | None:
     if isinstance(module, StandardisedConv2d):
         return UseSizes(t, k, outputs, gram + t * k * outputs, math.inf, True)
     return UseSizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs, False)
+
+
+def _has_products(layer: Layer, uses: Sequence[Use]) -> bool:
+    """Return whether gradients w.r.t. a layer's weight are sums of outer products."""
+    module: Any = layer.module
+    if "weight" not in layer.parameters or not all(has_plain_use(layer, use) for use in uses):
+        return False
+    if type(module) is nn.Linear:
+        return True
+    if type(module) not in CONVOLUTIONS or module.groups != 1:
+        return False
+    return all(unfold.has_rows(module, use.inputs[0]) for use in uses)
 
 
 @dataclass(frozen=True)
@@ -145,14 +151,21 @@ class PositionProducts:
 
     def _factors(self, uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
         """Return delta, (samples, T, O), and a, (samples, T, K)."""
-        module = self.layer.module
-        delta = [unfold.gradients_by_position(module, use.delta, self.views) for use in uses]
-        a = [unfold.inputs_by_position(module, use.inputs[0], self.views) for use in uses]
-        return side_by_side(delta), side_by_side(a)
+        return self._deltas(uses), self._inputs(uses)
+
+    def _deltas(self, uses: Sequence[Use]) -> Tensor:
+        """Return output gradients by position, (samples, T, O)."""
+        module, views = self.layer.module, self.views
+        return join_positions([unfold.gradients_by_position(module, u.delta, views) for u in uses])
+
+    def _inputs(self, uses: Sequence[Use]) -> Tensor:
+        """Return inputs by position, (samples, T, K)."""
+        module, views = self.layer.module, self.views
+        return join_positions([unfold.inputs_by_position(module, u.inputs[0], views) for u in uses])
 
     def _by_sample(self, rows: Sequence[Tensor]) -> Tensor:
         """Concatenate the numbers by position of a sample's views and uses, (samples, T)."""
-        return side_by_side([t.reshape(len(t) // self.views, -1) for t in rows])
+        return join_positions([t.reshape(len(t) // self.views, -1) for t in rows])
 
     def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         bias = "bias" in self.layer.parameters
@@ -161,13 +174,11 @@ class PositionProducts:
     def _by_gram(self, uses: Sequence[Use], kernel: Kernel) -> SquaredNorms:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
         module, metric = self.layer.module, kernel.metric
-        delta = side_by_side(
-            [unfold.gradients_by_position(module, use.delta, self.views) for use in uses]
-        )
+        delta = self._deltas(uses)
         if len(uses) * self.views == 1 and type(module) in CONVOLUTIONS:
             gram = unfold.gram_by_position(module, uses[0].inputs[0])
         else:
-            a = self._factors(uses)[1].double()
+            a = self._inputs(uses).double()
             gram = a @ a.mT
         reach = kernel.reach(delta, gram.diagonal(dim1=1, dim2=2))
         u = roundoff(sum(self.sizes[:3]), torch.float64)
@@ -255,6 +266,6 @@ class PositionProducts:
         return {"weight": weight, "bias": delta.sum(0)}
 
 
-def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+def join_positions(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate the positions of several uses, (samples, T, ...)."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)

@@ -99,16 +99,17 @@ def in_groups(uses: Sequence[Use], views: int, samples: int) -> Iterator[list[Us
 def instantiate(
     layer: Layer, uses: Sequence[Use], views: int = 1, samples: int | None = None
 ) -> ByParameter:
-    """Return gradients summed over uses and views.
+    """Return gradients summed over uses and views, shape (samples, numbers) for each parameter.
 
-    They are instantiated for a number of samples at a time, by default for all.
+    They are instantiated for a number of ``samples`` at a time, by default for all.
     """
     delta, through = uses[0].delta, None
     if type(layer.module) is StandardisedConv2d:
         through = Standardisation.of(layer.module, delta.dtype)
     total = len(delta) // views
+    samples = samples or total
     columns = [delta.new_empty(total, p.numel()) for p in layer.parameters.values()]
-    groups = in_groups(uses, views, samples := samples or total)
+    groups = in_groups(uses, views, samples)
     for begin, (first, *others) in zip(range(0, total, samples), groups, strict=True):
         to = [column[begin : begin + samples] for column in columns]
         _write(layer, first, views, through, to)
@@ -137,20 +138,26 @@ def _write(
         for to, part in zip(out, parts, strict=True):
             to.copy_(part)
         return
-    rule = LAYER_RULES.get(type(layer.module)) if has_plain_use(layer, use) else None
-    gradients = rule(layer, use.inputs[0], use.delta, views) if rule else None
-    if gradients is None:
-        gradients = _by_vmap(layer, use, views)
-    elif through is not None:
-        weight = gradients["weight"]
-        by_kernel = weight if isinstance(weight, Tensor) else weight.weights()
-        gradients = {**gradients, **through(by_kernel)}
+    gradients = _gradients(layer, use, views, through)
     for name, to in zip(layer.parameters, out, strict=True):
         found = gradients[name]
         if isinstance(found, OuterProducts):
             found.weights(to.view(len(to), found.delta.shape[2], -1))
         else:
             to.copy_(found.reshape(len(to), -1))
+
+
+def _gradients(layer: Layer, use: Use, views: int, through: Standardisation | None) -> Gradients:
+    """Return the gradients of one use, by the layer's rule or else by vmap."""
+    rule = LAYER_RULES.get(type(layer.module)) if has_plain_use(layer, use) else None
+    gradients = rule(layer, use.inputs[0], use.delta, views) if rule else None
+    if gradients is None:
+        return _by_vmap(layer, use, views)
+    if through is None:
+        return gradients
+    weight = gradients["weight"]
+    by_kernel = weight if isinstance(weight, Tensor) else weight.weights()
+    return {**gradients, **through(by_kernel)}
 
 
 def _by_vmap(layer: Layer, use: Use, views: int) -> Gradients:
@@ -214,6 +221,7 @@ def _convolution(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradient
 
 
 def _channel_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
+    """Return gradients of a norm with a weight and a bias for each channel."""
     norm: Any = layer.module
     constant = isinstance(norm, ConstantNorm)
     normal = norm.normalised(a) if constant else group_norm(a, norm.num_groups, eps=norm.eps)

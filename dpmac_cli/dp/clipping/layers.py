@@ -17,7 +17,7 @@ from dpmac_cli.dp.clipping.direct_parameters import (
     copied_parameters,
     directly_held,
 )
-from dpmac_cli.dp.clipping.example_pass import see
+from dpmac_cli.dp.clipping.example_pass import run_example
 from dpmac_cli.dp.clipping.outside_reads import layers_that_read
 from dpmac_cli.dp.clipping.projections import projections
 from dpmac_cli.errors import ModelError
@@ -91,7 +91,7 @@ def find_layers(model: nn.Module, example: Batch | None = None) -> list[Layer]:
     """
     if example is None:
         return _side_by_side(_with_ties(list(_owners(model, "", _Apart(), set()))))
-    seen = see(model, example)
+    seen = run_example(model, example)
     read = set[int]().union(*seen.readers.values())
     copied = copied_parameters(model, example, read, seen.idle)
     left = {module: of - copied.keys() for module, of in seen.readers.items()}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
-from dpmac_cli.dp.clipping.ghost_clipping import ADDED, DOUBLE, PASSES, side_by_side
+from dpmac_cli.dp.clipping.ghost_clipping import ADDED, DOUBLE, PASSES, join_positions
 from dpmac_cli.dp.clipping.layer_rules import Use, has_plain_use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import matmul
@@ -114,7 +114,7 @@ def tied_products(layer: Layer, uses: Sequence[Use], views: int) -> TiedProducts
     [weight] = layer.parameters.values()
 
     def by_sample(rows: Iterable[Tensor], *width: int) -> Tensor:
-        return side_by_side([t.reshape(samples, -1, *width) for t in rows])
+        return join_positions([t.reshape(samples, -1, *width) for t in rows])
 
     found = TiedProducts(
         tokens=by_sample(use.inputs[0] for use in embeddings),
