@@ -67,8 +67,11 @@ class Arithmetic:
         """Return the settings as they are."""
         return Arithmetic(tuple(read() for read, _ in SETTINGS.values()))
 
-    def __str__(self) -> str:
-        return ", ".join(f"{n}: {v}" for n, v in zip(SETTINGS, self.values, strict=True))
+    @property
+    def switches(self) -> str:
+        """All but the number of threads, for comparison with another process."""
+        named = zip(SETTINGS, self.values, strict=True)
+        return ", ".join(f"{name}: {value}" for name, value in named if name != "threads")
 
 
 @contextlib.contextmanager

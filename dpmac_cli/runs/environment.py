@@ -76,7 +76,7 @@ def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, A
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "inter-op threads": torch.get_num_interop_threads(),
-        "settings of torch": str(Arithmetic.now()),
+        "settings of torch": Arithmetic.now().switches,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "build of torch": _sum(torch.__config__.show().encode()),
         "parallel libraries": _sum(torch.__config__.parallel_info().encode()),
