@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli import resolve
-from dpmac_cli.dp.precision import full_float32
+from dpmac_cli.dp.precision import Arithmetic, full_float32
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.training.trainer import Trainer
 
+SETTINGS = Arithmetic.now()
 COMMON = {"sigma": 1, "steps": 1000, "device": "cpu", "batch_size": 256}
 
 
@@ -59,7 +60,7 @@ def microseconds(call: Callable[[], object], times: int, rounds: int = 7) -> flo
 
 def enter_and_leave() -> None:
     """Switch to full float32 and back, as every step does."""
-    with full_float32(torch.float32):
+    with full_float32(SETTINGS):
         pass
 
 

@@ -3,6 +3,7 @@
 import datetime
 import io
 import os
+import random
 import struct
 import zlib
 from collections.abc import Callable
@@ -479,6 +480,53 @@ def test_a_first_record_of_integers_truncates_no_other() -> None:
     assert undeclared is not None
     assert undeclared["x"].dtype == np.float32
     assert np.allclose(undeclared["x"][1], floats()[0][0])
+
+
+class Reusing(Listed):
+    """Writes every record and every label to the same memory."""
+
+    def __init__(self, items: list[Any]) -> None:
+        super().__init__(items)
+        self.memory = torch.zeros(3), torch.zeros(2, dtype=torch.long)
+
+    def __getitem__(self, index: int) -> Any:
+        x, label = super().__getitem__(index)
+        self.memory[0].copy_(x)
+        self.memory[1].copy_(torch.tensor([label, 1 - label]))
+        return self.memory
+
+
+@pytest.mark.privacy
+def test_samples_in_the_same_memory_are_records_of_their_own() -> None:
+    """Otherwise the last label would be that of all records."""
+    arrays = from_torch(Reusing(floats()), low=0, high=1).arrays
+    assert arrays is not None
+    assert arrays["y"].tolist() == [[label, 1 - label] for _, label in floats()]
+    assert np.allclose(arrays["x"], torch.stack([x for x, _ in floats()]))
+
+
+class Turned(Listed):
+    """Has a random transform."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, label = super().__getitem__(index)
+        return x * torch.rand(3) * np.random.rand() * random.random(), label
+
+
+@pytest.mark.privacy
+def test_random_transforms_of_samples_are_secret() -> None:
+    """A record more shifts the draws of the others, which nobody may be able to repeat."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        arrays = from_torch(Turned(floats()), low=0, high=1).arrays
+        assert arrays is not None
+        found.append((arrays["x"], torch.rand(1), np.random.rand(), random.random()))
+    (one, *after), (other, *again) = found
+    assert not (one == other).any()
+    assert after == again, "the program's own random numbers"
 
 
 @pytest.mark.privacy

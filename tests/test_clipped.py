@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpmac_cli import ClippedSum, Ellipsoid, GaussianMechanism, ModelError, Noise, ball, ellipsoid
+from dpmac_cli import (
+    ClippedSum,
+    Ellipsoid,
+    GaussianMechanism,
+    InputError,
+    ModelError,
+    Noise,
+    ball,
+    ellipsoid,
+)
 from dpmac_cli.models import tracing
 from tests.helpers import without
 from tests.test_private_step import LENGTH, WORDS, Notes, loss, reader, weights
@@ -232,3 +241,63 @@ def test_a_step_of_ones_own_is_a_sum_a_mechanism_and_noise() -> None:
         n: g.shape for n, g in parts.items()
     }
     assert torch.cat([g.flatten() for g in parts.values()]).equal(private.value)
+
+
+def reduced(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """A loss that subtracts a row of the batch from the others."""
+    return F.softplus(model(batch["x"] - batch["mean"])).sum(1)
+
+
+def rows_of(count: int) -> dict[str, Any]:
+    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
+    return {"x": x, "mean": torch.zeros(count, 4)}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (lambda b: {**b, "mean": b["x"].mean(0, keepdim=True)}, "different numbers of rows"),
+        (lambda b: {**b, "mean": float(b["x"].mean())}, "is a float, not a tensor"),
+        (lambda b: {n: t[:, :2] for n, t in b.items()}, "other parts, shapes or types"),
+        (lambda b: {n: t.double() for n, t in b.items()}, "other parts, shapes or types"),
+        (lambda b: {**b, "more": b["x"]}, "other parts, shapes or types"),
+    ],
+)
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_batch_of_another_structure_than_validated_is_refused(
+    odd: Callable[[Any], Any], said: str, prepared: bool
+) -> None:
+    """What is the same for all records may be computed from them."""
+    clipped = ClippedSum(nn.Linear(4, 3), reduced, ball(1.0), batch_size=9)
+    if prepared:
+        clipped.prepare(rows_of(2))
+    elif "other parts" in said:
+        clipped(rows_of(3))
+    with pytest.raises(InputError, match=said):
+        clipped(odd(rows_of(9)))
+
+
+@pytest.mark.privacy
+def test_a_batch_far_larger_than_stated_is_refused() -> None:
+    """The margin for rounding is for sums of about the stated number of records."""
+    clipped = ClippedSum(nn.Linear(4, 3), reduced, ball(1.0), batch_size=9)
+    clipped(rows_of(40))
+    with pytest.raises(InputError, match="many times more records"):
+        clipped(rows_of(80))
+
+
+def test_numbers_and_regions_that_do_not_fit_are_refused() -> None:
+    for size, physical in ((0, 16), (4, 0)):
+        with pytest.raises(InputError, match="must be at least 1, not 0"):
+            ClippedSum(
+                nn.Linear(4, 3), reduced, ball(1.0), batch_size=size, physical_batch=physical
+            )
+    for radius in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="must be a positive number"):
+            ball(radius)
+    clipped = ClippedSum(
+        nn.Linear(4, 3), reduced, ellipsoid(torch.zeros(3), torch.ones(3)), batch_size=9
+    )
+    with pytest.raises(InputError, match="15 trained parameters"):
+        clipped(rows_of(9))

@@ -1,6 +1,7 @@
 """What ``from dpmac_cli import`` offers, and the examples of docs/library.md."""
 
 import inspect
+import math
 import os
 import re
 import subprocess
@@ -237,6 +238,31 @@ def test_a_number_of_steps_that_is_none_has_no_price() -> None:
         digits_config().privacy.event_of(-3)
     with pytest.raises(InputError, match="steps must be at least 0, not -3"):
         TrainingEvent(0.1, 1.0, -3)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"sampling_rate": -0.5},
+        {"sampling_rate": 1.5},
+        {"sampling_rate": math.nan},
+        {"noise_multiplier": -1.0},
+        {"noise_multiplier": math.nan},
+        {"steps": 2.5},
+        {"steps": math.nan},
+        {"steps_per_epoch": 0},
+        {"steps_per_epoch": -10},
+        {"sampler": "shuffled"},
+        {"records": "others"},  # would not be added to those on training records
+    ],
+    ids=str,
+)
+def test_an_event_that_cannot_have_happened_has_no_price(odd: dict[str, Any]) -> None:
+    event: dict[str, Any] = {"sampling_rate": 0.1, "noise_multiplier": 1.0, "steps": 20, **odd}
+    [name] = odd
+    with pytest.raises(InputError, match=f"^{name} must be"):
+        TrainingEvent(**event)
 
 
 # A network and a loop of one's own

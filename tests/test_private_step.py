@@ -267,6 +267,115 @@ def test_a_collate_function_sees_each_record_alone() -> None:
     assert set(seen) == {1}
 
 
+class Reusing(Notes):
+    """Writes every record to the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[str, Tensor] = {}
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        for name, value in super().__getitem__(index).items():
+            self.memory.setdefault(name, value.clone()).copy_(value)
+        return self.memory
+
+
+def as_views(records: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: value[None] for name, value in records[0].items()}
+
+
+@pytest.mark.privacy
+def test_records_in_the_same_memory_are_rows_of_their_own() -> None:
+    """Otherwise the last record of a batch would be all of them."""
+    step = started()
+    batch = next(step.loader(Reusing(), as_views))
+    rows = POISSON.draws(step._keys.sampler).draw(1)
+    assert batch["input_ids"].equal(torch.stack([Notes()[int(i)]["input_ids"] for i in rows]))
+    assert batch["labels"].equal(Notes().labels[torch.from_numpy(rows)])
+
+
+class Counting(Notes):
+    """A record depends on those that were read before."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.reads += 1
+        record = super().__getitem__(index)
+        return {**record, "input_ids": (record["input_ids"] + self.reads) % WORDS}
+
+
+class Drawing(Notes):
+    """Has a random transform with a generator of its own, which nothing seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        record = super().__getitem__(index)
+        turned = torch.rand(LENGTH, generator=self.generator) < 0.5
+        return {**record, "input_ids": torch.where(turned, 1, record["input_ids"])}
+
+
+class Accumulating:
+    """A collate function that keeps a sum of the records that it has seen."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(LENGTH, dtype=torch.long)
+
+    def __call__(self, records: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        self.total += records[0]["input_ids"]
+        return {**as_views(records), "input_ids": (self.total % WORDS)[None]}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("dataset", "collate"), [(Counting, None), (Drawing, None), (Notes, Accumulating)]
+)
+def test_records_that_are_others_when_they_are_read_again_are_refused(
+    dataset: type[Notes], collate: Any
+) -> None:
+    """One could change others, and a step could not be repeated under the same noise."""
+    with pytest.raises(InputError, match="another one when it is read again"):
+        started().loader(dataset(), None if collate is None else collate())
+
+
+class Threaded(Notes):
+    """A transform that computes with the threads of its process."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        record = super().__getitem__(index)
+        return {**record, "labels": torch.tensor(torch.get_num_threads())}
+
+
+@pytest.mark.privacy
+def test_records_are_read_on_one_thread_as_in_a_worker() -> None:
+    """A state may be continued with other workers, under the same noise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert set(next(started().loader(Threaded()))["labels"].tolist()) == {1}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("by", ["data", "numpy"])
+def test_what_torch_does_not_see_being_written_to_a_batch_has_no_effect(by: str) -> None:
+    """Neither of these raises a version counter."""
+    step, expected = started(), trained(started(), Notes())
+    for batch in step.loader(Notes()):
+        if by == "data":
+            batch["labels"].data.copy_(1 - batch["labels"])
+        else:
+            batch["labels"].numpy()[:] = 0
+            batch["input_ids"].numpy()[:] = 3
+        step(batch)
+    assert weights(step.model).equal(expected)
+
+
 def test_a_dataset_of_another_size_is_refused() -> None:
     with pytest.raises(InputError, match=r"has 150 records, but epsilon was computed for n=200"):
         started().loader(Notes(150))
@@ -568,6 +677,78 @@ def test_steps_that_cannot_be_repeated_get_new_noise(saved: dict[str, Any]) -> N
     assert not weights(first.model).equal(weights(second.model))
 
 
+def own(n: int = RECORDS, batch_size: int = BATCH) -> OwnLoader:
+    return OwnLoader(Poisson(n=n, batch_size=batch_size))
+
+
+def sampled(sampling: Any) -> PrivateStep:
+    return PrivateStep(reader(), weighted, sampling=sampling, delta=1e-5, **SETTINGS)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with"),
+    [
+        (own(), own(n=20 * RECORDS)),  # a smaller rate for steps that were taken at a larger one
+        (own(), POISSON),  # the same noise for other batches
+        (POISSON, own()),
+        (own(), OwnLoader(RandomAllocation(n=RECORDS, batch_size=BATCH))),
+    ],
+)
+def test_a_state_is_refused_by_another_sampling(saved_with: Any, loaded_with: Any) -> None:
+    first = sampled(saved_with)
+    if saved_with is POISSON:
+        state = saved_after(first, 1)
+    else:
+        first(torch.utils.data.default_collate([Notes()[i] for i in range(BATCH)]))
+        state = first.state_dict()
+    with pytest.raises(InputError, match=r"is .*(Poisson|Random|random).* in the saved state"):
+        sampled(loaded_with).load_state_dict(state)
+
+
+@pytest.mark.privacy
+def test_a_state_that_is_refused_leaves_none_of_its_keys() -> None:
+    """A program that goes on after the error would add the same noise to other sums."""
+
+    def scaled_by(number: float) -> PrivateStep:
+        model = reader()
+        model.register_buffer("scale", torch.tensor(number))
+        return PrivateStep(model, weighted, sampling=POISSON, **{**SETTINGS, "seed": None})
+
+    state, other = saved_after(scaled_by(1.0), 1), scaled_by(2.0)
+    with pytest.raises(InputError, match="frozen parameters or buffers"):
+        other.load_state_dict(state)
+    trained(other, Notes())
+    keys, saved = other.state_dict()["numbers"]["keys"], state["numbers"]["keys"]
+    assert not {*keys.values()} - {0} & {*saved.values()}
+    assert other.event.steps == 6
+
+
+@pytest.mark.privacy
+def test_steps_compute_with_the_threads_that_their_state_tells() -> None:
+    """A program that changes them between steps does not change how steps round."""
+    threads, step = torch.get_num_threads(), made()
+    try:
+        for batch in step.loader(Notes()):
+            step(batch)
+            torch.set_num_threads(threads + 1)
+        state = step.state_dict()
+    finally:
+        torch.set_num_threads(threads)
+    assert state["environment"]["threads"] == threads
+
+
+@pytest.mark.privacy
+def test_steps_with_other_settings_of_torch_get_new_noise(saved: dict[str, Any]) -> None:
+    set_onednn: Any = torch._C._set_mkldnn_enabled  # flags() warns
+    set_onednn(False)
+    try:
+        step = continued(saved)
+    finally:
+        set_onednn(True)
+    assert "settings of torch" in step.notes[-1]
+
+
 @pytest.mark.privacy
 def test_a_network_with_saved_parameters_carries_their_cost(saved: dict[str, Any]) -> None:
     step = continued(saved)
@@ -668,6 +849,30 @@ def test_a_loader_of_ones_own_is_priced_as_stated_and_the_statement_says_so() ->
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("rows", "n", "said"),
+    [(RECORDS + 1, RECORDS, "more rows than"), (RECORDS, 100_000, "many times more records")],
+)
+def test_a_batch_of_ones_own_that_was_not_drawn_as_stated_is_refused(
+    rows: int, n: int, said: str
+) -> None:
+    notes = Notes()
+    step = sampled(own(n))
+    batch = torch.utils.data.default_collate([notes[i % RECORDS] for i in range(rows)])
+    with pytest.raises(InputError, match=said):
+        step(batch)
+
+
+def test_no_setting_can_be_assigned_without_an_effect() -> None:
+    step: Any = started()
+    for name in ("clip_norm", "sigma", "delta", "privacy", "sampling", "max_epsilon", "model"):
+        with pytest.raises(InputError, match=f"{name} cannot be set.*PrivateStep"):
+            setattr(step, name, 1.0)
+    step.lr = 0.5
+    assert step.lr == 0.5
+
+
+@pytest.mark.privacy
 def test_what_the_network_was_trained_for_before_is_paid_for_too() -> None:
     first = started()
     trained(first, Notes())
@@ -684,6 +889,30 @@ def test_what_the_network_was_trained_for_before_is_paid_for_too() -> None:
     trained(other, Notes())
     with pytest.raises(ModelError, match="trained by another PrivateStep"):
         waiting.loader(Notes())
+
+
+class Weighing(nn.Module):
+    """A loss with a trained parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss(model, batch) * self.scale
+
+
+@pytest.mark.privacy
+def test_a_loss_that_was_trained_carries_what_it_learned() -> None:
+    """Into the training of another network."""
+    learned = Weighing()
+    first = PrivateStep(reader(), learned, sampling=POISSON, **SETTINGS)
+    trained(first, Notes())
+    assert learned.scale != 1
+    second = PrivateStep(reader(), learned, sampling=POISSON, **{**SETTINGS, "seed": 4})
+    assert second.epsilon == first.epsilon
+    trained(second, Notes())
+    assert second.epsilon == total_epsilon((first.event, second.event), second.delta)
 
 
 @pytest.mark.privacy

@@ -18,14 +18,16 @@ import pytest
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 
 from dpmac_cli.accounting.selection import Search, Trials
 from dpmac_cli.cli import console
 from dpmac_cli.cli import tune as command
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
-from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.dataset import Data, Split, overlap
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
+from dpmac_cli.models.encoders import FILES, POOLING, TextEncoder
 from dpmac_cli.models.registry import parse_model
 from dpmac_cli.release.listing import find_runs
 from dpmac_cli.release.model_file import load_model
@@ -35,13 +37,15 @@ from dpmac_cli.release.report_file import recount
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.prepare import record_sums
 from dpmac_cli.storage import files
 from dpmac_cli.studies import search_state
 from dpmac_cli.studies import tune as tuning
+from dpmac_cli.studies.public_records import check_public
 from dpmac_cli.studies.search_state import SECRET, SecretFolder
+from dpmac_cli.studies.trial_files import check_files, file_sums
 from dpmac_cli.studies.trial_scores import PublicScore, covered_score
 from dpmac_cli.studies.tune import Searching, TunePlan, carry_out_search
+from dpmac_cli.tasks.classification import Classification
 from tests.test_search_space import asked, space_of
 from tests.typed import dpmac, process
 
@@ -477,6 +481,26 @@ def test_code_or_weights_that_change_end_a_search(
     assert_only_the_winner_is_left(max(SCORES[:3]))
 
 
+def test_every_file_of_an_encoder_that_changes_ends_a_search(tmp_path: Path) -> None:
+    """Also its vocabulary, and how the vectors of tokens are pooled."""
+    [of] = plan_of().space.plans
+    # A folder of the user's; its form was read before.
+    encoder = object.__new__(TextEncoder)
+    object.__setattr__(encoder, "kind", "my-encoder")
+    object.__setattr__(encoder, "folder", tmp_path)
+    plans = [replace(of, network=replace(of.network, features=encoder))]
+    (tmp_path / POOLING).parent.mkdir()
+    for name in FILES:
+        (tmp_path / name).write_text("original")
+    before = file_sums(plans)
+    check_files(plans, before)
+    for name in FILES:
+        (tmp_path / name).write_text("edited")
+        with pytest.raises(InputError, match=f"{name} changed since the search started"):
+            check_files(plans, before)
+        (tmp_path / name).write_text("original")
+
+
 def test_a_folder_of_somebody_else_is_not_taken_for_a_search(draws: list[int]) -> None:
     file = OUT / SECRET / "results.csv"
     file.parent.mkdir(parents=True)
@@ -612,7 +636,8 @@ def test_public_records_decide_without_noise(
         "high": 16.0,
     }
     np.savez("public.npz", **held)
-    np.savez("private.npz", **held | {"x": x.astype(np.float32)})
+    plain = x.astype(np.float32)
+    np.savez("private.npz", **held | {"x": plain, "x_test": plain})
     given: dict[str, Any] = {"dataset": "private.npz", "model": "linear", "steps": 3, "epsilon": 3}
     own = {"trials": 2, "most_trials": 3, "stop_early": True, "score_on": "public.npz"}
     _, space = asked({**given, "device": "cpu"}, own, ["lr=0.01..1:log"], None)
@@ -644,9 +669,39 @@ def test_private_records_cannot_decide_as_public_ones() -> None:
     with pytest.raises(InputError, match="same classes and shape"):
         asked(given, own | {"score_on": "mnist"}, ["lr=0.1,1"], None)
     plan = plan_of()
-    private = record_sums(load_data("digits", Path(), CPU))["data"]
     with pytest.raises(InputError, match="same records"):
-        PublicScore(plan.space.data, CPU, private)
+        PublicScore(plan.space.data, CPU, load_data("digits", Path(), CPU))
+
+
+def images(count: int, seed: int, labels: int = 2) -> Data:
+    """Made-up records, of which the first three quarters are trained on."""
+    x = torch.rand(count, 1, 2, 2, generator=torch.Generator().manual_seed(seed))
+    y, cut, one = torch.arange(count) % labels, 3 * count // 4, torch.ones(1, 1, 1)
+    train, test = Split(x[:cut], y[:cut]), Split(x[cut:], y[cut:])
+    return Data(train, test, one, torch.zeros_like(one), Classification(("a", "b")))
+
+
+def taken(data: Data, rows: Tensor) -> Data:
+    """Some records of a dataset, in some order, split and labelled otherwise."""
+    x, half = torch.cat([data.train.images, data.test.images])[rows], len(rows) // 2
+    y = torch.zeros(len(rows), dtype=torch.long)
+    return replace(data, train=Split(x[:half], y[:half]), test=Split(x[half:], y[half:]))
+
+
+def test_copies_of_private_records_in_another_order_are_not_public() -> None:
+    private, other = images(400, 0), images(400, 1)
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(2))
+    assert overlap(private, private) == overlap(taken(private, order), private) == 1
+    assert overlap(taken(private, order[:30]), private) == 1
+    assert overlap(other, private) == 0
+    mixed = torch.cat([private.train.images[:100], other.train.images])
+    some = replace(other, train=Split(mixed, torch.zeros(len(mixed), dtype=torch.long)))
+    for public in (taken(private, order), taken(private, order[:30]), some):
+        with pytest.raises(InputError, match=r"--on x\.csv has the same records.*Leave out --on"):
+            check_public("--on x.csv", public, private, "a search on it costs privacy")
+    check_public("--on x.csv", other, private, "")
+    rounded = replace(other, train=Split(other.train.images.round(), other.train.labels))
+    assert overlap(rounded, replace(private, train=rounded.train)) == 0, "equal by chance"
 
 
 FLAGS = (

@@ -1,11 +1,11 @@
 """Privacy events: mechanisms that a training run applied to its records, and batch sampling."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import raise_errors
 
 #: Smaller rates are rounded up to this one, because privacy loss arithmetic fails for them.
 LEAST_RATE = 1e-6
@@ -45,6 +45,8 @@ SAMPLERS: Mapping[str, Sampling] = {
         amplified=False,
     ),
 }
+#: Splits of the records. No record is in both.
+SPLITS = ("training", "test")
 #: Earlier names, which are still accepted.
 ALIASES: Mapping[str, str] = {"balls-in-bins": "random-allocation"}
 
@@ -54,7 +56,7 @@ class TrainingEvent:
     """Gaussian mechanisms on sampled batches.
 
     Attributes:
-        sampling_rate: q = B/n, in (0, 1].
+        sampling_rate: q = B/n, in [0, 1].
         noise_multiplier: sigma, standard deviation of the noise over the clipping norm, >= 0.
         steps: number T of steps that used data (including empty batches), >= 0.
         sampler: a key of :data:`SAMPLERS`; earlier names are replaced.
@@ -63,7 +65,8 @@ class TrainingEvent:
             split have no privacy cost for records of the other (parallel composition).
 
     Raises:
-        InputError: steps are negative, which would reduce the privacy cost of others.
+        InputError: lists every number that is not as stated, which would make the privacy cost
+            too low.
     """
 
     sampling_rate: float
@@ -74,9 +77,24 @@ class TrainingEvent:
     records: str = "training"
 
     def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise InputError(f"steps must be at least 0, not {self.steps}.")
         object.__setattr__(self, "sampler", ALIASES.get(self.sampler, self.sampler))
+        raise_errors(self._faults())
+
+    def _faults(self) -> Iterator[str]:
+        q, sigma, epoch = self.sampling_rate, self.noise_multiplier, self.steps_per_epoch
+        if not 0 <= q <= 1:
+            yield f"sampling_rate must be from 0 to 1, not {q!r}."
+        if not sigma >= 0:
+            yield f"noise_multiplier must be at least 0, not {sigma!r}."
+        for name, number, least in (("steps", self.steps, 0), ("steps_per_epoch", epoch, 1)):
+            if not number >= least:
+                yield f"{name} must be at least {least}, not {number!r}."
+            elif number % 1 != 0:
+                yield f"{name} must be an integer, not {number!r}."
+        if self.sampler not in SAMPLERS:
+            yield f"sampler must be {' or '.join(SAMPLERS)}, not {self.sampler!r}."
+        if self.records not in SPLITS:
+            yield f"records must be {' or '.join(SPLITS)}, not {self.records!r}."
 
     @property
     def sampling(self) -> Sampling:

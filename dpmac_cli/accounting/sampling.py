@@ -25,6 +25,8 @@ class BatchSampling:
     batch_size: int
     #: Key of :data:`~dpmac_cli.accounting.events.SAMPLERS`.
     sampler: ClassVar[str] = "poisson"
+    #: What a statement of the guarantee adds on who is responsible for the sampling.
+    caveat: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         counts = {"n": self.n, "batch_size": self.batch_size}
@@ -95,6 +97,11 @@ class OwnLoader:
     """
 
     drawn_as: BatchSampling
+    #: See :class:`BatchSampling`.
+    caveat: ClassVar[str] = (
+        " The batches came from a loader of the program, which states that it draws them in this "
+        "way; dpmac did not draw them and cannot check it."
+    )
 
     @property
     def n(self) -> int:

@@ -267,9 +267,10 @@ def _privacy(settings: Complete, records: int, unit: str) -> PrivacyPlan:
 
 def _event(settings: Complete, records: int) -> TrainingEvent:
     """Return the accounting event of a run. With K canaries it has n + K/2 records on average."""
-    per_epoch = math.ceil(records / settings.batch_size)
+    per_epoch = max(1, math.ceil(records / settings.batch_size))
     steps = settings.steps or 0 if settings.epochs is None else settings.epochs * per_epoch
     rate = settings.batch_size / (records + (settings.canaries or 0) / 2)
+    rate = min(1.0, rate)  # a batch that is too large is refused with all other faults
     return TrainingEvent(rate, settings.sigma or 0.0, steps, settings.sampler, per_epoch)
 
 

@@ -1,5 +1,7 @@
 """In-memory datasets: arrays, torch datasets and data frames, used instead of a dataset's name."""
 
+import copy
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
@@ -126,7 +128,8 @@ def from_torch(
     """Return the records of map-style torch datasets, each read once.
 
     Transforms run once per record, so a random transform is frozen; use the setting
-    ``augmentations`` instead. Values in [0, 1], as from ``ToTensor()``, need ``low=0, high=1``.
+    ``augmentations`` instead. Its draws are secret and others in each call, so that no record
+    changes those of another. Values in [0, 1], as from ``ToTensor()``, need ``low=0, high=1``.
     With ``low`` and ``high``, records are stored as float32, and otherwise images as uint8.
 
     Args:
@@ -181,22 +184,28 @@ class _Declared(NamedTuple):
 
 def _read(dataset: Any, declared: _Declared) -> tuple[NDArray[Any], NDArray[Any], Faults]:
     """Return records, labels, and why records cannot be used. Raises InputError."""
+    from dpmac_cli.randomness.layers import forked, seed_all  # noqa: PLC0415  (torch takes a second)
+
     kind, failure = type(dataset).__name__, None
     remedy = "Pass a map-style torch.utils.data.Dataset that does."
     if not hasattr(dataset, "__len__"):
         raise InputError(f"{kind} has no length, so records cannot be read by index. {remedy}")
     count = len(dataset)
     stack, labels = Stack(count, declared.shape, declared.numbers, np.float32), [0] * count
-    for row in range(count):
-        try:
-            record, labels[row] = dataset[row]
-        except MemoryError:
-            raise
-        except Exception as raised:  # noqa: BLE001  (a dataset raises whatever a file leads to)
-            failure = raised
-            stack.faults[row] = f"cannot be read ({type(raised).__name__}: {raised})"
-        else:
-            stack.add(row, record)
+    with forked():
+        for row in range(count):
+            # The draws of one record must not shift those of others, nor may anyone know them.
+            seed_all(secrets.randbits(63))
+            try:
+                record, label = dataset[row]
+                labels[row] = copy.deepcopy(label)  # a dataset may write each to the same memory
+            except MemoryError:
+                raise
+            except Exception as raised:  # noqa: BLE001  (a dataset raises whatever a file leads to)
+                failure = raised
+                stack.faults[row] = f"cannot be read ({type(raised).__name__}: {raised})"
+            else:
+                stack.add(row, record)
     if count and len(stack.faults) == count:
         why = failure or stack.faults[0]
         raise InputError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.randomness.noise import SeededNormals
 
 #: Public grid of :class:`SecureMechanism`, in whitened space; a power of two, so scaling by it is
@@ -43,7 +44,12 @@ def ellipsoid(centre: Tensor, scale: Tensor) -> Ellipsoid:
 
 
 def ball(radius: float, like: Tensor | None = None) -> Ellipsoid:
-    """Return the ball of radius C as an ellipsoid with the dtype and device of ``like``."""
+    """Return the ball of radius C as an ellipsoid with the dtype and device of ``like``.
+
+    Raises InputError unless C is a positive number.
+    """
+    if not 0 < radius < math.inf:
+        raise InputError(f"The radius of a ball must be a positive number, not {radius!r}.")
     one = torch.ones(()) if like is None else torch.ones_like(like[0])
     return Ellipsoid(torch.zeros_like(one), one / radius**2, one)
 
@@ -73,10 +79,23 @@ class GaussianMechanism:
     In whitened space the sum of clipped gradients has sensitivity 1 to adding or removing one
     record, for every ellipsoid. Adding noise of standard deviation sigma is therefore a Gaussian
     mechanism with noise multiplier sigma.
+
+    Raises InputError for other numbers than these: a sigma that is NaN would add no noise.
     """
 
     noise_multiplier: float  # sigma >= 0
     expected_batch: float  # B > 0. The size of the batch drawn is private and never used
+
+    def __post_init__(self) -> None:
+        numbers = {"noise_multiplier": self.noise_multiplier, "expected_batch": self.expected_batch}
+        raise_errors(
+            f"{name} must be a number {said}, not {numbers[name]!r}."
+            for name, said, valid in (
+                ("noise_multiplier", "of at least 0", self.noise_multiplier >= 0),
+                ("expected_batch", "above 0", self.expected_batch > 0),
+            )
+            if not (valid and math.isfinite(numbers[name]))
+        )
 
     def release(self, clipped: Tensor, region: Ellipsoid, noise: SeededNormals) -> PrivateMean:
         """Add noise to the clipped sum and convert it to a mean gradient.

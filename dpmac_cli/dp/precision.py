@@ -1,11 +1,14 @@
 """Full float32 arithmetic inside a context, whatever the program around it has chosen.
 
-Products in TF32 or bfloat16 void the bounds on rounding errors. The settings are global to the
-process and belong to the user's program, so they are restored at the end.
+Products in TF32 or bfloat16 void the bounds on rounding errors. Other settings, such as the number
+of threads, decide whether a row is rounded by the others, which was tried with those of the start.
+The settings are global to the process and belong to the user's program, so they are restored at the
+end.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,15 +26,61 @@ PLACES = (
 #: Kinds of devices that networks run on.
 DEVICES = ("cpu", "cuda")
 _OF_TORCH: Any = torch._C
+#: Switches of torch that choose kernels, by the ends of the names of their getters and setters.
+SWITCHES = {
+    **{name: name for name in ("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled")},
+    **{name: name for name in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")},
+    **{f"{name}_sdp_enabled": f"sdp_use_{name}" for name in ("flash", "mem_efficient", "math")},
+    "cudnn_sdp_enabled": "sdp_use_cudnn",
+}
+
+
+def _deterministic() -> tuple[bool, bool]:
+    on: bool = _OF_TORCH._get_deterministic_algorithms()
+    return on, _OF_TORCH._get_deterministic_algorithms_warn_only()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+#: Settings besides precision that decide how results are rounded, and what reads and sets them.
+SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "deterministic algorithms": (_deterministic, _set_deterministic),
+    **{
+        name: (getattr(_OF_TORCH, f"_get_{name}"), getattr(_OF_TORCH, f"_set_{end}"))
+        for name, end in SWITCHES.items()
+    },
+}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Values of :data:`SETTINGS`."""
+
+    values: tuple[Any, ...]
+
+    @staticmethod
+    def now() -> "Arithmetic":
+        """Return the settings as they are."""
+        return Arithmetic(tuple(read() for read, _ in SETTINGS.values()))
+
+    @property
+    def switches(self) -> str:
+        """All but the number of threads, for comparison with another process."""
+        named = zip(SETTINGS, self.values, strict=True)
+        return ", ".join(f"{name}: {value}" for name, value in named if name != "threads")
 
 
 @contextlib.contextmanager
-def full_float32(dtype: torch.dtype | None = None) -> Iterator[None]:
+def full_float32(settings: Arithmetic | None = None) -> Iterator[None]:
     """Compute in full float32, outside of autocast and inference mode, and restore the settings.
 
-    ``dtype`` is the default dtype inside; None for the current one.
+    ``settings`` are those inside; None for the current ones.
     """
-    around, default = contextlib.ExitStack(), torch.get_default_dtype()
+    around, wanted = contextlib.ExitStack(), settings or Arithmetic.now()
     with around:
         around.enter_context(_precision("ieee", PLACES))
         if torch.is_inference_mode_enabled():
@@ -39,9 +88,10 @@ def full_float32(dtype: torch.dtype | None = None) -> Iterator[None]:
         for device in DEVICES:
             if torch.is_autocast_enabled(device):
                 around.enter_context(torch.autocast(device, enabled=False))
-        if dtype is not None and dtype != default:
-            torch.set_default_dtype(dtype)
-            around.callback(torch.set_default_dtype, default)
+        for (read, write), value in zip(SETTINGS.values(), wanted.values, strict=True):
+            if (found := read()) != value:
+                write(value)
+                around.callback(write, found)
         yield
 
 

@@ -22,6 +22,8 @@ from dpmac_cli.storage.files import catalogue
 HERE = Path(__file__).parent
 CONFIG, WEIGHTS, VOCABULARY = "config.json", "model.safetensors", "vocab.txt"
 TOKENIZER, POOLING = "tokenizer_config.json", "1_Pooling/config.json"
+#: Files of an encoder that are read, if they exist.
+FILES = (CONFIG, WEIGHTS, VOCABULARY, TOKENIZER, POOLING)
 #: What a folder of an encoder is, in words.
 FOLDER = f"a folder of a BERT encoder ({CONFIG}, {WEIGHTS}, {VOCABULARY})"
 

@@ -27,6 +27,7 @@ from dpmac_cli.release.notebook import of_privacy
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.fixed_settings import FixedSettings
 from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import prepare
@@ -41,7 +42,7 @@ from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.schedules import LossKind
 
 
-class PrivateTraining:
+class PrivateTraining(FixedSettings):
     """Private training of an existing network in your own training loop.
 
     Iterating takes the remaining steps and yields their numbers, from 1. Batches, losses and
@@ -70,6 +71,7 @@ class PrivateTraining:
             be added.
     """
 
+    _CREATED_BY = "make_private(model, data, ...)"
     __slots__ = (
         "_earlier",
         "_notes",
@@ -128,15 +130,6 @@ class PrivateTraining:
         self._target = resolved.settings.epsilon or math.inf
         on_run = (*self._task.notes, *self._trainer.notes)
         self._notes = (*resolved.notes, *self._notes_on_earlier(), *on_run)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in (*self.__slots__, "lr"):
-            raise InputError(
-                f"{name} cannot be set: the noise was calibrated for the settings as they were, "
-                "and only lr can change between steps. To train with other settings, pass them to "
-                "a new make_private(model, data, ...), which also counts the steps taken so far."
-            )
-        object.__setattr__(self, name, value)
 
     @property
     def model(self) -> nn.Module:

@@ -16,6 +16,7 @@ import torch
 from dpmac_cli import __version__
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.schema import listed
+from dpmac_cli.dp.precision import Arithmetic
 from dpmac_cli.errors import InputError
 from dpmac_cli.training.distributed import Ranks
 
@@ -75,6 +76,7 @@ def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, A
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "inter-op threads": torch.get_num_interop_threads(),
+        "settings of torch": Arithmetic.now().switches,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "build of torch": _sum(torch.__config__.show().encode()),
         "parallel libraries": _sum(torch.__config__.parallel_info().encode()),

@@ -17,18 +17,20 @@ from dpmac_cli.config.plan import PrivacyPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import by_flag, by_setting
-from dpmac_cli.dp.clipping.batches import Batch, Structure, samples_in
+from dpmac_cli.dp.clipping.batches import Batch, Structure, check_rows, samples_in
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.models.trial import BatchLoss, Objective
 from dpmac_cli.randomness.keystream import KEY_BYTES, Keys, make_keys
 from dpmac_cli.randomness.sampling import Indices, Sampler
 from dpmac_cli.runs import step_state
+from dpmac_cli.runs.fixed_settings import FixedSettings
 from dpmac_cli.runs.step_arguments import (
     RECORD_UNIT,
     StepKeywords,
     check_arguments,
-    check_rows,
+    check_number,
+    check_size,
     checked_example,
     device_of,
     settings_of,
@@ -36,6 +38,7 @@ from dpmac_cli.runs.step_arguments import (
 from dpmac_cli.runs.step_engine import StepEngine, build_engine
 from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable, check_counted
 from dpmac_cli.training.loading import (
+    NOT_DRAWN,
     Collate,
     Drawn,
     KeyedLoader,
@@ -46,7 +49,7 @@ from dpmac_cli.training.loading import (
 )
 
 
-class PrivateStep:
+class PrivateStep(FixedSettings):
     """Private training step of a network on the batches of a program.
 
         step = PrivateStep(model, loss, sampling=Poisson(n=len(data), batch_size=256), epsilon=3)
@@ -76,6 +79,8 @@ class PrivateStep:
             added. If there is no ``example``, the first batch is awaited.
     """
 
+    _CREATED_BY = "PrivateStep(model, loss, ...)"
+
     def __init__(
         self,
         model: nn.Module,
@@ -95,10 +100,9 @@ class PrivateStep:
         plan, self._notes = resolve_batches(sampling.n, settings, counted)
         # Nothing is scored or published.
         self._plan = replace(plan, recipe=replace(plan.recipe, ema=0.0))
-        self.privacy: PrivacyPlan = self._plan.privacy
-        self._steps = affordable_steps(
-            self.privacy.event, self.privacy.delta, self.privacy.max_epsilon, counted
-        )
+        privacy = self._plan.privacy
+        budget = (privacy.delta, privacy.max_epsilon, counted)
+        self._steps = affordable_steps(privacy.event, *budget)
         self._keys = make_keys(self._plan.run.seed, part=len(self._earlier))
         self._drawn: Drawn | None = None
         self._engine: StepEngine | None = None
@@ -111,6 +115,11 @@ class PrivateStep:
     def model(self) -> nn.Module:
         """Return the network. Every step sets it to training mode."""
         return self._model
+
+    @property
+    def privacy(self) -> PrivacyPlan:
+        """Return the plan of the privacy cost: event, delta, and ``max_epsilon``."""
+        return self._plan.privacy
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -150,12 +159,7 @@ class PrivateStep:
     def statement(self) -> str:
         """Return the meaning of the guarantee, and who is responsible for the sampling."""
         said = statement(self.epsilon, self.privacy.delta, self._events)
-        if not isinstance(self._sampling, OwnLoader):
-            return said
-        return (
-            f"{said} The batches came from a loader of the program, which states that it draws "
-            "them in this way; dpmac did not draw them and cannot check it."
-        )
+        return f"{said}{self._sampling.caveat}"
 
     @property
     def lr(self) -> float:
@@ -198,13 +202,7 @@ class PrivateStep:
                 "This PrivateStep was told that your own loader draws the batches. Call it with "
                 "them, or use sampling=Poisson(...) to let dpmac draw them."
             )
-        size = len(dataset)
-        if size != self._sampling.n:
-            raise InputError(
-                f"The dataset has {size:,} records, but epsilon was computed for n="
-                f"{self._sampling.n:,}. Use sampling={type(self._sampling).__name__}"
-                "(n=len(dataset), ...)."
-            )
+        check_size(size := len(dataset), self._sampling)
         records = OneByOne(dataset, collate_of(collate_fn), self._keys.layers)
         row = first_row(records)
         known = records_fingerprint(records, size)
@@ -248,9 +246,9 @@ class PrivateStep:
                 f"{format_epsilon(self.epsilon)}. To train longer, start from a new PrivateStep "
                 "on this network, which also counts these steps."
             )
-        records = self._records_of(batch)
-        engine = self._engine or self._prepare(Structure.of(batch))
-        number = engine.step(batch, records)
+        records, rows = self._checked(batch)
+        engine = self._engine or self._prepare(Structure.of(rows))
+        number = engine.step(rows, records)
         self._drawn = None
         return number
 
@@ -270,6 +268,7 @@ class PrivateStep:
             "begun": self._begun,
             "earlier": [training.as_json() for training in self._earlier],
             "settings": by_flag(self._plan.recorded),
+            "sampling": repr(self._sampling),
             "lr": self.lr,
             "steps": self._steps,
             "program": self._program,
@@ -304,10 +303,16 @@ class PrivateStep:
             )
         program = step_state.program_of(self._model, self._loss, self._rule)
         step_state.check_program(program, saved.get("program", {}))
-        state = cast(step_state.SavedStep, saved)
+        before = dict(vars(self))
+        try:
+            self._continue(cast(step_state.SavedStep, saved))
+        except BaseException:
+            vars(self).update(before)  # keys of the saved noise must not serve another training
+            raise
+
+    def _continue(self, state: step_state.SavedStep) -> None:
+        """Take over a saved training. For errors see :meth:`load_state_dict`."""
         self._take_plan(state)
-        for training in self._earlier:
-            attach(self._model, training)
         structure = Structure(state["structure"], state["public"])
         device, drawn = device_of(self._model), isinstance(self._sampling, BatchSampling)
         engine = self._prepare(structure.to(device))
@@ -316,8 +321,10 @@ class PrivateStep:
                 "The frozen parameters or buffers of the network are not those of the saved state. "
                 "Build the network as in the program that saved it."
             )
+        for training in self._earlier:
+            attach(self._model, training)
+        engine.training.begun = state["begun"]  # before its parameters are in the network
         engine.descent.state.restore(state["tensors"], state["numbers"], exactly=True)
-        engine.training.begun = state["begun"]
         engine.history.rate = state["last_lr"]
         engine.history.remember()
         if why := step_state.why_not_repeated(device, state["environment"], drawn=drawn):
@@ -328,11 +335,12 @@ class PrivateStep:
         """Take what a saved training was planned with. Raises InputError for other settings."""
         self._earlier = tuple(map(Training.of_json, state["earlier"]))
         free = {"lr"} | ({"sigma"} if self._earlier else set())  # it covers earlier events
-        step_state.check_settings(by_flag(self._plan.recorded), state["settings"], free)
+        mine, saved = by_flag(self._plan.recorded), state["settings"]
+        mine["sampling"], saved = repr(self._sampling), {**saved, "sampling": state["sampling"]}
+        step_state.check_settings(mine, saved, free)
         sigma = by_setting(state["settings"])["sigma"]
         event = replace(self.privacy.event, noise_multiplier=sigma)
-        self.privacy = replace(self.privacy, event=event)
-        self._plan = replace(self._plan, privacy=self.privacy)
+        self._plan = replace(self._plan, privacy=replace(self.privacy, event=event))
         self.lr, self._steps = state["lr"], state["steps"]
         self._keys, self._records = Keys.of_json(state["numbers"]["keys"]), state["records"]
 
@@ -363,20 +371,16 @@ class PrivateStep:
     def _events(self) -> tuple[TrainingEvent, ...]:
         return (*(training.done for training in self._earlier), self.event)
 
-    def _records_of(self, batch: Batch) -> Indices:
-        """Return the numbers of the records of a batch, after checking it. Raises InputError."""
+    def _checked(self, batch: Batch) -> tuple[Indices, Batch]:
+        """Return the numbers of the records of a batch, and its rows. Raises InputError."""
         if isinstance(self._sampling, OwnLoader):
             check_rows(batch, None if self._engine is None else self._engine.structure)
-            return np.arange(samples_in(batch))
+            check_number(samples_in(batch), self._sampling.n)
+            return np.arange(samples_in(batch)), batch
         drawn = self._drawn
         if drawn is None or not drawn.is_unchanged(batch) or drawn.step != self.taken + 1:
-            raise InputError(
-                "The batch is not the one that the loader drew for this step, unchanged. Take one "
-                "step with each batch of step.loader(...), in order: epsilon covers those records. "
-                "To transform records, do it in the dataset or in collate_fn, which see each one "
-                "alone. For your own loader, state how it draws: sampling=OwnLoader(...)."
-            )
-        return drawn.records
+            raise InputError(NOT_DRAWN)
+        return drawn.records, drawn.rows
 
     def _prepare(self, structure: Structure) -> StepEngine:
         """Validate the network and the loss, and build what takes the steps."""

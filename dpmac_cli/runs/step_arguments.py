@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
 from dpmac_cli.config.keywords import Keywords
-from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, samples_in
+from dpmac_cli.dp.clipping.batches import Batch, check_rows, map_rows, samples_in
 from dpmac_cli.dp.optimizers import Kappa
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 
@@ -99,27 +99,20 @@ def checked_example(example: Batch, device: torch.device) -> Batch:
     return map_rows(lambda t: t.to(device), example)
 
 
-def check_rows(batch: Batch, structure: Structure | None) -> None:
-    """Reject a batch that is not tensors with the same number of rows, as in the structure."""
-    parts = parts_by_name(batch)
-    errors = [
-        f"{name} is a {type(part).__name__}, not a tensor."
-        for name, part in parts.items()
-        if not isinstance(part, Tensor) or part.ndim == 0
-    ]
-    raise_errors(errors or ([] if parts else ["The batch contains no tensor."]))
-    rows = {len(part) for part in parts.values()}
-    if len(rows) > 1:
+def check_number(rows: int, n: int) -> None:
+    """Raise InputError for a batch of a program's own loader with more rows than records."""
+    if rows > n:
         raise InputError(
-            "The tensors of the batch have different numbers of rows. Each must have one row per "
-            f"record in its first dimension: {', '.join(parts)}."
-        )
-    if structure is not None and _form(batch) != _form(structure.template):
-        raise InputError(
-            "The batch has other parts, shapes or types than the one that was validated: "
-            f"{_form(batch)}, not {_form(structure.template)}. Pad records to a fixed length."
+            f"The batch has more rows than there are records, n={n:,}, so a record is in it more "
+            "than once, and moves the step by more than epsilon covers. Draw each record at most "
+            "once."
         )
 
 
-def _form(batch: Batch) -> dict[str, tuple[Any, ...]]:
-    return {name: (*t.shape[1:], t.dtype, t.device) for name, t in parts_by_name(batch).items()}
+def check_size(size: int, sampling: BatchSampling) -> None:
+    """Raise InputError for a dataset of another number of records than n."""
+    if size != sampling.n:
+        raise InputError(
+            f"The dataset has {size:,} records, but epsilon was computed for n={sampling.n:,}. Use "
+            f"sampling={type(sampling).__name__}(n=len(dataset), ...)."
+        )

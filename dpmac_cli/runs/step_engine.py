@@ -1,6 +1,8 @@
 """Engine of a private step: a validated network, and the descent on its batches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Indices
+from dpmac_cli.runs.environment import environment
 from dpmac_cli.runs.setup import mechanism_of, steps_of, training_of
 from dpmac_cli.runs.step_arguments import RECORD_UNIT, device_of
 from dpmac_cli.storage.digest import digest, identical
@@ -93,6 +96,7 @@ class StepEngine:
         descent: takes the steps. sums: clipped sum of a batch. given: records of a batch.
         training: counts the steps that use records. history: values set between steps.
         structure: structure of a record, which was validated.
+        environment: software, hardware and settings with which steps compute.
         notes: how the network is run.
     """
 
@@ -102,6 +106,7 @@ class StepEngine:
     training: Training
     history: History
     structure: Structure
+    environment: Mapping[str, Any]
     notes: tuple[str, ...] = field(default=())
 
     def step(self, batch: Batch, records: Indices) -> int:
@@ -168,7 +173,7 @@ def build_engine(
             ),
         )
     descent.training = training = training_of(plan.privacy, plan.run, RECORD_UNIT)
-    attach(objective.network, training)
+    attach(objective, training)  # a loss may have trained parameters, too
     return StepEngine(
         descent=descent,
         sums=sums,
@@ -176,5 +181,6 @@ def build_engine(
         training=training,
         history=History(descent, float(plan.recorded["lr"])),
         structure=structure,
+        environment=environment(device_of(objective)),
         notes=(*why, *sums.notes),
     )

@@ -135,6 +135,7 @@ class SavedStep(SavedEngine):
     begun: int
     earlier: list[dict[str, Any]]
     settings: dict[str, Any]
+    sampling: str
     lr: float
     steps: int
     program: dict[str, Any]
@@ -149,7 +150,7 @@ def saved_of(model: nn.Module, engine: StepEngine) -> SavedEngine:
         "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
         "numbers": state.numbers(),
         "last_lr": engine.history.rate,
-        "environment": environment(device_of(model)),
+        "environment": dict(engine.environment),
         "training": engine.training.as_json(),
         "structure": map_rows(Tensor.cpu, structure.template),
         "public": structure.keep,
@@ -178,10 +179,10 @@ def load_parameters(model: nn.Module, saved: SavedStep, taken: int) -> None:
     odd = [n for n, (shape, *_) in saved["places"].items() if shape != tuple(_shape(mine.get(n)))]
     if odd:
         raise ModelError(f"The saved state belongs to another network: {_listed(odd)} differ.")
-    for name, place in saved["places"].items():
-        mine[name].copy_(saved["tensors"]["theta"].as_strided(*place))
     for each in (*map(Training.of_json, saved["earlier"]), replace(training, begun=taken)):
         attach(model, each)
+    for name, place in saved["places"].items():
+        mine[name].copy_(saved["tensors"]["theta"].as_strided(*place))
 
 
 def _shape(tensor: Tensor | None) -> tuple[int, ...]:

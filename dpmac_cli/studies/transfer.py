@@ -14,13 +14,13 @@ from dpmac_cli.config.transfer import Transfer
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.errors import DivergedError, InputError, RunError
+from dpmac_cli.errors import DivergedError, RunError
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, train
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.prepare import record_sums
 from dpmac_cli.storage import files
+from dpmac_cli.studies.public_records import check_public
 from dpmac_cli.tasks.known import METRICS
 
 
@@ -90,12 +90,8 @@ def _loaded_public(plan: Transfer) -> Data:
     def loaded(data: DataPlan) -> Data:
         return load_data(data.source, data.folder, device, facts=data.facts)
 
-    public = loaded(plan.public)
-    if record_sums(public)["data"] == record_sums(loaded(plan.data))["data"]:  # whatever the units
-        raise InputError(
-            f"--on {plan.public.dataset} has the same records as the private data: a search on it "
-            "costs privacy. Leave out --on, or give public data."
-        )
+    public, harm = loaded(plan.public), "a search on it costs privacy"
+    check_public(f"--on {plan.public.dataset}", public, loaded(plan.data), harm)
     return public
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dpmac_cli.config.plan import NetworkPlan, TrainPlan
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.encoders import WEIGHTS, TextEncoder
+from dpmac_cli.models.encoders import FILES, TextEncoder
 from dpmac_cli.models.registry import UserModel
 
 
@@ -45,7 +45,7 @@ def _files_of(network: NetworkPlan) -> Iterator[Path]:
         yield network.pretrained
     encoder = network.features
     if isinstance(encoder, TextEncoder) and encoder.registered is None and encoder.folder:
-        yield encoder.folder / WEIGHTS
+        yield from (encoder.folder / name for name in FILES)
 
 
 def _code_of(place: str) -> Iterator[Path]:

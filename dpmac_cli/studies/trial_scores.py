@@ -9,13 +9,14 @@ from typing import TypeAlias
 import torch
 
 from dpmac_cli.config.plan import DataPlan
+from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.release.scoring import score_trial
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.prepare import record_sums
 from dpmac_cli.storage.report_keys import ReportKeys
+from dpmac_cli.studies.public_records import check_public
 from dpmac_cli.studies.transfer import last_score
 from dpmac_cli.tasks.known import METRICS
 
@@ -39,24 +40,21 @@ class PublicScore:
 
     Args:
         judge: the public data. device: where to score.
-        private: checksum of the private records.
+        private: the private records.
 
     Attributes:
         checksum: checksum of the public records.
 
     Raises:
-        InputError: they are the private records.
+        InputError: they are the private records, or many of them.
     """
 
-    def __init__(self, judge: DataPlan, device: torch.device, private: str) -> None:
+    def __init__(self, judge: DataPlan, device: torch.device, private: Data) -> None:
         self._data = load_data(judge.source, judge.folder, device, facts=judge.facts)
         self._facts, self._device = judge.facts, device
+        harm = "exact scores reveal its test records"
+        check_public(f"--score-on {judge.dataset}", self._data, private, harm)
         self.checksum = record_sums(self._data)["data"]
-        if self.checksum == private:
-            raise InputError(
-                f"--score-on {judge.dataset} has the same records as the private data, whose exact "
-                "scores reveal its test records. Leave out --score-on, or give public data."
-            )
 
     def __call__(self, run: Path, metric: str) -> float:
         """Return the score of a run, which is larger for better runs."""

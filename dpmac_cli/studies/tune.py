@@ -229,7 +229,7 @@ def carry_out_search(
         sums = {str(name): sha for name, sha in found.items()}
         score: Score = covered_score
         if plan.space.judge is not None:
-            score = public = PublicScore(plan.space.judge, device, sums["data"])
+            score = public = PublicScore(plan.space.judge, device, data)
             sums["public data"] = public.checksum
         clock = _Clock(plan, secret, _begun(plan, secret, sums), stop)
         trained = plan.trained(clock.state.counted)

@@ -29,7 +29,7 @@ from dpmac_cli.dp.clipping.batches import (
     samples_in,
     tensors_in,
 )
-from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, most_samples
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import (
     blocks,
@@ -40,7 +40,8 @@ from dpmac_cli.dp.clipping.layers import (
 )
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.losses import Loss, build_loss
-from dpmac_cli.errors import ModelError, RunError
+from dpmac_cli.dp.precision import Arithmetic
+from dpmac_cli.errors import InputError, ModelError, RunError
 from dpmac_cli.models.unchanged import DURING, Unchanged
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Indices
@@ -51,6 +52,12 @@ from dpmac_cli.training.schedules import StepPlan
 IN_A_LOOP = (
     "On this machine, results for a record would be rounded by the other records of a batch. To "
     "avoid that, the network is run on one record after the other. This is slower."
+)
+#: Message for a batch that is too large for the margin for rounding.
+TOO_MANY = (
+    "The batch has many times more records than the batch size that was stated. No sampler draws "
+    "such a batch, and the margin for rounding is for about as many records as stated. State how "
+    "your loader draws, with its batch_size; for batches of all records use batch_size=n."
 )
 #: Note for parameters that are trained without a gradient.
 IDLE = (
@@ -95,6 +102,7 @@ class ChunkedSum(ABC):
         manner: how the network is run, so that no row depends on the others.
         trained: ids of the parameters that are trained.
         unchanged: the network as it was validated, before the trial of how rows are rounded.
+        arithmetic: settings of torch in this trial, with which steps must compute.
     """
 
     def __init__(
@@ -107,6 +115,7 @@ class ChunkedSum(ABC):
     ) -> None:
         self._inputs, self._labels, self._layers = inputs, labels, layers
         self._private, isolated, batch = how.private, None, how.batch
+        self.arithmetic = Arithmetic.now()
         self.chunk = first_chunk(how.physical_batch, batch)
         if how.isolated:
             found = split_by_module(model)
@@ -258,6 +267,16 @@ class BatchSum(ChunkedSum):
         self, objective: nn.Module, inputs: Structure, how: Running, layers: LayerDraws | None
     ) -> None:
         super().__init__(objective, inputs, Structure(NOTHING), how, layers)
+        self._most = most_samples(how.batch)
+
+    def of(self, drawn: Indices, step: int, metric: RegionMetric, chunk: int) -> tuple[Tensor, int]:
+        """Return the sum: see :meth:`ChunkedSum.of`.
+
+        Raises InputError for a batch that is too large for the margin for rounding.
+        """
+        if len(drawn) > self._most:
+            raise InputError(TOO_MANY)
+        return super().of(drawn, step, metric, chunk)
 
     def _read(self, drawn: Indices, part: slice, ahead: slice, step: int) -> tuple[Any, Any]:
         return map_rows(itemgetter(part), self.batch), NOTHING

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.batches import Batch, Structure, samples_in
+from dpmac_cli.dp.clipping.batches import Batch, Structure, check_rows, samples_in
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.losses import returned
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.precision import full_float32
-from dpmac_cli.errors import ModelError
+from dpmac_cli.errors import InputError, ModelError, raise_errors
 from dpmac_cli.models.independence import validated_network
 from dpmac_cli.models.trial import BatchLoss, Objective
 from dpmac_cli.models.unchanged import DURING
@@ -43,6 +43,7 @@ class ClippedSum:
         isolate: run the network on each record alone, even if it is proven independent.
 
     Raises:
+        InputError: a number of records is below 1.
         ModelError: the network or the loss cannot be clipped.
     """
 
@@ -59,25 +60,38 @@ class ClippedSum:
         physical_batch: int = 256,
         isolate: bool = False,
     ) -> None:
+        counts = {"batch_size": batch_size, "physical_batch": physical_batch}
+        raise_errors(
+            f"{name} must be at least 1, not {value!r}."
+            for name, value in counts.items()
+            if not value >= 1
+        )
         self._objective = Objective(model, loss)
         self.region, self.notes = region, tuple[str, ...]()
         self._batch, self._physical, self._isolate = batch_size, physical_batch, isolate
         self._layers = LayerDraws(secrets.token_bytes(KEY_BYTES))
         self._sums: BatchSum | None = None
+        self._structure: Structure | None = None
         self._calls, self._chunk = 0, 0
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
         """Return the sum over the records of a batch, shape (d,), float64 for several chunks.
 
-        Raises ModelError if the network is no longer the one that was validated.
+        Raises:
+            InputError: the batch is not tensors with one row per record, has other parts, shapes or
+                types than the one that was validated, or many times more records than
+                ``batch_size``; or the region does not fit the parameters.
+            ModelError: the network is no longer the one that was validated.
         """
+        check_rows(batch, self._structure)
         sums = self._sums or self.prepare(batch)
+        _check_region(self.region, sums.theta)
         self._objective.train()
         sums.unchanged.check()
         sums.batch, self._calls = batch, self._calls + 1
         metric = RegionMetric(self.region)
-        with full_float32(), self._layers.of(self._calls):
+        with full_float32(sums.arithmetic), self._layers.of(self._calls):
             records = np.arange(samples_in(batch))
             total, self._chunk = sums.of(records, self._calls, metric, self._chunk)
         sums.unchanged.check(DURING)
@@ -97,9 +111,9 @@ class ClippedSum:
 
     def prepare(self, example: Batch) -> BatchSum:
         """Validate the network on the structure of a batch, whose values are not used."""
-        kind, why = validated_network(
-            self._objective, Structure.of(example), isolated=self._isolate
-        )
+        check_rows(example, None)
+        structure = Structure.of(example)
+        kind, why = validated_network(self._objective, structure, isolated=self._isolate)
         how = Running(
             loss=returned,
             physical_batch=self._physical,
@@ -107,7 +121,8 @@ class ClippedSum:
             isolated=kind == "isolated",
         )
         with full_float32():
-            self._sums = BatchSum(self._objective, Structure.of(example), how, self._layers)
+            self._sums = BatchSum(self._objective, structure, how, self._layers)
+        self._structure = structure
         self._chunk, self.notes = self._sums.chunk, (*why, *self._sums.notes)
         return self._sums
 
@@ -118,8 +133,20 @@ class ClippedSum:
         return self._sums
 
     def _parts(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
-        names = {id(p): name for name, p in self._objective.network.named_parameters()}
+        named = self._objective.named_parameters()
+        names = {id(p): name.removeprefix("network.") for name, p in named}
         for layer in self._ready.clipped_sum.layers:
             for key, slot in layer.slices.items():
                 p = layer.parameters[key]
                 yield names[id(p)], vector[layer.start : layer.stop][slot].view(p.shape)
+
+
+def _check_region(region: Ellipsoid, theta: Tensor) -> None:
+    """Raise InputError if a region is not one of the parameters, shape (d,)."""
+    shapes = {tuple(region.centre.shape), tuple(region.inverse.shape)}
+    if shapes not in ({()}, {tuple(theta.shape)}):
+        raise InputError(
+            f"The region has the shapes {sorted(shapes)}, but the network has {theta.numel():,} "
+            "trained parameters. Use ball(radius), or ellipsoid(centre, scale) with a number for "
+            "each of them, such as torch.ones_like(clipped.theta)."
+        )

@@ -60,7 +60,7 @@ class Descent:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("noise needs clipping, which is turned off without privacy")
         self.training: Training | None = None  # counts the steps that use records
-        self._dtype = torch.get_default_dtype()
+        self._arithmetic = sums.arithmetic
         self.model, self.algorithm = model, algorithm
         self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
         self.randomness, self._ranks = randomness, ranks or Ranks()
@@ -92,7 +92,7 @@ class Descent:
         self._unchanged.check()
         if self.training is not None:
             self.training.begin()
-        with full_float32(self._dtype):
+        with full_float32(self._arithmetic):
             batch = self._draw()
             clipped = self._clip_and_sum(batch)
             noise = self._begin()

@@ -23,12 +23,29 @@ from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_n
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness import sampling
 from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.storage.digest import digest
 from dpmac_cli.torch_errors import what_failed
 
 #: Records whose contents identify a dataset, evenly spaced.
 PROBES = 16
 #: Step whose random numbers are used for records that are read before the first step.
 BEFORE = 0
+
+#: Message for records that are others when they are read again.
+REREAD = (
+    "A record is another one when it is read again, although all random number generators were "
+    "seeded alike. The dataset or collate_fn keeps something of the records that it has read, by "
+    "which one could change others, or draws random numbers that cannot be repeated. Let a record "
+    "depend on its index alone, and draw with the global generators of torch, NumPy or Python "
+    "(torch.rand, np.random.rand, random.random)."
+)
+#: Message for a batch that the loader did not give.
+NOT_DRAWN = (
+    "The batch is not the one that the loader drew for this step, unchanged. Take one step with "
+    "each batch of step.loader(...), in order: epsilon covers those records. To transform records, "
+    "do it in the dataset or in collate_fn, which see each one alone. For your own loader, state "
+    "how it draws: sampling=OwnLoader(...)."
+)
 
 Collate = Callable[[list[Any]], Any]
 #: A step, and the number of a record.
@@ -42,20 +59,25 @@ class Fault(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A batch as the loader gave it, and the records that it consists of."""
+    """A batch as the loader gave it, and the records that it consists of.
+
+    A program can write to ``batch`` by way of NumPy or ``.data``, which no version counter shows.
+    So a step uses ``rows``, a copy that no program has.
+    """
 
     step: int
     records: sampling.Indices
     batch: Batch
+    rows: Batch
     versions: tuple[tuple[int, int], ...]  # id and version counter of every tensor
 
     @staticmethod
     def of(step: int, records: sampling.Indices, batch: Batch) -> "Drawn":
-        """Return a batch, with the state of its tensors."""
-        return Drawn(step, records, batch, _state_of(batch))
+        """Return a batch, with a copy and the state of its tensors."""
+        return Drawn(step, records, batch, map_rows(Tensor.clone, batch), _state_of(batch))
 
     def is_unchanged(self, batch: Batch) -> bool:
-        """Return whether a batch is this one, with the same tensors and values."""
+        """Return whether a batch is this one, with the same tensors, which were not changed."""
         return batch is self.batch and _state_of(batch) == self.versions
 
 
@@ -92,15 +114,20 @@ class OneByOne:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of this process, and restore them unless it is a worker."""
-    ours = torch.utils.data.get_worker_info() is None
+    """Seed the global generators of this process, and restore them unless it is a worker.
+
+    Transforms compute on one thread, as in a worker, so that they round alike.
+    """
+    ours, threads = torch.utils.data.get_worker_info() is None, torch.get_num_threads()
     before = (torch.get_rng_state(), np.random.get_state(), random.getstate()) if ours else None
     torch.default_generator.manual_seed(seed)  # torch.manual_seed also prepares every device
     np.random.seed([seed % 2**32, seed >> 32])
     random.seed(seed)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         if before is not None:
             torch.set_rng_state(before[0])
             np.random.set_state(before[1])
@@ -123,7 +150,10 @@ def _as_row(collated: Any) -> Any:
                 f"collate_fn returns {rows} for one record as {name}. A record must be exactly one "
                 "row: epsilon covers one gradient for each record that was drawn."
             )
-    return collated if tensors_in(collated) else Fault("collate_fn returns no tensor.")
+    if not tensors_in(collated):
+        return Fault("collate_fn returns no tensor.")
+    # A dataset may write every record to the same memory.
+    return map_rows(lambda t: t.detach().clone(), collated)
 
 
 class KeyedLoader:
@@ -215,15 +245,23 @@ def first_row(records: OneByOne, number: int = 0) -> Batch:
 
 
 def records_fingerprint(records: OneByOne, size: int) -> str:
-    """Return the SHA-256 of a few records, by which another dataset is noticed. Private."""
-    digest = hashlib.sha256(str(size).encode())
-    for number in np.unique(np.linspace(0, size - 1, PROBES).astype(int)).tolist():
-        row = records[BEFORE, number]
-        for name, part in parts_by_name(row).items():
-            digest.update(name.encode())
-            if isinstance(part, Tensor):
-                digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    """Return the SHA-256 of a few records, by which another dataset is noticed. Private.
+
+    Raises InputError if a record differs when it is read again, after others.
+    """
+    numbers = np.unique(np.linspace(0, size - 1, PROBES).astype(int)).tolist()
+    found = [_sum_of(records[BEFORE, number]) for number in numbers]
+    again = [_sum_of(records[BEFORE, number]) for number in reversed(numbers)]
+    if found != again[::-1]:
+        raise InputError(REREAD)
+    return hashlib.sha256(f"{size}{''.join(found)}".encode()).hexdigest()
+
+
+def _sum_of(row: Batch) -> str:
+    """Return the SHA-256 of a record."""
+    parts = parts_by_name(row)
+    named = {name: part.cpu() for name, part in parts.items() if isinstance(part, Tensor)}
+    return digest(named, {"parts": list(parts)})
 
 
 def collate_of(given: Collate | None) -> Collate:

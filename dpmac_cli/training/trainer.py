@@ -77,7 +77,7 @@ class Trainer(Descent):
 
         If they are ``covered``, none changes how another is rounded.
         """
-        with self.published() as model, full_float32(self._dtype):
+        with self.published() as model, full_float32(self._arithmetic):
             # An isolated network may store information about inputs, but not about test records.
             scored = duplicate(model) if self.plan.isolated else model
             batching = invariant_batching(scored, self.data) if covered else None

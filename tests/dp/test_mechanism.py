@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, SecureMechanism, ball, ellipsoid
 from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.errors import InputError
 from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.helpers import (
     CLIP_LIMIT,
@@ -187,3 +188,16 @@ def test_an_ellipsoid_clips_about_its_centre(name: str, drawn: int, size: float)
         c = np.minimum(1, CLIP_LIMIT / norms)
         expected = c @ (g - m) / B + m
     np.testing.assert_allclose(spy.released[0].value, expected, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", [GaussianMechanism, SecureMechanism])
+@pytest.mark.parametrize("sigma", [float("nan"), float("inf"), -1.0])
+def test_a_noise_multiplier_that_is_no_number_is_not_taken_for_no_noise(
+    kind: type[GaussianMechanism], sigma: float
+) -> None:
+    with pytest.raises(InputError, match="noise_multiplier must be a number of at least 0"):
+        kind(sigma, 8)
+    for batch in (0.0, -8.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="expected_batch must be a number above 0"):
+            kind(1.0, batch)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.precision import PLACES, full_float32, inherited_precision
+from dpmac_cli import ClippedSum, ball
+from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32, inherited_precision
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.training.evaluation import Evaluation
@@ -80,6 +81,11 @@ def test_precision_is_full_inside_and_the_programs_outside() -> None:
         assert inner() == before
 
 
+def named() -> dict[str, Any]:
+    """The settings besides precision by name."""
+    return dict(zip(SETTINGS, Arithmetic.now().values, strict=True))
+
+
 class Noticing(nn.Module):
     """Notes the settings in which it runs."""
 
@@ -97,18 +103,21 @@ class Noticing(nn.Module):
                 "dtype": torch.get_default_dtype(),
             },
         )
+        NOTES.info("other settings", named())
         logits: Tensor = self.layer(x.flatten(1))
         return logits
 
 
 SEEN: list[Any] = []
+OTHERS: list[Any] = []
 
 
 class Keeping(logging.Handler):
     """Keep what a network logs. A global list that it changes would be refused."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        SEEN.append(record.args)
+        kept = SEEN if record.msg == "a forward pass" else OTHERS
+        kept.append(record.args)
 
 
 NOTES = logging.getLogger("tests.precision")
@@ -220,3 +229,60 @@ def test_a_network_of_inference_tensors_is_refused_by_name() -> None:
         net = made()
     with pytest.raises(ModelError, match=r"layer\.weight was created in torch\.inference_mode"):
         check_model(net, (1, SIDE, SIDE), CLASSES)
+
+
+def other(value: Any) -> Any:
+    """Another value of a setting."""
+    if value in (torch.float32, torch.float64):
+        return torch.float64
+    if isinstance(value, tuple):
+        return (not value[0], True)
+    return not value if isinstance(value, bool) else value + 1
+
+
+@contextlib.contextmanager
+def other_settings() -> Iterator[None]:
+    """A program that sets everything otherwise, as a backend with other kernels needs."""
+    before = Arithmetic.now()
+    for (_, write), value in zip(SETTINGS.values(), before.values, strict=True):
+        write(other(value))
+    try:
+        yield
+    finally:
+        for (_, write), value in zip(SETTINGS.values(), before.values, strict=True):
+            write(value)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("isolated", [False, True])
+def test_steps_compute_with_the_settings_of_the_trial_of_rounding(isolated: bool) -> None:
+    """With others, such as more threads, rows may be rounded by the others of a batch."""
+    trainer, ours = trainer_of(isolated), named()
+    OTHERS.clear()
+    with other_settings():
+        changed = Arithmetic.now()
+        trainer.step()
+        assert isinstance(trainer.evaluate(), Evaluation)
+        assert Arithmetic.now() == changed
+    assert OTHERS
+    # Only one kind of attention has a rule for vmap, which isolation chooses.
+    free = [name for name in ours if isolated and "sdp" in name]
+    for seen in OTHERS:
+        assert {name for name in ours if seen[name] != ours[name]} <= {*free}
+
+
+def noticing_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    losses: Tensor = model(batch).square().sum(1)
+    return losses
+
+
+@pytest.mark.privacy
+def test_sums_alone_compute_with_the_settings_of_the_trial_of_rounding() -> None:
+    clipped = ClippedSum(made(), noticing_loss, ball(1.0), batch_size=8)
+    batch, ours = torch.randn(8, SIDE**2), named()
+    clipped(batch)
+    OTHERS.clear()
+    with other_settings():
+        clipped(batch)
+    assert OTHERS
+    assert all(seen == ours for seen in OTHERS)

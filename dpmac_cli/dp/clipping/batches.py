@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
+from dpmac_cli.errors import InputError, raise_errors
+
 #: A pytree of tensors, shape (samples, ...) each.
 Batch: TypeAlias = Any
 #: A batch without tensors, such as the labels of a network that returns its own losses.
@@ -99,3 +101,33 @@ def shapes_of(batch: Batch) -> str:
     """Return the shapes of a sample, for messages: "(1, 28, 28)", or one for each tensor."""
     shapes = [tuple(t.shape[1:]) for t in tensors_in(batch)]
     return ", ".join(map(str, shapes))
+
+
+def check_rows(batch: Batch, structure: Structure | None) -> None:
+    """Reject a batch that is not tensors with the same number of rows, as in the structure.
+
+    A tensor with one row for all records would give each of them what was computed from others, and
+    a network was only validated on records of one structure. Raises InputError.
+    """
+    parts = parts_by_name(batch)
+    errors = [
+        f"{name} is a {type(part).__name__}, not a tensor."
+        for name, part in parts.items()
+        if not isinstance(part, Tensor) or part.ndim == 0
+    ]
+    raise_errors(errors or ([] if parts else ["The batch contains no tensor."]))
+    rows = {len(part) for part in parts.values()}
+    if len(rows) > 1:
+        raise InputError(
+            "The tensors of the batch have different numbers of rows. Each must have one row per "
+            f"record in its first dimension: {', '.join(parts)}."
+        )
+    if structure is not None and _form(batch) != _form(structure.template):
+        raise InputError(
+            "The batch has other parts, shapes or types than the one that was validated: "
+            f"{_form(batch)}, not {_form(structure.template)}. Pad records to a fixed length."
+        )
+
+
+def _form(batch: Batch) -> dict[str, tuple[Any, ...]]:
+    return {name: (*t.shape[1:], t.dtype, t.device) for name, t in parts_by_name(batch).items()}

@@ -7,6 +7,7 @@ are clipped by norm plus error bound, in float64 if terms cancel too much.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from math import sqrt
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ SLACK_SHARE = 0.01
 #: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32,
 #: for a batch of :data:`FEW` samples.
 CANCELLATION_LIMIT = 250.0
+#: Expected size of a batch below which a draw may have many times as many samples.
+SMALL = 16
 #: c_i R_i above which a sample is added in float64, see :class:`SquaredNorms`: its clipped norm is
 #: at most 1, but the terms of the sum that it consists of may be larger.
 REACH = 8.0
@@ -189,9 +192,18 @@ def clip_limit(samples: float) -> float:
     return 1 / (1 + ROOM * max(1.0, samples / FEW))
 
 
+def most_samples(batch: float) -> float:
+    """Return the largest number of samples in a step for which margins for rounding were chosen.
+
+    Batches of expected size ``batch`` are larger with a probability below e^-70, drawn by any
+    sampler.
+    """
+    return batch + 12 * sqrt(batch) + 30
+
+
 def cancellation_limit(samples: int, batch: float) -> float:
     """Return a chunk's share of :data:`CANCELLATION_LIMIT`; ``batch`` is the expected size."""
-    return CANCELLATION_LIMIT * max(1.0, batch / FEW) * samples / batch
+    return CANCELLATION_LIMIT * max(1.0, batch / FEW) * samples / max(batch, SMALL)
 
 
 def clip_weights(squared: SquaredNorms, limit: float) -> tuple[Tensor, Tensor]:
