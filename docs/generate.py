@@ -176,8 +176,8 @@ LAYERS_SAID = """
 {total} networks, each with every layer of torch.nn that has parameters or mixes samples in some
 variant, or a typical way to put layers together: {counts}. Columns are the time of clipped sums
 over that of the gradients of plain training, and over that of the clipped sums of Opacus, by hooks
-and with ghost clipping, on one core (torch {torch}): below 1, dpmac is faster. Some networks are
-refused by Opacus, and of some its sum is wrong. Networks of usual size have 64 records. The others
+and with ghost clipping, on one core (torch {torch}): below 1, dpmac is faster. Opacus
+refuses some networks, and computes a wrong sum for others. Networks of usual size have 64 records. The others
 have 256 and are tiny, so fixed costs of a step are most of it ([performance](performance.md)).
 This part is written by:
 
