@@ -177,9 +177,9 @@ LAYERS_SAID = """
 variant, or a typical way to put layers together: {counts}. Columns are the time of clipped sums
 over that of the gradients of plain training, and over that of the clipped sums of Opacus, by hooks
 and with ghost clipping, on one core (torch {torch}): below 1, dpmac is faster. Opacus
-refuses some networks, and computes a wrong sum for others. Networks of usual size have 64 records. The others
-have 256 and are tiny, so fixed costs of a step are most of it ([performance](performance.md)).
-This part is written by:
+refuses some networks, and computes a wrong sum for others. Networks of usual size have 64 records.
+The others have 256 and are tiny, so fixed costs of a step are most of it
+([performance](performance.md)). This part is written by:
 
     PYTHONPATH=. python benchmarks/layers.py docs/data/layers.json
     python docs/generate.py

@@ -129,8 +129,9 @@ def from_torch(
 
     Transforms run once per record, so a random transform is frozen; use the setting
     ``augmentations`` instead. Its draws are secret and others in each call, so that no record
-    changes those of another; a run is resumed with the same :class:`ArrayData`. Values in [0, 1], as from ``ToTensor()``, need ``low=0, high=1``.
-    With ``low`` and ``high``, records are stored as float32, and otherwise images as uint8.
+    changes those of another; a run is resumed with the same :class:`ArrayData`. Values in [0, 1],
+    as from ``ToTensor()``, need ``low=0, high=1``. With ``low`` and ``high``, records are stored as
+    float32, and otherwise images as uint8.
 
     Args:
         train: a dataset with a length that returns (image or tensor, label) pairs by index.
