@@ -293,7 +293,7 @@ def test_views_survive_chunks_that_are_halved() -> None:
 
     halved._sums.clipped_sum.of = scarce  # type: ignore[assignment,method-assign]
     torch.testing.assert_close(walk(halved, 3), walk(whole, 3))
-    assert halved.state.chunk == PLAN.physical_batch // 4
+    assert halved.state.chunk == halved._sums.chunk // 4
 
 
 def test_a_trainer_draws_other_views_and_dropout_in_every_step() -> None:

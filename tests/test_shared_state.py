@@ -41,6 +41,7 @@ CACHED = {
     "accounting.risk.assess_risk": "numbers and sentences",
     "accounting.selection._log_weight": "numbers",
     "accounting.selection._surcharge": "numbers",
+    "randomness.layers.devices": "the accelerators of the machine",
     "release.card.templates": "the templates of cards",
     "config.fields.options": "tables of flags, a fixed number",
     "models.globals_read._names_in": "names that code reads",

@@ -255,7 +255,7 @@ def test_smaller_chunks_are_shown_recorded_and_kept_when_resumed(
         short_of_memory(40, 6, patch)
         shown = dpmac(*often, "short", *rarely)
     assert shown.exit_code == 0
-    assert shown.output.count("memory ran out in step 6: continuing with 32 samples at a time") == 1
+    assert shown.output.count("memory ran out in step 6: continuing with 24 samples at a time") == 1
     report = json.loads(Path("short/report.json").read_text())
     assert report["machine"]["physical_batch"] == 1024
     assert digits_config(Path("short/config.yaml")).run.physical_batch == 1024
