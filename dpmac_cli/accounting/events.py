@@ -81,12 +81,12 @@ class TrainingEvent:
         raise_errors(self._faults())
 
     def _faults(self) -> Iterator[str]:
-        q, sigma, epoch = self.sampling_rate, self.noise_multiplier, self.steps_per_epoch
-        if not 0 <= q <= 1:
-            yield f"sampling_rate must be from 0 to 1, not {q!r}."
-        if not sigma >= 0:
-            yield f"noise_multiplier must be at least 0, not {sigma!r}."
-        for name, number, least in (("steps", self.steps, 0), ("steps_per_epoch", epoch, 1)):
+        if not 0 <= self.sampling_rate <= 1:
+            yield f"sampling_rate must be from 0 to 1, not {self.sampling_rate!r}."
+        if not self.noise_multiplier >= 0:
+            yield f"noise_multiplier must be at least 0, not {self.noise_multiplier!r}."
+        counts = {"steps": (self.steps, 0), "steps_per_epoch": (self.steps_per_epoch, 1)}
+        for name, (number, least) in counts.items():
             if not number >= least:
                 yield f"{name} must be at least {least}, not {number!r}."
             elif number % 1 != 0:

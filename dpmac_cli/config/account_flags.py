@@ -193,7 +193,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
     if sizes.records is not None and sizes.batch is not None:
         errors += misfits("the dataset", sizes.records, sizes.batch, sizes.epochs or ())
     raise_errors(errors)
-    assert sizes.records is not None  # noqa: S101
+    assert sizes.records is not None  # noqa: S101  (without them, an error was raised above)
     return AccountQuery(
         dataset_size=sizes.records,
         batch_size=sizes.batch,

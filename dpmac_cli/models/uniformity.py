@@ -224,9 +224,10 @@ def _same_places(a: Tensor, b: Tensor) -> bool:
 
 
 def _place_of(batched: Tensor) -> int:
-    """Return the batch dimension of a traced tensor that has one."""
+    """Return the batch dimension of a traced tensor. Raises UnprovenError if it has none."""
     place = _batch_dim(batched)
-    assert place is not None  # noqa: S101
+    if place is None:
+        raise UnprovenError("A tensor has no batch dimension.")
     return place
 
 

@@ -92,7 +92,9 @@ class NumberResults(Results):
 
     def _resampled(self, owners: NDArray[np.int64], units: int) -> dict[str, Floats]:
         """Return metrics of bootstrap resamples of the units, each of shape (resamples,)."""
-        generator, drawn, left = np.random.default_rng(0), list[dict[str, Floats]](), RESAMPLES
+        generator = np.random.default_rng(0)
+        drawn: list[dict[str, Floats]] = []
+        left = RESAMPLES
         while left > 0:
             count = min(left, max(1, AT_A_TIME // len(owners)))
             left -= count
