@@ -22,9 +22,10 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.release import run
+from dpmac_cli.release.model_card import model_card
 from dpmac_cli.release.model_file import load_model, save_model
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.report import model_card, public_facts
+from dpmac_cli.release.report import public_facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.prepare import PreparedRun
 from tests.digits_runs import SEED, digits_config, train_digits, train_events

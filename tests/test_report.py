@@ -12,7 +12,8 @@ from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.release.report import TEXTS, privacy
+from dpmac_cli.release import sentences
+from dpmac_cli.release.guarantee import privacy
 from dpmac_cli.release.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.ledger import Spent
 from tests.digits_runs import RATE, SIGMA, train_digits
@@ -67,7 +68,7 @@ def test_facts_are_the_catalogs(report: dict[str, Any]) -> None:
         "parameters": 4810,
         "fix_norm": False,
         "built_by": None,
-        "independence": {"kind": "built in", "statement": TEXTS.independence["built in"]},
+        "independence": {"kind": "built in", "statement": sentences.INDEPENDENCE["built in"]},
     }
     assert report["classes"] == list(facts.task.names)
 

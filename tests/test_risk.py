@@ -30,7 +30,7 @@ from dpmac_cli.accounting.risk import (
 from dpmac_cli.accounting.statements import UNIT, format_epsilon
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.report import privacy
+from dpmac_cli.release.guarantee import privacy
 from dpmac_cli.runs.ledger import Spent
 from tests.digits_runs import train_digits
 from tests.tiers import rest_long

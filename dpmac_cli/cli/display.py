@@ -16,8 +16,8 @@ from dpmac_cli.accounting import statements
 from dpmac_cli.cli.console import ATTENTION, bar
 from dpmac_cli.cli.failures import stop
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
+from dpmac_cli.release import sentences
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.report import TEXTS
 from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Reduced, Started, Update
@@ -246,7 +246,7 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
     else:
         yield Text(NO_PRIVACY, style="bold red")
     if report["audit"]:
-        yield Text(TEXTS.audit_run, style="bold red")
+        yield Text(sentences.AUDIT_RUN, style="bold red")
     names = (*folder.PUBLISHED, folder.SUMS, folder.AUDIT)
     yield Text(f"{where}: {', '.join(name for name in names if (where / name).exists())}")
     if event.state == "finished":

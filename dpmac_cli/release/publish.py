@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from dpmac_cli.release import audit
+from dpmac_cli.release.model_card import model_card
 from dpmac_cli.release.model_file import save_model
 from dpmac_cli.release.notebook import of_report
-from dpmac_cli.release.report import build_report, model_card, public_facts
+from dpmac_cli.release.report import build_report, public_facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
 from dpmac_cli.runs.session import Session
@@ -42,9 +43,7 @@ def publish(session: Session, total_seconds: float) -> Finished:
     An earlier report goes first: a kill in between must not leave it beside a later model.
     """
     plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
-    state: State = "finished" if session.steps == plan.privacy.steps else "budget-spent"
-    if trainer.state.step < session.steps:
-        state = "interrupted"
+    state = _state_of(session)
     scored = session.scored
     if scored is None and plan.privacy.scores is None:  # the run was resumed at its end
         scored = trainer.evaluate()
@@ -77,6 +76,13 @@ def publish(session: Session, total_seconds: float) -> Finished:
     session.write_metrics()
     folder.seal(where)
     return Finished(report, where, state)
+
+
+def _state_of(session: Session) -> State:
+    """Return how a run ended."""
+    if session.trainer.state.step < session.steps:
+        return "interrupted"
+    return "finished" if session.steps == session.plan.privacy.steps else "budget-spent"
 
 
 def _write_audit(session: Session, report: ReportKeys) -> None:

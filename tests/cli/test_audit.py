@@ -13,9 +13,8 @@ from typer.testing import Result
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import audit
+from dpmac_cli.release import audit, sentences
 from dpmac_cli.release.model_file import load_model
-from dpmac_cli.release.report import TEXTS
 from dpmac_cli.runs import folder
 from tests.digits_runs import digits_config
 from tests.tiers import rest_long
@@ -41,15 +40,15 @@ def test_an_audit_run_says_so_everywhere(trained: tuple[Path, Result]) -> None:
     out, seen = trained
     lines = seen.stdout.splitlines()
     assert any(line.startswith("AUDIT: 100 canaries,") for line in lines[:4])
-    assert TEXTS.audit_run in lines
+    assert sentences.AUDIT_RUN in lines
     assert f"next: dpmac eval --audit {out}, dpmac report {out}" in lines
     assert lines[-2].endswith("audit.json")
     report = json.loads((out / folder.REPORT).read_text())
-    assert report["audit"]["statement"] == TEXTS.audit_run
+    assert report["audit"]["statement"] == sentences.AUDIT_RUN
     assert (report["audit"]["canaries"], report["audit"]["guesses"]) == (100, 20)
     header = load_model(out, None, torch.device("cpu")).facts
     assert header["audit"] == report["audit"]
-    assert f"**{TEXTS.audit_run}**" in (out / folder.CARD).read_text()
+    assert f"**{sentences.AUDIT_RUN}**" in (out / folder.CARD).read_text()
     assert folder.vouched(out, folder.AUDIT)
     assert "guesses: 20" in (out / folder.CONFIG).read_text()
 
