@@ -1,5 +1,6 @@
 """Datasets of texts in folders named after their classes: CLASS/*.txt, at any depth."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,12 @@ def _files(
         path = Path(folder.path)
         if folder.name not in labels:
             faults.append(f"{path} is no folder of a class")
-        elif not folder.is_dir():
+        elif not is_folder(folder):
             faults.append(f"{path} is not a folder")
         else:
             for inner, entries in tree(path, faults, seen):
                 for entry in entries:
-                    if entry.name.lower().endswith(SUFFIX) and entry.is_file():
+                    if entry.name.lower().endswith(SUFFIX) and os.path.isfile(entry):
                         yield inner / entry.name, labels[folder.name]
                     else:
                         faults.append(f"{inner / entry.name} is not a file of text ({SUFFIX})")
