@@ -469,6 +469,14 @@ def test_what_is_not_defined_is_nan() -> None:
     assert math.isnan(alone.results.intervals({"mae": 1.0})["mae"][0])
 
 
+def test_a_range_without_positive_numbers_has_metrics_and_no_warning() -> None:
+    """The Poisson deviance, which needs positive means, is one of counts alone."""
+    task = Regression(("loss",), -10.0, 0.0)
+    found = task.results(torch.zeros(3, 1), torch.tensor([[-1.0], [0.5], [1.0]])).metrics()
+    assert list(found) == ["mae", "rmse", "r2", "at-or-below"]
+    assert found["mae"] == pytest.approx((5 + 2.5 + 5) / 3)
+
+
 def test_intervals_are_by_unit_and_cover_the_truth() -> None:
     """Ten copies of each record say no more than one."""
     one = evaluated(PLAIN, 80)

@@ -203,15 +203,22 @@ class Estimates(NumberResults):
         least = 1e-12 * np.square(self.task.width) * total
         with np.errstate(divide="ignore", invalid="ignore"):
             r2 = np.where(spread > least, 1 - squares / spread, np.nan)
-        rate = np.maximum(self.guess, LEAST * self.range[1])
-        deviance = 2 * (xlogy(self.truth, self.truth / rate) - (self.truth - rate))
         return {
             "mae": np.abs(errors) @ weights / total,
             "rmse": np.sqrt(squares / total),
             "r2": r2,
             "at-or-below": (self.truth <= self.guess).astype(float) @ weights / total,
-            "deviance": deviance @ weights / total,
         }
+
+
+class CountEstimates(Estimates):
+    """Predicted and true counts of test records, with their Poisson deviance."""
+
+    def weighted(self, weights: Floats) -> dict[str, Floats]:
+        """Return metrics of weighted records."""
+        rate = np.maximum(self.guess, LEAST * self.range[1])
+        deviance = 2 * (xlogy(self.truth, self.truth / rate) - (self.truth - rate))
+        return {**super().weighted(weights), "deviance": deviance @ weights / weights.sum(0)}
 
 
 @dataclass(frozen=True, eq=False)

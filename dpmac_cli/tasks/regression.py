@@ -174,15 +174,17 @@ class Regression(NumberTask):
         self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
     ) -> "Estimates":
         """Compare predicted numbers with targets. One that is NaN is as wrong as possible."""
-        from dpmac_cli.tasks.estimates import Estimates  # noqa: PLC0415  (help is fast)
-
         truth = self.decoded(targets)
         guess = self.decoded(self.scaled(outputs))
         worst = (truth - self.low > self.high - truth).double()
         guess = (self.high - worst * self.width).where(guess.isnan(), guess)
-        return Estimates(
-            truth.numpy()[:, 0], guess.numpy()[:, 0], self, (self.low, self.high), owners
-        )
+        kind = self._kind_of_results()
+        return kind(truth.numpy()[:, 0], guess.numpy()[:, 0], self, (self.low, self.high), owners)
+
+    def _kind_of_results(self) -> "type[Estimates]":
+        from dpmac_cli.tasks.estimates import Estimates  # noqa: PLC0415  (help is fast)
+
+        return Estimates
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -211,6 +213,11 @@ class Counts(Regression):
     @property
     def _code(self) -> str:
         return f"{self.high!r} * {{}}[:, 0].clamp(max=0).exp()"
+
+    def _kind_of_results(self) -> "type[Estimates]":
+        from dpmac_cli.tasks.estimates import CountEstimates  # noqa: PLC0415  (help is fast)
+
+        return CountEstimates
 
     def scaled(self, outputs: "Tensor") -> "Tensor":
         """Return the targets that outputs predict, scaled to [-1, 1]."""
