@@ -53,6 +53,7 @@ class Unlabelled:
     """Records without labels.
 
     Attributes:
+        path: where they are; for records in memory "the array", which messages name instead.
         names: file names relative to their folder, or rows from 0.
         at: reads some of them as inputs before standardisation. Those that cannot be read are
             zeros, and ``faults`` then says why.
@@ -61,6 +62,7 @@ class Unlabelled:
         skipped: records that are not among ``names``.
     """
 
+    path: Path
     names: Sequence[str] | Sequence[int]
     at: Callable[[slice], NDArray[Any]]
     ids: Sequence[str] | None = None
@@ -96,7 +98,7 @@ def read_unlabelled(
         faults = {int(row): "contains NaN or infinity" for row in np.flatnonzero(broken)}
         x = np.where(broken.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x) if faults else x
     faults = {row: f"record {row} {fault}" for row, fault in faults.items()}
-    return Unlabelled(range(len(x)), _checked(x, path, facts, settings), faults=faults)
+    return Unlabelled(path, range(len(x)), _checked(x, path, facts, settings), faults=faults)
 
 
 def _place(
@@ -138,7 +140,7 @@ def _table(
     encoding = reading.encoding or settings.get("encoding", UTF8)
     found = read_inputs(path, columns, reader, reading.named_by, reading.skip_bad, encoding)
     at = _checked(found.inputs, path, facts, settings)
-    return Unlabelled(found.rows, at, found.ids, skipped=found.skipped)
+    return Unlabelled(path, found.rows, at, found.ids, skipped=found.skipped)
 
 
 def _files(
@@ -162,7 +164,7 @@ def _files(
     else:
         x, faults = read_new_files(root, names, reader)
         at = _checked(x, root, facts, settings)
-    return Unlabelled(names, at, faults=faults, skipped=left_out(skipped))
+    return Unlabelled(root, names, at, faults=faults, skipped=left_out(skipped))
 
 
 def _images(

@@ -117,18 +117,11 @@ def predict(
     released = load_model(file, device=where, factory=factory, network=network)
     reading = Reading(skip_bad, id_column, encoding)
     records = read_unlabelled(data, file, facts, text_reader(file, facts), reading)
-    _check_some_left(data, len(records.names), records.skipped)
-    if not skip_bad:
-        refuse([*records.faults.values()], REMEDY)
+    _check_some_left(records.path, len(records.names), records.skipped)
+    _check_faults(records, skip_bad)
     answers = torch.cat([*_answers(released, facts, records, where)]).numpy()
-    if not skip_bad:  # images are decoded one batch after another
-        refuse([*records.faults.values()], REMEDY)
-    kept = [row for row in range(len(records.names)) if row not in records.faults]
-    skipped = records.skipped + left_out([*records.faults.values()])
-    _check_some_left(data, len(kept), skipped)
-    ids = None if records.ids is None else [records.ids[row] for row in kept]
-    names: Any = [records.names[row] for row in kept]
-    return Predictions(answers[kept], facts.task, names, ids, skipped)
+    _check_faults(records, skip_bad)  # images are decoded one batch after another
+    return _usable(records, answers, facts.task)
 
 
 def _answers(
@@ -148,8 +141,24 @@ def _answers(
         LISTENER.get()(Computing(done, len(records.names), released.path, what="predictions"))
 
 
-def _check_some_left(data: object, count: int, skipped: LeftOut) -> None:
+def _check_faults(records: Unlabelled, skip_bad: bool) -> None:
+    """Reject records of which some cannot be used, unless these are to be left out."""
+    if not skip_bad:
+        refuse([*records.faults.values()], REMEDY)
+
+
+def _usable(records: Unlabelled, answers: NDArray[np.float32], task: Task) -> Predictions:
+    """Return the predictions of records without a fault."""
+    kept = [row for row in range(len(records.names)) if row not in records.faults]
+    skipped = records.skipped + left_out([*records.faults.values()])
+    _check_some_left(records.path, len(kept), skipped)
+    ids = None if records.ids is None else [records.ids[row] for row in kept]
+    names: Any = [records.names[row] for row in kept]
+    return Predictions(answers[kept], task, names, ids, skipped)
+
+
+def _check_some_left(path: Path, count: int, skipped: LeftOut) -> None:
     """Reject data without a record."""
     if not count:
-        what = f"{data} contains no records" + " that can be used" * bool(skipped.records)
+        what = f"{path} contains no records" + " that can be used" * bool(skipped.records)
         refuse([what, *skipped.reasons])

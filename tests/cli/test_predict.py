@@ -15,6 +15,7 @@ from typer.testing import Result
 
 from dpmac_cli import load_model, predict
 from dpmac_cli.data.loaders import load_data
+from dpmac_cli.errors import InputError
 from dpmac_cli.release import prediction
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
 from dpmac_cli.tasks.regression import Counts, Regression
@@ -219,6 +220,11 @@ def test_rows_of_numbers_are_clipped_to_the_range_of_the_run() -> None:
     assert "must contain the arrays x (images or rows of numbers). It contains y" in refused(
         run, "other.npz"
     )
+
+
+def test_records_in_memory_are_not_shown_in_a_message(digits: Path) -> None:
+    with pytest.raises(InputError, match=r"^the array contains no records\.$"):
+        predict(digits, np.zeros((0, 8, 8), np.uint8))
 
 
 @pytest.mark.parametrize(
