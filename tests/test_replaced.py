@@ -11,12 +11,13 @@ import pytest
 from torch import nn
 
 from dpmac_cli import make_private
-from dpmac_cli.cli.compare import _write_results
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.report_file import recount
 from dpmac_cli.release.run import finish, fork, resume, train
 from dpmac_cli.runs import folder
 from dpmac_cli.studies.grid import plan
+from dpmac_cli.studies.results import collect
+from dpmac_cli.studies.tables import write_comparison
 from tests.digits_runs import SIGMA, after, digits_config, train_digits
 from tests.tiers import rest_long
 from tests.typed import dpmac
@@ -174,11 +175,12 @@ def test_a_kill_leaves_no_files_of_two_tables(
 ) -> None:
     flags = {"dataset": "digits", "sigma": "6", "optimizers": "dp-sgd", "steps": "1"}
     one, two = (plan({**flags, "seeds": seeds}, None, tmp_path / "runs") for seeds in ("1", "2"))
+    later = collect(two, {})
     for call in range(1, 60):
-        _write_results(one, tmp_path, {})
+        write_comparison(collect(one, {}), tmp_path)
         before = contents(tmp_path)
         with killed_at(call, monkeypatch) as calls:
-            _write_results(two, tmp_path, {})
+            write_comparison(later, tmp_path)
         now = contents(tmp_path)
         read = [name for name in ("compare.md", "compare.json") if name in now]
         assert len({before[name] == now[name] for name in read}) < 2

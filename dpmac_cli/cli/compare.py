@@ -23,7 +23,6 @@ from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import OUTPUT, Debug, Quiet
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.runs import folder
-from dpmac_cli.storage import files
 from dpmac_cli.studies import tables
 from dpmac_cli.studies.choose_executor import EXECUTORS, ExecutorChoice, opened
 from dpmac_cli.studies.executor import Ended, Moved, StudyEvent, carry_out
@@ -132,11 +131,12 @@ def compare(**given: Any) -> None:
         grid, flags.out, choice, console.for_display(flags.quiet, flags.json)
     )
     with console.waiting(flags.quiet, "table"):
-        document, summary = _write_results(grid, flags.out, failures)
+        texts = tables.write_comparison(collect(grid, failures), flags.out)
     if flags.json:
-        console.print_result(document)
+        console.print_result(texts[tables.COMPARE_JSON])
     elif not flags.quiet:
-        console.stdout().print(Text(summary))
+        written = f"{flags.out}: {', '.join([*texts, folder.SUMS])}"
+        console.stdout().print(Text(f"{texts[tables.COMPARE_MD]}\n{written}"))
     console.print_errors(_failed(grid, failures), label="failed")
     if interrupted:
         stop("interrupted; run the same command to resume.", INTERRUPTED)
@@ -182,23 +182,6 @@ def _carry_out(
 def _missing(grid: Grid) -> list[int]:
     """Return the numbers of the runs that are not finished."""
     return [number for number, run in enumerate(grid.runs) if finished_report(run) is None]
-
-
-def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[str, str]:
-    """Write the table in all formats; return its JSON, and its text with the files' names."""
-    comparison = collect(grid, failures)
-    document, text = (
-        files.to_json(tables.as_json(comparison)),
-        tables.as_markdown(comparison),
-    )
-    csv = tables.as_csv(comparison)
-    texts = {"compare.json": document, "compare.csv": csv, "compare.md": text}
-    for name in (folder.SUMS, *texts):  # a kill must not leave files of two tables
-        (out / name).unlink(missing_ok=True)
-    for name, content in texts.items():
-        files.write_atomically(out / name, content.encode())
-    folder.seal(out, texts)
-    return document, f"{text}\n{out}: {', '.join([*texts, folder.SUMS])}"
 
 
 def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:

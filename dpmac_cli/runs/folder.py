@@ -84,13 +84,17 @@ def vouched(where: Path, name: str) -> bool | None:
     return (where / name).exists() and found == f"{_sum(where / name)}  {name}"
 
 
-def check_unchanged(run: Path) -> None:
-    """Reject a run with a public file, except the model, that does not match SHA256SUMS."""
-    changed = [name for name in PUBLISHED[1:] if vouched(run, name) is False]
+def check_unchanged(
+    where: Path,
+    names: Iterable[str] = PUBLISHED[1:],
+    remedy: str = "Copy the run again from its source.",
+) -> None:
+    """Reject a folder with files that do not match SHA256SUMS: by default all but a run's model."""
+    changed = [name for name in names if vouched(where, name) is False]
     if changed:
         raise InputError(
-            f"{run}: {' and '.join(changed)} and the checksums in {SUMS} do not match: a file was "
-            "lost, damaged or edited. Copy the run again from its source."
+            f"{where}: {' and '.join(changed)} and the checksums in {SUMS} do not match: a file "
+            f"was lost, damaged or edited. {remedy}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Render a comparison as JSON values, CSV and Markdown."""
+"""Files of a comparison: JSON values, CSV, Markdown, and a web page of them."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.plots import means
 from dpmac_cli.release.card import web_page
 from dpmac_cli.runs import folder
-from dpmac_cli.storage.files import finite_or_none, to_csv
+from dpmac_cli.storage.files import finite_or_none, to_csv, to_json, write_atomically
 from dpmac_cli.storage.report_keys import StudyKeys
 from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison
@@ -22,6 +22,8 @@ from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.tasks.task import EvaluationMetric, number
 
 SCHEMA_VERSION = 3
+#: Files of a study.
+COMPARE_JSON, COMPARE_MD, COMPARE_CSV = "compare.json", "compare.md", "compare.csv"
 MISSING = "–"
 TEST = (
     "Bold (**): significantly better than all others in its column (paired two-sided t-test over "
@@ -99,17 +101,37 @@ def as_markdown(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n\n" + "\n\n".join(remarks(comparison)) + "\n"
 
 
-def study_page(out: Path) -> str:
-    """Return a web page of a study, from the files of :mod:`dpmac_cli.cli.compare`.
+def write_comparison(comparison: Comparison, out: Path) -> dict[str, str]:
+    """Write a comparison in all formats, and their checksums last; return what is in each file."""
+    texts = {
+        COMPARE_JSON: to_json(as_json(comparison)),
+        COMPARE_CSV: as_csv(comparison),
+        COMPARE_MD: as_markdown(comparison),
+    }
+    for name in (folder.SUMS, *texts):  # a kill must not leave files of two tables
+        (out / name).unlink(missing_ok=True)
+    for name, content in texts.items():
+        write_atomically(out / name, content.encode())
+    folder.seal(out, texts)
+    return texts
 
-    Raises InputError if its files cannot be read.
+
+def study_page(out: Path) -> str:
+    """Return a web page of a study, from the files of :func:`write_comparison`.
+
+    Raises InputError if its files cannot be read, or were changed.
     """
     remedy = "Use the output folder of dpmac compare."
-    _, table = folder.read_run_file(out, "compare.md", remedy)
-    file, values = folder.read_run_file(out, "compare.json", remedy)
-    study: StudyKeys = json.loads(values)
-    if study["schema_version"] != SCHEMA_VERSION:
+    _, table = folder.read_run_file(out, COMPARE_MD, remedy)
+    file, values = folder.read_run_file(out, COMPARE_JSON, remedy)
+    try:
+        study: StudyKeys = json.loads(values)
+        known = study["schema_version"] == SCHEMA_VERSION
+    except folder.BROKEN as failure:
+        raise InputError(f"{file} is not a comparison of dpmac ({failure}). {remedy}") from failure
+    if not known:
         raise InputError(f"{file} was written by another version of dpmac: compare again.")
+    folder.check_unchanged(out, (COMPARE_JSON, COMPARE_MD), "Run the same command again.")
     title = f"# Comparison on {study['dataset']}: test {study['metric']}, mean and deviation\n\n"
     picture = means(study, [*OPTIMIZERS], share=METRICS[study["metric"]].share)
     return web_page(title + table.decode(), {"The same as a picture": picture})

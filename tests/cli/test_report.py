@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dpmac_cli.plots import COLOURS
+from dpmac_cli.runs import folder
 from tests.cli.test_card import Page
 from tests.digits_runs import train_digits
 from tests.typed import dpmac
@@ -24,8 +25,8 @@ def pictures(text: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(part) for part in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
 
 
-def page_of(path: Path, folder: Path) -> str:
-    html = folder / "page.html"
+def page_of(path: Path, where: Path) -> str:
+    html = where / "page.html"
     result = dpmac("report", path, "--html", html)
     assert result.exit_code == 0, result.output
     text = html.read_text(encoding="utf-8")
@@ -97,6 +98,35 @@ def test_the_page_of_a_comparison_has_its_table_and_a_picture(tmp_path: Path) ->
     result = dpmac("report", study, "--html", tmp_path / "other.html")
     assert result.exit_code == 2
     assert "another version of dpmac" in " ".join(result.output.split())
+
+
+def study(where: Path) -> Path:
+    """A folder with the files of a comparison."""
+    texts = {"compare.json": '{"schema_version": 3}', "compare.csv": "", "compare.md": "| |"}
+    for name, text in texts.items():
+        (where / name).write_text(text)
+    folder.seal(where, texts)
+    return where
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("compare.json", "{", "compare.json is not a comparison of dpmac"),
+        ("compare.json", "[]", "compare.json is not a comparison of dpmac"),
+        ("compare.json", '{"schema_version": 1}', "was written by another version of dpmac"),
+        ("compare.json", '{"schema_version": 3} ', "compare.json and the checksums"),
+        ("compare.md", "| best |", "compare.md and the checksums"),
+    ],
+)
+def test_a_comparison_that_was_changed_is_refused(
+    name: str, content: str, message: str, tmp_path: Path
+) -> None:
+    (study(tmp_path) / name).write_text(content)
+    result = dpmac("report", tmp_path)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+    assert not Path("report.html").exists()
 
 
 @pytest.mark.parametrize(
