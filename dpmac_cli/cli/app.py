@@ -49,12 +49,12 @@ COMMANDS: Mapping[str, Place] = {
         "Predict classes or numbers of new, unlabelled records with a trained model.",
     ),
     "card": Place(
-        "evaluate",
+        "pages",
         "card",
         "Print the model card of a run as Markdown, as a web page or as a registry entry.",
     ),
     "report": Place(
-        "evaluate",
+        "pages",
         "report",
         "Write a web page for a run or a comparison: one self-contained file with figures.",
     ),

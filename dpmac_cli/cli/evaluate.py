@@ -1,7 +1,7 @@
-"""Commands for trained models: evaluation, audits, prediction, model cards and web pages."""
+"""dpmac eval and dpmac predict: scores, audits and predictions of trained models."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,7 @@ from rich.text import Text
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, take, with_options
+from dpmac_cli.cli.written_files import ReplaceFile, faults_of_file
 from dpmac_cli.config.fields import Choice, Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import (
@@ -19,7 +20,6 @@ from dpmac_cli.config.settings import (
     OTHER_ENCODINGS,
     OUTPUT,
     OWN_DATA,
-    SETTINGS,
     TASK,
     DataDir,
     Debug,
@@ -31,9 +31,8 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import UTF8
 from dpmac_cli.errors import MISFIT, counted, raise_errors
 from dpmac_cli.plots import faults_of_picture
-from dpmac_cli.release.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD
-from dpmac_cli.storage.files import finite_or_none, to_json, write_atomically
+from dpmac_cli.storage.files import finite_or_none, to_json
 from dpmac_cli.tasks.known import METRICS
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ OwnFactory = Annotated[
     ),
     Flag(TASK, metavar="FILE.py:FACTORY"),
 ]
-ReplaceFile = Annotated[StrictBool, Field(description="Replace an existing file."), Flag(OUTPUT)]
 
 
 class EvalFlags(Flags, frozen=True):
@@ -121,59 +119,6 @@ class PredictFlags(Flags, frozen=True):
     encoding: OtherEncoding = None
     device: Device = "auto"
     quiet: Quiet = False
-    debug: Debug = False
-
-
-class Format(Flags, frozen=True):
-    """Output format of ``dpmac card``."""
-
-    format: Annotated[
-        str, Choice(tuple(FORMATS)), Field(description="Output format."), Flag(OUTPUT)
-    ] = "md"
-
-
-class CardAnswers(Flags, frozen=True):
-    """Answers of a model card that only its publisher knows."""
-
-    data_curator: Annotated[
-        str | None,
-        Field(description="Person or organisation that publishes the model."),
-        Flag(OUTPUT),
-    ] = None
-    intended_use: Annotated[
-        str | None,
-        Field(description="What the model is intended for, and what it is not."),
-        Flag(OUTPUT),
-    ] = None
-    contact: Annotated[str | None, Field(description="Contact for questions."), Flag(OUTPUT)] = None
-    region: Annotated[
-        str | None, Field(description="Region that the records come from."), Flag(OUTPUT)
-    ] = None
-    access_and_collection: Annotated[
-        str | None,
-        Field(
-            description="Who can access the records, and what else is collected about the same "
-            "people."
-        ),
-        Flag(OUTPUT),
-    ] = None
-    justification: Annotated[
-        str | None,
-        Field(description="Justification of epsilon, delta and the unit of privacy."),
-        Flag(OUTPUT),
-    ] = None
-
-
-DEBUG = {"debug": SETTINGS["debug"]}
-
-
-class ReportFlags(Flags, frozen=True):
-    """Flags of ``dpmac report``."""
-
-    html: Annotated[SomePath, Field(description="File to write."), Flag(OUTPUT, metavar="FILE")] = (
-        Path("report.html")
-    )
-    force: ReplaceFile = False
     debug: Debug = False
 
 
@@ -240,7 +185,7 @@ def predict(run: Path, data: Path, **given: Any) -> None:
     """
     flags = take(PredictFlags, given)
     out, quiet = flags.out, flags.quiet
-    raise_errors(_faults_of_file(out, (".csv",), flags.force))
+    raise_errors(faults_of_file(out, (".csv",), flags.force))
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         from dpmac_cli.release.prediction import predict  # noqa: PLC0415  (loads torch)
 
@@ -260,68 +205,6 @@ def predict(run: Path, data: Path, **given: Any) -> None:
     if not quiet:
         written = counted(len(found.records), "record")
         console.stdout().print(Text(f"{out}: predictions for {written}"))
-
-
-@with_options(argument("run", "A run folder."), options(Format), options(CardAnswers), DEBUG)
-def card(run: Path, **given: Any) -> None:
-    """Print the model card of a run as Markdown, as a web page or as a registry entry.
-
-    The card answers the questions of NIST SP 800-226. Answers that only you know are "to be
-    filled in" until you provide them here. registry-yaml is for OpenDP's registry of
-    deployments.
-
-    Example: dpmac card runs/scans-dp-adam-1 --format html --contact "dpo@clinic.example" >
-    card.html
-
-    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
-    """
-    answers, flags = take(CardAnswers, given), take(Format, given)
-    rows = {
-        name.replace("_", " "): " ".join(text.split()) for name, text in answers.explicit.items()
-    }
-    written = {name: text for name, text in rows.items() if text}
-    console.print_result(render_card(run, flags.format, written))
-
-
-@with_options(argument("path", "A run folder, or a folder of dpmac compare."), options(ReportFlags))
-def report(path: Path, **given: Any) -> None:
-    """Write a web page for a run or a comparison: one self-contained file with figures.
-
-    For a run: its model card, accuracy and epsilon over time, bounds on membership attacks, and
-    its settings. For a comparison: the table, with significance tests, and a figure.
-
-    Examples:
-
-        dpmac report runs/mnist-dp-macadam-1
-
-        dpmac report runs/compare --html study.html
-
-    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
-    """
-    flags = take(ReportFlags, given)
-    html = flags.html
-    raise_errors(_faults_of_file(html, (".html",), flags.force, "html"))
-    with console.waiting(quiet=False, first="report"):
-        if (path / "compare.json").is_file():
-            from dpmac_cli.studies.tables import study_page  # noqa: PLC0415  (loads torch)
-
-            page = study_page(path)
-        else:
-            page = run_page(path)
-    write_atomically(html, page.encode())
-    console.stdout().print(Text(f"{html}: web page of {path}, in one file"))
-
-
-def _faults_of_file(
-    path: Path, kinds: Sequence[str], force: bool, flag: str = "out"
-) -> Iterator[str]:
-    """Yield faults of the path of a file to write."""
-    if path.suffix not in kinds:
-        yield f"--{flag} {path} must end in {' or '.join(kinds)}."
-    if not path.parent.is_dir():
-        yield f"The folder {path.parent} of --{flag} does not exist."
-    if path.exists() and not (force and path.is_file()):
-        yield f"{path} already exists. Add --force to replace it, or use another --{flag}."
 
 
 def _show(scored: "Scored", plot: Path | None, json: bool) -> None:

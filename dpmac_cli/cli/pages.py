@@ -1,0 +1,116 @@
+"""dpmac card and dpmac report: model cards, and web pages of runs and comparisons."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from rich.text import Text
+
+from dpmac_cli.cli import console
+from dpmac_cli.cli.options import argument, take, with_options
+from dpmac_cli.cli.written_files import ReplaceFile, faults_of_file
+from dpmac_cli.config.fields import Choice, Flag, SomePath, options
+from dpmac_cli.config.flags import Flags
+from dpmac_cli.config.settings import OUTPUT, SETTINGS, Debug
+from dpmac_cli.errors import raise_errors
+from dpmac_cli.release.card import FORMATS, render_card, run_page
+from dpmac_cli.storage.files import write_atomically
+from dpmac_cli.studies.tables import COMPARE_JSON, study_page
+
+DEBUG = {"debug": SETTINGS["debug"]}
+
+
+class Format(Flags, frozen=True):
+    """Output format of ``dpmac card``."""
+
+    format: Annotated[
+        str, Choice(tuple(FORMATS)), Field(description="Output format."), Flag(OUTPUT)
+    ] = "md"
+
+
+class CardAnswers(Flags, frozen=True):
+    """Answers of a model card that only its publisher knows."""
+
+    data_curator: Annotated[
+        str | None,
+        Field(description="Person or organisation that publishes the model."),
+        Flag(OUTPUT),
+    ] = None
+    intended_use: Annotated[
+        str | None,
+        Field(description="What the model is intended for, and what it is not."),
+        Flag(OUTPUT),
+    ] = None
+    contact: Annotated[str | None, Field(description="Contact for questions."), Flag(OUTPUT)] = None
+    region: Annotated[
+        str | None, Field(description="Region that the records come from."), Flag(OUTPUT)
+    ] = None
+    access_and_collection: Annotated[
+        str | None,
+        Field(
+            description="Who can access the records, and what else is collected about the same "
+            "people."
+        ),
+        Flag(OUTPUT),
+    ] = None
+    justification: Annotated[
+        str | None,
+        Field(description="Justification of epsilon, delta and the unit of privacy."),
+        Flag(OUTPUT),
+    ] = None
+
+
+class ReportFlags(Flags, frozen=True):
+    """Flags of ``dpmac report``."""
+
+    html: Annotated[SomePath, Field(description="File to write."), Flag(OUTPUT, metavar="FILE")] = (
+        Path("report.html")
+    )
+    force: ReplaceFile = False
+    debug: Debug = False
+
+
+@with_options(argument("run", "A run folder."), options(Format), options(CardAnswers), DEBUG)
+def card(run: Path, **given: Any) -> None:
+    """Print the model card of a run as Markdown, as a web page or as a registry entry.
+
+    The card answers the questions of NIST SP 800-226. Answers that only you know are "to be
+    filled in" until you provide them here. registry-yaml is for OpenDP's registry of
+    deployments.
+
+    Example: dpmac card runs/scans-dp-adam-1 --format html --contact "dpo@clinic.example" >
+    card.html
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
+    """
+    answers, flags = take(CardAnswers, given), take(Format, given)
+    rows = {
+        name.replace("_", " "): " ".join(text.split()) for name, text in answers.explicit.items()
+    }
+    written = {name: text for name, text in rows.items() if text}
+    console.print_result(render_card(run, flags.format, written))
+
+
+@with_options(argument("path", "A run folder, or a folder of dpmac compare."), options(ReportFlags))
+def report(path: Path, **given: Any) -> None:
+    """Write a web page for a run or a comparison: one self-contained file with figures.
+
+    For a run: its model card, accuracy and epsilon over time, bounds on membership attacks, and
+    its settings. For a comparison: the table, with significance tests, and a figure.
+
+    Examples:
+
+        dpmac report runs/mnist-dp-macadam-1
+
+        dpmac report runs/compare --html study.html
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
+    """
+    flags = take(ReportFlags, given)
+    html = flags.html
+    raise_errors(faults_of_file(html, (".html",), flags.force, "html"))
+    with console.waiting(quiet=False, first="report"):
+        is_study = (path / COMPARE_JSON).is_file()
+        page = study_page(path) if is_study else run_page(path)
+    write_atomically(html, page.encode())
+    console.stdout().print(Text(f"{html}: web page of {path}, in one file"))
