@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,32 +78,11 @@ def account(run: Path | None, **given: Any) -> None:
     shown = take(AccountOutput, given)
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
     accountant = account_flags.by_name(flags, []).get("accountant", DEFAULT_ACCOUNTANT)
-    by_rdp = accountant in ("rdp", "all")
-    faults = {
-        "--plot draws the trade-off curve of --risk: add --risk.": shown.plot and not shown.risk,
-        "--risk needs privacy loss distributions: add --accountant pld.": shown.risk and by_rdp,
-    }
-    errors = [*(fault for fault, is_so in faults.items() if is_so), *faults_of_picture(shown.plot)]
-    rows: list[Row] = []
-    said: tuple[str, ...] = ()
-    costs = out_of_reach = None
+    errors = list(_faults(shown, accountant))
     with console.waiting(shown.json, "privacy cost"):
-        if run is not None:
-            rows, *costs = recount(run, flags, errors)
-        else:
-            questions = account_flags.asked(flags, errors)
-            said = tuple(dict.fromkeys(note for one in questions for note in one.said))
-            try:
-                rows.extend(account_answers.answer(*questions))
-            except BudgetError as failure:
-                if not rows:
-                    raise
-                out_of_reach = failure
-        notes = [*said, *account_answers.account_notes(rows, accountant)]
-        if shown.risk:
-            for number, row in enumerate(rows):
-                found = assess_risk(row.done, row.dataset_size or 1, row.unit)
-                rows[number] = replace(row, risk=found)
+        found = _asked(flags, errors) if run is None else _recounted(run, flags, errors)
+        notes = [*found.said, *account_answers.account_notes(found.rows, accountant)]
+        rows = [_with_risk(row) if shown.risk else row for row in found.rows]
         if shown.plot:
             write_figure(trade_offs(rows), shown.plot)
     console.print_notes(notes)
@@ -111,10 +90,62 @@ def account(run: Path | None, **given: Any) -> None:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
     else:
         _print(console.stdout(), rows)
-    if costs is not None:
-        _judge(*costs)
-    if out_of_reach is not None:
-        raise out_of_reach
+    if found.of_report is not None:
+        _judge(*found.of_report)
+    if found.out_of_reach is not None:
+        raise found.out_of_reach
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Privacy costs that were asked for.
+
+    ``said`` are notes on the questions, ``of_report`` the epsilon in a report and the correct one,
+    and ``out_of_reach`` names the targets that have no row.
+    """
+
+    rows: Sequence[Row]
+    said: Sequence[str] = ()
+    of_report: tuple[float, float] | None = None
+    out_of_reach: BudgetError | None = None
+
+
+def _faults(shown: AccountOutput, accountant: str) -> Iterator[str]:
+    """Yield faults of the flags of the command."""
+    if shown.plot and not shown.risk:
+        yield "--plot draws the trade-off curve of --risk: add --risk."
+    if shown.risk and accountant in ("rdp", "all"):
+        yield "--risk needs privacy loss distributions: add --accountant pld."
+    yield from faults_of_picture(shown.plot)
+
+
+def _recounted(run: Path, flags: Mapping[str, str], errors: Sequence[str]) -> _Answers:
+    """Return the privacy cost of a run. Raises InputError with ``errors`` and further ones."""
+    rows, stored, correct = recount(run, flags, errors)
+    return _Answers(rows, of_report=(stored, correct))
+
+
+def _asked(flags: Mapping[str, str], errors: Sequence[str]) -> _Answers:
+    """Return the privacy cost of settings, or settings that meet a target.
+
+    Raises:
+        InputError: there are ``errors``, or further ones.
+        BudgetError: no target can be met.
+    """
+    questions = account_flags.asked(flags, errors)
+    said = tuple(dict.fromkeys(note for one in questions for note in one.said))
+    rows: list[Row] = []
+    try:
+        rows.extend(account_answers.answer(*questions))
+    except BudgetError as failure:
+        if not rows:
+            raise
+        return _Answers(rows, said, out_of_reach=failure)
+    return _Answers(rows, said)
+
+
+def _with_risk(row: Row) -> Row:
+    return replace(row, risk=assess_risk(row.done, row.dataset_size or 1, row.unit))
 
 
 def _judge(stored: float, again: float) -> None:

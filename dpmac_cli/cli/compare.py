@@ -116,17 +116,7 @@ def compare(**given: Any) -> None:
     if planned is not None:
         console.stdout().print(planned)
         return
-    if flags.out.is_dir() and any(flags.out.iterdir()) and not (flags.out / RUNS).is_dir():
-        raise InputError(
-            f"--out {flags.out} contains files that do not belong to a study. Use a new or empty "
-            "folder."
-        )
-    raise_errors(
-        f"{run.folder} contains a run with other settings, which is not part of this study. Move "
-        "it elsewhere and run the same command again to train it from scratch."
-        for run in grid.runs
-        if was_changed(run)
-    )
+    _check_folder(grid, flags.out)
     failures, interrupted = _carry_out(
         grid, flags.out, choice, console.for_display(flags.quiet, flags.json)
     )
@@ -142,6 +132,20 @@ def compare(**given: Any) -> None:
         stop("interrupted; run the same command to resume.", INTERRUPTED)
     if failures:
         raise typer.Exit(MISFIT)
+
+
+def _check_folder(grid: Grid, out: Path) -> None:
+    """Raise InputError if the folder of a study has other files, or runs with other settings."""
+    if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
+        raise InputError(
+            f"--out {out} contains files that do not belong to a study. Use a new or empty folder."
+        )
+    raise_errors(
+        f"{run.folder} contains a run with other settings, which is not part of this study. Move "
+        "it elsewhere and run the same command again to train it from scratch."
+        for run in grid.runs
+        if was_changed(run)
+    )
 
 
 def _carry_out(

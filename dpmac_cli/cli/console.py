@@ -18,6 +18,8 @@ from dpmac_cli.storage.progress import LISTENER, Computing
 #: Style for important messages. In many terminals yellow, green and cyan are too faint on white,
 #: and blue is too faint on black.
 ATTENTION = "magenta"
+#: Width of a line that is not on a terminal: no table needs more.
+UNLIMITED = 10_000
 #: Replaces a rich style that uses one of these colors.
 THEME = Theme({"progress.remaining": "dim"})
 
@@ -83,6 +85,12 @@ def prepare_streams() -> None:
 def stdout() -> Console:
     """Return the console for results: plain text if not a terminal; honors NO_COLOR."""
     return _console(sys.stdout)
+
+
+def widen(out: Console) -> None:
+    """Let tables be as wide as they need where lines are read by a program or a pager."""
+    if not out.is_terminal:
+        out.width = UNLIMITED
 
 
 def for_display(quiet: bool, json: bool) -> Console:

@@ -16,8 +16,6 @@ from dpmac_cli.config.named import BEST, PAPER, RECIPES, NamedRecipe
 from dpmac_cli.config.settings import Debug, PrintJson
 from dpmac_cli.storage.files import to_json
 
-#: Width of a table that is not on a terminal: no command needs more.
-UNLIMITED = 10_000
 #: Recipes without a file, with the command that runs each.
 RULES = {
     BEST: ("the best run for an epsilon, by rule", "dpmac train --dataset NAME --epsilon 3"),
@@ -52,9 +50,8 @@ def recipes(**given: Any) -> None:
 
 def print_recipes(out: Console) -> None:
     """Print the recipes. Where a line is too short for the commands, they are below the table."""
-    if not out.is_terminal:
-        out.width = UNLIMITED
-    table, unlimited = _table(), out.options.update(max_width=UNLIMITED)
+    console.widen(out)
+    table, unlimited = _table(), out.options.update(max_width=console.UNLIMITED)
     wide = Measurement.get(out, unlimited, table).maximum <= out.width
     out.print(table if wide else _table(commands=False))
     if not wide:

@@ -32,8 +32,6 @@ STYLES = {"finished": "", "running": "bold", "diverged": "red", "cut-off": "red"
 SEEDED, AUDITED = "*", "!"
 #: Units of time in seconds, the largest first.
 UNITS = {"d": 86_400, "h": 3600, "min": 60, "s": 1}
-#: Width of a line that is not on a terminal: no run needs more.
-UNLIMITED = 10_000
 
 
 class RunsFlags(Flags, frozen=True):
@@ -89,8 +87,7 @@ def _print(out: Console, found: Sequence["ListedRun"], roots: Sequence[Path]) ->
     same = [name for name in COMMON if len({getattr(run, name) for run in found}) == 1]
     if shared := [str(value) for name in same if (value := getattr(found[0], name))]:
         out.print(Text(" with ".join(shared), style="bold"))
-    if not out.is_terminal:
-        out.width = UNLIMITED
+    console.widen(out)
     out.print(_table(found, roots, [column for column in COLUMNS if column not in same]))
     for remark in _remarks(found):
         out.print(Text(remark, style="dim"))

@@ -22,7 +22,7 @@ from dpmac_cli.config.dimensions import DECIDED
 from dpmac_cli.config.fields import Flag, Option, SomePath, flag_name, options
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.search_flags import DRAWN, SEARCH, SEARCH_FLAGS, SearchFlags
-from dpmac_cli.config.search_space import ask_search
+from dpmac_cli.config.search_space import SearchSpace, ask_search
 from dpmac_cli.config.settings import SETTINGS, DisplayFlags
 from dpmac_cli.config.transfer import Transfer
 from dpmac_cli.errors import INTERRUPTED, InputError
@@ -96,17 +96,24 @@ def tune(search: list[str] | None, **given: Any) -> None:
         flags, space = ask_search(given, of_search, search or [], command.config)
     if isinstance(space, Transfer):
         _transfer(space, flags.out, shown.quiet, json=json, dry_run=command.dry_run)
-        return
-    with console.waiting(shown.quiet, "time of a trial"):
-        from dpmac_cli.studies import tune as tuning  # noqa: PLC0415  (loads torch)
+    else:
+        _search(space, flags, shown.quiet, json=json, dry_run=command.dry_run)
 
-        plan = tuning.plan_tune(space, flags.out, stop_early=flags.stop_early)
-    if not shown.quiet:
+
+def _search(
+    space: SearchSpace, flags: SearchFlags, quiet: bool, *, json: bool, dry_run: bool
+) -> None:
+    """Search in secret on the private records. Raises typer.Exit if stopped."""
+    with console.waiting(quiet, "time of a trial"):
+        from dpmac_cli.studies.tune import plan_tune  # noqa: PLC0415  (loads torch)
+
+        plan = plan_tune(space, flags.out, stop_early=flags.stop_early)
+    if not quiet:
         console.print_notes(space.notes)
-    if command.dry_run:
+    if dry_run:
         console.stdout().print(*_plan_lines(plan), sep="\n")
         return
-    screen = console.for_display(shown.quiet, json)
+    screen = console.for_display(quiet, json)
     screen.print(*_plan_lines(plan), sep="\n")
     screen.print(Text(f"writing {plan.out}", style="dim"))
     with stop_request() as asked, contextlib.closing(_silenced(plan, asked)) as events:
