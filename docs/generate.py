@@ -74,7 +74,12 @@ AccountName = Literal[
 {account}]
 
 
-class TrainingKeywords(TypedDict, total=False):
+class StepKeywords(TypedDict, total=False):
+    """Settings of a training run that a private step has, too; None if not given."""
+
+{step}
+
+class TrainingKeywords(StepKeywords, total=False):
     """Settings of a training run, except for data, network and loss; None if not given."""
 
 {more}
@@ -575,7 +580,12 @@ def keyword_types() -> str:
     return KEYWORDS.format(
         settings=literal(SETTINGS),
         account=literal(FLAGS),
-        more="".join(keyword(SETTINGS[name]) for name in SETTINGS if name not in apart),
+        step="".join(keyword(option) for option in SETTINGS.values() if option.flag.of_step),
+        more="".join(
+            keyword(option)
+            for name, option in SETTINGS.items()
+            if not option.flag.of_step and name not in apart
+        ),
         apart="".join(keyword(SETTINGS[name]) for name in SETTINGS if name in apart),
     )
 

@@ -46,6 +46,7 @@ class Flag:
         studied: whether a comparison can vary it.
         labels: whether it distinguishes the runs of a comparison.
         comma: whether a value may contain a comma.
+        of_step: whether a :class:`~dpmac_cli.runs.private_step.PrivateStep` has it.
     """
 
     group: str
@@ -63,6 +64,7 @@ class Flag:
     studied: bool = True
     labels: bool = True
     comma: bool = False
+    of_step: bool = False
 
 
 @dataclass(frozen=True)

@@ -102,43 +102,16 @@ AccountName = Literal[
 ]
 
 
-class TrainingKeywords(TypedDict, total=False):
-    """Settings of a training run, except for data, network and loss; None if not given."""
+class StepKeywords(TypedDict, total=False):
+    """Settings of a training run that a private step has, too; None if not given."""
 
-    recipe: str | None
-    fix_norm: bool | None
     isolate: bool | None
-    features: str | None
-    backbone: str | None
-    backbone_size: int | None
-    backbone_flips: bool | None
-    pretrained: str | Path | None
-    train: str | None
-    lora_rank: int | None
-    lora_alpha: float | None
     epochs: int | None
     steps: int | None
-    batch_size: int | None
-    test_fraction: float | None
-    split_seed: int | None
-    channels: int | str | None
-    image_size: int | None
-    levels: int | None
-    classes: str | None
-    standardise: str | None
-    feature_range: str | None
-    schema: str | Path | None
-    encoding: str | None
-    tokens: int | None
-    unit: str | None
-    records_per_unit: int | None
-    skip_bad: bool | None
     sigma: float | None
     epsilon: float | None
     max_epsilon: float | None
-    sampler: str | None
     delta: float | None
-    no_dp: bool | None
     secure: bool | None
     optimizer: str | None
     lr: float | None
@@ -154,6 +127,40 @@ class TrainingKeywords(TypedDict, total=False):
     lr_schedule: str | None
     warmup_steps: int | None
     weight_decay: float | None
+    physical_batch: int | None
+    seed: int | None
+
+
+class TrainingKeywords(StepKeywords, total=False):
+    """Settings of a training run, except for data, network and loss; None if not given."""
+
+    recipe: str | None
+    fix_norm: bool | None
+    features: str | None
+    backbone: str | None
+    backbone_size: int | None
+    backbone_flips: bool | None
+    pretrained: str | Path | None
+    train: str | None
+    lora_rank: int | None
+    lora_alpha: float | None
+    batch_size: int | None
+    test_fraction: float | None
+    split_seed: int | None
+    channels: int | str | None
+    image_size: int | None
+    levels: int | None
+    classes: str | None
+    standardise: str | None
+    feature_range: str | None
+    schema: str | Path | None
+    encoding: str | None
+    tokens: int | None
+    unit: str | None
+    records_per_unit: int | None
+    skip_bad: bool | None
+    sampler: str | None
+    no_dp: bool | None
     ema: float | None
     augmentations: int | None
     augment: str | None
@@ -161,9 +168,7 @@ class TrainingKeywords(TypedDict, total=False):
     class_weights: str | None
     canaries: int | None
     guesses: int | None
-    physical_batch: int | None
     device: str | None
-    seed: int | None
     data_dir: str | Path | None
     metric: str | None
     cover_scores: bool | None

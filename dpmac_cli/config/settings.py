@@ -170,6 +170,7 @@ class Settings(Flags, frozen=True):
             otherwise="if it cannot be proven that the network does not mix samples",
             omitted=True,
             fixed=True,
+            of_step=True,
         ),
     ] = False
     features: Annotated[
@@ -232,12 +233,12 @@ class Settings(Flags, frozen=True):
     epochs: Annotated[
         Count | None,
         Field(description="Epochs of ceil(n/B) steps."),
-        Flag(TASK, also=("num-epochs",), otherwise="the dataset's"),
+        Flag(TASK, also=("num-epochs",), otherwise="the dataset's", of_step=True),
     ] = None
     steps: Annotated[
         Steps | None,
         Field(description="Steps, instead of --epochs."),
-        Flag(TASK),
+        Flag(TASK, of_step=True),
     ] = None
     batch_size: Annotated[
         Count | None,
@@ -361,6 +362,7 @@ class Settings(Flags, frozen=True):
             also=("noise-multiplier", "noise"),
             otherwise="that of --epsilon; with --recipe paper the dataset's",
             hint=_no_noise,
+            of_step=True,
         ),
     ] = None
     epsilon: Annotated[
@@ -375,12 +377,13 @@ class Settings(Flags, frozen=True):
             also=("target-epsilon", "eps"),
             otherwise="3; with --sigma, --no-dp or --recipe paper none",
             fixed=True,
+            of_step=True,
         ),
     ] = None
     max_epsilon: Annotated[
         Positive | None,
         Field(description="Stop before epsilon exceeds this (exit code 3)."),
-        Flag(PRIVACY, studied=False),
+        Flag(PRIVACY, studied=False, of_step=True),
     ] = None
     sampler: Annotated[
         str,
@@ -395,7 +398,7 @@ class Settings(Flags, frozen=True):
                 "Delta of (epsilon, delta). Your own data: 1e-05, or n^-1.1 if that is less."
             )
         ),
-        Flag(PRIVACY, also=("target-delta",)),
+        Flag(PRIVACY, also=("target-delta",), of_step=True),
     ] = DELTA
     no_dp: Annotated[
         StrictBool,
@@ -418,19 +421,24 @@ class Settings(Flags, frozen=True):
                 "attacks on generators and floating point. Slower."
             )
         ),
-        Flag(PRIVACY, also=("secure-mode",), studied=False, labels=False),
+        Flag(PRIVACY, also=("secure-mode",), studied=False, labels=False, of_step=True),
     ] = False
     # Optimizer
     optimizer: Annotated[
         str,
         Choice(tuple(OPTIMIZERS)),
         Field(description="Clipping and update method. Your own data: dp-adam."),
-        Flag(OPTIMIZER, also=("optimizers",), fixed=True, studied=False),
+        Flag(OPTIMIZER, also=("optimizers",), fixed=True, studied=False, of_step=True),
     ] = "dp-macadam"
     lr: Annotated[
         Scale | None,
         Field(description="Learning rate."),
-        Flag(OPTIMIZER, also=("learning-rate",), otherwise="depends on dataset and optimizer"),
+        Flag(
+            OPTIMIZER,
+            also=("learning-rate",),
+            otherwise="depends on dataset and optimizer",
+            of_step=True,
+        ),
     ] = None
     clip_norm: Annotated[
         Scale | None,
@@ -439,61 +447,62 @@ class Settings(Flags, frozen=True):
             OPTIMIZER,
             also=("max-grad-norm", "l2-norm-clip", "clipping-norm"),
             otherwise="the dataset's",
+            of_step=True,
         ),
     ] = None
     beta1: Annotated[
         Decay | None,
         Field(description="Decay rate of the first moment."),
-        Flag(OPTIMIZER, otherwise="0.9; adaclip 0.99"),
+        Flag(OPTIMIZER, otherwise="0.9; adaclip 0.99", of_step=True),
     ] = None
     beta2: Annotated[
         Decay | None,
         Field(description="Decay rate of the second moment."),
-        Flag(OPTIMIZER, otherwise="0.999; adaclip 0.9"),
+        Flag(OPTIMIZER, otherwise="0.999; adaclip 0.9", of_step=True),
     ] = None
     gamma: Annotated[
         float,
         Field(ge=0, le=1, description="Adam's stability constant."),
-        Flag(OPTIMIZER),
+        Flag(OPTIMIZER, of_step=True),
     ] = 1e-08
     gamma_prime: Annotated[
         Variance | None,
         Field(description="Lower bound of the corrected second moment."),
-        Flag(OPTIMIZER, otherwise="1e-08; with --phi tracked the dataset's"),
+        Flag(OPTIMIZER, otherwise="1e-08; with --phi tracked the dataset's", of_step=True),
     ] = None
     h1: Annotated[
         Variance | None,
         Field(description="Lower bound of the estimated variance."),
-        Flag(OPTIMIZER, otherwise="the dataset's"),
+        Flag(OPTIMIZER, otherwise="the dataset's", of_step=True),
     ] = None
     h2: Annotated[
         Variance | None,
         Field(description="Upper bound of the estimated variance."),
-        Flag(OPTIMIZER, otherwise="the dataset's"),
+        Flag(OPTIMIZER, otherwise="the dataset's", of_step=True),
     ] = None
     kappa: Annotated[
         Kappa,
         Choice(get_args(Kappa)),
         Field(description="Variance estimate of DP-MacAdam."),
-        Flag(OPTIMIZER),
+        Flag(OPTIMIZER, of_step=True),
     ] = "tracked"
     phi: Annotated[
         str,
         Choice(("paper", "tracked")),
         Field(description="Noise estimate of DP-MacAdamBC."),
-        Flag(OPTIMIZER),
+        Flag(OPTIMIZER, of_step=True),
     ] = "tracked"
     # Recipe
     lr_schedule: Annotated[
         str,
         Choice(SCHEDULES),
         Field(description="Learning rate schedule after the warm-up."),
-        Flag(RECIPE, omitted=True),
+        Flag(RECIPE, omitted=True, of_step=True),
     ] = "constant"
     warmup_steps: Annotated[
         Length,
         Field(description="Number of steps in which the learning rate rises to --lr."),
-        Flag(RECIPE, omitted=True),
+        Flag(RECIPE, omitted=True, of_step=True),
     ] = 0
     weight_decay: Annotated[
         float,
@@ -502,7 +511,7 @@ class Settings(Flags, frozen=True):
             le=1000.0,
             description="Decoupled weight decay: shrink weights by lr times this in every step.",
         ),
-        Flag(RECIPE, omitted=True),
+        Flag(RECIPE, omitted=True, of_step=True),
     ] = 0.0
     ema: Annotated[
         Probability | None,
@@ -596,6 +605,7 @@ class Settings(Flags, frozen=True):
             RUN,
             also=("max-physical-batch-size",),
             otherwise="depends on network, dataset and device",
+            of_step=True,
         ),
     ] = None
     device: Device = "auto"
@@ -618,6 +628,7 @@ class Settings(Flags, frozen=True):
             recorded=False,
             fixed=True,
             studied=False,
+            of_step=True,
         ),
     ] = None
     data_dir: DataDir = None

@@ -13,6 +13,7 @@ from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
 from dpmac_cli.accounting.statements import format_epsilon, statement
+from dpmac_cli.config.keywords import StepKeywords
 from dpmac_cli.config.plan import PrivacyPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
@@ -27,7 +28,6 @@ from dpmac_cli.runs import step_state
 from dpmac_cli.runs.fixed_settings import FixedSettings
 from dpmac_cli.runs.step_arguments import (
     RECORD_UNIT,
-    StepKeywords,
     check_arguments,
     check_number,
     check_size,

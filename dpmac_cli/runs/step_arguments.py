@@ -1,48 +1,18 @@
 """Arguments of a private step: its settings, and the batches that it accepts."""
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import nn
 
 from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
-from dpmac_cli.config.keywords import Keywords
+from dpmac_cli.config.keywords import Keywords, StepKeywords
 from dpmac_cli.dp.clipping.batches import Batch, check_rows, map_rows, samples_in
-from dpmac_cli.dp.optimizers import Kappa
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 
 #: Unit of privacy of a batch's rows.
 RECORD_UNIT = ("training record", "")
-
-
-class StepKeywords(TypedDict, total=False):
-    """Settings of docs/configuration.md that a :class:`PrivateStep` has; None if not given."""
-
-    isolate: bool | None
-    epochs: int | None
-    steps: int | None
-    sigma: float | None
-    epsilon: float | None
-    max_epsilon: float | None
-    delta: float | None
-    secure: bool | None
-    optimizer: str | None
-    lr: float | None
-    clip_norm: float | None
-    beta1: float | None
-    beta2: float | None
-    gamma: float | None
-    gamma_prime: float | None
-    h1: float | None
-    h2: float | None
-    kappa: Kappa | None
-    phi: str | None
-    lr_schedule: str | None
-    warmup_steps: int | None
-    weight_decay: float | None
-    physical_batch: int | None
-    seed: int | None
 
 
 def check_arguments(
