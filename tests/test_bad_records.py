@@ -7,7 +7,7 @@ import random
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -349,6 +349,37 @@ def test_no_item_changes_another(bad: str, place: int) -> None:
     assert len(worse[0].skipped) == 1
     with pytest.raises(InputError, match=f"such as row {place}"):
         inspect(arrays(more, y, unit))
+
+
+RECORDS: dict[str, dict[str, Any]] = {
+    "images": {"x": np.arange(COUNT * 16, dtype=np.uint8).reshape(COUNT, 4, 4)},
+    "integers": {"x": np.arange(COUNT * 3).reshape(COUNT, 3), "low": 0, "high": 180},
+    "floats": {"x": np.linspace(0, 1, COUNT * 3).reshape(COUNT, 3), "low": 0, "high": 1},
+}
+TARGETS: dict[str, dict[str, Any]] = {
+    "classes": {"y": np.arange(COUNT) % 2},
+    "labels": {"y": np.arange(COUNT * 2).reshape(COUNT, 2) % 2},
+    "a number": {"y": np.linspace(0, 9, COUNT), "target_low": 0, "target_high": 9},
+    "two numbers": {
+        "y": np.linspace(0, 9, COUNT * 2).reshape(COUNT, 2),
+        **{"target_low": [0, 0], "target_high": [9, 9]},
+    },
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("records", RECORDS)
+def test_without_bad_records_nothing_is_left_out(records: str, targets: str) -> None:
+    """Each record remains one: taken together as one, epsilon would protect something else."""
+    data = ArrayData(**RECORDS[records], **TARGETS[targets])
+    strict = Source(data.path, in_memory=data)
+    lenient = replace(strict, skip_bad=True)
+    assert inspect(lenient) == inspect(strict)
+    for one, other in zip(parts(lenient), parts(strict), strict=True):
+        assert np.array_equal(one.x, other.x)
+        assert np.array_equal(one.y, other.y)
+    assert sum(len(side.x) for side in parts(lenient)) == COUNT
 
 
 @pytest.mark.privacy

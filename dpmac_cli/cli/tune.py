@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -108,13 +108,10 @@ def _search(
         from dpmac_cli.studies.tune import plan_tune  # noqa: PLC0415  (loads torch)
 
         plan = plan_tune(space, flags.out, stop_early=flags.stop_early)
-    if not quiet:
-        console.print_notes(space.notes)
+    screen = console.stdout() if dry_run else console.for_display(quiet, json)
+    _print_plan(screen, _plan_lines(plan), () if quiet else space.notes)
     if dry_run:
-        console.stdout().print(*_plan_lines(plan), sep="\n")
         return
-    screen = console.for_display(quiet, json)
-    screen.print(*_plan_lines(plan), sep="\n")
     screen.print(Text(f"writing {plan.out}", style="dim"))
     with stop_request() as asked, contextlib.closing(_silenced(plan, asked)) as events:
         finished = _follow(events, screen, plan)
@@ -125,13 +122,10 @@ def _search(
 
 def _transfer(plan: Transfer, out: Path, quiet: bool, *, json: bool, dry_run: bool) -> None:
     """Search on public records, and train once on private ones. Raises typer.Exit if stopped."""
-    if not quiet:
-        console.print_notes(plan.notes)
+    screen = console.stdout() if dry_run else console.for_display(quiet, json)
+    _print_plan(screen, _transfer_lines(plan), () if quiet else plan.notes)
     if dry_run:
-        console.stdout().print(*_transfer_lines(plan), sep="\n")
         return
-    screen = console.for_display(quiet, json)
-    screen.print(*_transfer_lines(plan), sep="\n")
     screen.print(Text(f"writing {out}, and the trials beside it", style="dim"))
     with console.waiting(quiet, "loading torch"):
         from dpmac_cli.cli.display import RunDisplay, follow  # noqa: PLC0415  (loads torch)
@@ -148,6 +142,11 @@ def _transfer(plan: Transfer, out: Path, quiet: bool, *, json: bool, dry_run: bo
     if finished.state == "interrupted":
         where = finished.folder
         stop(f"interrupted; to resume: {resume_command(where)}", INTERRUPTED)
+
+
+def _print_plan(screen: Console, lines: Iterable[Text], notes: Iterable[str]) -> None:
+    console.print_notes(notes)
+    screen.print(*lines, sep="\n")
 
 
 def _best_on_public(

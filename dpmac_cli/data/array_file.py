@@ -202,13 +202,7 @@ def _leave_out_bad(arrays: ArrayDict, source: Source, unusable: Mapping[str, Fau
         if (wrong := list(_faults_of_pair(arrays, side))) or strange:
             faults += wrong
             continue
-        reasons = _bad_records(arrays, side, unusable[side])
-        if source.skip_bad and not side and "unit_test" in arrays and "unit" in arrays:
-            # Then neither of the records of such a unit can make the run fail.
-            trained, tested = (arrays[f"unit{side}"].tolist() for side in SIDES)
-            twice = np.isin(trained, tested)
-            reasons["unit contains a unit that has test records"] = twice
-        bad = np.logical_or.reduce([*reasons.values()])
+        reasons = _bad_records(arrays, side, unusable[side], source.skip_bad)
         found = [
             f"{what} in {at.sum()} of {len(at)} rows, such as row {at.argmax()}"
             for what, at in reasons.items()
@@ -216,9 +210,7 @@ def _leave_out_bad(arrays: ArrayDict, source: Source, unusable: Mapping[str, Fau
         ]
         if source.skip_bad:
             why += found
-            skipped += [f"row {row} of x{side}" for row in np.flatnonzero(bad)]
-            together = [f"{name}{side}" for name in ("x", "y", "unit") if f"{name}{side}" in arrays]
-            arrays |= {name: arrays[name][~bad] for name in together}
+            skipped += _remove(arrays, side, [*reasons.values()])
         else:
             faults += [f"{what}. Add --skip-bad to leave them out" for what in found]
     left = "; ".join(["", *map(escaped, why)])
@@ -231,14 +223,35 @@ def _leave_out_bad(arrays: ArrayDict, source: Source, unusable: Mapping[str, Fau
     return LeftOut(tuple(skipped), tuple(why))
 
 
-def _bad_records(arrays: ArrayDict, side: str, unusable: Faults) -> dict[str, NDArray[np.bool_]]:
-    """Return a mask of unusable records for each reason, shape (records,)."""
+def _remove(arrays: ArrayDict, side: str, reasons: Sequence[NDArray[np.bool_]]) -> list[str]:
+    """Remove unusable records in place, and return a description of each.
+
+    ``reasons`` are masks of records, shape (records,).
+    """
+    none = np.zeros(len(arrays[f"x{side}"]), bool)  # there may be no reason
+    bad = np.logical_or.reduce([none, *reasons])
+    for name in {f"{name}{side}" for name in ("x", "y", "unit")} & arrays.keys():
+        arrays[name] = arrays[name][~bad]
+    return [f"row {row} of x{side}" for row in np.flatnonzero(bad)]
+
+
+def _bad_records(
+    arrays: ArrayDict, side: str, unusable: Faults, skip_bad: bool
+) -> dict[str, NDArray[np.bool_]]:
+    """Return a mask of unusable records for each reason, shape (records,).
+
+    With ``skip_bad``, training records are unusable if their unit has a test record, so that none
+    of the records of such a unit can make the run fail.
+    """
     x, bad = arrays[f"x{side}"], dict[str, NDArray[np.bool_]]()
     bad |= {f"a record of x{side} {why}": at for why, at in masks(unusable, len(x))}
     bad |= dict(targets_in(arrays).bad_records(arrays, side))
     if x.dtype.kind == "f":
         finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
         bad[f"x{side} contains NaN or infinity"] = np.asarray(~finite)
+    if skip_bad and not side and "unit_test" in arrays and "unit" in arrays:
+        trained, tested = (arrays[f"unit{side}"].tolist() for side in SIDES)
+        bad["unit contains a unit that has test records"] = np.isin(trained, tested)
     return bad
 
 

@@ -114,18 +114,10 @@ def data_facts(
             "for testing."
         )
     train, test = (len(y if units is None else np.unique(units)) for _, y, units in sides)
-    batch = -(-train // STEPS_PER_EPOCH)
-    defaults = Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
-    if min(shape[1:]) >= LEAST_CNN:
-        physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
-        defaults = Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
-    if ends is None:
-        levels, constants = 255, _constants(source, shape[0])
-    else:  # scaled to [-1, 1]
-        levels, (low, high) = 1, ends
-        constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
+    constants = _constants(source, shape[0]) if ends is None else _middle_and_half(ends)
     facts = Dataset(
-        *(train, test, shape, task, *constants, defaults, "your own", levels),
+        *(train, test, shape, task, *constants, _defaults(train, shape), "your own"),
+        levels=255 if ends is None else 1,
         texts=source.layout,
         own=own,
     )
@@ -134,6 +126,21 @@ def data_facts(
     name = source.path.resolve().stem.strip("<>")
     skipped, why = (tuple(map(escaped, some)) for some in (left_out.records, left_out.reasons))
     return DataFacts(facts, name, unit=unit, untested=untested, skipped=skipped, why=why, **rest)
+
+
+def _defaults(train: int, shape: tuple[int, int, int]) -> Defaults:
+    """Return the default settings for so many units and records of a shape."""
+    batch = -(-train // STEPS_PER_EPOCH)
+    if min(shape[1:]) < LEAST_CNN:
+        return Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
+    physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
+    return Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
+
+
+def _middle_and_half(ends: NDArray[np.float64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the constants that scale numbers of a range to [-1, 1], one per column."""
+    low, high = ends
+    return tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
 
 
 def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
