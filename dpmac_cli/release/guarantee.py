@@ -61,9 +61,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "accountant": ACCOUNTANTS[cost.accountant] if private else None,
         "risk": risk.values() if private else None,
         "computed_from_records": _computed(plan.data, part) if private else None,
-        "statement": " ".join((sentences.SEED_GIVEN, promise))
-        if private and spent.seeded
-        else promise,
+        "statement": promise,
         **_secrets(plan, spent),
     }
 
