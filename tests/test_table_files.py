@@ -369,6 +369,11 @@ def test_a_draft_is_read_as_it_was_written_in_any_locale(tmp_path: Path, encodin
     [
         (("t.csv", "--label", "outcom"), "t.csv has no such column. Did you mean outcome?"),
         (("t.csv", "--drop", "nam,site"), "--drop nam"),
+        (
+            ("t.csv", "--label", "outcome", "--date", "age", "--text", "age"),
+            "The column age is named twice (--text and --date): name it once.",
+        ),
+        (("t.csv", "--label", "outcome", "--drop", "outcome"), "twice (--label and --drop)"),
         (("nowhere.csv",), "nowhere.csv cannot be read as a table"),
     ],
 )

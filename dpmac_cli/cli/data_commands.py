@@ -1,6 +1,7 @@
 """dpmac schema and dpmac cache: drafts of table schemas, and the cache."""
 
 import sys
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,26 +78,40 @@ def schema(file: Path, **given: Any) -> None:
 
     flags = take(Columns, given)
     kinds = column_kinds(file, flags.encoding)
-    typed = {"drop": flags.drop, "text": flags.text, "date": flags.date, "boolean": flags.boolean}
-    named = {
-        name.strip(): flag
-        for flag, names in typed.items()
-        for name in (names.split(",") if names else [])
+    typed = {
+        **{"label": flags.label, "drop": flags.drop, "text": flags.text, "date": flags.date},
+        "boolean": flags.boolean,
     }
-    labels = [name.strip() for name in (flags.label or "").split(",") if name.strip()]
-    if flags.label in kinds:  # its name may have commas
-        labels = [flags.label]
-    raise_errors(
-        f"--{flag} {name}: {file} has no such column.{near(name, kinds)}"
-        for name, flag in {**named, **dict.fromkeys(labels, "label")}.items()
-        if name not in kinds
-    )
-    kinds |= {name: flag for name, flag in named.items() if flag != "drop"}
-    drop = tuple(name for name, flag in named.items() if flag == "drop")
+    named = {flag: _names_in(text, kinds) for flag, text in typed.items()}
+    raise_errors(_faults_of_columns(named, kinds, file))
+    labels, drop = named.pop("label"), named.pop("drop")
+    kinds |= {name: flag for flag, names in named.items() for name in names}
     semicolons = has_semicolons(file, flags.encoding)
     # A schema is read as UTF-8, whatever the encoding of the terminal that wrote it.
     escaped = (sys.stdout.encoding or "").lower() != "utf-8"
     console.print_result(draft(file, kinds, labels, drop, semicolons, escaped))
+
+
+def _names_in(text: str | None, columns: Container[str]) -> list[str]:
+    """Return the columns that a flag names; a single one may have commas in its name."""
+    if text is None or text in columns:
+        return [] if text is None else [text]
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _faults_of_columns(
+    named: Mapping[str, Sequence[str]], columns: Iterable[str], file: Path
+) -> Iterator[str]:
+    """Yield faults of flags that name columns of a table."""
+    flags: dict[str, list[str]] = {}
+    for flag, names in named.items():
+        for name in names:
+            flags.setdefault(name, []).append(f"--{flag}")
+    for name, some in flags.items():
+        if name not in columns:
+            yield f"{some[0]} {name}: {file} has no such column.{near(name, columns)}"
+        elif len(some) > 1:
+            yield f"The column {name} is named twice ({' and '.join(some)}): name it once."
 
 
 @with_options(options(CacheFlags))
