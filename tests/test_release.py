@@ -86,6 +86,11 @@ def test_a_run_and_its_model_file_load_alike(run: Path, name: str) -> None:
     assert score(run / name, None, None, "cpu").result.samples == 360
 
 
+def test_a_dataset_that_does_not_exist_is_named(run: Path) -> None:
+    with pytest.raises(InputError, match=r"There is no dataset 'mnits' \(digits, "):
+        load_model(run, "mnits", CPU)
+
+
 def test_weights_survive_unchanged(file: Path, run: Path) -> None:
     released = load_model(run, None, CPU)
     save_model(file, released.model, released.facts)

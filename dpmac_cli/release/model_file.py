@@ -86,6 +86,11 @@ def load_model(
             such factory.
         ModelError: the model does not fit the dataset.
     """
+    if signature is None and dataset not in (None, *DATASETS):
+        raise InputError(
+            f"There is no dataset '{dataset}' ({', '.join(DATASETS)}). For your own data, pass its "
+            "signature, or use score(model, data)."
+        )
     return _loaded(_read(Path(path)), dataset, device, signature, factory, network)
 
 
