@@ -119,6 +119,8 @@ def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent
 
 def finish(events: Iterable[object]) -> Finished:
     """Run to the end: ``finish(train(plan))``, ``finish(tune(...))``. Exceptions are propagated."""
-    *_, last = events
+    last: object = None
+    for last in events:  # noqa: B007  (earlier ones hold the outputs of every evaluation)
+        pass
     assert isinstance(last, Finished)  # noqa: S101
     return last
