@@ -50,6 +50,7 @@ def train_on(dataset: Any, out: Path, **settings: Any) -> dict[str, Any]:
     return dict(finish(train(resolve(QUICK, dataset=dataset, out=out, **settings).plan)).report)
 
 
+@pytest.mark.long
 def test_arrays_are_what_their_file_is(tmp_path: Path) -> None:
     x, y = rows()
     np.savez(tmp_path / "table.npz", x=x, y=y, low=np.zeros(5), high=np.full(5, 2.0))

@@ -150,6 +150,7 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped() -> None:
 
 
 @pytest.mark.usefixtures("features_of_one")
+@pytest.mark.long
 def test_a_network_of_ones_own_may_be_the_head(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text(

@@ -58,6 +58,7 @@ def test_images_with_several_findings_go_all_the_way(tmp_path: Path) -> None:
     assert {f"p_{name}" for name in FINDINGS} < rows[0].keys()
 
 
+@pytest.mark.long
 def test_no_order_of_findings_is_a_class() -> None:
     x, y = films(60)
     y[3, 1] = 2

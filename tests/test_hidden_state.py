@@ -212,6 +212,7 @@ def test_state_in_c_is_not_trusted(hidden: object) -> None:
     assert "may store information" in why
 
 
+@pytest.mark.long
 def test_functions_without_state_are_traced() -> None:
     scale = torch.tensor(2.0)
 

@@ -90,6 +90,7 @@ def test_numbers_are_scaled_column_by_column_in_any_shape() -> None:
     assert np.allclose(scaled, 2 * (x - low) / (high - low) - 1, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("old", [False, True])
 def test_runs_are_scored_and_predicted_with(old: bool) -> None:
     """``old``: by a version that gave every network channels, height and width."""
@@ -147,6 +148,7 @@ def test_no_other_record_shape_is_read_from_a_file() -> None:
         model_file.read_facts(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(20,), (5, 6)])
 def test_the_code_of_the_card_takes_records_in_the_shape_of_the_array(
     shape: tuple[int, ...],

@@ -949,6 +949,7 @@ def test_all_arguments_that_cannot_be_used_are_named_together() -> None:
         PrivateStep(Reader, loss, sampling=POISSON)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_an_epsilon_is_met_with_the_least_noise() -> None:
     step = started(sigma=None, epsilon=0.5)
     trained(step, Notes())

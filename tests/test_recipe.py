@@ -35,7 +35,7 @@ from dpmac_cli.training.evaluation import evaluate
 from dpmac_cli.training.loop import Evaluated, fit
 from dpmac_cli.training.schedules import AUGMENTS, Recipe
 from dpmac_cli.training.trainer import Trainer
-from tests.conftest import every_optimizer
+from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.digits_runs import digits_config, same_weights, train_digits
 from tests.helpers import (
     HYPER,
@@ -49,6 +49,7 @@ from tests.helpers import (
     tiny_model,
     walk,
 )
+from tests.tiers import one_in
 
 #: Everything at a time.
 ALL: dict[str, Any] = {
@@ -345,7 +346,7 @@ def test_views_that_are_all_the_same_change_nothing(name: str) -> None:
 # Whole runs.
 
 
-@every_optimizer
+@pytest.mark.parametrize("name", one_in(5, OPTIMIZER_NAMES))
 def test_a_run_by_recipe_resumes_bit_for_bit_and_scores_what_it_publishes(name: str) -> None:
     flags = {**ALL, "optimizer": name, "steps": 8, "seed": 4, "physical_batch": 40}
     whole = train_digits(**flags)
@@ -415,6 +416,7 @@ def test_views_take_their_share_of_the_physical_batch() -> None:
     assert digits_config(augmentations=1000, physical_batch=7).run.physical_batch == 7
 
 
+@pytest.mark.long
 def test_a_network_of_many_weights_works_on_more_small_images_at_a_time() -> None:
     for model, samples in {"cnn": 32, "wrn-16-4": 32, "resnet18": 128, "mlp": 1024}.items():
         plan = resolve({"dataset": "cifar10", "model": model, "sigma": 1}).plan

@@ -61,6 +61,7 @@ def test_a_shipped_study_is_what_it_says(name: str, runs: int) -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", SEARCHES, ids=by_name)
 def test_a_shipped_search_is_within_its_epsilon(file: Path) -> None:
     assert f"dpmac tune --recipe {file.stem}" in file.read_text()

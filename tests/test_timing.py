@@ -32,6 +32,7 @@ def test_no_record_is_read_to_time_a_run(flags: dict[str, str], tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_minutes_set_the_epochs_before_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "duration", lambda _: Duration(before=6, epoch=3))
     flags = ("--dataset", "digits", "--model", "mlp-small", "--epsilon", "3", "--out", "run")

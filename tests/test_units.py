@@ -375,6 +375,7 @@ def test_a_run_on_folders_of_persons() -> None:
     assert "ill/p97/new.png" in Path("new.csv").read_text()
 
 
+@pytest.mark.long
 def test_a_program_names_units() -> None:
     x, y, unit = patients()
     data = dpmac_cli.ArrayData(x, y, low=-4, high=4, classes=["no", "yes"], unit=unit)
@@ -457,6 +458,7 @@ def test_covered_scores_do_not_go_on_with_other_units(continued: Any) -> None:
         run.finish(continued())
 
 
+@pytest.mark.long
 def test_the_commands_of_the_guide_work_as_they_stand() -> None:
     guide = (Path(__file__).parents[1] / "docs" / "units.md").read_text()
     commands = re.findall(r"^dpmac train .*$", guide, re.MULTILINE)

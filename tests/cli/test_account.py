@@ -668,6 +668,7 @@ def test_prices_load_no_torch() -> None:
     assert Path("loaded").read_text() == ""
 
 
+@pytest.mark.long
 def test_whoever_has_seen_enough_is_no_error() -> None:
     done = shell(f"dpmac account {SMALL} | head -1")
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dpmac_cli.cli.app import COMMANDS, Place, load_command
+from tests.tiers import rest_long
 from tests.typed import hooked, loading
 
 SLOW = ("torch", "torchvision", "sklearn", "scipy.stats", "jinja2", "numpy")
@@ -17,7 +18,7 @@ SLOW = ("torch", "torchvision", "sklearn", "scipy.stats", "jinja2", "numpy")
     [
         (["--help"], 0),
         (["--version"], 0),
-        *(([name, "--help"], 0) for name in COMMANDS),
+        *rest_long([([name, "--help"], 0) for name in COMMANDS], short=2),
         (["train", "--sigma", "-1"], 2),
         (["train", "--config", "nowhere.yaml"], 2),
         (["eval", "nowhere", "--dataset", "mnits"], 2),
