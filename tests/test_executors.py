@@ -545,7 +545,7 @@ def test_a_folder_that_is_not_seen_here_is_told(
     steps = config.plan.privacy.steps
 
     def ended(*, step: int = steps, attempt: int = 1, stopped: bool = False) -> Ended:
-        return executor._judge(0, config, (None, step), step, attempt, stopped=stopped)
+        return executor._judge(Moved(0, step, None), config, (None, step), attempt, stopped)
 
     unseen = ended()
     assert not unseen.again

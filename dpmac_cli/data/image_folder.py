@@ -97,14 +97,13 @@ class ImageFolder:
             keys = [os.fsencode(tellers[row]) for row in rows]
             needed = self._classes if declared is None else None
             self._sides = split(used, keys, needed, source)
-        schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
         self.found = data_facts(
             source,
             self._sides,
             self._shape,
             Classification(tuple(self._classes)),
             held_out=held_out,
-            inferred=tuple(name for name, value in schema.items() if value is None),
+            inferred=_inferred(source),
             left_out=left_out(self._skipped),
             signs=Signs(
                 "" if source.unit else _repeated(names, depth),
@@ -262,6 +261,13 @@ class ImageFolder:
         if not self._source.skip_bad:
             refuse(file.notes(), REMEDY)
         return [Records(Rows(file, rows), y, units) for rows, y, units in self._sides]
+
+
+def _inferred(source: Source) -> tuple[str, ...]:
+    """Return what is not declared, and so is read from the records."""
+    sizes = {"channels": source.channels, "image size": source.image_size}
+    schema = {**sizes, "classes": source.classes}
+    return tuple(name for name, value in schema.items() if value is None)
 
 
 def _repeated(names: list[str], depth: int) -> str:

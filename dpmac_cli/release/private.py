@@ -106,11 +106,8 @@ class PrivateTraining(FixedSettings):
         plan = resolved.plan.on(str(device))
         if plan.privacy.scores is not None:
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
-        if own is not None:  # the report names it
-            called = f"{own.__module__}:{getattr(own, '__qualname__', type(own).__qualname__)}"
-            recorded: dict[SettingName, Any] = {**plan.recorded, "loss": called}
-            recipe = replace(plan.recipe, loss=LossKind(called))
-            plan = replace(plan, recipe=recipe, recorded=recorded)
+        if own is not None:
+            plan = _with_loss(plan, own)
         if plan.privacy.private:
             check_composable(self._earlier, unit_of(plan.privacy, plan.data))
         if self._earlier and plan.privacy.audit.canaries:
@@ -292,6 +289,14 @@ class PrivateTraining(FixedSettings):
             seeded=plan.run.seed is not None or any(training.seeded for training in earlier),
             secure=plan.run.secure and all(training.secure for training in earlier),
         )
+
+
+def _with_loss(plan: TrainPlan, loss: Loss) -> TrainPlan:
+    """Return a plan, and so a report, that names a function as the loss."""
+    called = f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__qualname__)}"
+    recorded: dict[SettingName, Any] = {**plan.recorded, "loss": called}
+    recipe = replace(plan.recipe, loss=LossKind(called))
+    return replace(plan, recipe=recipe, recorded=recorded)
 
 
 #: Opacus also uses this name.

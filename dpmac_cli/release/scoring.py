@@ -88,10 +88,14 @@ def score(
             f"{plan.dataset} has {known.task.summary}, but {file} was trained on "
             f"{facts.task.summary}."
         )
-    result = _evaluated(released.model, facts, data, known)
-    covered = facts.covered_scores is not None
-    privacy = released.facts["privacy"]
-    return Scored(result, plan.found.name, file, covered, plan.found.held_out, privacy)
+    return Scored(
+        result=_evaluated(released.model, facts, data, known),
+        dataset=plan.found.name,
+        path=file,
+        covered=facts.covered_scores is not None,
+        held_out=plan.found.held_out,
+        privacy=released.facts["privacy"],
+    )
 
 
 def score_trial(

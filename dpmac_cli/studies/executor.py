@@ -112,15 +112,15 @@ def carry_out(
             attempts.update(started.keys())
             jobs |= started
             for number, job in list(jobs.items()):
-                run, result = executor.runs[number], executor.result(job)
-                moved = _progress(number, run, result)
+                result = executor.result(job)
+                moved = _progress(number, executor.runs[number], result)
                 if moved.step != steps[number]:
                     steps[number] = moved.step
                     yield moved
                 if result is None:
                     continue
                 del jobs[number]
-                ended = _judge(number, run, result, moved.step, attempts[number], stopped=asked)
+                ended = _judge(moved, executor.runs[number], result, attempts[number], asked)
                 if ended.again:
                     waiting.appendleft(number)
                 yield ended
@@ -153,17 +153,15 @@ def _progress(number: int, run: Run, result: Result | None) -> Moved:
     return Moved(number, step, last.get(METRICS[run.plan.run.metric].logged))
 
 
-def _judge(
-    number: int, run: Run, result: Result, step: int, attempt: int, *, stopped: bool
-) -> Ended:
-    """Decide whether a run is over, from its job's result, step and number of attempts."""
-    why, reached = result
+def _judge(moved: Moved, run: Run, result: Result, attempt: int, stopped: bool) -> Ended:
+    """Decide whether a run is over, from its progress, its job's result and number of attempts."""
+    (why, reached), number = result, moved.number
     if reached is None and (stopped or _finished(run)):  # killed after its run had finished
         return Ended(number)
     if reached is not None:
         if stopped or why is not None:
             return Ended(number, why)
-        if step >= run.plan.privacy.steps:
+        if moved.step >= run.plan.privacy.steps:
             unseen = (
                 f"it ended on another machine, but its folder {run.folder} is not visible here. "
                 "Set --out to a folder on shared storage."
