@@ -74,7 +74,7 @@ COMPARED = {"banking77": (1.5, 2.0, 3.0), "bbc": (0.2, 0.5, 0.7, 1.0, 3.0), "fil
 WITH_FORMS = tuple(
     (Way(12, 20, rate, 0.9), form)
     for rate, form in (
-        *((0.005, Form(written)) for written in (0, 2, 4, 8, 16)),
+        *((0.005, Form(written)) for written in (0, 4, 8, 16, 32)),
         (0.005, AT_ZERO),
         *((0.005, Form(WRITTEN_SCALE, common=True, names=names)) for names in (0.5, 0.7, 1)),
         (0.005, Form(WRITTEN_SCALE, common=True, names=NAME_SCALE, exchanged=True)),
