@@ -129,7 +129,7 @@ def data_facts(
 
 
 def _defaults(train: int, shape: tuple[int, int, int]) -> Defaults:
-    """Return the default settings for so many units and records of a shape."""
+    """Return the default settings for ``train`` units with records of a shape."""
     batch = -(-train // STEPS_PER_EPOCH)
     if min(shape[1:]) < LEAST_CNN:
         return Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
