@@ -454,6 +454,15 @@ def test_a_file_that_is_written_while_a_run_begins_is_named(tmp_path: Path) -> N
         load(plan.data.source, plan.data.facts)
 
 
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_classes_in_a_column_are_told_what_shape_they_need(tmp_path: Path, skip_bad: bool) -> None:
+    """As from pandas or scikit-learn; they are not taken for records with a single label each."""
+    path = table(tmp_path / "d.npz", y=np.arange(6)[:, None] % 3)
+    said = refused(path, skip_bad=skip_bad)
+    assert "y has one column, shape (6, 1): give one class per record, shape (6,)" in said
+    assert "neither 0 nor 1" not in said
+
+
 @pytest.mark.privacy
 def test_labels_may_be_names_of_declared_classes(tmp_path: Path) -> None:
     names = np.array(["cow", "cat", "dog", "cat", "cow", "dog"])

@@ -109,6 +109,11 @@ class LabelTargets(Targets):
         y = arrays[f"y{side}"]
         if y.ndim != 2 or y.dtype.kind not in "biu":
             yield _neither(y, side)
+        elif y.shape[1] == 1:
+            yield (
+                f"y{side} has one column, shape {y.shape}: give one class per record, shape "
+                f"({len(y)},), such as y.ravel(), or 0 or 1 for each of several labels"
+            )
 
     def bad_records(self, arrays: Arrays, side: str) -> Iterator[tuple[str, RecordMask]]:
         """Yield records with labels other than 0 and 1."""
