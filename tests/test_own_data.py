@@ -454,6 +454,13 @@ def test_a_file_that_is_written_while_a_run_begins_is_named(tmp_path: Path) -> N
         load(plan.data.source, plan.data.facts)
 
 
+def test_a_single_number_is_no_array_of_records(tmp_path: Path) -> None:
+    for more in ({}, {"unit": np.arange(6)}):
+        said = refused(table(tmp_path / "d.npz", x=np.array(3), **more))
+        assert "x must be images" in said
+        assert said.endswith("not int64 of shape ().") or "each of the 0 records" in said
+
+
 @pytest.mark.parametrize("skip_bad", [False, True])
 def test_classes_in_a_column_are_told_what_shape_they_need(tmp_path: Path, skip_bad: bool) -> None:
     """As from pandas or scikit-learn; they are not taken for records with a single label each."""

@@ -332,7 +332,8 @@ def test_arrays_that_cannot_be_meant_are_explained() -> None:
 
     both = {"target_low": 0, "target_high": 1}
     assert "target_high is missing" in said(target_low=0)
-    assert "Swap them" in said(target_low=1, target_high=0)
+    assert "1e+30. Swap them." in said(target_low=1, target_high=0)
+    assert said(target_low=0, target_high=0).endswith("between -1e+30 and 1e+30.")
     assert "log1p needs a range above -1" in said(
         **both | {"target_low": -1}, target_transform="log1p"
     )

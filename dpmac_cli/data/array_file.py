@@ -262,7 +262,8 @@ def _faults_of_units(arrays: ArrayDict, source: Source) -> Iterator[str]:
     if ("unit" in arrays) > ("unit_test" in arrays or "x_test" not in arrays):
         yield "x_test requires an array unit_test with the unit of each test record"
     for side in SIDES:
-        units, count = arrays.get(f"unit{side}"), len(arrays.get(f"x{side}", arrays["x"]))
+        units, x = arrays.get(f"unit{side}"), arrays.get(f"x{side}", arrays["x"])
+        count = len(x) if x.ndim else 0
         if units is not None and units.shape != (count,):
             yield (
                 f"unit{side} must give the unit of each of the {count} records, as "
@@ -313,7 +314,7 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
 
     if wrong := list(targets_in(arrays, side).faults_of_array(arrays, side)):
         yield from wrong
-    elif x.shape[:1] != y.shape[:1]:
+    elif x.ndim and x.shape[:1] != y.shape[:1]:
         sizes = counted(len(x), "record"), counted(len(y), "label")
         yield "x{0} has {1}, but y{0} has {2}".format(side, *sizes)
     elif y.shape[1:] != arrays["y"].shape[1:]:

@@ -311,10 +311,10 @@ class Label(Written):
 def faults_of_range(low: float, high: float, transform: str, kind: str) -> Iterator[str]:
     """Yield faults of the declared range of numbers to predict."""
     if not -FARTHEST <= low < high <= FARTHEST or high - low < NARROWEST * max(-low, high):
-        order = " Swap them." if low > high else ""
+        order = ". Swap them" if low > high else ""
         yield (
             f"the range of the target is {low:g} to {high:g}, but the first number must be smaller "
-            f"than the second, both between -{FARTHEST:g} and {FARTHEST:g}.{order}"
+            f"than the second, both between -{FARTHEST:g} and {FARTHEST:g}{order}"
         )
     elif kind == "count" and (low != 0 or transform != "none"):
         yield "a count needs a range that begins at 0, such as range: [0, 30], and no transform"
