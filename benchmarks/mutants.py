@@ -159,8 +159,8 @@ class Mutant:
             return f"; nearest: {show(near[1])}, in {near[0].name} ({near[0].file.name})"
         return _perhaps([definition.name for definition in named if not known.get(self.where)])
 
-    def applied(self, known: Known) -> tuple[Path, str]:
-        """Return the file that the bug goes into, and its text with the bug in it.
+    def applied(self, known: Known) -> tuple[Path, ast.Module]:
+        """Return the file that the bug goes into, and its syntax with the bug in it.
 
         Raises:
             ValueError: it cannot be put into the code as it is now.
@@ -330,7 +330,7 @@ def examine(mutant: Mutant, known: Known, tree: Path, tiers: Sequence[str] = TIE
     where = in_package(original)
     file = tree / PACKAGE / where
     try:
-        file.write_text(mutated, encoding="utf-8")
+        file.write_text(ast.unparse(mutated), encoding="utf-8")
         code, said = run_tests(tree, mutant.tests, mutant.marker, tiers)
     except TimeoutError as failure:
         return verdict(BROKEN, why=str(failure))

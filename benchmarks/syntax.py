@@ -6,8 +6,9 @@ import difflib
 import functools
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 #: An expression, or statements that follow one another.
@@ -153,8 +154,8 @@ class _Replacement(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def replaced(definition: Definition, old: Code, new: Code) -> str:
-    """Return the text of the definition's file with new code in place of old.
+def replaced(definition: Definition, old: Code, new: Code) -> ast.Module:
+    """Return the syntax of the definition's file with new code in place of old.
 
     Raises:
         ValueError: the result is not Python, or uses a name that the file does not bind.
@@ -170,14 +171,26 @@ def replaced(definition: Definition, old: Code, new: Code) -> str:
         if isinstance(node, ast.stmt) and (node.lineno, node.col_offset) == here
     )
     body[i] = mutated = ast.fix_missing_locations(_Replacement(old, new).visit(body[i]))
-    result = ast.unparse(tree)
     try:
-        compile(result, definition.file.name, "exec")
+        compile(tree, definition.file.name, "exec")
     except SyntaxError as failure:
         raise ValueError(f"{definition.name} would not compile ({failure.msg})") from failure
-    if unbound := sorted(_loaded(mutated) - _bound(tree) - set(dir(builtins))):
-        raise ValueError(f"its new code uses {', '.join(unbound)}, which the file does not define")
-    return result
+    # Most names are bound there, or at the top level: to look everywhere takes as long as the rest.
+    near = chain(ast.walk(mutated), _top_level(tree))
+    unbound = _loaded(mutated) - _bound(near) - set(dir(builtins))
+    if unbound and (unbound := unbound - _bound(ast.walk(tree))):
+        names = ", ".join(sorted(unbound))
+        raise ValueError(f"its new code uses {names}, which the file does not define")
+    return tree
+
+
+def _top_level(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the nodes of a file outside functions and classes, and those of these themselves."""
+    for statement in tree.body:
+        if isinstance(statement, _SCOPES):
+            yield statement
+        else:
+            yield from ast.walk(statement)
 
 
 def _loaded(tree: ast.AST) -> set[str]:
@@ -188,10 +201,10 @@ def _loaded(tree: ast.AST) -> set[str]:
     }
 
 
-def _bound(tree: ast.AST) -> set[str]:
-    """Return every name that is bound anywhere in a file."""
+def _bound(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return every name that some nodes bind, and those that every file has."""
     names: set[str] = {"__file__", "__name__", "__doc__", "__path__"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, _SCOPES):
             names.add(node.name)
         elif isinstance(node, ast.alias):
