@@ -91,6 +91,7 @@ class PrivateStep(FixedSettings):
         rule: Rule | None = None,
         **keywords: Unpack[StepKeywords],
     ) -> None:
+        super().__init__()
         check_arguments(model, loss, sampling, keywords)
         self._model, self._loss, self._sampling, self._rule = model, loss, sampling, rule
         self._earlier = carried_by(model, loss)
@@ -384,6 +385,7 @@ class PrivateStep(FixedSettings):
 
     def _prepare(self, structure: Structure) -> StepEngine:
         """Validate the network and the loss, and build what takes the steps."""
+        self.check_process()
         check_counted(self._model, self._loss, self._earlier)
         self._program = step_state.program_of(self._model, self._loss, self._rule)
         self._engine = build_engine(
