@@ -767,6 +767,19 @@ def test_a_network_with_saved_parameters_carries_their_cost(saved: dict[str, Any
         PrivateStep.load_parameters(nn.Linear(2, 2), saved, taken=4)
 
 
+def test_what_is_not_a_state_is_refused(saved: dict[str, Any]) -> None:
+    network = reader()
+    parts = {name: value for name, value in saved.items() if name != "training"}
+    odd: list[Any] = [network.state_dict(), {}, parts, None, [1], "state.pt"]
+    for given in odd:
+        for load in (
+            lambda given: PrivateStep.load_parameters(network, given, taken=2),
+            lambda given: started().load_state_dict(given),
+        ):
+            with pytest.raises(InputError, match="This is not a state of PrivateStep"):
+                load(given)
+
+
 @pytest.mark.privacy
 def test_a_state_keeps_its_number_of_steps() -> None:
     """Of what the budget left after earlier training, which the new PrivateStep does not know."""
