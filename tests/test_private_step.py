@@ -642,6 +642,31 @@ def test_continuations_share_noise_only_where_their_sums_are_the_same(
 
 
 @pytest.mark.privacy
+def test_a_step_in_which_memory_ran_out_has_noise_of_its_own(saved: dict[str, Any]) -> None:
+    """Its sum is that of other chunks, which rounds differently under the same noise."""
+
+    def short_of_memory(state: dict[str, Any]) -> PrivateStep:
+        step = continued(state)
+        assert step._engine is not None
+        of, failures = step._engine.sums.clipped_sum.of, iter([MemoryError])
+
+        def failing(*given: Any) -> None:
+            for failure in failures:
+                raise failure
+            of(*given)
+
+        step._engine.sums.clipped_sum.of = failing  # type: ignore[method-assign]
+        return step
+
+    step = short_of_memory(saved)
+    found = noise_of(step)
+    assert step._engine is not None
+    assert step._engine.descent.state.chunk < continued(saved).state_dict()["numbers"]["chunk"]
+    for other in (noise_of(continued(saved)), noise_of(short_of_memory(saved))):
+        assert shared(found, other) == [False] * 4
+
+
+@pytest.mark.privacy
 def test_a_state_remembers_what_was_set(saved: dict[str, Any]) -> None:
     """Saved right after a rate and a weight were set, or a step later, it continues exactly."""
     step, states = continued(saved), []
