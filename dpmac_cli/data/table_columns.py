@@ -337,11 +337,11 @@ def _numeric(cells: pa.Array, strict: bool) -> bool:
 def _tokens(
     column: Column, cells: pa.Array, bad: dict[str, BoolArray], reader: TextReader
 ) -> Inputs:
-    """Return the tokens of texts, and the range of their numbers."""
+    """Return the inputs of texts, and their range."""
     texts = [text or "" for text in decoded_cells(cells)]
     missing = np.array([is_blank(text) for text in texts], np.bool_)
     inputs = as_inputs(texts, reader, column.text)
-    low, high = (np.full(column.text or 0, end) for end in reader.ends)
+    low, high = (np.full(inputs.shape[1], end) for end in reader.ends)
     if column.missing == "input":
         inputs = np.column_stack([inputs, missing])
         low, high = np.append(low, -1.0), np.append(high, 1.0)
