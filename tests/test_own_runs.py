@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -657,6 +658,8 @@ def test_what_a_network_draws_and_does_not_train_stays(drawn: str) -> None:
     shutil.copytree("run", "again")
     model = ("--model", "net_own.py:Net")
     for run in ("run", "again"):
+        np.random.seed()  # as in another process
+        random.seed()
         done("train", "--resume", run, *model)
     first, again = (safetensors.torch.load_file(f"{r}/model.safetensors") for r in ("run", "again"))
     assert all(torch.equal(first[name], again[name]) for name in first)

@@ -655,7 +655,7 @@ def test_a_step_in_which_memory_ran_out_has_noise_of_its_own(saved: dict[str, An
                 raise failure
             of(*given)
 
-        step._engine.sums.clipped_sum.of = failing  # type: ignore[method-assign]
+        step._engine.sums.clipped_sum.of = failing  # type: ignore[assignment,method-assign]
         return step
 
     step = short_of_memory(saved)
@@ -796,11 +796,12 @@ def test_what_is_not_a_state_is_refused(saved: dict[str, Any]) -> None:
     network = reader()
     parts = {name: value for name, value in saved.items() if name != "training"}
     odd: list[Any] = [network.state_dict(), {}, parts, None, [1], "state.pt"]
+    loads: list[Callable[[Any], None]] = [
+        lambda given: PrivateStep.load_parameters(network, given, taken=2),
+        lambda given: started().load_state_dict(given),
+    ]
     for given in odd:
-        for load in (
-            lambda given: PrivateStep.load_parameters(network, given, taken=2),
-            lambda given: started().load_state_dict(given),
-        ):
+        for load in loads:
             with pytest.raises(InputError, match="This is not a state of PrivateStep"):
                 load(given)
 

@@ -414,7 +414,8 @@ def all_reduced(y: Tensor) -> Tensor:
 
 
 def functionally(y: Tensor) -> Tensor:
-    total: Tensor = functional_collectives.all_reduce(y.detach().mean(0), "sum", dist.group.WORLD)
+    group: Any = dist.group.WORLD
+    total: Tensor = functional_collectives.all_reduce(y.detach().mean(0), "sum", group)
     return total + 0
 
 
@@ -442,7 +443,7 @@ def test_what_reads_other_processes_is_refused(read: Any, in_loss: bool) -> None
             return y if in_loss else y * (1 + read(y))
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        y = model(batch)
+        y: Tensor = model(batch)
         return ((y * (1 + read(y))) if in_loss else y).square().sum(1)
 
     store = dist.HashStore()  # type: ignore[attr-defined]
