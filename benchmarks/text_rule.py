@@ -64,17 +64,20 @@ class Form:
 
 
 #: What texts begin with at little noise, and at much.
-AT_ZERO, AT_NAMES = Form(8, common=True), Form(8, common=True, names=NAME_SCALE)
+AT_ZERO, AT_NAMES = (
+    Form(WRITTEN_SCALE, common=True),
+    Form(WRITTEN_SCALE, common=True, names=NAME_SCALE),
+)
 #: Epsilons at which both are compared.
 COMPARED = {"banking77": (1.5, 2.0, 3.0), "bbc": (0.2, 0.5, 0.7, 1.0, 3.0), "film": (0.02, 0.05)}
 #: Way of training with each form, and with the last at other rates.
 WITH_FORMS = tuple(
     (Way(12, 20, rate, 0.9), form)
     for rate, form in (
-        *((0.005, Form(written)) for written in (0, 2, 4, 8, 16)),
+        *((0.005, Form(written)) for written in (0, 4, 8, 16, 32)),
         (0.005, AT_ZERO),
-        *((0.005, Form(8, common=True, names=names)) for names in (0.5, 0.7, 1)),
-        (0.005, Form(8, common=True, names=NAME_SCALE, exchanged=True)),
+        *((0.005, Form(WRITTEN_SCALE, common=True, names=names)) for names in (0.5, 0.7, 1)),
+        (0.005, Form(WRITTEN_SCALE, common=True, names=NAME_SCALE, exchanged=True)),
         *((rate, AT_NAMES) for rate in (0.003, 0.007)),
     )
 )
