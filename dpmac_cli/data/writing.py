@@ -1,4 +1,4 @@
-"""How a text is written, as a few numbers: what a tokenizer without capitals does not tell.
+"""Numbers on how a text is written: what a tokenizer without capitals does not tell.
 
 Messages that want something from their reader, and notes that somebody typed in a hurry, differ
 from others in their capitals, digits and punctuation. The numbers of a text depend on it alone:
