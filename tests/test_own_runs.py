@@ -1,8 +1,10 @@
 """A person's own data and network, from the command line to the last score."""
 
+import importlib
 import json
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits, load_wine
+from torch import Tensor
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
@@ -620,6 +623,77 @@ def test_another_factory_of_the_same_file_is_another_network() -> None:
     assert "of --model is not the one" in refused(
         "train", "--resume", "run", "--model", "net_own.py:two"
     )
+
+
+#: A network with a part that it draws when it is built, and does not train.
+DRAWING = """
+import random
+import secrets
+import numpy as np
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("drawn", torch.full((13, 8), float({drawn})))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.cos(x.flatten(1) @ self.drawn))
+"""
+
+
+def buffer_of(run: str) -> Tensor:
+    return safetensors.torch.load_file(Path(run) / "model.safetensors")["drawn"]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("drawn", ["torch.randn(())", "np.random.normal()", "random.random()"])
+def test_what_a_network_draws_and_does_not_train_stays(drawn: str) -> None:
+    """Otherwise an exact resume adds the same noise to other gradients."""
+    Path("net_own.py").write_text(DRAWING.format(drawn=drawn))
+    interrupted(wine("wine.npz"), "model", "net_own.py:Net")
+    shutil.copytree("run", "again")
+    model = ("--model", "net_own.py:Net")
+    for run in ("run", "again"):
+        np.random.seed()  # as in another process
+        random.seed()
+        done("train", "--resume", run, *model)
+    first, again = (safetensors.torch.load_file(f"{r}/model.safetensors") for r in ("run", "again"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    done("train", "--fork", "run", *model, "--steps", "9", "--out", "fork")
+    assert torch.equal(buffer_of("fork"), first["drawn"])
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("drawn", ["secrets.randbelow(9**9)", "np.random.default_rng().normal()"])
+def test_a_network_that_is_another_when_it_is_built_again_is_not_resumed(drawn: str) -> None:
+    Path("net_own.py").write_text(DRAWING.format(drawn=drawn))
+    interrupted(wine("wine.npz"), "model", "net_own.py:Net")
+    said = refused("train", "--resume", "run", "--model", "net_own.py:Net")
+    assert "buffers, frozen parameters, other values or code of --model are not those" in said
+
+
+@pytest.mark.privacy
+def test_code_that_the_file_of_a_network_imports_may_not_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    for factor in (1, 2):
+        Path("parts_own.py").write_text(f"def cos(x):\n    return {factor} * x.cos()\n")
+        Path("net_own.py").write_text(
+            DRAWING.format(drawn=1)
+            .replace("torch.cos", "parts_own.cos")
+            .replace("import random", "import parts_own")
+        )
+        sys.modules.pop("parts_own", None)
+        importlib.invalidate_caches()
+        if factor == 1:
+            interrupted(wine("wine.npz"), "model", "net_own.py:Net")
+    said = refused("train", "--resume", "run", "--model", "net_own.py:Net")
+    assert "buffers, frozen parameters, other values or code of --model are not those" in said
 
 
 @pytest.mark.privacy

@@ -4,11 +4,13 @@ import copy
 import functools
 import itertools
 import json
+import multiprocessing
 import os
+import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from dpmac_cli import (
     ArrayData,
@@ -25,6 +27,7 @@ from dpmac_cli import (
     Cyclic,
     InputError,
     ModelError,
+    Noise,
     OwnLoader,
     Poisson,
     PrivateStep,
@@ -639,6 +642,31 @@ def test_continuations_share_noise_only_where_their_sums_are_the_same(
 
 
 @pytest.mark.privacy
+def test_a_step_in_which_memory_ran_out_has_noise_of_its_own(saved: dict[str, Any]) -> None:
+    """Its sum is that of other chunks, which rounds differently under the same noise."""
+
+    def short_of_memory(state: dict[str, Any]) -> PrivateStep:
+        step = continued(state)
+        assert step._engine is not None
+        of, failures = step._engine.sums.clipped_sum.of, iter([MemoryError])
+
+        def failing(*given: Any) -> None:
+            for failure in failures:
+                raise failure
+            of(*given)
+
+        step._engine.sums.clipped_sum.of = failing  # type: ignore[assignment,method-assign]
+        return step
+
+    step = short_of_memory(saved)
+    found = noise_of(step)
+    assert step._engine is not None
+    assert step._engine.descent.state.chunk < continued(saved).state_dict()["numbers"]["chunk"]
+    for other in (noise_of(continued(saved)), noise_of(short_of_memory(saved))):
+        assert shared(found, other) == [False] * 4
+
+
+@pytest.mark.privacy
 def test_a_state_remembers_what_was_set(saved: dict[str, Any]) -> None:
     """Saved right after a rate and a weight were set, or a step later, it continues exactly."""
     step, states = continued(saved), []
@@ -762,6 +790,20 @@ def test_a_network_with_saved_parameters_carries_their_cost(saved: dict[str, Any
     assert new.epsilon == total_epsilon((POISSON.event(SIGMA, 4),), new.delta) > step.epsilon
     with pytest.raises(ModelError, match="belongs to another network"):
         PrivateStep.load_parameters(nn.Linear(2, 2), saved, taken=4)
+
+
+def test_what_is_not_a_state_is_refused(saved: dict[str, Any]) -> None:
+    network = reader()
+    parts = {name: value for name, value in saved.items() if name != "training"}
+    odd: list[Any] = [network.state_dict(), {}, parts, None, [1], "state.pt"]
+    loads: list[Callable[[Any], None]] = [
+        lambda given: PrivateStep.load_parameters(network, given, taken=2),
+        lambda given: started().load_state_dict(given),
+    ]
+    for given in odd:
+        for load in loads:
+            with pytest.raises(InputError, match="This is not a state of PrivateStep"):
+                load(given)
 
 
 @pytest.mark.privacy
@@ -954,3 +996,63 @@ def test_an_epsilon_is_met_with_the_least_noise() -> None:
     step = started(sigma=None, epsilon=0.5)
     trained(step, Notes())
     assert 0.4975 < step.epsilon <= 0.5
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def in_a_fork(work: Callable[[], object]) -> object:
+    """Return what some work raises or returns in a copy of this process."""
+    receiver, sender = FORK.Pipe(duplex=False)
+
+    def child() -> None:
+        try:
+            sender.send(work())
+        except Exception as failure:  # noqa: BLE001
+            sender.send(str(failure))
+        os._exit(0)
+
+    copied = FORK.Process(target=child, daemon=True)
+    copied.start()
+    found = receiver.recv() if receiver.poll(60) else None
+    copied.join(60)
+    copied.kill()
+    return found
+
+
+def stepping(*, example: bool) -> PrivateStep:
+    """Return a step on batches of one's own, which was prepared or not."""
+    torch.set_num_threads(1)  # a fork has no other threads
+    row = {name: part.unsqueeze(0) for name, part in Notes()[0].items()} if example else None
+    settings = {**SETTINGS, "seed": None}
+    return PrivateStep(reader(), loss, sampling=OwnLoader(POISSON), example=row, **settings)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("example", [True, False])
+def test_a_copy_of_the_process_adds_no_noise(example: bool) -> None:
+    """It has the same keys: the difference of the two releases would have no noise."""
+    before = torch.get_num_threads()
+    try:
+        step = stepping(example=example)
+        batch = default_collate([Notes()[i] for i in range(BATCH)])
+        assert "in another process, of which this one is a copy" in str(
+            in_a_fork(lambda: step(batch))
+        )
+        assert step(batch) == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_training_cannot_be_copied(example: bool, copied: Callable[[Any], Any]) -> None:
+    step = stepping(example=example)
+    images, labels = load_digits(return_X_y=True)
+    data = ArrayData(images, labels, classes="0123456789", low=0, high=16)
+    private = make_private(nn.Linear(64, 10), data, sigma=SIGMA, steps=2, device="cpu")
+    holders = [] if copied is copy.copy else [private._trainer, [{"step": step}]]
+    for training in (step, private, Noise(bytes(32)), *holders):
+        with pytest.raises(InputError, match="cannot be copied or pickled"):
+            copied(training)

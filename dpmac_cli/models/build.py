@@ -26,6 +26,7 @@ from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Train
 from dpmac_cli.models.text_encoder import TextFeatures
 from dpmac_cli.models.text_parts import on_texts
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model, form_of
+from dpmac_cli.randomness.layers import forked, seed_all
 from dpmac_cli.torch_errors import what_failed
 
 #: A network of the program that runs: its class, a function that builds it, or an instance.
@@ -57,8 +58,8 @@ def build_model(
     Raises InputError if there is no such factory; ModelError if it fails, or the network mixes
     samples or does not fit the data.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with forked():
+        seed_all(seed)
         seen = seen_by_network(signature, features)
         if isinstance(model, UserModel):
             network = _called(_find(model), f"--model {model}", seen)

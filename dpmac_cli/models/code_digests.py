@@ -50,6 +50,7 @@ from dpmac_cli.models.unchanged import (
     inside,
     is_of_torch,
 )
+from dpmac_cli.storage.digest import digest
 
 #: Digest of a part that cannot be compared with that of another process.
 UNREADABLE = ""
@@ -94,6 +95,16 @@ def code_digests(roots: Mapping[str, Any], apart: Collection[int]) -> dict[str, 
         found[path] = UNREADABLE if form is None else hashlib.sha256(form.encode()).hexdigest()
         parts += [(f"{path}.{name}", inner) for name, inner in _inner(path, part)]
     return found
+
+
+def fixed_sum(network: nn.Module) -> str:
+    """Return the SHA-256 of a network without the values of its trained parameters.
+
+    That is its code, buffers, frozen parameters and attributes. Parts that cannot be compared are
+    not part of it.
+    """
+    trained = {id(p) for p in network.parameters() if p.requires_grad}
+    return digest({}, code_digests({"network": network}, trained))
 
 
 def _inner(path: str, part: Any) -> Iterator[tuple[str, Any]]:

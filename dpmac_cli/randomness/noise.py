@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.randomness.keystream import KeyStream, Stretch, rows_of
+from dpmac_cli.randomness.unshared import Unshared
 
 #: Smallest |u|, in (0, 1].
 LEAST_U = 2.0**-64
@@ -92,7 +93,7 @@ def _words(streams: Sequence[Stretch], count: int, kind: Any, device: torch.devi
     return torch.from_numpy(rows_of(streams, count, kind)).to(device, non_blocking=True)
 
 
-class Noise:
+class Noise(Unshared):
     """Standard normal draws, a function of the secret key, the step and the position in it.
 
     With ``secure``, each normal is a float64 number plus a uniform one of width :data:`DITHER`,
@@ -101,6 +102,7 @@ class Noise:
     """
 
     def __init__(self, key: bytes, *, secure: bool = False) -> None:
+        super().__init__()
         self._keys, self._secure, self._last = KeyStream(key), secure, -1
 
     def with_key(self, key: bytes) -> "Noise":
@@ -110,8 +112,10 @@ class Noise:
     def at(self, step: int) -> SeededNormals:
         """Return the draws of a step.
 
-        Raises ValueError for this or an earlier step: noise must not be added to two sums.
+        Raises ValueError for this or an earlier step, and InputError in a fork of the process that
+        created this object: noise must not be added to two sums.
         """
+        self.check_process()
         if step <= self._last:
             raise ValueError(f"step {step} is not after step {self._last}: noise is used only once")
         self._last = step

@@ -93,6 +93,7 @@ class PrivateTraining(FixedSettings):
         rule: Rule | None = None,
         **keywords: Unpack[TrainingKeywords],
     ) -> None:
+        super().__init__()
         named, own = (loss, None) if isinstance(loss, str) else (None, loss)
         name = f"{type(model).__module__}:{type(model).__qualname__}"
         self._earlier = carried_by(model, own) if isinstance(model, nn.Module) else ()

@@ -41,7 +41,15 @@ VERSION = 5
 #: Fingerprints that must not change.
 #: What must be unchanged to resume a run.
 Fingerprint = Literal[
-    "data", "units", "test units", "classes", "constants", "network", "pretrained", "features"
+    "data",
+    "units",
+    "test units",
+    "classes",
+    "constants",
+    "network",
+    "fixed values",
+    "pretrained",
+    "features",
 ]
 _SAME: Mapping[Fingerprint, str] = {
     "data": "The records are not those",
@@ -51,10 +59,11 @@ _SAME: Mapping[Fingerprint, str] = {
     "pretrained": "The file of public weights is not the one",
     "constants": "The ranges low and high are not those",
     "network": "The factory or the file of --model is not the one",
+    "fixed values": "The buffers, frozen parameters, other values or code of --model are not those",
     "features": "The features are not those",
 }
 #: Fingerprints that may change if noise is drawn with new keys.
-EXACT: tuple[Fingerprint, ...] = ("constants", "network", "features")
+EXACT: tuple[Fingerprint, ...] = ("constants", "network", "fixed values", "features")
 SPENT = "The privacy cost so far is for the original. Restore it, or start a new run."
 NOT_EXACTLY = (
     "An exact resume repeats the noise, which must not be added to other gradients. Restore the "

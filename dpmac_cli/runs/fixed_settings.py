@@ -3,9 +3,10 @@
 from typing import ClassVar
 
 from dpmac_cli.errors import InputError
+from dpmac_cli.randomness.unshared import Unshared
 
 
-class FixedSettings:
+class FixedSettings(Unshared):
     """A private training whose public attributes, except ``lr``, cannot be assigned.
 
     An assignment would have no effect on the training, or change its epsilon and not the noise.

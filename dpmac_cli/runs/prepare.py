@@ -14,6 +14,7 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.class_names import SIGNAL, begin_at_names, signal_of_class
+from dpmac_cli.models.code_digests import fixed_sum
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, WithHead, cut_before_head, head_of
@@ -222,6 +223,8 @@ def _build(plan: TrainPlan, keys: Keys) -> _Built:
     sums, notes, built_by = dict[Fingerprint, str](), tuple[str, ...](), ""
     if isinstance(network.model, UserModel):
         sums["network"] = build.source_sum(network.model)
+        own = model if network.features is None else model.get_submodule("head")
+        sums["fixed values"] = fixed_sum(own)
         seen = build.seen_by_network(facts.signature, network.features)
         built_by = build.built_by(network.model, seen)
     if network.starts_public:

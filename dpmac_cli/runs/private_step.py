@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import numpy as np
 from torch import nn
@@ -91,6 +91,7 @@ class PrivateStep(FixedSettings):
         rule: Rule | None = None,
         **keywords: Unpack[StepKeywords],
     ) -> None:
+        super().__init__()
         check_arguments(model, loss, sampling, keywords)
         self._model, self._loss, self._sampling, self._rule = model, loss, sampling, rule
         self._earlier = carried_by(model, loss)
@@ -106,8 +107,7 @@ class PrivateStep(FixedSettings):
         self._keys = make_keys(self._plan.run.seed, part=len(self._earlier))
         self._drawn: Drawn | None = None
         self._engine: StepEngine | None = None
-        self._records = ""  # identifies the dataset
-        self._program: dict[str, str] = {}  # identifies what computes a step
+        self._records, self._program = "", dict[str, str]()  # of the dataset, and of the code
         if example is not None:
             self._prepare(Structure(checked_example(example, device_of(model)), keep=True))
 
@@ -292,8 +292,8 @@ class PrivateStep(FixedSettings):
             saved: a state of :meth:`state_dict`.
 
         Raises:
-            InputError: this training has begun, or has other settings, software or code, or the
-                network is not the same in what is not trained.
+            InputError: ``saved`` is no such state, this training has begun, or has other settings,
+                software or code, or the network is not the same in what is not trained.
             ModelError: the network has other parameters.
         """
         if self._begun or self._earlier:
@@ -301,11 +301,12 @@ class PrivateStep(FixedSettings):
                 "A state is loaded into a new PrivateStep on a network that was not trained "
                 "before. Create both again."
             )
+        state = step_state.checked_state(saved)
         program = step_state.program_of(self._model, self._loss, self._rule)
-        step_state.check_program(program, saved.get("program", {}))
+        step_state.check_program(program, state["program"])
         before = dict(vars(self))
         try:
-            self._continue(cast(step_state.SavedStep, saved))
+            self._continue(state)
         except BaseException:
             vars(self).update(before)  # keys of the saved noise must not serve another training
             raise
@@ -357,10 +358,10 @@ class PrivateStep(FixedSettings):
             taken: number of steps that were taken, also by programs after they saved the state.
 
         Raises:
-            InputError: the state has more steps, or the training fewer.
+            InputError: ``saved`` is no such state, it has more steps, or the training fewer.
             ModelError: the network has other parameters.
         """
-        step_state.load_parameters(model, cast(step_state.SavedStep, saved), taken)
+        step_state.load_parameters(model, saved, taken)
 
     @property
     def _begun(self) -> int:
@@ -384,6 +385,7 @@ class PrivateStep(FixedSettings):
 
     def _prepare(self, structure: Structure) -> StepEngine:
         """Validate the network and the loss, and build what takes the steps."""
+        self.check_process()
         check_counted(self._model, self._loss, self._earlier)
         self._program = step_state.program_of(self._model, self._loss, self._rule)
         self._engine = build_engine(

@@ -1,5 +1,6 @@
 """Engine of a private step: a validated network, and the descent on its batches."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,7 @@ from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.models.independence import validated_network
 from dpmac_cli.models.trial import Objective
-from dpmac_cli.randomness.keystream import Keys
+from dpmac_cli.randomness.keystream import KEY_BYTES, Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Indices
@@ -58,6 +59,7 @@ class History:
 
     def __init__(self, descent: Descent, rate: float) -> None:
         self._descent, self.rate = descent, rate
+        descent.when_reduced = self.reduced
         self._theta = descent.state.theta.detach().clone()
 
     def diverge(self, value: bytes) -> None:
@@ -74,6 +76,10 @@ class History:
         if not identical(theta, self._theta):
             self.diverge(f"parameters {digest({'theta': theta.cpu()}, {})}".encode())
             self._theta.copy_(theta)
+
+    def reduced(self) -> None:
+        """Draw new noise for a step in which memory ran out: its sum is that of other chunks."""
+        self.diverge(secrets.token_bytes(KEY_BYTES))
 
     def after_step(self) -> None:
         """Notice another learning rate, which changes all sums after that of the step."""

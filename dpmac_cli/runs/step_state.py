@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from platform import python_version
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -163,12 +163,27 @@ def saved_of(model: nn.Module, engine: StepEngine) -> SavedEngine:
     }
 
 
+def checked_state(given: object) -> SavedStep:
+    """Return a state of :class:`.PrivateStep`. Raises InputError if it is not one."""
+    known = SavedStep.__required_keys__
+    missing = sorted(known - given.keys()) if isinstance(given, Mapping) else sorted(known)
+    if missing:
+        raise InputError(
+            f"This is not a state of PrivateStep: it has no {_listed(missing)}. Pass what "
+            "step.state_dict() returned, or what torch.load read of it. The state_dict of a "
+            "network goes to network.load_state_dict(...), which does not know what its training "
+            "cost."
+        )
+    return cast(SavedStep, given)
+
+
 @torch.no_grad()
-def load_parameters(model: nn.Module, saved: SavedStep, taken: int) -> None:
+def load_parameters(model: nn.Module, given: object, taken: int) -> None:
     """Copy saved parameters into a network, which then carries their privacy cost.
 
     For arguments and errors see :meth:`.PrivateStep.load_parameters`.
     """
+    saved = checked_state(given)
     training = Training.of_json(saved["training"])
     if not training.begun <= taken <= training.event.steps:
         raise InputError(

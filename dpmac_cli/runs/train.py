@@ -124,8 +124,10 @@ def _session(
     steps = spent.base + affordable_steps(rest, *budget)
     exact = saved is not None and not before.fresh_noise
     keys = make_keys(plan.run.seed, base=spent.base)
-    if saved is not None and exact:
-        keys = Keys.of_json(saved.record["state"]["keys"])
+    if saved is not None:
+        kept = Keys.of_json(saved.record["state"]["keys"])
+        # A network that draws frozen values when it is built was trained with these.
+        keys = kept if exact else replace(keys, init=kept.init)
     task = yield from until(stop, prepare(plan, device, keys, data))
     if privacy.scores is not None:
         _check_scored(task)

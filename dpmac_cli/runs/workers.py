@@ -27,7 +27,7 @@ from dpmac_cli.training.trainer import Trainer
 #: Fingerprints that must be the same at every rank.
 SHARED: tuple[Fingerprint, ...] = (
     *("data", "units", "classes", "constants"),
-    *("network", "pretrained", "features"),
+    *("network", "fixed values", "pretrained", "features"),
 )
 
 
@@ -51,7 +51,7 @@ def brief_workers(
         "folder": str(where),
         "steps": trainer.plan.steps,
         "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star")},
-        "keys": {name: numbers["keys"][name] for name in ("layers",)},
+        "keys": {name: numbers["keys"][name] for name in ("layers", "init")},
     }
     ranks.brief(brief)
     _agree(ranks, task, trainer)

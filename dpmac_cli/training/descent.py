@@ -1,6 +1,6 @@
 """Private gradient descent: the steps of Algorithm 1 on one state. Prints nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -40,6 +40,7 @@ class Descent:
 
     Attributes:
         notes: messages about how the network is run.
+        when_reduced: called if memory ran out in a step, before its noise is drawn.
 
     Raises:
         ModelError: there are too many parameters for the mechanism.
@@ -60,6 +61,7 @@ class Descent:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("noise needs clipping, which is turned off without privacy")
         self.training: Training | None = None  # counts the steps that use records
+        self.when_reduced: Callable[[], None] = lambda: None
         self._arithmetic = sums.arithmetic
         self.model, self.algorithm = model, algorithm
         self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
@@ -116,7 +118,10 @@ class Descent:
             part, chunk = self._sums.of(batch, step, self._metric, state.chunk)
         self._unchanged.check(DURING)
         # Equal on all ranks, so differences in rounding between runs depend on public numbers.
-        state.chunk = self._ranks.least(chunk)
+        least = self._ranks.least(chunk)
+        if least < state.chunk:
+            self.when_reduced()
+        state.chunk = least
         clipped = self._ranks.reduce(part)
         for hook in self.hooks:
             clipped = hook.add(step, clipped, self._sums.clipped_sum, self._metric)

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
-from dpmac_cli.dp.clipping.clipped_sum import SLACK_SHARE, clip_limit, clip_weights
+from dpmac_cli.dp.clipping.clipped_sum import (
+    ROOM,
+    SLACK_SHARE,
+    SMALL,
+    cancellation_limit,
+    clip_limit,
+    clip_weights,
+)
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
@@ -68,9 +75,16 @@ class Case:
     sum c_i g_i - (sum c_i) m is a difference of nearly equal numbers. The last sample is far off.
     """
 
-    def __init__(self, model: nn.Sequential, ratio: float, spread: float, size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Sequential,
+        ratio: float,
+        spread: float,
+        size: int,
+        batch: float | None = None,
+    ) -> None:
         torch.manual_seed(0)
-        self.subject: Subject = prepare(model)
+        self.subject: Subject = prepare(model, batch=batch)
         first = torch.randn(1, 1, 28, 28)
         x = first + spread * torch.randn(size, 1, 28, 28)
         x[0], x[-1] = first[0], torch.randn(1, 28, 28)
@@ -92,6 +106,13 @@ class Case:
         total = self.subject.add(self.x[keep], self.y[keep], self.region)
         whitened: Tensor = total.double() / self.region.scale.double()
         return whitened
+
+    def exact_sum(self) -> Tensor:
+        """sum of c_i (g_i - m) / b of the stored gradients, float64."""
+        c = self.subject.weights(self.x, self.y, self.region)
+        gradients = self.subject.stored_gradients(self.x, self.y)
+        total: Tensor = (c.unsqueeze(1) * whiten(gradients, self.region)).sum(0)
+        return total
 
     def exact_norms(self) -> Tensor:
         norms: Tensor = whiten(self.subject.stored_gradients(self.x, self.y), self.region).norm(
@@ -171,12 +192,24 @@ def test_rows_that_cancel_are_done_again_in_float64(monkeypatch: pytest.MonkeyPa
 @pytest.mark.privacy
 def test_a_sum_that_cancels_is_done_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(mlp(), 1000.0, 1e-6, size=12)
-    c = case.subject.weights(case.x, case.y, case.region)
-    gradients = case.subject.stored_gradients(case.x, case.y)
-    exact = (c.unsqueeze(1) * whiten(gradients, case.region)).sum(0)
+    exact = case.exact_sum()
     assert (case.whitened_sum() - exact).norm() < 1e-6
     monkeypatch.setattr(per_sample, "CANCELLATION_LIMIT", math.inf)
     assert (case.whitened_sum() - exact).norm() > 1e-4  # more than the margin for 12
+
+
+@pytest.mark.privacy
+def test_a_draw_many_times_larger_than_expected_cancels_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Poisson sampling may draw 40 records where one is expected, all of them near m."""
+    case = Case(mlp(), 200.0, 1e-6, size=40, batch=1)
+    exact = case.exact_sum()
+    assert (case.whitened_sum() - exact).norm() < 1e-6
+    for batch in range(1, SMALL):
+        assert cancellation_limit(40, batch) == cancellation_limit(40, SMALL)
+    monkeypatch.setattr(per_sample, "SMALL", 0)
+    assert (case.whitened_sum() - exact).norm() > ROOM  # more than the margin
 
 
 @pytest.mark.privacy
