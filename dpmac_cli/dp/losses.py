@@ -71,6 +71,19 @@ OF_NUMBERS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
 )
 
 
+def _of_numbers(each: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss of each sample's numbers.
+
+    Raises ModelError for targets of another shape: torch would compare each sample with all others.
+    """
+    if outputs.shape != targets.shape:
+        raise ModelError(
+            f"The network's outputs have shape {tuple(outputs.shape)}, but the numbers to predict "
+            f"{tuple(targets.shape)}. They need one output for each number."
+        )
+    return each(outputs, targets.to(outputs.dtype)).mean(1)
+
+
 def build_loss(
     name: str,
     smoothing: float = 0.0,
@@ -91,7 +104,7 @@ def build_loss(
     kind, _, parameter = name.partition(":")
     if kind in OF_NUMBERS:
         each = partial(OF_NUMBERS[kind], **({"level": float(parameter)} if parameter else {}))
-        return lambda outputs, targets: each(outputs, targets.to(outputs.dtype)).mean(1)
+        return partial(_of_numbers, each)
     factors = torch.tensor(weights, dtype=torch.float64, device=device) if weights else None
 
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -99,6 +99,15 @@ def test_gradients_are_those_of_autograd(name: str, isolated: bool) -> None:
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("name", ["mse", "huber", "poisson", "quantile:0.9"])
+def test_numbers_in_another_shape_are_not_compared_with_every_sample(name: str) -> None:
+    outputs, targets = torch.zeros(5, 1), torch.linspace(-1, 1, 5)
+    with pytest.raises(ModelError, match="one output for each number"):
+        build_loss(name)(outputs, targets)
+    assert build_loss(name)(outputs, targets[:, None]).shape == (5,)
+
+
+@pytest.mark.privacy
 @pytest.mark.parametrize("isolated", [False, True])
 def test_a_loss_that_would_mix_samples_sees_one_at_a_time(isolated: bool) -> None:
     def mixing(output: Tensor, y: Tensor) -> Tensor:
