@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from dpmac_cli import (
     ArrayData,
@@ -251,6 +252,26 @@ def to_the_longest(records: list[Any]) -> Any:
 def test_a_record_that_is_not_one_row_of_one_shape_is_refused(collate: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         trained(started(), Notes(), collate=collate)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("first", [True, False])
+def test_no_error_quotes_a_record(first: bool) -> None:
+    """Neither that of the first record nor of another one, nor what they were raised from."""
+    records = Notes()
+
+    def collate(given: list[Any]) -> Any:
+        if first or not given[0]["input_ids"].equal(records[0]["input_ids"]):
+            raise ValueError(f"secret {given[0]['input_ids'].tolist()}")
+        return default_collate(given)
+
+    with pytest.raises(InputError) as caught:
+        trained(started(), records, collate=collate)
+    said = "".join(traceback.format_exception(caught.value))
+    assert "ValueError" in said
+    assert "secret" not in said.replace("raise ValueError(f", "")
+    if first:
+        assert "Record 0 cannot be read by index: ValueError at test_private_step.py" in said
 
 
 @pytest.mark.privacy

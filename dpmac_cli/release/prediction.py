@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpmac_cli.data.complaints import left_out, refuse
+from dpmac_cli.data.complaints import complaints, left_out, refuse
 from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut
+from dpmac_cli.errors import raise_errors
 from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import Released, load_model, read_facts, text_reader
-from dpmac_cli.release.new_records import REMEDY, Reading, Unlabelled, read_unlabelled
+from dpmac_cli.release.new_records import REMEDY, REMOVE, Reading, Unlabelled, read_unlabelled
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.storage.files import PRIVATE_MODE, to_csv, write_atomically
@@ -119,7 +120,7 @@ def predict(
     records = read_unlabelled(data, file, facts, text_reader(file, facts), reading)
     _check_some_left(data, len(records.names), records.skipped)
     if not skip_bad:
-        refuse([*records.faults.values()], REMEDY)
+        _refuse_unusable(records, facts.shape)
     answers = torch.cat([*_answers(released, facts, records, where)]).numpy()
     if not skip_bad:  # images are decoded one batch after another
         refuse([*records.faults.values()], REMEDY)
@@ -146,6 +147,15 @@ def _answers(
         yield found
         done += len(found)
         LISTENER.get()(Computing(done, len(records.names), released.path, what="predictions"))
+
+
+def _refuse_unusable(records: Unlabelled, shape: tuple[int, ...]) -> None:
+    """Raise InputError with all records and files that cannot be used, if some are known."""
+    strays, faults = records.skipped.records, records.faults
+    if strays or faults:
+        for some in places(len(records.names), shape):
+            records.at(some)  # images are decoded, and may have faults, too
+        raise_errors([*complaints(strays, REMOVE), *complaints([*faults.values()], REMEDY)])
 
 
 def _check_some_left(data: object, count: int, skipped: LeftOut) -> None:
