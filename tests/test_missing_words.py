@@ -1,6 +1,7 @@
 """Words that a schema declares for a missing value."""
 
 import csv
+import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
@@ -15,7 +16,7 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from dpmac_cli import from_dataframe, predict
+from dpmac_cli import from_dataframe, predict, score
 from dpmac_cli.data.column_schema import Column, Label
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_columns import column_inputs
@@ -23,7 +24,7 @@ from dpmac_cli.data.table_file import read_table
 from dpmac_cli.data.table_schema import TableSchema, schema_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.data.wordpiece import TextReader
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, ModelError
 from tests.helpers import load
 from tests.test_wordpiece import TINY
 from tests.typed import dpmac
@@ -97,6 +98,25 @@ def test_an_export_with_words_of_its_own_is_trained_on_and_predicted() -> None:
     assert "Correct new.csv to fit the schema of the model" in said
 
 
+def test_a_model_is_scored_by_the_schema_that_it_was_trained_with() -> None:
+    """Also after the file was changed."""
+    write("stays.csv", "k.A.", "-", "k.A.", "-")
+    Path("own.yaml").write_text(SCHEMA)
+    typed = ("--dataset", "stays.csv", "--schema", "own.yaml", "--out", "run", "--steps", "2")
+    result = dpmac("train", *typed, "--sigma", "6", "--seed", "0", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    before = dpmac("eval", "run", "--json")
+    changed = SCHEMA.replace("[Ulm, ", "[Bonn, ").replace("k.A., ", "").replace("1000", "1")
+    Path("own.yaml").write_text(changed)
+    after = dpmac("eval", "run", "--json")
+    assert (after.exit_code, after.stdout) == (0, before.stdout), after.output
+    frame = pd.read_csv("stays.csv", sep=";", dtype=str, keep_default_na=False)
+    same = score("run", from_dataframe(frame, yaml.safe_load(SCHEMA)))
+    assert same.result.samples == json.loads(after.stdout)["samples"]
+    with pytest.raises(ModelError, match="a schema with other columns than the one that run/model"):
+        score("run", from_dataframe(frame, yaml.safe_load(SCHEMA.replace("1000", "1"))))
+
+
 def inputs(of: Mapping[str, Any], cells: pa.Array, **table: Any) -> list[list[float]]:
     """Inputs that a column becomes, of which the last one says that the value is missing."""
     label = {"column": "y", "classes": ["a", "b"]}
@@ -104,7 +124,8 @@ def inputs(of: Mapping[str, Any], cells: pa.Array, **table: Any) -> list[list[fl
     schema, bad = schema_of(given, "it"), dict[str, Any]()
     x, _, _ = column_inputs(schema.columns, {"c": cells}, bad, True, None)
     assert not any(at.any() for at in bad.values()), bad
-    return x.tolist()
+    rows: list[list[float]] = x.tolist()
+    return rows
 
 
 DAY = {"type": "date", "range": ["1920-01-01", "2020-12-31"]}
@@ -209,7 +230,8 @@ def test_data_frames_have_the_words_too() -> None:
 def test_a_missing_unit_is_no_unit_that_records_share(tmp_path: Path, unit: str) -> None:
     persons = [f"{n},{n},{'ab'[n % 2]}" for n in range(20)]
     (tmp_path / "t.csv").write_text("\n".join(["x,who,y", *persons, f"1,{unit},a", f"2,{unit},b"]))
-    given = {"label": {"column": "y", "classes": ["a", "b"]}, "columns": {"x": {"range": [0, 99]}}}
+    label, number = {"column": "y", "classes": ["a", "b"]}, {"range": [0, 99]}
+    given: dict[str, Any] = {"label": label, "columns": {"x": number}}
     for more in ({"drop": ["who"]}, {}):
         schema = schema_of({**given, **more, "missing_words": ["-", "k.A.", "999"]}, "it")
         source = Source(tmp_path / "t.csv", schema=schema, unit="who")
@@ -217,7 +239,7 @@ def test_a_missing_unit_is_no_unit_that_records_share(tmp_path: Path, unit: str)
             inspect(source)
         skipped = Source(tmp_path / "t.csv", schema=schema, unit="who", skip_bad=True)
         assert len(inspect(skipped).skipped) == 2
-    columns = {**given["columns"], "who": {"range": [0, 99], "missing_words": [unit]}}
+    columns = {"x": number, "who": {**number, "missing_words": [unit]}}
     schema = schema_of({**given, "columns": columns}, "it")
     with pytest.raises(InputError, match="Record 21 and 1 more have no value in who"):
         inspect(Source(tmp_path / "t.csv", schema=schema, unit="who"))

@@ -103,7 +103,7 @@ def test_a_number_is_read_as_declared_or_not_at_all(
         ({"decimal": ","}, "28.570", """'28.570' (28570 with decimal: ",", thousands: ".\""""),
         ({}, "12 kg", """'12 kg' (12 with symbol: "kg" in the schema)"""),
         ({}, "€ 12,5", """'€ 12,5' (12.5 with decimal: ",", symbol: "€" in the schema)"""),
-        ({}, "k.A.", "'k.A.' (leave the cell empty, or write NA, where there is no value)"),
+        ({}, "k.A.", "'k.A.' (leave the cell empty, or declare missing_words: "),
         ({}, "x" * 50, f"'{'x' * 40}...'"),
     ],
 )

@@ -40,8 +40,8 @@ def _list_of_cells(values: Any) -> Any:
 
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], AfterValidator(distinct)]
-#: Values of cells.
-Values = Annotated[Texts, BeforeValidator(_list_of_cells)]
+#: Values that cells have.
+CellValues = Annotated[Texts, BeforeValidator(_list_of_cells)]
 
 
 class Declared(BaseModel):
@@ -167,7 +167,7 @@ class Column(Written):
     name: Text
     type: Literal["number", "integer", "date", "category", "boolean", "text"] = "number"
     range: Ends | None = None
-    categories: Annotated[Values, Field(max_length=10_000)] = ()
+    categories: Annotated[CellValues, Field(max_length=10_000)] = ()
     text: Annotated[int, Field(ge=MIN_TOKENS, le=MAX_TOKENS)] | None = None
     format: Text | None = None
     parts: Annotated[
@@ -176,7 +176,7 @@ class Column(Written):
     ] = ()
     reference: Text | None = None
     missing: Literal["refuse", "input"] = "refuse"
-    missing_words: Values = ()
+    missing_words: CellValues = ()
     outside: Literal["accept", "refuse"] = "accept"
 
     @model_validator(mode="before")
@@ -307,11 +307,11 @@ class Label(Written):
     """
 
     column: Text
-    classes: Values = ()
+    classes: CellValues = ()
     range: Range | None = None
     transform: Literal["none", "log1p"] = "none"
     kind: Literal["number", "count"] = "number"
-    missing_words: Values = ()
+    missing_words: CellValues = ()
     outside: Literal["accept", "refuse"] = "accept"
 
     @model_validator(mode="after")

@@ -186,7 +186,7 @@ class _Declared(NamedTuple):
 def _read(dataset: Any, declared: _Declared) -> tuple[NDArray[Any], NDArray[Any], Faults]:
     """Return records, labels, and why records cannot be used. Raises InputError."""
     from dpmac_cli.randomness.layers import forked, seed_all  # noqa: PLC0415  (torch takes a second)
-    from dpmac_cli.torch_errors import kind_of  # noqa: PLC0415  (loads torch)
+    from dpmac_cli.torch_errors import type_and_place  # noqa: PLC0415  (loads torch)
 
     kind, why = type(dataset).__name__, ""
     remedy = "Pass a map-style torch.utils.data.Dataset that does."
@@ -204,7 +204,7 @@ def _read(dataset: Any, declared: _Declared) -> tuple[NDArray[Any], NDArray[Any]
             except MemoryError:
                 raise
             except Exception as raised:  # noqa: BLE001  (a dataset raises whatever a file leads to)
-                why = kind_of(raised)  # its message may quote the record
+                why = type_and_place(raised)  # its message may quote the record
                 stack.faults[row] = f"cannot be read ({why})"
             else:
                 stack.add(row, record)

@@ -56,16 +56,16 @@ def places_of(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
     return np.asarray(found.fill_null(-1), np.int64)
 
 
-def is_text(cells: pa.Array) -> bool:
+def has_text(cells: pa.Array) -> bool:
     """Return whether a column has a type of text."""
     return bool(pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type))
 
 
-def numbers_in(cells: pa.Array, form: Written) -> tuple[pa.Array, BoolArray]:
+def numbers_of(cells: pa.Array, form: Written) -> tuple[pa.Array, BoolArray]:
     """Return cells as float64, null where they are no numbers, and which of them are numbers."""
     if is_number(cells.type):
         return cells.cast(pa.float64(), safe=False), np.ones(len(cells), bool)
-    form = form if is_text(cells) else Written()  # a type is written with a point
+    form = form if has_text(cells) else Written()  # a type is written with a point
     return read_numbers(text_cells(cells), form)
 
 
@@ -96,7 +96,7 @@ def stands_for_none(cells: pa.Array, of: Column | Label) -> BoolArray:
     elif of.range is not None:
         numbers, fits = read_numbers(words, of)
         if fits.any():
-            own = numbers_in(cells, of)[0].fill_null(np.nan)
+            own = numbers_of(cells, of)[0].fill_null(np.nan)
             found = found | np.isin(np.asarray(own), np.asarray(numbers.drop_null()))
     return found
 

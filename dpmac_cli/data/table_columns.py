@@ -13,9 +13,9 @@ from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.table_cells import (
     BoolArray,
     decoded_cells,
-    is_text,
+    has_text,
     missing_in,
-    numbers_in,
+    numbers_of,
     places_of,
     stands_for_none,
     text_cells,
@@ -280,7 +280,7 @@ def _add(
 
 def _numeric(cells: pa.Array, strict: bool) -> bool:
     """Return whether a column has a type of numbers or, if it may be looked at, numbers only."""
-    if not is_text(cells):
+    if not has_text(cells):
         return True
     pattern = number_pattern(Written())
     text = text_cells(cells)
@@ -314,7 +314,7 @@ def _numbers(
 ) -> tuple[NDArray[np.float64], BoolArray]:
     """Return numbers, with missing ones at the middle of the range, and a mask of outliers."""
     low, high = column.ends
-    numbers, fits = numbers_in(cells, column)
+    numbers, fits = numbers_of(cells, column)
     broken = ~fits & ~missing
     if broken.any():
         others = compute.filter(text_cells(cells), pa.array(fits))

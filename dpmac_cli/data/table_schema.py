@@ -20,12 +20,12 @@ from pydantic.functional_validators import BeforeValidator
 
 from dpmac_cli.data.column_schema import (
     USED_BY,
+    CellValues,
     Column,
     Declared,
     Label,
     Text,
     Texts,
-    Values,
     as_cell,
     distinct,
 )
@@ -39,7 +39,7 @@ class TestSet(Declared):
     """Records to test on: those with one of the given values in a column."""
 
     column: Text
-    values: Annotated[Values, Field(min_length=1)]
+    values: Annotated[CellValues, Field(min_length=1)]
 
 
 def _named(columns: Any) -> Any:
@@ -99,7 +99,7 @@ class TableSchema(Declared):
 
     decimal: Literal[".", ","] | None = None
     thousands: Literal[".", ",", " ", "'"] | None = None
-    missing_words: Values = ()
+    missing_words: CellValues = ()
     label: OneOrSeveral
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()

@@ -24,7 +24,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.randomness import sampling
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.storage.digest import digest
-from dpmac_cli.torch_errors import kind_of
+from dpmac_cli.torch_errors import type_and_place
 
 #: Records whose contents identify a dataset, evenly spaced.
 PROBES = 16
@@ -237,8 +237,8 @@ def first_row(records: OneByOne) -> Batch:
     except Exception as failure:  # noqa: BLE001  (user code may raise anything)
         # Not raised from the failure, whose message may quote the record.
         raise InputError(
-            f"Record 0 cannot be read by index: {kind_of(failure)}. Its message may contain the "
-            "record; to see it, run collate_fn([dataset[0]]). Pass a map-style "
+            f"Record 0 cannot be read by index: {type_and_place(failure)}. To see its message, "
+            "which may contain the record, run collate_fn([dataset[0]]). Pass a map-style "
             "torch.utils.data.Dataset, and a collate_fn that takes a list of its records."
         ) from None
     if isinstance(row, Fault):

@@ -279,6 +279,8 @@ def test_what_a_record_without_an_answer_lacks_is_said(
     answers[1, 0] = np.nan
     found = prediction.Predictions(answers, task, (0, 1))
     monkeypatch.setattr(prediction, "predict", lambda *_, **__: found)
+    for name in ("run", "new.npz"):
+        Path(name).touch()
     result = dpmac("predict", "run", "new.npz")
     assert result.exit_code == 0, result.output
     assert f"note: for 1 record the output is NaN, so {said}\n" in result.stderr
