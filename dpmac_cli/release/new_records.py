@@ -117,7 +117,7 @@ def _misfits(
     reader: TextReader | None,
     named_by: str | None,
 ) -> Iterator[str]:
-    """Yield what is wrong with the place of new records for the model in ``file``."""
+    """Yield why new records cannot be those for the model in ``file``."""
     kinds, wanted = {"folder", ".npz"}, "images: use a folder of images or an .npz"
     if facts.table is not None:
         kinds, wanted = {*TABLES}, f"a table: use one ({', '.join(TABLES)})"
