@@ -320,6 +320,23 @@ def test_a_number_of_nines_is_said_to_be_a_word_perhaps(tmp_path: Path) -> None:
     )
 
 
+def test_a_word_does_not_hide_how_the_others_are_written(tmp_path: Path) -> None:
+    """Of each column the first word and the first other cell are shown, each with its line."""
+    cells = [f"0{n % 9 + 1}.02.1950;{n},5;{'ab'[n % 2]}" for n in range(20)]
+    (tmp_path / "t.csv").write_text("\n".join(["born;age;y", "k.A.;-;a", *cells]))
+    columns = {"born": DAY, "age": {"range": [0, 120]}}
+    given = {"label": {"column": "y", "classes": ["a", "b"]}, "columns": columns}
+    with pytest.raises(InputError) as caught:
+        inspect(Source(tmp_path / "t.csv", schema=schema_of(given, "it")))
+    for said in (
+        "Record 2 and 19 more have no date as in 2024-12-31 in born: '01.02.1950' (declare how",
+        "Record 1 has no date as in 2024-12-31 in born: 'k.A.' (leave the cell empty, or declare",
+        "Record 2 and 19 more have no number in age: '0,5' (0.5 with decimal",
+        "Record 1 has no number in age: '-' (leave the cell empty, or declare missing",
+    ):
+        assert said in str(caught.value)
+
+
 def test_parquet_is_read_like_a_csv(tmp_path: Path) -> None:
     given = yaml.safe_load(SCHEMA)
     given["columns"].pop("town")
@@ -344,4 +361,4 @@ def test_a_draft_says_how_words_are_declared(tmp_path: Path) -> None:
     filled = text.replace("# missing_words", "missing_words").replace(
         "[FILL_IN, FILL_IN]", "[0, 1]"
     )
-    assert schema_of(yaml.safe_load(filled), "it").missing_words == ("k.A.", "-", "999")
+    assert schema_of(yaml.safe_load(filled), "it").missing_words == ("k.A.", "-")

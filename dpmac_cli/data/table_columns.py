@@ -195,15 +195,18 @@ def _dates(column: Column, cells: pa.Array, bad: dict[str, BoolArray]) -> NDArra
     missing, typed = missing_in(cells, column), pa.types.is_temporal(cells.type)
     text = compute.if_else(pa.array(missing), None, text_cells(cells))
     days = read_dates(decoded_cells(text), column, typed)
-    broken = np.isnan(days) & ~missing
-    cell = _first(cells, broken) or ""
-    formats = [f'format: "{written}"' for written in formats_of(cell)]
-    hint = f" (declare how it is written: {' or '.join(formats[:2])})" if formats else ""
-    hint = hint or if_no_value(cell)
     expected = "as in 2024-12-31" if column.format is None else f"in the format {column.format}"
-    _add(bad, f"no date {expected} in {column.name}", broken, cells, hint)
+    what = f"no date {expected} in {column.name}"
+    _add_unread(bad, what, np.isnan(days) & ~missing, cells, _how_dates_are_written)
     _refuse_outside(column, cells, outside_of(days, column), bad)
     return days
+
+
+def _how_dates_are_written(cell: str) -> str:
+    """Return what to declare so that a cell is read as a date; "" if that is not known."""
+    formats = [f'format: "{written}"' for written in formats_of(cell)]
+    hint = f" (declare how it is written: {' or '.join(formats[:2])})" if formats else ""
+    return hint or if_no_value(cell)
 
 
 def _date_inputs(
@@ -278,6 +281,23 @@ def _add(
     bad[what if cell is None else f"{what}: {shown(cell)}{hint}"] = records
 
 
+def _add_unread(
+    bad: dict[str, BoolArray],
+    what: str,
+    records: BoolArray,
+    cells: pa.Array,
+    hint: Callable[[str], str],
+) -> None:
+    """Add cells that cannot be read, words apart from others: they may mean that nothing is known.
+
+    The advice for the first cell would be wrong for the others.
+    """
+    digits = compute.match_substring_regex(text_cells(cells), r"\d").fill_null(False)
+    for some in (records & np.asarray(digits), records & ~np.asarray(digits)):
+        if some.any():
+            _add(bad, what, some, cells, hint(_first(cells, some) or ""))
+
+
 def _numeric(cells: pa.Array, strict: bool) -> bool:
     """Return whether a column has a type of numbers or, if it may be looked at, numbers only."""
     if not has_text(cells):
@@ -318,8 +338,11 @@ def _numbers(
     broken = ~fits & ~missing
     if broken.any():
         others = compute.filter(text_cells(cells), pa.array(fits))
-        hint = what_it_may_mean(_first(cells, broken) or "", column, others)
-        _add(bad, f"no number in {name}", broken, cells, hint)
+
+        def meant(cell: str) -> str:
+            return what_it_may_mean(cell, column, others)
+
+        _add_unread(bad, f"no number in {name}", broken, cells, meant)
     values = np.where(missing, np.nan, np.asarray(numbers.fill_null(np.nan)))
     outside = (values < low) | (values > high)
     return np.where(np.isnan(values), (low + high) / 2, values), outside
