@@ -106,7 +106,9 @@ def test_a_model_is_scored_by_the_schema_that_it_was_trained_with() -> None:
     result = dpmac("train", *typed, "--sigma", "6", "--seed", "0", "--device", "cpu")
     assert result.exit_code == 0, result.output
     card = Path("run/model-card.md").read_text()
-    assert "- `age`, a number from 0 to 1000; then 1 if it is missing or `999`, `k.A.`, `-` (" in card
+    assert (
+        "- `age`, a number from 0 to 1000; then 1 if it is missing or `999`, `k.A.`, `-` (" in card
+    )
     before = dpmac("eval", "run", "--json")
     changed = SCHEMA.replace("[Ulm, ", "[Bonn, ").replace("k.A., ", "").replace("1000", "1")
     Path("own.yaml").write_text(changed)

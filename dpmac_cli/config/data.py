@@ -12,7 +12,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
 from dpmac_cli.data.table_schema import TableSchema, read_schema
 from dpmac_cli.data.wordpiece import TextReader
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError, as_typed, raise_errors
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.registry import BACKBONES
 from dpmac_cli.storage.paths import data_folder
@@ -45,10 +45,11 @@ def resolve_data(
     entries = combined(recorded, from_flags(settings, errors), errors)
     dataset = entries["dataset"].value if "dataset" in entries else None
     if isinstance(dataset, str) and dataset.startswith("<") and file is not None:
-        raise InputError(
-            f"{file.parent} was trained on records in memory of a program. Add --dataset with the "
-            "path of a file of them, or score it with dpmac_cli.score."
+        remedy = as_typed(
+            "Add --dataset with the path of a file of them, or score it with dpmac_cli.score.",
+            "Pass them: score(run, data), with from_torch(...) or ArrayData(...) as data.",
         )
+        raise InputError(f"{file.parent} was trained on records in memory of a program. {remedy}")
     given, _ = validated(entries, errors)
     raise_errors(errors)
     return plan_data(given, texts, schema)
