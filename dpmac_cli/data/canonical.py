@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 NOT_TEXT = "\ufffd"
 #: Text that stands for a missing value in every table, unless it is a declared category.
 MISSING = ("", "NA", "N/A", "#N/A", "NaN", "nan", "null", "NULL", "None")
+#: Names of units that stand for nobody in particular. Records of unknown persons must not become
+#: those of one person, so these are missing in all data.
+_NOBODY = re.compile(r"[\W_]+|n/a|k\. ?a\.|unknown|unbekannt|missing|keine angabe", re.IGNORECASE)
 #: A whole number as a column of floats is printed, such as 17.0.
 _PRINTED = re.compile(r"([-+]?\d+)\.0*")
 #: Said of units that are no exact whole number or text.
@@ -58,7 +61,7 @@ def unit_name(value: Any) -> str:
     name = (text_of(value) or "").strip()
     if printed := _PRINTED.fullmatch(name):
         return str(int(printed[1])) if _is_exact(float(printed[1])) else NOT_TEXT
-    return "" if name in MISSING else name
+    return "" if name in MISSING or _NOBODY.fullmatch(name) else name
 
 
 def _is_exact(value: Any) -> bool:
