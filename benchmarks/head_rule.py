@@ -50,13 +50,18 @@ class Way:
         return calibrate_noise(event, delta, epsilon)
 
 
-def trained(split: Split, way: Way, sigma: float, seed: int, classes: int = 10) -> Tensor:
-    """Return averaged weights, shape (classes, columns + 1); C is 1."""
+def trained(
+    split: Split, way: Way, sigma: float, seed: int, classes: int = 10, start: Tensor | None = None
+) -> Tensor:
+    """Return averaged weights, shape (classes, columns + 1); C is 1.
+
+    They begin at ``start``, of the same shape, or at 0 or random weights.
+    """
     draws = torch.Generator().manual_seed(seed)
     x, y = split.images.flatten(1), split.labels
     batch, steps = max(1, round(len(x) / way.share)), way.share * way.epochs
     reach = (x.float().square().sum(1) + 1).sqrt()
-    theta = torch.zeros(classes, x.shape[1] + 1)
+    theta = torch.zeros(classes, x.shape[1] + 1) if start is None else start.clone()
     if way.random:
         theta.uniform_(-1, 1, generator=draws).div_(x.shape[1] ** 0.5)
     average, m, v = theta.clone(), torch.zeros_like(theta), torch.zeros_like(theta)

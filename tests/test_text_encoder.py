@@ -11,16 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import encoders
 from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
-from dpmac_cli.models.text_encoder import Bert, TextFeatures, encoder_weights
+from dpmac_cli.models.text_encoder import WRITTEN_SCALE, Bert, TextFeatures, encoder_weights
 from tests.test_wordpiece import TEXTS
-from tests.tiny_bert import CONFIG, WIDTH, weights, write_encoder
+from tests.tiny_bert import CONFIG, WIDTH, text_inputs, weights, write_encoder
 
 LIMIT = 24
-LAYOUT = ((1, LIMIT), (LIMIT + 2, LIMIT))
+LAYOUT = ((1, LIMIT), (LIMIT + WRITTEN + 2, LIMIT))
 
 
 def features(encoder: TextEncoder) -> TextFeatures:
@@ -31,8 +33,7 @@ def features(encoder: TextEncoder) -> TextFeatures:
 
 def inputs(named: str, texts: tuple[str, ...], limit: int = LIMIT) -> Tensor:
     """Records of a number, a text, a number, a text and a number."""
-    tokenizer = read_encoder(named).tokenizer
-    ids = torch.tensor(tokenizer.tokens(texts, limit)) / tokenizer.scale
+    ids = text_inputs(named, texts, limit)
     others = torch.linspace(-1, 1, 3 * len(texts)).view(-1, 3)
     parts = others[:, :1], ids, others[:, 1:2], ids.flip(0), others[:, 2:]
     return torch.cat(parts, 1)[:, :, None, None]
@@ -46,9 +47,12 @@ def tiny() -> TextEncoder:
 def test_features_are_vectors_of_texts_and_then_other_inputs(tiny: TextEncoder) -> None:
     x = inputs("encoder", TEXTS)
     found = features(tiny)(x)
-    assert found.shape == (len(TEXTS), *tiny.shape_of((3 + 2 * LIMIT, 1, 1)))
-    rows = found.flatten(1)
-    assert torch.equal(rows[:, 2 * WIDTH :], x[:, [0, LIMIT + 1, 2 * LIMIT + 2], 0, 0])
+    held = LIMIT + WRITTEN
+    assert found.shape == (len(TEXTS), *tiny.shape_of((3 + 2 * held, 1, 1)))
+    rows, written = found.flatten(1), x[:, LIMIT + 1 : held + 1, 0, 0] * WRITTEN_SCALE
+    own = 2 * WIDTH + 2 * WRITTEN
+    assert torch.equal(rows[:, 2 * WIDTH : own], torch.cat([written, written.flip(0)], 1))
+    assert torch.equal(rows[:, own:], x[:, [0, held + 1, 2 * held + 2], 0, 0])
     assert torch.equal(rows[:, :WIDTH], rows[:, WIDTH : 2 * WIDTH].flip(0))
     assert torch.allclose(rows[:, :WIDTH].square().mean(1), torch.ones(len(TEXTS)))
     assert len(rows[:, :WIDTH].unique(dim=0)) > len(TEXTS) // 2
@@ -57,6 +61,7 @@ def test_features_are_vectors_of_texts_and_then_other_inputs(tiny: TextEncoder) 
 @pytest.mark.privacy
 def test_a_vector_depends_on_one_text_alone_bit_for_bit(tiny: TextEncoder) -> None:
     network, x = features(tiny), inputs("encoder", TEXTS)
+    network.joined.common.copy_(normalize(torch.randn(WIDTH), dim=0))
     together = network(x)
     for row in range(len(TEXTS)):
         assert torch.equal(network(x[row : row + 1])[0], together[row])
@@ -70,7 +75,7 @@ def test_padding_changes_no_bit(tiny: TextEncoder, monkeypatch: pytest.MonkeyPat
     real: Any = Bert.forward
     short = tuple(text for text in TEXTS if len(text) < 10)
     rows = features(tiny)(inputs("encoder", short))[:, :WIDTH]
-    longer = read_encoder("encoder").of(((1, 60), (62, 60)))
+    longer = read_encoder("encoder").of(((1, 60), (60 + WRITTEN + 2, 60)))
     seen: list[Tensor] = []
 
     def noted(network: Bert, ids: Tensor, used: Tensor | None = None) -> Any:

@@ -24,6 +24,9 @@ from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, s
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import InMemoryData
+from dpmac_cli.data.texts import as_inputs
+from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
 from dpmac_cli.models.text_encoder import Bert
@@ -31,7 +34,8 @@ from dpmac_cli.release import texts
 from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.rows import RowFile
-from tests.tiny_bert import WIDTH, notes, write_encoder
+from tests.test_wordpiece import TEXTS
+from tests.tiny_bert import WIDTH, notes, text_inputs, write_encoder
 from tests.typed import dpmac
 
 SCHEMA = """
@@ -89,8 +93,7 @@ def inputs(of: TrainPlan) -> Tensor:
 
 def tokens(texts: list[str], limit: int = 16) -> Tensor:
     """Texts as inputs."""
-    tokenizer = read_encoder("encoder").tokenizer
-    return torch.tensor(tokenizer.tokens(texts, limit)) / tokenizer.scale
+    return text_inputs("encoder", texts, limit)
 
 
 def as_set(rows: Tensor) -> set[bytes]:
@@ -108,7 +111,7 @@ def test_a_table_of_notes_is_trained_on_and_predicted() -> None:
     assert report["hyperparameters"]["lr"] == 0.005
     assert report["recipe"]["ema"] == 0.9
     head: Any = load_model("run").model.get_submodule("head.1")
-    assert head.in_features == WIDTH + 1
+    assert head.in_features == WIDTH + WRITTEN + 1
     table("new.csv", 10, seed=1)
     result = dpmac("predict", "run", "new.csv")
     assert result.exit_code == 0, result.output
@@ -153,18 +156,18 @@ def test_tokens_enter_exactly_and_other_columns_stay_in_place() -> None:
     }
     schema = {"label": {"column": "outcome", "classes": list(CLASSES)}, "columns": columns}
     of = plan(from_dataframe(frame, schema))
-    assert of.data.facts.texts == ((1, 16), (19, 12))
-    assert of.data.facts.shape == (32, 1, 1)
+    assert of.data.facts.texts == ((1, 16), (23, 12))
+    assert of.data.facts.shape == (40, 1, 1)
     sexes = torch.tensor([[row % 2 == 0, row % 2 == 1] for row in range(60)]).float()
     parts = tokens(list(frame["note"])), sexes, tokens(list(frame["plan"]), 12)
     expected = torch.cat([*parts, torch.zeros(60, 1)], 1)
     assert as_set(inputs(of)[:, 1:]) == as_set(expected)
     ages = torch.tensor(frame["age"].to_numpy()).float() / 50 - 1
     assert torch.allclose(inputs(of)[:, 0].sort().values, ages.sort().values, atol=1e-6)
-    scaled = inputs(of)[:, 1:17] * read_encoder("encoder").tokenizer.scale
+    scaled = inputs(of)[:, 1:21] * read_encoder("encoder").tokenizer.scale
     assert torch.equal(scaled, scaled.round())
     assert of.network.features is not None
-    assert of.network.features.shape_of(of.data.facts.shape) == (2 * WIDTH + 4, 1, 1)
+    assert of.network.features.shape_of(of.data.facts.shape) == (2 * (WIDTH + WRITTEN) + 4, 1, 1)
 
 
 def sources() -> dict[str, Any]:
@@ -189,6 +192,16 @@ def sources() -> dict[str, Any]:
         "polars": from_dataframe(pl.DataFrame(frame), schema),
         "arrow": from_dataframe(pa.table(frame), schema),
     }
+
+
+@pytest.mark.privacy
+def test_the_inputs_of_a_text_depend_on_that_text_alone() -> None:
+    """For every kind of text, tokens and how it is written, in other company and another order."""
+    reader = TextReader(read_encoder("encoder").tokenizer, 16)
+    together = as_inputs(TEXTS, reader)
+    assert np.array_equal(as_inputs(TEXTS[::-1], reader)[::-1], together)
+    for row, text in enumerate(TEXTS):
+        assert np.array_equal(as_inputs([text], reader)[0], together[row])
 
 
 def test_every_source_gives_the_same_records() -> None:
@@ -365,8 +378,8 @@ def test_missing_texts_are_counted_or_become_an_input() -> None:
     assert found.skipped == ("record 121", "record 122")
     Path("schema.yaml").write_text(SCHEMA.replace("text: 16", "text: 16, missing: input"))
     of = plan()
-    assert of.data.facts.shape == (18, 1, 1)
-    assert inputs(of)[:, 16].sum() == 2
+    assert of.data.facts.shape == (22, 1, 1)
+    assert inputs(of)[:, 20].sum() == 2
 
 
 @pytest.mark.parametrize("kind", ["table", "folder"])

@@ -1,12 +1,16 @@
 """A small BERT encoder with random weights, as Hugging Face writes one, and texts for it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from dpmac_cli.data.writing import how_written
+from dpmac_cli.models.encoders import read_encoder
 
 WORDS = ("pain", "chest", "cough", "fever", "no", "since", "days", "mild", "severe", "the", "and")
 VOCABULARY = (
@@ -67,6 +71,14 @@ def write_encoder(folder: Path, seed: int = 0, **changes: Any) -> Path:
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
     save_file(weights(seed), folder / "model.safetensors")
     return folder
+
+
+def text_inputs(named: str, texts: Sequence[str], limit: int) -> Tensor:
+    """Return texts as inputs, (texts, limit + 4): tokens, then how each is written."""
+    tokenizer = read_encoder(named).tokenizer
+    tokens = torch.tensor(tokenizer.tokens(texts, limit)) / tokenizer.scale
+    written = torch.tensor([how_written(text) for text in texts])
+    return torch.cat([tokens, (written * tokenizer.scale).round() / tokenizer.scale], 1)
 
 
 def notes(count: int, seed: int = 0) -> list[tuple[str, int]]:

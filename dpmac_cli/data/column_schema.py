@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.functional_validators import AfterValidator, BeforeValidator
 
+from dpmac_cli.data.writing import WRITTEN
+
 #: Default and limits of the number of tokens of a text, which has a first and a last.
 TOKENS, MIN_TOKENS, MAX_TOKENS = 128, 3, 8192
 
@@ -236,8 +238,10 @@ class Column(Written):
             values = sum(PARTS[part] for part in self.chosen)
         elif self.type in ("number", "boolean"):
             values = 1
+        elif self.text is not None:
+            values = self.text + WRITTEN
         else:
-            values = self.text or len(self.choices) + (self.outside == "accept")
+            values = len(self.choices) + (self.outside == "accept")
         return values + (self.missing == "input")
 
 

@@ -311,12 +311,12 @@ def _numeric(cells: pa.Array, strict: bool) -> bool:
 def _tokens(
     column: Column, cells: pa.Array, bad: dict[str, BoolArray], reader: TextReader
 ) -> Inputs:
-    """Return the tokens of texts, and the range of their numbers."""
+    """Return the inputs of texts, and their range."""
     absent = [is_blank(text or "") for text in decoded_cells(cells)]
     missing = np.array(absent, np.bool_) | stands_for_none(cells, column)
     texts = ["" if m else text or "" for text, m in zip(decoded_cells(cells), missing, strict=True)]
     inputs = as_inputs(texts, reader, column.text)
-    low, high = (np.full(column.text or 0, end) for end in reader.ends)
+    low, high = (np.full(inputs.shape[1], end) for end in reader.ends)
     if column.missing == "input":
         inputs = np.column_stack([inputs, missing])
         low, high = np.append(low, -1.0), np.append(high, 1.0)

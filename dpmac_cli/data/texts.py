@@ -1,7 +1,7 @@
-"""Texts as inputs: the numbers of their tokens, which a public encoder turns into a vector.
+"""Texts as inputs: numbers of tokens, which a public encoder turns into a vector, and their style.
 
-Numbers of tokens are divided by a power of two to be inputs, which float32 stores exactly. No
-message contains a text.
+Numbers of tokens are divided by a power of two to be inputs, which float32 stores exactly. Behind
+them are the numbers on how a text is written, rounded to the same grid. No message contains a text.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults
 from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.data.writing import WRITTEN, how_written
 from dpmac_cli.errors import InputError
 
 #: What to do about texts without an encoder.
@@ -22,9 +23,15 @@ NO_TEXT = "has no text"
 def as_inputs(
     texts: Iterable[str], reader: TextReader, limit: int | None = None
 ) -> NDArray[np.float64]:
-    """Return the tokens of each text, shape (texts, limit); by default the reader's limit."""
-    limit = limit or reader.limit
-    return np.array(reader.tokenizer.tokens(texts, limit), np.float64).reshape(-1, limit)
+    """Return the inputs of each text, shape (texts, limit + WRITTEN): tokens and how it is written.
+
+    Args:
+        limit: number of tokens; by default the reader's limit.
+    """
+    kept, limit = list(texts), limit or reader.limit
+    tokens = np.array(reader.tokenizer.tokens(kept, limit), np.float64).reshape(-1, limit)
+    written = np.array([how_written(text) for text in kept], np.float64).reshape(-1, WRITTEN)
+    return np.column_stack([tokens, np.rint(written * reader.tokenizer.scale)])
 
 
 def is_blank(text: str) -> bool:

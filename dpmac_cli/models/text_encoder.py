@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
+from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import VOCABULARY, WEIGHTS, BertConfig, TextEncoder
 from dpmac_cli.models.weights import PublicWeights, read_weights
@@ -157,12 +158,18 @@ def pooled(x: Tensor, mask: Tensor | None, *, first: bool) -> Tensor:
     return normalize(found, dim=1)
 
 
+#: Factor of the numbers on how a text is written, which are small. Chosen on training texts:
+#: docs/recipes.md#how-the-defaults-of-texts-were-found.
+WRITTEN_SCALE = 16
+
+
 @dataclass(frozen=True)
 class TextInputs:
-    """Inputs of a record that are tokens of texts.
+    """Inputs of a record with texts: tokens and how each text is written, and others.
 
     Attributes:
-        places: first input and number of inputs of each text.
+        places: first token and number of tokens of each text, which is followed by numbers on how
+            it is written.
         scale: number that they are multiplied by to get numbers of tokens.
         size: number of tokens that the network knows.
     """
@@ -177,25 +184,44 @@ class TextInputs:
         return [(part * self.scale).round().long().clamp(0, self.size - 1) for part in parts]
 
     def others(self, rows: Tensor) -> Tensor:
-        """Return the inputs that are not of texts, (records, others)."""
-        ends = [0, *(first + count for first, count in self.places)]
+        """Return how texts are written, scaled, and the inputs not of texts: (records, others)."""
+        tokens_end = [first + count for first, count in self.places]
+        written = [rows[:, end : end + WRITTEN] * WRITTEN_SCALE for end in tokens_end]
+        ends = [0, *(end + WRITTEN for end in tokens_end)]
         begins = [*(first for first, _ in self.places), rows.shape[1]]
-        return torch.cat([rows[:, b:e] for b, e in zip(ends, begins, strict=True)], 1)
+        rest = [rows[:, b:e] for b, e in zip(ends, begins, strict=True)]
+        return torch.cat([*written, *rest], 1)
 
 
-def features_of(vectors: Sequence[Tensor], others: Tensor) -> Tensor:
-    """Return vectors of texts, scaled to a mean square of 1, then other inputs.
+class Joined(nn.Module):
+    """Joins the vectors of a record's texts and its other inputs to features.
 
-    Their shape is (records, features, 1, 1).
+    What all names of the classes have in common is removed from each vector: the direction
+    ``common``, a public constant of shape (width,) and norm 1, or 0 for no direction. Vectors are
+    scaled to a mean square of about 1, the scale that default learning rates fit.
     """
-    scaled = [vector * math.sqrt(vector.shape[1]) for vector in vectors]
-    return torch.cat([*scaled, others], 1)[:, :, None, None]
+
+    common: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("common", torch.zeros(width))
+
+    def forward(self, vectors: Sequence[Tensor], others: Tensor) -> Tensor:
+        """Return features, shape (records, features, 1, 1).
+
+        Args:
+            vectors: of norm 1, shape (records, width) for each text.
+            others: other inputs, shape (records, others).
+        """
+        scale = math.sqrt(len(self.common))
+        own = [v - (v * self.common).sum(1, keepdim=True) * self.common for v in vectors]
+        return torch.cat([*(vector * scale for vector in own), others], 1)[:, :, None, None]
 
 
 class TextFeatures(nn.Module):
     """Maps the inputs of a record to vectors of its texts, followed by its other inputs.
 
-    Vectors are scaled to a mean square of 1, which is the scale that default learning rates fit.
     Nothing in it is random. The vocabulary is a buffer, so it is published with the weights.
     ``trained``: whether a part of it is trained, so that texts have one shape if gradients are
     enabled.
@@ -206,6 +232,7 @@ class TextFeatures(nn.Module):
         self.network = Bert(encoder.config)
         size = encoder.config.vocabulary_bytes
         self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))
+        self.joined = Joined(encoder.config.hidden_size)
         self.inputs = TextInputs(encoder.texts, encoder.scale, encoder.config.vocab_size)
         self._trained = trained
         self.requires_grad_(False).train(False)
@@ -219,7 +246,8 @@ class TextFeatures(nn.Module):
         """Return features, shape (records, features, 1, 1), of inputs (records, inputs, 1, 1)."""
         rows = x.flatten(1)
         vectors = [self._vectors(ids) for ids in self.inputs.ids(rows)]
-        return features_of(vectors, self.inputs.others(rows))
+        features: Tensor = self.joined(vectors, self.inputs.others(rows))
+        return features
 
     def _vectors(self, ids: Tensor) -> Tensor:
         """Return the vectors of texts, shape (texts, width)."""
@@ -259,7 +287,8 @@ def _by_threads(function: Callable[[Tensor], Tensor], items: Sequence[Tensor]) -
 def encoder_weights(encoder: TextEncoder) -> PublicWeights:
     """Read the public weights and the vocabulary of an encoder, by their names in TextFeatures.
 
-    Raises InputError if they cannot be read, or have another checksum.
+    Their vectors lose no direction yet; see :class:`Joined`. Raises InputError if they cannot be
+    read, or have another checksum.
     """
     kind, flag = encoder.registered, f"--backbone {encoder.kind}"
     assert encoder.folder is not None  # noqa: S101  (a published model has its weights)
@@ -273,6 +302,7 @@ def encoder_weights(encoder: TextEncoder) -> PublicWeights:
     content = (encoder.folder / VOCABULARY).read_bytes()
     renamed = _renamed(found.tensors, encoder.config)
     tensors = {f"network.{name}": tensor for name, tensor in renamed}
+    tensors["joined.common"] = torch.zeros(encoder.config.hidden_size)
     tensors["vocabulary"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return replace(found, tensors=tensors)
 

@@ -11,7 +11,6 @@ from dpmac_cli.models.features import FrozenFeatures, WithHead
 from dpmac_cli.models.text_encoder import (
     TextFeatures,
     attention_mask,
-    features_of,
     pooled,
     texts_alone,
     token_mask,
@@ -63,7 +62,7 @@ class LastBlock(nn.Module):
 
     def __init__(self, texts: TextFeatures, head: nn.Module) -> None:
         super().__init__()
-        self.block, self.head = texts.network.blocks[-1], head
+        self.block, self.joined, self.head = texts.network.blocks[-1], texts.joined, head
         self._counts = [count for _, count in texts.inputs.places]
         self._first, self._width = texts.network.first, texts.network.words.embedding_dim
 
@@ -77,7 +76,7 @@ class LastBlock(nn.Module):
             mask = token_mask(stored)
             tokens = self.block(text.reshape(len(text), -1, self._width), attention_mask(mask))
             vectors.append(pooled(tokens, mask, first=self._first))
-        outputs: Tensor = self.head(features_of(vectors, others))
+        outputs: Tensor = self.head(self.joined(vectors, others))
         return outputs
 
 

@@ -31,6 +31,7 @@ from dpmac_cli.config import account_flags
 from dpmac_cli.config.settings import DELTA
 from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.registry import Signature
+from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.encoders import BertConfig
 from dpmac_cli.runs import folder, ledger
@@ -229,7 +230,7 @@ class Facts(BaseModel):
             raise ValueError("input.mean and input.std must have one number per channel")
         if math.prod(self.form) != math.prod(self.shape):
             raise ValueError("input.record must have as many numbers as input.shape")
-        ends = [0, *(first + count for first, count in self.texts)]
+        ends = [0, *(first + count + WRITTEN for first, count in self.texts)]
         if any(first < end for end, (first, _) in zip(ends, self.texts, strict=False)):
             raise ValueError("input.texts must be in order")
         if ends[-1] > self.shape[0] or bool(self.texts) != (self.encoder is not None):

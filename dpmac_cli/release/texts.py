@@ -1,6 +1,7 @@
 """Statements of reports and cards about models on texts."""
 
 from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.models.encoders import TextEncoder
 
 #: What is declared about inputs with texts.
@@ -31,8 +32,9 @@ def about(encoder: TextEncoder) -> str:
     )
     limits = " and ".join(str(count) for _, count in encoder.texts)
     return (
-        f"The network takes vectors of texts from a public encoder ({name}), which depend on each "
-        f"text alone. Texts are truncated to {limits} tokens of its public vocabulary. {trained} "
+        f"The network takes vectors of texts from a public encoder ({name}), and the shares of "
+        "capitals, digits, punctuation and symbols of each text. They depend on each text alone. "
+        f"Texts are truncated to {limits} tokens of its public vocabulary. {trained} "
         "Neither its weights nor those texts are covered. If any of the records above, or "
         "quotations from them, were among those texts, epsilon does not include it."
     )
@@ -41,7 +43,7 @@ def about(encoder: TextEncoder) -> str:
 def domain(facts: Dataset) -> str:
     """Return the domain of labelled records with texts."""
     limits = ", ".join(str(count) for _, count in facts.texts)
-    others = facts.shape[0] - sum(count for _, count in facts.texts)
+    others = facts.shape[0] - sum(count + WRITTEN for _, count in facts.texts)
     return (
         f"Labelled records with {len(facts.texts)} text{'s' * (len(facts.texts) > 1)} of at most "
         f"{limits} tokens and {others} other inputs, {facts.task.described}."

@@ -13,11 +13,12 @@ from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
+from dpmac_cli.models.class_names import SIGNAL, begin_at_names, signal_of_class
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, WithHead, cut_before_head, head_of
 from dpmac_cli.models.independence import ALONE, Independence, independence
-from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
+from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn, UserModel
 from dpmac_cli.models.text_parts import cut_before_last
 from dpmac_cli.models.trial import Trial
 from dpmac_cli.models.validation import check_model, check_precision, form_of
@@ -27,6 +28,7 @@ from dpmac_cli.runs.checkpoint import Fingerprint
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing
+from dpmac_cli.tasks.classification import Classification
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,20 +161,47 @@ def record_sums(data: Data) -> dict[Fingerprint, str]:
     return sums
 
 
-def _start(
-    network: NetworkPlan, facts: Dataset, model: nn.Module
-) -> tuple[PublicWeights, tuple[str, ...]]:
+def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
     """Load the public weights into a network; return them with notes."""
+    network, facts = plan.network, plan.data.facts
     weights = None if network.pretrained is None else read_weights(network.pretrained)
     if isinstance(network.features, TextEncoder):
-        weights = text_encoder.encoder_weights(network.features)
-        return weights, tuple(weights.adopted_by(model.get_submodule("frozen"), None))
+        weights, texts = text_encoder.encoder_weights(network.features), _texts_of(model)
+        notes = tuple(weights.adopted_by(texts, None))
+        if not isinstance(facts.task, Classification):
+            return weights, notes
+        named = _head_to_name(plan, model)
+        begin_at_names(texts, named, network.features, facts.task.names)
+        return weights, notes if named is None else (*notes, AT_NAMES)
     if isinstance(network.features, Backbone):
         weights = weights or public_weights(network.features.kind)
         model, head = model.get_submodule("frozen.network"), BACKBONES[network.features.kind].head
         return weights, tuple(weights.adopted_by(model, head))
     assert weights is not None  # noqa: S101  (it starts from public weights)
     return weights, tuple(weights.adopted_by(model, head_of(model, facts.shape)))
+
+
+def _texts_of(model: nn.Module) -> text_encoder.TextFeatures:
+    """Return the part of a network that maps texts to features."""
+    texts = model.get_submodule("frozen")
+    assert isinstance(texts, text_encoder.TextFeatures)  # noqa: S101  (networks on texts have it)
+    return texts
+
+
+#: Note on where a head begins.
+AT_NAMES = (
+    "The head begins at the encoder's vectors of the names of the classes, because noise hides "
+    "much of what their records tell. Give classes names that say what they are."
+)
+
+
+def _head_to_name(plan: TrainPlan, model: nn.Module) -> nn.Linear | None:
+    """Return the linear head of a network on texts if it is better to begin at names than at 0."""
+    privacy, classes = plan.privacy, plan.data.facts.task.outputs
+    signal = signal_of_class(privacy.batch_size, privacy.steps, privacy.sigma, classes)
+    if plan.network.model != BuiltIn("linear") or signal >= SIGNAL:
+        return None
+    return next(part for part in model.get_submodule("head").modules() if type(part) is nn.Linear)
 
 
 def _build(plan: TrainPlan, keys: Keys) -> _Built:
@@ -196,7 +225,7 @@ def _build(plan: TrainPlan, keys: Keys) -> _Built:
         seen = build.seen_by_network(facts.signature, network.features)
         built_by = build.built_by(network.model, seen)
     if network.starts_public:
-        weights, adopted = _start(network, facts, model)
+        weights, adopted = _start(plan, model)
         sums["pretrained"] = weights.sha256
         notes = (*_doubts(weights, plan.data, private=plan.privacy.private), *adopted)
     return _Built(model=model, fingerprints=sums, notes=notes, built_by=built_by)

@@ -1,0 +1,64 @@
+"""Where training on texts begins: at the names of the classes, which are public.
+
+An encoder maps the name of a class, such as "card_arrival", to a vector near those of texts of that
+class. With many classes, few records or a small epsilon, noise hides that from training.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from dpmac_cli.models.encoders import TextEncoder, tokenizer_of
+from dpmac_cli.models.text_encoder import TextFeatures, texts_alone, token_mask
+
+#: Largest number of tokens of a name; what is longer is not read.
+NAME_TOKENS = 32
+#: Factor of the first weights of a class: its vector without what all classes have in common, and
+#: the signal of a class from which on a head begins at 0 instead. Chosen on training texts:
+#: docs/recipes.md#how-the-defaults-of-texts-were-found.
+NAME_SCALE, SIGNAL = 0.7, 50
+
+
+def signal_of_class(batch: float, steps: int, sigma: float, classes: int) -> float:
+    """Return how far what records add to a class's weights exceeds the noise; infinite without it.
+
+    Of equally frequent classes, the records of each add at most B / classes to every sum, and
+    ``steps`` sums have noise of sigma sqrt(steps). All four are public.
+
+    Args:
+        batch: expected batch size B.
+        sigma: noise multiplier.
+    """
+    return batch * math.sqrt(steps) / (classes * sigma) if sigma else math.inf
+
+
+def class_vectors(texts: TextFeatures, encoder: TextEncoder, names: Sequence[str]) -> Tensor:
+    """Return the encoder's vectors of the names of classes, of norm 1, shape (classes, width)."""
+    vocabulary = texts.get_buffer("vocabulary").numpy().tobytes()
+    limit = min(NAME_TOKENS, encoder.config.max_position_embeddings)
+    words = [name.replace("_", " ").replace("-", " ") for name in names]
+    ids = torch.tensor(tokenizer_of(vocabulary, encoder.config).tokens(words, limit))
+    return torch.cat(texts_alone(texts.network, ids, token_mask(ids)))
+
+
+@torch.no_grad()
+def begin_at_names(
+    texts: TextFeatures, head: nn.Linear | None, encoder: TextEncoder, names: Sequence[str]
+) -> None:
+    """Set the direction that vectors lose to what the names have in common, and a head to the rest.
+
+    Args:
+        texts: features with the encoder's weights.
+        head: linear layer that maps features to a logit per class; None for no change of weights.
+        encoder: what ``texts`` was built from.
+        names: names of the classes.
+    """
+    vectors = class_vectors(texts, encoder, names)
+    mean = vectors.mean(0)
+    texts.joined.common.copy_(normalize(mean, dim=0))
+    if head is not None:
+        own = NAME_SCALE / len(encoder.texts) * (vectors - mean)
+        head.weight[:, : own.shape[1] * len(encoder.texts)] = own.repeat(1, len(encoder.texts))
