@@ -50,15 +50,23 @@ def code_of_network(batch: Any) -> Iterator[None]:
         shapes = [tuple(t.shape[1:]) for t in tree_leaves(batch) if isinstance(t, Tensor)]
         raise ModelError(
             f"The network failed on samples of shape {', '.join(map(str, shapes))}: "
-            f"{type(failure).__name__}{_place(failure)}. Its message may contain private records; "
+            f"{type_and_place(failure)}. Its message may contain private records; "
             "to show it, use dpmac train --debug."
         ) from failure
 
 
 def what_failed(failure: BaseException) -> str:
-    """Return the type, location and first line of an exception, as a sentence."""
+    """Return the type, location and first line of an exception, as a sentence.
+
+    For code that has seen no record, which such a line may quote: see :func:`type_and_place`.
+    """
     first, *_ = str(failure).splitlines() or [""]
-    return as_sentence(f"{type(failure).__name__}{_place(failure)}{': ' if first else ''}{first}")
+    return as_sentence(f"{type_and_place(failure)}{': ' if first else ''}{first}")
+
+
+def type_and_place(failure: BaseException) -> str:
+    """Return the type and location of an exception, without what it says of a record."""
+    return f"{type(failure).__name__}{_place(failure)}"
 
 
 def _place(failure: BaseException) -> str:

@@ -1,6 +1,7 @@
 """Records at hand in a program: arrays, torch datasets, data frames."""
 
 import copy
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,9 @@ def test_a_run_goes_on_with_the_same_records_only(tmp_path: Path) -> None:
     ).read_bytes()
     assert score(out, dataset=data).result.accuracy == again.report["test"]["accuracy"]
     with pytest.raises(InputError, match=r"records in memory of a program\. Add "):
-        score(out)
+        score(out)  # typed as a command
+    with pytest.raises(InputError, match=r"of a program\. Pass them: score\(run, data\), with"):
+        Context().run(score, out)
     longer = finish(fork(out, {"dataset": data, "epochs": 3, "out": tmp_path / "longer"}))
     assert len(longer.report["privacy"]["events"]) == 2
 

@@ -5,6 +5,7 @@ import io
 import os
 import random
 import struct
+import traceback
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -499,6 +500,22 @@ def test_no_sample_of_a_torch_dataset_changes_another(bad: str, images: bool, pl
     assert len(worse[0].skipped) == 1
     with pytest.raises(InputError, match=f"such as row {place}"):
         inspect(from_items(more, images))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("all_bad", [False, True])
+def test_no_message_quotes_what_a_dataset_says_of_a_sample(all_bad: bool) -> None:
+    secret = ValueError("could not convert string to float: 'Frau Meier'")
+    items = [secret] * COUNT if all_bad else [*floats(), secret]
+    with pytest.raises(InputError) as caught:
+        inspect(from_items(items))
+    said = "".join(traceback.format_exception(caught.value))
+    assert "Meier" not in said.replace(repr(secret), "")
+    assert "(ValueError at test_bad_records.py, line " in str(caught.value)
+    if not all_bad:
+        why = " ".join(inspect(from_items(items, skip_bad=True)).why)
+        assert "cannot be read (ValueError at test_bad_records.py, line " in why
+        assert "Meier" not in why
 
 
 @pytest.mark.privacy

@@ -57,6 +57,7 @@ def trained(**more: object) -> tuple[PrivateTraining, Finished]:
 
 def test_a_network_of_a_cell_is_loaded_scored_and_predicted_with() -> None:
     private, run = trained()
+    assert repr(run) == "Finished(folder=PosixPath('run'), state='finished')"
     with pytest.raises(ModelError, match=r"add --model FILE\.py:FACTORY"):  # typed as a command
         load_model("run")
     with pytest.raises(ModelError, match="Pass network= with an instance of Net, a function"):

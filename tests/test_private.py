@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from functools import cached_property
+from contextvars import Context
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,8 @@ def test_what_cannot_be_private_is_refused() -> None:
         make_private(nn.Linear, "digits")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="In dpmac it is called sigma"):
         make_private(network(), "digits", noise_multiplier=1)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match="In dpmac it is called clip_norm"):
+        Context().run(partial(make_private, network(), "digits", **{"max_grad_norm": 1}))  # type: ignore[arg-type]
 
 
 def test_batch_norms_become_group_norms_in_place() -> None:

@@ -10,6 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,26 @@ def to_the_longest(records: list[Any]) -> Any:
 def test_a_record_that_is_not_one_row_of_one_shape_is_refused(collate: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         trained(started(), Notes(), collate=collate)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("first", [True, False])
+def test_no_error_quotes_a_record(first: bool) -> None:
+    """Neither that of the first record nor of another one, nor what they were raised from."""
+    records = Notes()
+
+    def collate(given: list[Any]) -> Any:
+        if first or not given[0]["input_ids"].equal(records[0]["input_ids"]):
+            raise ValueError(f"secret {given[0]['input_ids'].tolist()}")
+        return default_collate(given)
+
+    with pytest.raises(InputError) as caught:
+        trained(started(), records, collate=collate)
+    said = "".join(traceback.format_exception(caught.value))
+    assert "ValueError" in said
+    assert "secret" not in said.replace("raise ValueError(f", "")
+    if first:
+        assert "Record 0 cannot be read by index: ValueError at test_private_step.py" in said
 
 
 @pytest.mark.privacy

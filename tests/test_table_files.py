@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.table_schema import read_schema
+from dpmac_cli.data.table_file import read_inputs
+from dpmac_cli.data.table_schema import read_schema, schema_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from tests.helpers import load
@@ -451,3 +452,27 @@ def test_every_command_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.Mon
         short = ("--steps", "2", "--sigma", "9") if command == "train" else ()
         result = dpmac(command, *args, *short)
         assert result.exit_code == 0, (command, args, result.output)
+
+
+def test_records_have_the_numbers_of_the_file_after_rows_of_other_lengths(tmp_path: Path) -> None:
+    """Whether they are trained on or predicted, and also after empty lines and line breaks."""
+    rows = ["1,a", "2", "3,b", "", '"4\n",a', "5,a,b,c", "old,b", "7,a", "", "8,c", "none,b"]
+    file = tmp_path / "t.csv"
+    file.write_text("\n".join(["x,y", *rows, ""]))
+    given = {"label": {"column": "y", "classes": ["a", "b"]}, "columns": {"x": {"range": [0, 9]}}}
+    schema = schema_of(given, "it")
+    with pytest.raises(InputError) as trained:
+        inspect(Source(file, schema=schema))
+    with pytest.raises(InputError) as predicted:
+        read_inputs(file, schema.columns)
+    ragged = "Record 2 has 1 values for 2 columns; Record 5 has 4 values for 2 columns; Record "
+    for said in map(str, (trained.value, predicted.value)):
+        assert said.startswith(ragged)
+        assert "Record 6 and 1 more have no number in x: 'old'" in said
+    assert "Record 8 has no class of the schema in y: 'c'" in str(trained.value)
+    file.write_text(file.read_text().replace('"4\n"', "4"))
+    left_out = read_inputs(file, schema.columns, skip_bad=True)
+    assert left_out.rows == [0, 2, 3, 6, 7]
+    first, second = left_out.skipped.reasons
+    assert first.startswith("Record 2 (line 3) has 1 values for 2 columns")
+    assert second.startswith("Record 6 and 1 more have no number in x: 'old'")

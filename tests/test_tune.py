@@ -729,8 +729,12 @@ def test_the_command_shows_a_plan_and_no_trial(monkeypatch: pytest.MonkeyPatch) 
         done = dpmac(*FLAGS, "--stop-early", "--out", f"out{number}")
         assert done.exit_code == 0, done.stderr
         lines = (done.stdout + done.stderr).replace(f"out{number}", "out").splitlines()
-        # Times are measured, and the settings are those of the winner.
-        shown.append([line for line in lines if not line.startswith(("time:", "settings:"))])
+        # Times are measured, and the settings and the score are those of the winner.
+        of_winner = ("time:", "settings:", "test ")
+        shown.append([line for line in lines if not line.startswith(of_winner)])
+        (score, *_) = [line for line in lines if line.startswith("test accuracy ")]
+        report = json.loads((Path(f"out{number}") / folder.REPORT).read_text())
+        assert score.split()[2] == f"{report['test']['accuracy']:.2%}"
     assert shown[0] == shown[1]
     (whole,) = [line.split()[5] for line in shown[0] if line.startswith("search and model")]
     assert 0.49 < float(whole) <= 0.5

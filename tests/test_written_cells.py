@@ -103,7 +103,7 @@ def test_a_number_is_read_as_declared_or_not_at_all(
         ({"decimal": ","}, "28.570", """'28.570' (28570 with decimal: ",", thousands: ".\""""),
         ({}, "12 kg", """'12 kg' (12 with symbol: "kg" in the schema)"""),
         ({}, "€ 12,5", """'€ 12,5' (12.5 with decimal: ",", symbol: "€" in the schema)"""),
-        ({}, "k.A.", "'k.A.' (leave the cell empty, or write NA, where there is no value)"),
+        ({}, "k.A.", "'k.A.' (leave the cell empty, or declare missing_words: "),
         ({}, "x" * 50, f"'{'x' * 40}...'"),
     ],
 )
@@ -457,10 +457,10 @@ def test_records_that_stray_quotation_marks_hide_are_refused(tmp_path: Path) -> 
     of = quoted(tmp_path, (50, 250))
     said = refused(of)
     assert "t.csv has 100 records, but 299 lines look like records" in said
-    assert "Line 52 cannot be read" in said
+    assert "Record 51 (line 52) cannot be read" in said
     kept = inspect(Source(of.path, schema=of.schema, skip_bad=True))
     assert (kept.facts.train_size + kept.facts.test_size, len(kept.skipped)) == (299, 1)
-    assert kept.why == ("Line 52 cannot be read (unexpected end of data)",)
+    assert kept.why == ("Record 51 (line 52) cannot be read (unexpected end of data)",)
 
 
 def test_texts_of_several_lines_are_not_taken_for_records(tmp_path: Path) -> None:

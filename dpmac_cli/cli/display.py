@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -215,8 +215,8 @@ def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Tex
     return line
 
 
-def _summary(event: Finished, metric: str) -> Iterator[Text]:
-    report, where = event.report, event.folder
+def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
+    """Yield the test score of a finished run, and its interval if noise was added to it."""
     test, privacy = report["test"], cast(ReportKeys, report)["privacy"]
     chosen = METRICS[metric]
     value = test[chosen.key]
@@ -232,6 +232,12 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
         yield Text(
             f"test records are covered: without the noise, {chosen.title} {low} to {high} (95%)"
         )
+
+
+def _summary(event: Finished, metric: str) -> Iterator[Text]:
+    report, where = event.report, event.folder
+    privacy = cast(ReportKeys, report)["privacy"]
+    yield from score_lines(report, metric)
     if privacy["private"]:
         spent = math.inf if privacy["epsilon"] is None else privacy["epsilon"]
         yield Text.assemble(

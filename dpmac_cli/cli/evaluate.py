@@ -31,7 +31,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import UTF8
 from dpmac_cli.errors import MISFIT, counted, raise_errors
 from dpmac_cli.plots import faults_of_picture
-from dpmac_cli.runs.folder import CARD
+from dpmac_cli.runs.folder import CARD, WANTED_MODEL
 from dpmac_cli.storage.files import finite_or_none, to_json
 from dpmac_cli.tasks.known import METRICS
 
@@ -185,7 +185,11 @@ def predict(run: Path, data: Path, **given: Any) -> None:
     """
     flags = take(PredictFlags, given)
     out, quiet = flags.out, flags.quiet
-    raise_errors(faults_of_file(out, (".csv",), flags.force))
+    nowhere = {run: f" {WANTED_MODEL}", data: ""}
+    absent = [
+        f"{path} does not exist.{wanted}" for path, wanted in nowhere.items() if not path.exists()
+    ]
+    raise_errors([*faults_of_file(out, (".csv",), flags.force), *absent])
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         from dpmac_cli.release.prediction import predict  # noqa: PLC0415  (loads torch)
 

@@ -105,11 +105,12 @@ def _table(found: Sequence["ListedRun"], roots: Sequence[Path], columns: Sequenc
         table.add_column(title, justify="right" if name in NUMBERS else "left", no_wrap=True)
     varied = [", ".join(_settings(settings)) for settings in varied_settings(found)]
     if any(varied):
-        table.add_column("settings", overflow="ellipsis", no_wrap=True)
+        table.add_column("settings")  # the only one that is made narrower, see below
     for run, settings in zip(found, varied, strict=True):
         path = run.folder.relative_to(roots[0]) if below else run.folder
         cells = [COLUMNS[name](run) for name in columns]
-        table.add_row(Text(str(path)), *cells, *([Text(settings)] if any(varied) else []))
+        last = [Text(settings, overflow="ellipsis", no_wrap=True)] if any(varied) else []
+        table.add_row(Text(str(path)), *cells, *last)
     return table
 
 

@@ -117,7 +117,7 @@ def _search(
         finished = _follow(events, screen, plan)
     if json:
         console.print_result(to_json(finished.report))
-    screen.print(*_summary(finished), sep="\n")
+    screen.print(*_summary(finished, plan.space.plans[0].run.metric), sep="\n")
 
 
 def _transfer(plan: Transfer, out: Path, quiet: bool, *, json: bool, dry_run: bool) -> None:
@@ -263,11 +263,14 @@ def _plan_lines(plan: "TunePlan") -> Iterator[Text]:
     yield Text(f"time: {'at most ' * plan.stop_early}{_time(plan.longest)}; {ends}")
 
 
-def _summary(finished: "Finished") -> Iterator[Text]:
+def _summary(finished: "Finished", metric: str) -> Iterator[Text]:
+    from dpmac_cli.cli.display import score_lines  # noqa: PLC0415  (loads torch)
+
     report = finished.report
     privacy, chosen = report["privacy"], report["hyperparameters"]
     claim = cast(ReportKeys, report)["privacy"]
     epsilon = math.inf if claim["epsilon"] is None else claim["epsilon"]
+    yield from score_lines(report, metric)
     yield Text.assemble(
         "privacy ",
         (f"epsilon {format_epsilon(epsilon)}", "bold"),
@@ -276,6 +279,7 @@ def _summary(finished: "Finished") -> Iterator[Text]:
     yield Text("settings: " + ", ".join(f"{name} {value:g}" for name, value in chosen.items()))
     yield Text(privacy["search"]["time"])
     yield Text(f"{finished.folder}: see model-card.md and report.json")
+    yield Text(f"next: dpmac report {finished.folder}", style="dim")
 
 
 def _time(seconds: float) -> str:

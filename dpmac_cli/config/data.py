@@ -10,16 +10,19 @@ from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.column_schema import TOKENS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
-from dpmac_cli.data.table_schema import read_schema
+from dpmac_cli.data.table_schema import TableSchema, read_schema
 from dpmac_cli.data.wordpiece import TextReader
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError, as_typed, raise_errors
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.registry import BACKBONES
 from dpmac_cli.storage.paths import data_folder
 
 
 def resolve_data(
-    settings: Values, file: Path | None = None, texts: TextReader | None = None
+    settings: Values,
+    file: Path | None = None,
+    texts: TextReader | None = None,
+    schema: TableSchema | None = None,
 ) -> DataPlan:
     """Resolve where records are and how to read them, and read their facts.
 
@@ -27,6 +30,7 @@ def resolve_data(
         settings: values by name, as text or of their types; None if not given.
         file: config.yaml of a run, of which only the settings of its dataset are read.
         texts: how texts are read; None if ``settings`` have an encoder, or there are none.
+        schema: of a table, such as that of a model; None for the file that ``settings`` name.
 
     Raises:
         InputError: lists every fault found.
@@ -41,24 +45,27 @@ def resolve_data(
     entries = combined(recorded, from_flags(settings, errors), errors)
     dataset = entries["dataset"].value if "dataset" in entries else None
     if isinstance(dataset, str) and dataset.startswith("<") and file is not None:
-        raise InputError(
-            f"{file.parent} was trained on records in memory of a program. Add --dataset with the "
-            "path of a file of them, or score it with dpmac_cli.score."
+        remedy = as_typed(
+            "Add --dataset with the path of a file of them, or score it with dpmac_cli.score.",
+            "Pass them: score(run, data), with from_torch(...) or ArrayData(...) as data.",
         )
+        raise InputError(f"{file.parent} was trained on records in memory of a program. {remedy}")
     given, _ = validated(entries, errors)
     raise_errors(errors)
-    return plan_data(given, texts)
+    return plan_data(given, texts, schema)
 
 
-def plan_data(settings: Settings, texts: TextReader | None = None) -> DataPlan:
+def plan_data(
+    settings: Settings, texts: TextReader | None = None, schema: TableSchema | None = None
+) -> DataPlan:
     """Return the plan of a dataset, with facts that are read once: files may change during a run.
 
-    ``texts`` reads texts; None to read them for the encoder of the settings.
+    ``texts`` reads texts, and ``schema`` declares a table; None to read those of the settings.
 
     Raises:
         InputError: lists every fault of the dataset.
     """
-    source, found = _found(settings, texts)
+    source, found = _found(settings, texts, schema)
     return DataPlan(
         dataset=str(source.path if isinstance(source, Source) else source),
         source=source,
@@ -67,7 +74,9 @@ def plan_data(settings: Settings, texts: TextReader | None = None) -> DataPlan:
     )
 
 
-def _found(settings: Settings, texts: TextReader | None) -> tuple[str | Source, DataFacts]:
+def _found(
+    settings: Settings, texts: TextReader | None, schema: TableSchema | None
+) -> tuple[str | Source, DataFacts]:
     """Return a registered name or the source of your own dataset, and the facts of the dataset."""
     name = settings.dataset
     if isinstance(name, str) and name in DATASETS:
@@ -79,7 +88,7 @@ def _found(settings: Settings, texts: TextReader | None) -> tuple[str | Source, 
         return name, DataFacts(DATASETS[name], name)
     from dpmac_cli.data.user_data import inspect  # noqa: PLC0415  (loads numpy)
 
-    source = _source(settings, name if isinstance(name, InMemoryData) else None)
+    source = _source(settings, name if isinstance(name, InMemoryData) else None, schema)
     source = replace(source, texts=texts or _text_reader(settings))
     return source, inspect(source)
 
@@ -91,9 +100,12 @@ def _text_reader(settings: Settings) -> TextReader | None:
     return TextReader(read_encoder(settings.backbone).tokenizer, settings.tokens or TOKENS)
 
 
-def _source(settings: Settings, in_memory: InMemoryData | None) -> Source:
-    schema = None if in_memory is None else in_memory.schema
-    if settings.schema is not None:
+def _source(
+    settings: Settings, in_memory: InMemoryData | None, schema: TableSchema | None
+) -> Source:
+    if in_memory is not None and in_memory.schema is not None:
+        schema = in_memory.schema
+    elif schema is None and settings.schema is not None:
         schema = read_schema(Path(settings.schema))
     return Source(
         in_memory.path if in_memory is not None else Path(str(settings.dataset)),

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from dpmac_cli.config.fields import NUMBER, KnownFlags, Option, flag_name, options
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, as_typed
 
 Model = TypeVar("Model", bound="Flags")
 
@@ -121,7 +121,8 @@ def explain(
 
 def unknown(name: str, known: KnownFlags) -> str:
     """Return the error for a name that is not one of the ``known`` settings."""
-    return f"There is no setting '{name}'.{near_setting(name, known)}"
+    hint = near_setting(name, known)
+    return f"There is no setting '{name}'.{as_typed(hint, hint.replace('-', '_'))}"
 
 
 def near_setting(written: str, known: KnownFlags) -> str:

@@ -6,7 +6,7 @@ value alone.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from decimal import Decimal
 from typing import Any
@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 
 #: Stands for bytes that are not UTF-8 in decoded text.
 NOT_TEXT = "\ufffd"
-#: Text that stands for a missing value, unless it is a declared category.
+#: Text that stands for a missing value in every table, unless it is a declared category.
 MISSING = ("", "NA", "N/A", "#N/A", "NaN", "nan", "null", "NULL", "None")
+#: Names of units that stand for nobody in particular. Records of unknown persons must not become
+#: those of one person, so these are missing in all data.
+_NOBODY = re.compile(r"[\W_]+|n/a|k\. ?a\.|unknown|unbekannt|missing|keine angabe", re.IGNORECASE)
 #: A whole number as a column of floats is printed, such as 17.0.
 _PRINTED = re.compile(r"([-+]?\d+)\.0*")
 #: Said of units that are no exact whole number or text.
@@ -26,11 +29,20 @@ UNUSABLE = "has a unit that is neither text nor a whole number that its type sto
 Faults = dict[int, str]
 
 
-def units_in(values: Iterable[Any]) -> tuple[NDArray[np.str_], Faults]:
-    """Return the names of units, and faults; the name is empty where a unit cannot be used."""
+def units_in(
+    values: Iterable[Any], missing_words: Sequence[str] = ()
+) -> tuple[NDArray[np.str_], Faults]:
+    """Return the names of units, and faults; the name is empty where a unit cannot be used.
+
+    Args:
+        values: a value for each record.
+        missing_words: declared words for a missing value, which records must not share as a unit.
+    """
     names, faults = list[str](), Faults()
+    no_units = set(map(unit_name, missing_words))
     for row, value in enumerate(values):
         name = unit_name(value)
+        name = "" if name in no_units else name
         if not name or NOT_TEXT in name:
             faults[row] = UNUSABLE if name else "has no unit"
             name = ""
@@ -49,7 +61,7 @@ def unit_name(value: Any) -> str:
     name = (text_of(value) or "").strip()
     if printed := _PRINTED.fullmatch(name):
         return str(int(printed[1])) if _is_exact(float(printed[1])) else NOT_TEXT
-    return "" if name in MISSING else name
+    return "" if name in MISSING or _NOBODY.fullmatch(name) else name
 
 
 def _is_exact(value: Any) -> bool:

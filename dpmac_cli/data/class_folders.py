@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dpmac_cli.data.canonical import unit_name
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError
 
@@ -102,7 +103,8 @@ def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:
         unit: :data:`FOLDER`, or a pattern.
         depth: number of folders of the class and of the split in each path.
     """
-    return [_folder(n, depth) for n in names] if unit == FOLDER else _by_pattern(names, unit)
+    found = [_folder(n, depth) for n in names] if unit == FOLDER else _by_pattern(names, unit)
+    return [name if unit_name(name) else "" for name in found]
 
 
 def _folder(name: str, depth: int) -> str:

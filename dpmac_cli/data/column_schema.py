@@ -6,7 +6,7 @@ Imports neither numpy nor torch.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from typing import Annotated, Any, Literal, Self
 
@@ -27,8 +27,23 @@ def distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def as_cell(value: Any) -> Any:
+    """Return a value that a program declares, such as 999, as the text of its cells."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.15g}" if isinstance(value, int | float) else value
+
+
+def _list_of_cells(values: Any) -> Any:
+    if isinstance(values, str):
+        raise ValueError(f"needs a list, such as [{values}]")
+    return tuple(map(as_cell, values)) if isinstance(values, list | tuple) else values
+
+
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], AfterValidator(distinct)]
+#: Values that cells have.
+CellValues = Annotated[Texts, BeforeValidator(_list_of_cells)]
 
 
 class Declared(BaseModel):
@@ -146,13 +161,15 @@ class Column(Written):
         parts: parts of a date that become inputs; by default its age.
         reference: column of dates that the age refers to; by default the last day of the range.
         missing: "input" adds an input that is 1 where the value is missing.
+        missing_words: words for a missing value, besides an empty cell, NA and the like. In a
+            column of numbers, 999 stands for 999.0, too.
         outside: "refuse" rejects records outside the range, or with other categories.
     """
 
     name: Text
     type: Literal["number", "integer", "date", "category", "boolean", "text"] = "number"
     range: Ends | None = None
-    categories: Annotated[Texts, Field(max_length=10_000)] = ()
+    categories: Annotated[CellValues, Field(max_length=10_000)] = ()
     text: Annotated[int, Field(ge=MIN_TOKENS, le=MAX_TOKENS)] | None = None
     format: Text | None = None
     parts: Annotated[
@@ -161,6 +178,7 @@ class Column(Written):
     ] = ()
     reference: Text | None = None
     missing: Literal["refuse", "input"] = "refuse"
+    missing_words: CellValues = ()
     outside: Literal["accept", "refuse"] = "accept"
 
     @model_validator(mode="before")
@@ -188,6 +206,11 @@ class Column(Written):
         for fault in _faults_of_type(self):
             raise ValueError(fault)
         return self
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Return the values that are declared by name."""
+        return self.categories
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -230,8 +253,20 @@ def days_of(end: float | date) -> float:
 EPOCH = date(1970, 1, 1).toordinal()
 
 
+def _faults_of_words(words: Sequence[str], values: Sequence[str], what: str) -> Iterator[str]:
+    """Yield faults of words for a missing value that are values of their column, too."""
+    for word in words:
+        if word in values:
+            yield f"'{word}' is among the {what} and the missing_words: leave it out of one"
+
+
 def _faults_of_type(column: Column) -> Iterator[str]:
     """Yield faults of what only some types of columns declare."""
+    if column.type == "boolean":  # its words may be in upper or lower case
+        folded = [name.casefold() for name in column.categories]
+        same = [word for word in column.missing_words if word.casefold() in folded]
+        yield from _faults_of_words(same, same, "categories")
+    yield from _faults_of_words(column.missing_words, column.categories, "categories")
     if column.type == "boolean" and len({name.casefold() for name in column.categories}) != 2:
         yield "type: boolean needs two categories, false and true, such as categories: [no, yes]"
     if column.type == "integer" and any(end != int(end) for end in column.ends):
@@ -271,14 +306,16 @@ class Label(Written):
         range: lowest and highest number. Other numbers are clipped to it.
         transform: "log1p" predicts log(1 + y), for numbers of very different sizes.
         kind: "count" predicts counts, with a range that begins at 0.
+        missing_words: words for a missing value, as in :class:`Column`.
         outside: "refuse" rejects records outside the range.
     """
 
     column: Text
-    classes: Texts = ()
+    classes: CellValues = ()
     range: Range | None = None
     transform: Literal["none", "log1p"] = "none"
     kind: Literal["number", "count"] = "number"
+    missing_words: CellValues = ()
     outside: Literal["accept", "refuse"] = "accept"
 
     @model_validator(mode="after")
@@ -296,10 +333,17 @@ class Label(Written):
                 raise ValueError("transform, kind and outside are for numbers, not for classes")
             if self.decimal or self.thousands or self.symbol:
                 raise ValueError("decimal, thousands and symbol are for numbers, not for classes")
+            for fault in _faults_of_words(self.missing_words, self.classes, "classes"):
+                raise ValueError(fault)
             return self
         for fault in faults_of_range(*self.range, self.transform, self.kind):
             raise ValueError(fault)
         return self
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Return the values that are declared by name."""
+        return self.classes
 
     @property
     def ends(self) -> tuple[float, float]:

@@ -41,16 +41,17 @@ class CsvFile:
         with self.path.open(encoding=self._codec, errors="replace", newline="") as file:
             return next(csv.reader(file, delimiter=self.delimiter()), [])
 
-    def cells(self, names: tuple[str, ...]) -> tuple[pa.Table, list[str]]:
-        """Return columns as text, and a message for each row that cannot be read.
+    def cells(self, names: tuple[str, ...]) -> tuple[pa.Table, dict[int, str]]:
+        """Return columns as text, and why some records are not among them, by number from 1.
 
-        Cells in quotation marks may contain line breaks.
+        Cells in quotation marks may contain line breaks. Empty lines are no records.
         """
-        ragged: list[str] = []
+        ragged: dict[int, str] = {}
 
         def note(row: Any) -> str:
             found = f"{row.actual_columns} values for {row.expected_columns} columns"
-            ragged.append(f"Record {row.number - 1} has {found}")  # the header is row 1
+            number = row.number - 1  # the header is row 1
+            ragged[number] = f"Record {number} has {found}"
             return "skip"
 
         table = arrow_csv.read_csv(
@@ -99,7 +100,7 @@ class CsvFile:
             if not fault and len(found) != len(header):
                 fault = f"has {len(found)} values for {len(header)} columns"
             if fault:
-                broken[len(cells)] = f"Line {number} {fault}"
+                broken[len(cells)] = f"Record {len(cells) + 1} (line {number}) {fault}"
             cells.append([None] * len(header) if fault else found)
         columns = zip(*cells, strict=True) if cells else [()] * len(header)
         return pa.table([pa.array(column, pa.string()) for column in columns], header), broken

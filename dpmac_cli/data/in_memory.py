@@ -186,8 +186,9 @@ class _Declared(NamedTuple):
 def _read(dataset: Any, declared: _Declared) -> tuple[NDArray[Any], NDArray[Any], Faults]:
     """Return records, labels, and why records cannot be used. Raises InputError."""
     from dpmac_cli.randomness.layers import forked, seed_all  # noqa: PLC0415  (torch takes a second)
+    from dpmac_cli.torch_errors import type_and_place  # noqa: PLC0415  (loads torch)
 
-    kind, failure = type(dataset).__name__, None
+    kind, why = type(dataset).__name__, ""
     remedy = "Pass a map-style torch.utils.data.Dataset that does."
     if not hasattr(dataset, "__len__"):
         raise InputError(f"{kind} has no length, so records cannot be read by index. {remedy}")
@@ -203,15 +204,15 @@ def _read(dataset: Any, declared: _Declared) -> tuple[NDArray[Any], NDArray[Any]
             except MemoryError:
                 raise
             except Exception as raised:  # noqa: BLE001  (a dataset raises whatever a file leads to)
-                failure = raised
-                stack.faults[row] = f"cannot be read ({type(raised).__name__}: {raised})"
+                why = type_and_place(raised)  # its message may quote the record
+                stack.faults[row] = f"cannot be read ({why})"
             else:
                 stack.add(row, record)
     if count and len(stack.faults) == count:
-        why = failure or stack.faults[0]
+        why = why or stack.faults[0]
         raise InputError(
             f"{kind} does not return (record, label) pairs of numbers by index ({why}). {remedy}"
-        ) from failure
+        )
     y, faults = one_by_one(labels), stack.faults
     names = any(isinstance(label, str) for label in labels)
     if not names:

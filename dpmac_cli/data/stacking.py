@@ -56,7 +56,7 @@ class Stack:
         try:
             values = np.asarray(record)
         except FAILURES as failure:
-            self.faults[row] = f"cannot be converted to an array ({failure})"
+            self.faults[row] = f"cannot be converted to an array ({type(failure).__name__})"
             return
         if self._rows is None and (self._undeclared == () or values.dtype.kind in "biuf"):
             self._begin(row, values)

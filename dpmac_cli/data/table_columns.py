@@ -1,6 +1,6 @@
 """Columns of a table as inputs and targets, as their schema declares them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,9 +8,18 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import compute
 
-from dpmac_cli.data.canonical import MISSING
 from dpmac_cli.data.column_schema import Column, Label, Written
 from dpmac_cli.data.complaints import refuse
+from dpmac_cli.data.table_cells import (
+    BoolArray,
+    decoded_cells,
+    has_text,
+    missing_in,
+    numbers_of,
+    places_of,
+    stands_for_none,
+    text_cells,
+)
 from dpmac_cli.data.table_dates import CALENDAR, age_of, formats_of, outside_of, read_dates
 from dpmac_cli.data.table_numbers import (
     if_no_value,
@@ -22,56 +31,9 @@ from dpmac_cli.data.table_numbers import (
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.wordpiece import TextReader
 
-#: Zeros at the end of the digits behind a point, which the type of a column adds.
-TRAILING = r"(?:(\.\d*[1-9])0+|\.0+)(Z?)$"
 Cells = dict[str, pa.Array]
-BoolArray = NDArray[np.bool_]
 #: Values of inputs, (records, inputs), and the lowest and highest value of each.
 Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
-
-
-def is_number(kind: pa.DataType) -> bool:
-    """Return whether a type is one of numbers."""
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
-
-
-def kind_of(kind: pa.DataType) -> str:
-    """Return the type of column in a schema that fits a type of arrow."""
-    if pa.types.is_boolean(kind):
-        return "boolean"
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        return "date"
-    return "number" if is_number(kind) or pa.types.is_decimal(kind) else "category"
-
-
-def decoded_cells(text: pa.Array) -> Iterator[str | None]:
-    """Yield text cells; bytes that are not UTF-8 are replaced."""
-    raw = text.cast(pa.binary()).to_pylist()
-    yield from (None if cell is None else cell.decode(errors="replace") for cell in raw)
-
-
-def without_missing(cells: pa.Array) -> pa.Array:
-    """Return the text of the cells that have a value."""
-    return text_cells(cells).filter(pa.array(~_missing(cells)))
-
-
-def text_cells(cells: pa.Array) -> pa.Array:
-    """Return cells as text that does not depend on the type that the column needs for others."""
-    text = cells.cast(pa.string())
-    if pa.types.is_floating(cells.type):  # integers where a value is missing
-        whole = compute.equal(compute.floor(cells), cells)
-        exact = compute.and_(whole, compute.less(compute.abs(cells), 2.0**53))
-        numbers = compute.if_else(exact, cells, None).cast(pa.int64())
-        text = compute.if_else(exact.fill_null(False), numbers.cast(pa.string()), text)
-    elif pa.types.is_decimal(cells.type) or pa.types.is_temporal(cells.type):
-        text = compute.replace_substring_regex(text, TRAILING, r"\1\2")
-    return compute.ascii_trim_whitespace(text)
-
-
-def places_of(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the index of each cell's text in ``values``; -1 if it is not there."""
-    found = compute.index_in(text_cells(cells), pa.array(values))
-    return np.asarray(found.fill_null(-1), np.int64)
 
 
 def column_inputs(
@@ -101,7 +63,7 @@ def column_inputs(
         if column.type == "text" and reader is not None:
             parts.append(_tokens(column, own, bad, reader))
             continue
-        missing = _missing(own, column.categories)
+        missing = missing_in(own, column)
         if column.type == "date":
             other = column.reference
             reference = None if other is None else (dates[other], named[other])
@@ -143,24 +105,24 @@ def _classes_of(
     label: Label, cells: pa.Array, bad: dict[str, BoolArray]
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
     """Return numbers of classes, and their names."""
-    missing = _missing(cells, label.classes)
+    missing = missing_in(cells, label)
     places = places_of(cells, label.classes)
     hint = " (a number to predict needs range: [LOW, HIGH] in the schema instead of classes)"
     first = _first(cells, (places < 0) & ~missing)
     numeric = bool(first and read_numbers(pa.array([first]), Written())[1][0])
     what = f"no class of the schema in {label.column}"
-    _add(bad, what, places < 0, cells, hint * numeric)
+    _add(bad, what, places < 0, cells, hint if numeric else if_no_value(first or "", names=True))
     return places, {"classes": np.array(label.classes)}
 
 
 def _target_of(label: Label, cells: pa.Array, bad: dict[str, BoolArray]) -> NDArray[np.float64]:
     """Return numbers to predict."""
-    missing = _missing(cells)
+    missing = missing_in(cells, label)
     values, outside = _numbers(label, label.column, cells, missing, bad)
     bad[f"no value in {label.column}"] = missing
     if label.outside == "refuse":
         what = f"a value outside the range of the schema in {label.column}"
-        _add(bad, what, outside, cells)
+        _add(bad, what, outside, cells, if_no_value(_first(cells, outside) or ""))
     return values
 
 
@@ -213,8 +175,9 @@ def _boolean_input(
     names = compute.ascii_lower(pa.array(column.categories))
     found = compute.index_in(compute.ascii_lower(text_cells(cells)), names)
     strange = np.asarray(found.is_null()) & ~missing
-    _add(bad, f"neither {' nor '.join(column.categories)} in {column.name}", strange, cells)
-    values = np.asarray(found.cast(pa.float64()).fill_null(0.5))
+    what = f"neither {' nor '.join(column.categories)} in {column.name}"
+    _add(bad, what, strange, cells, if_no_value(_first(cells, strange) or "", names=True))
+    values = np.where(missing, 0.5, np.asarray(found.cast(pa.float64()).fill_null(0.5)))
     return values[:, None], np.zeros(1), np.ones(1)
 
 
@@ -229,18 +192,21 @@ READERS: Mapping[str, Callable[[Column, pa.Array, BoolArray, dict[str, BoolArray
 
 def _dates(column: Column, cells: pa.Array, bad: dict[str, BoolArray]) -> NDArray[np.float64]:
     """Return days since 1970-01-01, NaN where there is no date."""
-    missing, typed = _missing(cells), pa.types.is_temporal(cells.type)
+    missing, typed = missing_in(cells, column), pa.types.is_temporal(cells.type)
     text = compute.if_else(pa.array(missing), None, text_cells(cells))
     days = read_dates(decoded_cells(text), column, typed)
-    broken = np.isnan(days) & ~missing
-    cell = _first(cells, broken) or ""
-    formats = [f'format: "{written}"' for written in formats_of(cell)]
-    hint = f" (declare how it is written: {' or '.join(formats[:2])})" if formats else ""
-    hint = hint or if_no_value(cell)
     expected = "as in 2024-12-31" if column.format is None else f"in the format {column.format}"
-    _add(bad, f"no date {expected} in {column.name}", broken, cells, hint)
+    what = f"no date {expected} in {column.name}"
+    _add_unread(bad, what, np.isnan(days) & ~missing, cells, _how_dates_are_written)
     _refuse_outside(column, cells, outside_of(days, column), bad)
     return days
+
+
+def _how_dates_are_written(cell: str) -> str:
+    """Return what to declare so that a cell is read as a date; "" if that is not known."""
+    formats = [f'format: "{written}"' for written in formats_of(cell)]
+    hint = f" (declare how it is written: {' or '.join(formats[:2])})" if formats else ""
+    return hint or if_no_value(cell)
 
 
 def _date_inputs(
@@ -287,7 +253,8 @@ def _refuse_outside(
 ) -> None:
     if column.outside == "refuse":
         what = f"a value that the schema does not declare in {column.name}"
-        _add(bad, what, outside, cells)
+        hint = if_no_value(_first(cells, outside) or "", names=bool(column.categories))
+        _add(bad, what, outside, cells, hint)
 
 
 def _refuse_strangers(
@@ -314,19 +281,26 @@ def _add(
     bad[what if cell is None else f"{what}: {shown(cell)}{hint}"] = records
 
 
-def _missing(cells: pa.Array, categories: Sequence[str] = ()) -> BoolArray:
-    """Return a mask of cells without a value."""
-    words = pa.array([word for word in MISSING if word not in categories])
-    return np.asarray(compute.or_(cells.is_null(), compute.is_in(text_cells(cells), words)))
+def _add_unread(
+    bad: dict[str, BoolArray],
+    what: str,
+    records: BoolArray,
+    cells: pa.Array,
+    hint: Callable[[str], str],
+) -> None:
+    """Add cells that cannot be read, words apart from others: they may mean that nothing is known.
 
-
-def _is_text(cells: pa.Array) -> bool:
-    return bool(pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type))
+    The advice for the first cell would be wrong for the others.
+    """
+    digits = compute.match_substring_regex(text_cells(cells), r"\d").fill_null(False)
+    for some in (records & np.asarray(digits), records & ~np.asarray(digits)):
+        if some.any():
+            _add(bad, what, some, cells, hint(_first(cells, some) or ""))
 
 
 def _numeric(cells: pa.Array, strict: bool) -> bool:
     """Return whether a column has a type of numbers or, if it may be looked at, numbers only."""
-    if not _is_text(cells):
+    if not has_text(cells):
         return True
     pattern = number_pattern(Written())
     text = text_cells(cells)
@@ -338,8 +312,9 @@ def _tokens(
     column: Column, cells: pa.Array, bad: dict[str, BoolArray], reader: TextReader
 ) -> Inputs:
     """Return the inputs of texts, and their range."""
-    texts = [text or "" for text in decoded_cells(cells)]
-    missing = np.array([is_blank(text) for text in texts], np.bool_)
+    absent = [is_blank(text or "") for text in decoded_cells(cells)]
+    missing = np.array(absent, np.bool_) | stands_for_none(cells, column)
+    texts = ["" if m else text or "" for text, m in zip(decoded_cells(cells), missing, strict=True)]
     inputs = as_inputs(texts, reader, column.text)
     low, high = (np.full(inputs.shape[1], end) for end in reader.ends)
     if column.missing == "input":
@@ -359,16 +334,15 @@ def _numbers(
 ) -> tuple[NDArray[np.float64], BoolArray]:
     """Return numbers, with missing ones at the middle of the range, and a mask of outliers."""
     low, high = column.ends
-    if is_number(cells.type):
-        numbers = cells.cast(pa.float64(), safe=False)
-    else:
-        form = column if _is_text(cells) else Written()  # a type is written with a point
-        text = text_cells(cells)
-        numbers, fits = read_numbers(text, form)
-        broken = ~fits & ~missing
-        others = compute.filter(text, pa.array(fits))
-        hint = what_it_may_mean(_first(cells, broken) or "", form, others)
-        _add(bad, f"no number in {name}", broken, cells, hint)
-    values = np.asarray(numbers.fill_null(np.nan))
+    numbers, fits = numbers_of(cells, column)
+    broken = ~fits & ~missing
+    if broken.any():
+        others = compute.filter(text_cells(cells), pa.array(fits))
+
+        def meant(cell: str) -> str:
+            return what_it_may_mean(cell, column, others)
+
+        _add_unread(bad, f"no number in {name}", broken, cells, meant)
+    values = np.where(missing, np.nan, np.asarray(numbers.fill_null(np.nan)))
     outside = (values < low) | (values > high)
     return np.where(np.isnan(values), (low + high) / 2, values), outside

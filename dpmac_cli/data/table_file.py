@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import UNUSABLE, text_of, unit_name, units_in
-from dpmac_cli.data.column_schema import Column, Label, Written
+from dpmac_cli.data.column_schema import Column, Label
 from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.schema import UTF8, LeftOut, Source
 from dpmac_cli.data.stacking import masks
@@ -29,17 +29,15 @@ except ModuleNotFoundError as missing_extra:
     ) from missing_extra
 
 from dpmac_cli.data.csv_file import CsvFile, has_lines
-from dpmac_cli.data.table_columns import (
+from dpmac_cli.data.table_cells import (
     BoolArray,
-    Cells,
-    column_inputs,
     decoded_cells,
     kind_of,
     places_of,
-    targets_of,
     text_cells,
     without_missing,
 )
+from dpmac_cli.data.table_columns import Cells, column_inputs, targets_of
 from dpmac_cli.data.table_numbers import points_may_group
 
 NO_UNIT = "no whole number that its type stores exactly (write units as text or integers)"
@@ -71,17 +69,34 @@ class TableInputs:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Cells of a table by column, and rows that cannot be read.
+    """Cells of a table by column, and records that cannot be read.
 
-    ``ragged`` describes rows that are not among the cells, and ``broken`` rows of nulls, by number.
+    ``ragged`` describes records that are not among the cells, by their number from 1, and
+    ``broken`` rows of nulls, by their number from 0.
     """
 
     cells: Cells
-    ragged: list[str]
+    ragged: dict[int, str]
     broken: dict[int, str]
 
     def __len__(self) -> int:
         return max(map(len, self.cells.values()), default=0)
+
+    def record(self, row: int) -> int:
+        """Return the number of a row in its file, from 1 and without the header."""
+        number = row + 1
+        for ragged in sorted(self.ragged):
+            number += ragged <= number
+        return number
+
+    def faults(self, bad: Mapping[str, BoolArray]) -> list[str]:
+        """Return why records cannot be used, with the first of them and how many others."""
+        found = list(self.ragged.values())
+        for what, records in bad.items():
+            if count := int(records.sum()):
+                others = f" and {count - 1} more have" if count > 1 else " has"
+                found.append(f"Record {self.record(int(records.argmax()))}{others} {what}")
+        return found
 
 
 def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
@@ -106,7 +121,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     rows = _read_rows(path, declared, strict, encoding, table)
     of_records, ends, bad = _contents(source, schema, rows.cells)
     if strict:
-        refuse([*rows.ragged, *_reasons(bad)], _remedy(path, schema, bad))
+        refuse(rows.faults(bad), _remedy(path, schema, bad))
         if table is None:
             _check_no_line_hidden(CsvFile(path, encoding), len(rows), schema.columns, schema.labels)
             _check_points(CsvFile(path, encoding), schema, rows.cells)
@@ -141,7 +156,8 @@ def _contents(
     labels, declared = targets_of(schema.labels, cells, bad)
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
-        of_records["unit"], unusable = units_in(_unit_values(cells[source.unit]))
+        words = schema.words_in(source.unit)
+        of_records["unit"], unusable = units_in(_unit_values(cells[source.unit]), words)
         for why, records in masks(unusable, len(labels)):
             said = NO_UNIT if why == UNUSABLE else "no value"
             bad[f"{said} in {source.unit}"] = records
@@ -177,8 +193,11 @@ def read_inputs(
     bad: dict[str, BoolArray] = {}
     inputs, *_ = column_inputs(columns, rows.cells, bad, False, reader)
     if not skip_bad:
-        remedy = f" Correct {path}, or add --skip-bad to leave these records out."
-        refuse([*rows.ragged, *_reasons(bad)], remedy)
+        remedy = (
+            f" Correct {path} to fit the schema of the model, or add --skip-bad to leave these "
+            "records out."
+        )
+        refuse(rows.faults(bad), remedy)
         _check_no_line_hidden(CsvFile(path, encoding), len(rows), columns)
     good, left_out = _left_out(bad, rows)
     which = np.flatnonzero(good).tolist()
@@ -198,7 +217,7 @@ def _left_out(bad: dict[str, BoolArray], rows: _Rows) -> tuple[BoolArray, LeftOu
     named = (rows.broken.get(row, f"record {row + 1}") for row in np.flatnonzero(~good).tolist())
     broken = list(rows.broken.values())
     more = f", and {len(broken) - 1} more lines cannot be read" if len(broken) > 1 else ""
-    return good, LeftOut(tuple(named), (*(f"{b}{more}" for b in broken[:1]), *_reasons(bad)))
+    return good, LeftOut(tuple(named), (*(f"{b}{more}" for b in broken[:1]), *rows.faults(bad)))
 
 
 def column_kinds(path: Path, encoding: str = UTF8) -> dict[str, str | None]:
@@ -265,14 +284,14 @@ def _check_points(file: CsvFile, schema: TableSchema, cells: Cells) -> None:
     One record can make this fail, so it is only for tables that any record can make fail.
     """
     semicolons = has_semicolons(file.path, file.encoding)
-    forms: dict[str, Written] = {
+    forms: dict[str, Column | Label] = {
         column.name: column for column in schema.columns if column.type in ("number", "integer")
     }
     forms |= {label.column: label for label in schema.labels if label.range is not None}
     faults = list[str]()
     for name, form in forms.items():
         if form.decimal is None and form.thousands is None and pa.types.is_string(cells[name].type):
-            cell = points_may_group(without_missing(cells[name]), semicolons)
+            cell = points_may_group(without_missing(cells[name], form), semicolons)
             if cell is not None:
                 faults.append(
                     f"{name} has numbers such as {cell}, which may mean {cell.replace('.', '')} or "
@@ -331,7 +350,7 @@ def _read_rows(
     table: pa.Table | None = None,
 ) -> _Rows:
     """Return the cells of some columns, as text for a CSV. Raises InputError."""
-    ragged, broken = list[str](), dict[int, str]()
+    ragged, broken = dict[int, str](), dict[int, str]()
     try:
         if table is None and path.suffix == ".parquet":
             table = parquet.read_table(path, columns=list(names))
@@ -372,11 +391,3 @@ def _unit_values(cells: pa.Array) -> Iterator[Any]:
         yield from cells.to_numpy(zero_copy_only=False)
         return
     yield from decoded_cells(text_cells(cells))
-
-
-def _reasons(bad: dict[str, BoolArray]) -> Iterator[str]:
-    """Yield a message per reason with the first bad record and the number of bad records."""
-    for what, records in bad.items():
-        if count := int(records.sum()):
-            others = f" and {count - 1} more have" if count > 1 else " has"
-            yield f"Record {int(records.argmax()) + 1}{others} {what}"

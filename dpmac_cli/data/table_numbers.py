@@ -4,6 +4,7 @@ What a cell means depends on that cell and on the schema. Other cells of its col
 at to explain a refusal, or to refuse a whole table.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +26,13 @@ GROUPED = r"^[-+]?[1-9]\d{0,2}\.\d{3}$"
 PLAIN_OR_GROUPED = r"^[-+]?(0|[1-9]\d{0,2}(\.\d{3})?)$"
 #: Most characters of a cell to show in a message.
 SHOWN = 40
+_CODE = r"-?9+(?:[.,]0*)?|-1"
+#: Cells that may stand for a missing value: codes such as 999, among numbers and dates all cells
+#: without a digit, and among names some of these.
+_AMONG_NUMBERS = re.compile(rf"\D+|{_CODE}")
+_AMONG_NAMES = re.compile(
+    rf"(?i:[\W_]+|n[./]? ?[adv]\.?|k\.? ?a\.?|unknown|unbekannt|missing|fehlt|keine angabe)|{_CODE}"
+)
 _SYMBOL = re.compile(r"^(?P<before>[^\s\d.,+-]*)\s*[-+]?\d[\d.,' ]*(?P<after>\D*)$")
 
 
@@ -89,10 +97,18 @@ def what_it_may_mean(cell: str, form: Written, others: pa.Array) -> str:
     return text
 
 
-def if_no_value(cell: str) -> str:
-    """Return how to write that there is no value, for a word that may mean it; "" for others."""
-    word = cell != "" and not any(character.isdigit() for character in cell)
-    return " (leave the cell empty, or write NA, where there is no value)" if word else ""
+def if_no_value(cell: str, names: bool = False) -> str:
+    """Return how to say that there is no value, for a cell that may mean it; "" for others.
+
+    Args:
+        cell: a trimmed cell that is not a value of its column.
+        names: whether the values of the column are names, such as categories.
+    """
+    found = (_AMONG_NAMES if names else _AMONG_NUMBERS).fullmatch(cell)
+    if found is None or len(cell) > SHOWN:
+        return ""
+    line = f"missing_words: [{json.dumps(cell, ensure_ascii=False)}]"
+    return f" (leave the cell empty, or declare {line} in the schema, where there is no value)"
 
 
 def _readings(cell: str, form: Written) -> Iterator[tuple[float, Written]]:

@@ -18,7 +18,17 @@ from pydantic import (
 )
 from pydantic.functional_validators import BeforeValidator
 
-from dpmac_cli.data.column_schema import USED_BY, Column, Declared, Label, Text, Texts, distinct
+from dpmac_cli.data.column_schema import (
+    USED_BY,
+    CellValues,
+    Column,
+    Declared,
+    Label,
+    Text,
+    Texts,
+    as_cell,
+    distinct,
+)
 from dpmac_cli.errors import InputError
 
 #: Placeholder in a draft for values that the author must fill in.
@@ -29,7 +39,7 @@ class TestSet(Declared):
     """Records to test on: those with one of the given values in a column."""
 
     column: Text
-    values: Annotated[Texts, Field(min_length=1)]
+    values: Annotated[CellValues, Field(min_length=1)]
 
 
 def _named(columns: Any) -> Any:
@@ -52,6 +62,16 @@ def _with_signs(given: Any, signs: Mapping[str, str], numbers: bool) -> Any:
     return {**given, **signs} if numbers and not own else given
 
 
+def _with_words(given: Any, words: Sequence[Any]) -> Any:
+    """Return a column with words of the table for a missing value, unless they are its values."""
+    own = given.get("missing_words") or () if isinstance(given, dict) else None
+    if not words or not isinstance(own, list | tuple):  # not valid, which is reported later
+        return given
+    values = given.get("categories") or given.get("classes") or ()
+    taken = {as_cell(value) for value in (*own, *values) if not isinstance(value, dict | list)}
+    return {**given, "missing_words": [*own, *(w for w in map(as_cell, words) if w not in taken)]}
+
+
 def _form(label: Any) -> str:
     """Return the tag of a label as it is given: one column, or a list of several."""
     return SEVERAL if isinstance(label, list | tuple) else ONE
@@ -70,6 +90,7 @@ class TableSchema(Declared):
 
     Attributes:
         decimal, thousands: how all numbers are written whose columns do not declare it.
+        missing_words: words for a missing value in all columns that do not list them as values.
         label: the column to predict, or several columns of numbers.
         columns: the inputs of the network.
         drop: columns that are not used.
@@ -78,6 +99,7 @@ class TableSchema(Declared):
 
     decimal: Literal[".", ","] | None = None
     thousands: Literal[".", ",", " ", "'"] | None = None
+    missing_words: CellValues = ()
     label: OneOrSeveral
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()
@@ -86,16 +108,22 @@ class TableSchema(Declared):
     @model_validator(mode="before")
     @classmethod
     def _write_alike(cls, given: Any) -> Any:
-        """Let columns of numbers be written as the table is."""
+        """Let columns be written as the table is."""
         if not isinstance(given, dict) or not isinstance(given.get("label"), dict | list | tuple):
             return given
         signs = {key: given[key] for key in ("decimal", "thousands") if given.get(key)}
+        words = given.get("missing_words")
+        words = words if isinstance(words, list | tuple) else ()
         columns = _named(given.get("columns"))
         if isinstance(columns, list | tuple):
-            columns = [_with_signs(of, signs, _reads_numbers(of)) for of in columns]
+            columns = [
+                _with_words(_with_signs(of, signs, _reads_numbers(of)), words) for of in columns
+            ]
         label = given["label"]
         labels = [
-            _with_signs(of, signs, isinstance(of, dict) and bool(of.get("range")))
+            _with_words(
+                _with_signs(of, signs, isinstance(of, dict) and bool(of.get("range"))), words
+            )
             for of in (label if _form(label) == SEVERAL else [label])
         ]
         label = labels if _form(label) == SEVERAL else labels[0]
@@ -128,6 +156,12 @@ class TableSchema(Declared):
         """Return the sign before the decimals of each column of numbers."""
         numbers = {column.name: column.point for column in self.columns}
         return {**numbers, **{label.column: label.point for label in self.labels}}
+
+    def words_in(self, name: str) -> tuple[str, ...]:
+        """Return the words for a missing value in a column, which need not be an input."""
+        own = {column.name: column.missing_words for column in self.columns}
+        own |= {label.column: label.missing_words for label in self.labels}
+        return own.get(name, self.missing_words)
 
     @property
     def declared(self) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ IN_PROGRAM = (
     "Pass network= with an instance of {0}, a function that builds one, or the class itself; or, "
     "if it is in a file, factory='FILE.py:{0}'."
 )
-WANTED = f"Use a run folder of dpmac train, or a {folder.MODEL}."
+WANTED = folder.WANTED_MODEL
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """New, unlabelled records, read as those that a model was trained on."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
 from dpmac_cli.data.class_folders import is_hidden
-from dpmac_cli.data.complaints import left_out, refuse
+from dpmac_cli.data.complaints import left_out
 from dpmac_cli.data.decoding import decode, looked_at, size_of, usable_cores
 from dpmac_cli.data.image_folder import GREY, SUFFIXES
 from dpmac_cli.data.schema import NONE_LEFT_OUT, TABLES, UTF8, LeftOut
@@ -22,15 +22,16 @@ from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_new
 from dpmac_cli.data.wordpiece import TextReader
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs import folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: What to do about records that cannot be used.
+#: What to do about records that cannot be used, and about files that are no records.
 REMEDY = " Correct or remove them, or add --skip-bad to leave them out."
+REMOVE = " Remove such files, or add --skip-bad to leave them out."
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Unlabelled:
             zeros, and ``faults`` then says why.
         ids: what names the records in a table; None without it.
         faults: why records cannot be used, by their place in ``names``.
-        skipped: records that are not among ``names``.
+        skipped: records and files that are not among ``names``.
     """
 
     path: Path
@@ -81,11 +82,10 @@ def read_unlabelled(
     settings: Mapping[SettingName, Any] = {}
     with suppress(*folder.BROKEN):
         settings = folder.settings(file.parent)
-    path, kind = _place(data, file, facts, reader)
-    if reading.named_by is not None and facts.table is None:
-        raise InputError(f"--id {reading.named_by} names a column, but {path} is not a table.")
+    path, kind = _place(data)
+    raise_errors(_misfits(path, kind, file, facts, reader, reading.named_by))
     if kind == "folder":
-        return _files(path, facts, settings, reader, reading)
+        return _files(path, facts, settings, reader)
     if facts.table is not None:
         return _table(path, facts, settings, reader, reading)
     given = one_by_one(data) if not isinstance(data, Path | str) else None
@@ -101,20 +101,25 @@ def read_unlabelled(
     return Unlabelled(path, range(len(x)), _checked(x, path, facts, settings), faults=faults)
 
 
-def _place(
-    data: Path | str | NDArray[Any] | Sequence[str],
+def _place(data: Path | str | NDArray[Any] | Sequence[str]) -> tuple[Path, str | None]:
+    """Return the path and the kind of new records; None if there is no such file or folder."""
+    if not isinstance(data, Path | str):
+        return Path("the array"), ".npz"
+    path = Path(data)
+    if not path.exists():
+        return path, None
+    return path, "folder" if path.is_dir() else path.suffix
+
+
+def _misfits(
+    path: Path,
+    kind: str | None,
     file: Path,
     facts: Facts,
     reader: TextReader | None,
-) -> tuple[Path, str]:
-    """Return the path and the kind of new records. Raises InputError if the model has another."""
-    if isinstance(data, Path | str):
-        path = Path(data)
-        kind = "folder" if path.is_dir() else path.suffix
-        if not path.exists():
-            raise InputError(f"{path} does not exist.")
-    else:
-        path, kind = Path("the array"), ".npz"
+    named_by: str | None,
+) -> Iterator[str]:
+    """Yield why new records cannot be those for the model in ``file``."""
     kinds, wanted = {"folder", ".npz"}, "images: use a folder of images or an .npz"
     if facts.table is not None:
         kinds, wanted = {*TABLES}, f"a table: use one ({', '.join(TABLES)})"
@@ -122,9 +127,12 @@ def _place(
         wanted = f"texts: use a folder of texts ({SUFFIX}), or an .npz of texts"
     elif facts.levels == 1:
         kinds, wanted = {".npz"}, "rows of numbers: use an .npz"
-    if kind not in kinds:
-        raise InputError(f"{path} does not fit {file}, which was trained on {wanted}.")
-    return path, kind
+    if kind is None:
+        yield f"{path} does not exist."
+    elif kind not in kinds:
+        yield f"{path} does not fit {file}, which was trained on {wanted}."
+    if named_by is not None and facts.table is None:
+        yield f"--id {named_by} names a column, but {file} was not trained on a table."
 
 
 def _table(
@@ -148,7 +156,6 @@ def _files(
     facts: Facts,
     settings: Mapping[SettingName, Any],
     reader: TextReader | None,
-    reading: Reading,
 ) -> Unlabelled:
     """Return the images or texts in a folder and below it."""
     suffixes, what = (SUFFIXES, "an image") if reader is None else ((SUFFIX,), "a file of text")
@@ -156,8 +163,6 @@ def _files(
     names = sorted(str(name) for name in below if not any(map(is_hidden, name.parts)))
     strange = [name for name in names if not name.lower().endswith(suffixes)]
     skipped = [f"{root / name} is not {what}" for name in strange]
-    if not reading.skip_bad:
-        refuse(skipped, " Remove such files, or add --skip-bad to leave them out.")
     names = [name for name in names if name.lower().endswith(suffixes)]
     if reader is None:
         at, faults = _images(root, names, facts, settings)

@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpmac_cli.data.complaints import left_out, refuse
+from dpmac_cli.data.complaints import complaints, left_out, refuse
 from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut
+from dpmac_cli.errors import raise_errors
 from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import Released, load_model, read_facts, text_reader
-from dpmac_cli.release.new_records import REMEDY, Reading, Unlabelled, read_unlabelled
+from dpmac_cli.release.new_records import REMEDY, REMOVE, Reading, Unlabelled, read_unlabelled
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.storage.files import PRIVATE_MODE, to_csv, write_atomically
@@ -118,7 +119,8 @@ def predict(
     reading = Reading(skip_bad, id_column, encoding)
     records = read_unlabelled(data, file, facts, text_reader(file, facts), reading)
     _check_some_left(records.path, len(records.names), records.skipped)
-    _check_faults(records, skip_bad)
+    if not skip_bad:
+        _refuse_unusable(records, facts.shape)
     answers = torch.cat([*_answers(released, facts, records, where)]).numpy()
     _check_faults(records, skip_bad)  # images are decoded one batch after another
     return _usable(records, answers, facts.task)
@@ -155,6 +157,15 @@ def _usable(records: Unlabelled, answers: NDArray[np.float32], task: Task) -> Pr
     ids = None if records.ids is None else [records.ids[row] for row in kept]
     names: Any = [records.names[row] for row in kept]
     return Predictions(answers[kept], task, names, ids, skipped)
+
+
+def _refuse_unusable(records: Unlabelled, shape: tuple[int, ...]) -> None:
+    """Raise InputError with all records and files that cannot be used, if some are known."""
+    strays, faults = records.skipped.records, records.faults
+    if strays or faults:
+        for some in places(len(records.names), shape):
+            records.at(some)  # images are decoded, and may have faults, too
+        raise_errors([*complaints(strays, REMOVE), *complaints([*faults.values()], REMEDY)])
 
 
 def _check_some_left(path: Path, count: int, skipped: LeftOut) -> None:

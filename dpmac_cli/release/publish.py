@@ -1,6 +1,6 @@
 """Publish a run: its model, report, card and audit, and their checksums."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,7 +24,7 @@ State = Literal["finished", "interrupted", "budget-spent"]
 class Finished:
     """The run has ended and its files are written; ``report`` is the content of report.json."""
 
-    report: dict[str, Any]
+    report: dict[str, Any] = field(repr=False)
     folder: Path
     state: State
 

@@ -12,7 +12,8 @@ from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.data.dataset import Data, standardisation
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS, Dataset
-from dpmac_cli.data.schema import InMemoryData
+from dpmac_cli.data.schema import InMemoryData, Source
+from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import load_model, load_trial, read_facts, text_reader
@@ -125,9 +126,12 @@ def _evaluated(model: nn.Module, facts: Facts, data: Data, known: Dataset) -> Ev
 def _chosen(file: Path, facts: Facts, given: Keywords) -> DataPlan:
     """Return the data to score on. Raises InputError and ModelError."""
     dataset, beside = given["dataset"], file.parent / CONFIG
+    schema = None if facts.table is None else TableSchema.model_validate(facts.table)
     if facts.own and beside.is_file():
         # A run's config.yaml records how your own data was read and split.
-        return resolve_data(given, beside, text_reader(file, facts))
+        plan = resolve_data(given, beside, text_reader(file, facts), schema)
+        _check_columns(plan, file, schema)
+        return plan
     if dataset is None and facts.own:
         raise InputError(
             f"{file} was trained on your own data, {facts.dataset}. Set --dataset to its path."
@@ -137,10 +141,21 @@ def _chosen(file: Path, facts: Facts, given: Keywords) -> DataPlan:
             f"{file} was trained on {facts.dataset}, which this version does not support."
         )
     given = {**given, "dataset": facts.dataset if dataset is None else dataset}
-    plan = resolve_data(given, texts=text_reader(file, facts))
+    plan = resolve_data(given, texts=text_reader(file, facts), schema=schema)
+    _check_columns(plan, file, schema)
     if plan.found.held_out:
         raise InputError(
             f"{dataset} has no test set, and the split is only recorded in the {CONFIG} of the "
             "run. Use the run's folder, or data with a test set."
         )
     return plan
+
+
+def _check_columns(plan: DataPlan, file: Path, schema: TableSchema | None) -> None:
+    """Reject a data frame whose schema declares other inputs than that of the model."""
+    own = plan.source.schema if isinstance(plan.source, Source) else None
+    if own is not None and schema is not None and own.columns != schema.columns:
+        raise ModelError(
+            f"{plan.dataset} has a schema with other columns than the one that {file} was trained "
+            "with. Pass that schema to from_dataframe."
+        )

@@ -29,6 +29,7 @@ CONFIG = "config.yaml"
 REPORT = "report.json"
 METRICS = "metrics.jsonl"
 MODEL = "model.safetensors"
+WANTED_MODEL = f"Use a run folder of dpmac train, or a {MODEL}."
 CARD = "model-card.md"
 AUDIT = "audit.json"
 #: Scores for TensorBoard, which reads every file with "tfevents" in its name.

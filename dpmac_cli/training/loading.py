@@ -24,7 +24,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.randomness import sampling
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.storage.digest import digest
-from dpmac_cli.torch_errors import what_failed
+from dpmac_cli.torch_errors import type_and_place
 
 #: Records whose contents identify a dataset, evenly spaced.
 PROBES = 16
@@ -229,16 +229,18 @@ def _joined(structure: Structure, rows: list[Any]) -> Any:
     return tree_unflatten(made, spec)
 
 
-def first_row(records: OneByOne, number: int = 0) -> Batch:
-    """Return a record as a batch of one row. Raises InputError if it cannot be used."""
+def first_row(records: OneByOne) -> Batch:
+    """Return the first record as a batch of one row. Raises InputError if it cannot be used."""
     try:
         with _seeded(0):
-            row = _as_row(records.collate([records.dataset[number]]))
-    except Exception as failure:
+            row = _as_row(records.collate([records.dataset[0]]))
+    except Exception as failure:  # noqa: BLE001  (user code may raise anything)
+        # Not raised from the failure, whose message may quote the record.
         raise InputError(
-            f"Record {number} cannot be read by index: {what_failed(failure)} Pass a map-style "
+            f"Record 0 cannot be read by index: {type_and_place(failure)}. To see its message, "
+            "which may contain the record, run collate_fn([dataset[0]]). Pass a map-style "
             "torch.utils.data.Dataset, and a collate_fn that takes a list of its records."
-        ) from failure
+        ) from None
     if isinstance(row, Fault):
         raise InputError(row.why)
     return row

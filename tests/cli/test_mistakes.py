@@ -34,6 +34,13 @@ COMMAND = re.compile(r"^\$ dpmac (.*)$", re.MULTILINE)
 #: A table with German numbers and dates.
 STAYS = "day;cost\n" + "31.12.2020;28.570\n02.01.2021;1.200,50\n" * 20
 COLUMNS = "columns:\n  day: {type: date, range: [2015-01-01, 2024-12-31]}\n"
+#: Records of an export without values and cells, and its schema without words for them.
+EXPORTED = "60;ja\nk.A.;-;A\n61;n/a;unbekannt\n"
+EXPORT = """label: {column: ward, classes: [A, B]}
+columns:
+  age: {range: [0, 110], missing: input}
+  smoker: {type: boolean, categories: [nein, ja], missing: input}
+"""
 #: A table of notes, and the packages that are installed where mistakes with them are made.
 NOTES = "note,age,outcome\n" + "mild pain,40,home\nsevere pain,50,ward\n" * 20
 OUTCOME = "label: {column: outcome, classes: [home, ward]}\ncolumns:\n  "
@@ -77,6 +84,9 @@ def set_scene(folder: Path) -> None:
         "classes.yaml": "label: {column: cost, classes: [low, high]}\n" + COLUMNS,
         "dates.yaml": "label: {column: cost, range: [0, 9]}\ncolumns:\n  day: "
         "{range: [2015-01-01, 2024-12-31]}\n",
+        "export.csv": "age;smoker;ward\n" + "40;ja;A\n50;nein;B\n" * 20 + EXPORTED,
+        "words.yaml": EXPORT,
+        "word.yaml": EXPORT.replace("label", "missing_words: k.A.\nlabel", 1),
         "clinic.csv": NOTES,
         "gaps.csv": NOTES + ",40,home\n" * 2,
         "note.yaml": OUTCOME + "note: {text: 16}\n  age: {range: [0, 120]}\n",

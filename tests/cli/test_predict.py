@@ -34,7 +34,8 @@ drop: [name]
 """
 COST = Regression(("cost",), 0.0, 100.0)
 #: What a message says of a word among numbers.
-OLD = " (leave the cell empty, or write NA, where there is no value)"
+LINE = 'missing_words: ["old"] in the schema'
+OLD = f" (leave the cell empty, or declare {LINE}, where there is no value)"
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +154,9 @@ def test_images_unlike_those_of_the_training_are_refused_together() -> None:
     assert "colour/y/0.png has colours, but the model needs grey images" in said
     assert "colour/y/1.png cannot be read as an image (damaged, or of an unknown format)" in said
     Path("colour/notes.txt").write_text("")
-    assert "colour/notes.txt is not an image. Remove such files, or add --skip-bad" in refused(
-        run, "colour"
-    )
+    both = refused(run, "colour")
+    assert "colour/notes.txt is not an image. Remove such files, or add --skip-bad" in both
+    assert said.removeprefix("error: ") in both
 
 
 def table(records: int) -> list[str]:
@@ -199,7 +200,7 @@ def test_cells_that_the_schema_does_not_allow_are_named_together(tabular: Path) 
     Path("new.csv").write_text("town,age\nUlm,30\nBonn,old\nKiel,\n")
     said = refused(tabular, "new.csv")
     assert f"Record 2 has no number in age: 'old'{OLD}; Record 3 has no value in age. " in said
-    assert "Correct new.csv, or add --skip-bad to leave these records out." in said
+    assert "Correct new.csv to fit the schema of the model, or add --skip-bad to leave " in said
 
 
 def test_rows_of_numbers_are_clipped_to_the_range_of_the_run() -> None:
@@ -284,6 +285,8 @@ def test_what_a_record_without_an_answer_lacks_is_said(
     answers[1, 0] = np.nan
     found = prediction.Predictions(answers, task, (0, 1))
     monkeypatch.setattr(prediction, "predict", lambda *_, **__: found)
+    for name in ("run", "new.npz"):
+        Path(name).touch()
     result = dpmac("predict", "run", "new.npz")
     assert result.exit_code == 0, result.output
     assert f"note: for 1 record the output is NaN, so {said}\n" in result.stderr
@@ -312,7 +315,8 @@ def test_unusable_rows_of_a_table_are_named_and_left_out(tabular: Path) -> None:
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
     assert (
-        "note: 4 records of new.csv are left out: Line 5 has 2 values for 3 columns, and 1 " in said
+        "note: 4 records of new.csv are left out: Record 4 (line 5) has 2 values for 3 columns, "
+        "and 1 more lines cannot be read; " in said
     )
     assert f"Record 2 has no number in age: 'old'{OLD}; Record 3 has no value in age." in said
     assert "predictions for 2 records" in result.stdout
@@ -336,9 +340,25 @@ def test_a_column_to_keep_must_be_there(tabular: Path, digits: Path) -> None:
     said = refused(tabular, "new.csv", "--id", "nr")
     assert "There is no column nr for --id. new.csv has the columns town, age." in said
     np.savez("new.npz", x=np.zeros((2, 8, 8), np.uint8))
-    assert "--id nr names a column, but new.npz is not a table." in refused(
-        digits, "new.npz", "--id", "nr"
-    )
+    said = refused(digits, "new.npz", "--id", "nr")
+    assert "--id nr names a column, but " in said
+    assert "model.safetensors was not trained on a table." in said
+    said = refused(digits, "new.csv", "--id", "nr")
+    assert "new.csv does not fit" in said
+    assert "--id nr names a column" in said
+
+
+def test_what_is_not_there_is_said_together(digits: Path) -> None:
+    said = refused(Path("nowhere"), "nothing", "--out", "no/predictions.csv")
+    for what in (
+        "The folder no of --out does not exist.",
+        "nowhere does not exist. Use a run folder of dpmac train, or a model.safetensors.",
+        "nothing does not exist.",
+    ):
+        assert what in said
+    said = refused(digits, "nothing", "--out", "predictions.txt")
+    assert "--out predictions.txt must end in .csv." in said
+    assert "nothing does not exist." in said
 
 
 def test_unusable_images_and_stray_files_are_named_and_left_out() -> None:

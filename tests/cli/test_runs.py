@@ -336,6 +336,15 @@ def test_a_run_is_a_line_of_80_columns() -> None:
     assert "2*!" in second
 
 
+def test_long_settings_leave_the_other_columns_whole() -> None:
+    several = {"channels": 1, "classes": "healthy,ill", "search": "lr", "sigma": 1.5, "lr": 0.08}
+    short = replace(LONGEST, folder=Path("runs/scans"), settings=several)
+    lines = shown([short, replace(short, settings={"sigma": 2.0, "lr": 0.1})], 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    for part in ("scans", "0.1235*!", "100.00%", "budget-spent", " d", "channels 1, cl"):
+        assert part in lines[2]
+
+
 def test_names_are_whole_where_no_terminal_limits_them(study: Path) -> None:
     lines = dpmac("runs", study, columns=60).stdout.splitlines()
     assert {"diverged", "killed", "run-2"} <= {line.split()[0] for line in lines[1:]}
