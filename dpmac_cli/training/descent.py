@@ -61,7 +61,7 @@ class Descent:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("noise needs clipping, which is turned off without privacy")
         self.training: Training | None = None  # counts the steps that use records
-        self.when_reduced: Callable[[], None] = lambda: None
+        self.when_reduced: Callable[[], None] = _nothing
         self._arithmetic = sums.arithmetic
         self.model, self.algorithm = model, algorithm
         self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
@@ -201,6 +201,10 @@ class Descent:
             ratio = (region.centre / region.scale).double().norm().item()
             values |= {"share_h1": low, "share_h2": high, "centre_over_scale_norm": ratio}
         return values
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
