@@ -524,7 +524,7 @@ PACKAGE = Path(dpmac_cli.__file__).parent
         ("config/settings.py", "Field(ge=1, le=10**9)", "Field(ge=2, le=10**9)", False),
         ("config/settings.py", "    ] = 1e-08", "    ] = 1e-07", False),
         ("cli/train.py", "Train a model", "Fit a model", True),
-        ("release/report.toml", "Noise comes from", "The noise is from", True),
+        ("release/sentences.py", "Noise comes from", "The noise is from", True),
         ("dp/rules.py", '"""Moments of the private mean', '"""Averages of the private mean', True),
         ("dp/geometry.py", "# lines 19, 20", "# the last lines", True),
         ("dp/geometry.py", "region.centre.lerp_", "region.centre.lerp", False),
