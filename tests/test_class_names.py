@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from dpmac_cli import ArrayData, from_dataframe, resolve
 from dpmac_cli.data.writing import WRITTEN
+from dpmac_cli.errors import InputError
+from dpmac_cli.models import class_names
 from dpmac_cli.models.class_names import NAME_SCALE, signal_of_class
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
@@ -126,6 +128,15 @@ def test_the_signal_of_a_class_is_what_adds_up_over_its_noise() -> None:
     """B / classes from the records of a class in each of T sums, noise sigma sqrt(T) in all."""
     assert signal_of_class(100, 400, 5, 10) == pytest.approx(400 * (100 / 10) / (5 * 400**0.5))
     assert signal_of_class(100, 400, 0, 10) == math.inf
+
+
+def test_an_encoder_without_finite_vectors_of_names_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    infinite = torch.full((3, WIDTH), torch.inf)
+    monkeypatch.setattr(class_names, "class_vectors", lambda *_: infinite)
+    with pytest.raises(InputError, match="vectors of the names of classes are not finite"):
+        prepared(records())
 
 
 def test_a_network_with_hidden_layers_begins_as_it_does_elsewhere() -> None:

@@ -21,6 +21,7 @@ from dpmac_cli import ArrayData, from_dataframe, predict, score
 from dpmac_cli.data.canonical import units_in
 from dpmac_cli.data.column_schema import Column, Label
 from dpmac_cli.data.schema import Source
+from dpmac_cli.data.table_cells import BadRecords
 from dpmac_cli.data.table_columns import column_inputs
 from dpmac_cli.data.table_file import read_table
 from dpmac_cli.data.table_schema import TableSchema, schema_of
@@ -127,7 +128,7 @@ def inputs(of: Mapping[str, Any], cells: pa.Array, **table: Any) -> list[list[fl
     """Inputs that a column becomes, of which the last one says that the value is missing."""
     label = {"column": "y", "classes": ["a", "b"]}
     given = {"label": label, "columns": {"c": {"missing": "input", **of}}, **table}
-    schema, bad = schema_of(given, "it"), dict[str, Any]()
+    schema, bad = schema_of(given, "it"), BadRecords()
     x, _, _ = column_inputs(schema.columns, {"c": cells}, bad, True, None)
     assert not any(at.any() for at in bad.values()), bad
     rows: list[list[float]] = x.tolist()
@@ -182,7 +183,7 @@ def test_words_of_a_text_are_no_value() -> None:
     given = {"label": {"column": "y", "classes": ["a", "b"]}, "missing_words": ["k.A."]}
     schema = schema_of({**given, "columns": {"c": {"text": 8, "missing": "input"}}}, "it")
     cells = {"c": pa.array([" k.A. ", "", "a cat", "k.A. a cat"])}
-    x, _, _ = column_inputs(schema.columns, cells, {}, True, reader)
+    x, _, _ = column_inputs(schema.columns, cells, BadRecords(), True, reader)
     assert x[0].tolist() == x[1].tolist()
     assert x[:, -1].tolist() == [1, 1, 0, 0]
 

@@ -240,11 +240,56 @@ def test_missing_and_damaged_files_are_named() -> None:
         message = refused()
         assert f"has no {name}" in message
         assert hint in message
+        (folder / "tokenizer.json").unlink()
         (folder / name).write_bytes(b"{]")
         assert name in refused()
         (folder / name).write_bytes(kept)
     (folder / "vocab.txt").write_bytes(b"\xff\xfe")
     assert "not a vocabulary of WordPiece" in refused()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer.json", {"model": {"type": "BPE"}}, "is of type BPE, not WordPiece"),
+        ("tokenizer_config.json", {"strip_accents": False}, "strip_accents: False"),
+        ("tokenizer_config.json", {"tokenize_chinese_chars": False}, "tokenize_chinese_chars"),
+    ],
+)
+def test_another_tokenizer_is_named(file: str, content: dict[str, Any], said: str) -> None:
+    folder = write_encoder(Path("encoder"))
+    (folder / file).write_text(json.dumps(content))
+    message = refused()
+    assert said in message
+    assert file in message
+
+
+def test_lines_of_a_vocabulary_may_end_as_on_windows() -> None:
+    folder = write_encoder(Path("encoder"))
+    before = read_encoder("encoder").tokenizer.ids
+    (folder / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes().replace(b"\n", b"\r\n"))
+    assert read_encoder("encoder").tokenizer.ids == before
+
+
+@pytest.mark.privacy
+def test_a_folder_does_not_pass_for_a_registered_encoder() -> None:
+    write_encoder(Path("minilm"))
+    encoder = read_encoder("./minilm").of(LAYOUT)
+    assert encoder.kind == "./minilm"
+    assert encoder.registered is None
+
+
+def test_a_folder_needs_a_name_that_can_be_shown() -> None:
+    write_encoder(Path("red\x1b[31m"))
+    assert "cannot be displayed" in refused("./red\x1b[31m")
+
+
+@pytest.mark.privacy
+def test_a_vocabulary_that_changes_after_it_was_read_is_refused(tiny: TextEncoder) -> None:
+    file = Path("encoder/vocab.txt")
+    file.write_text(file.read_text().replace("pain\nchest", "chest\npain"))
+    with pytest.raises(InputError, match="was changed since it was first read"):
+        encoder_weights(tiny)
 
 
 def test_first_releases_of_bert_name_tensors_differently(tiny: TextEncoder) -> None:

@@ -226,6 +226,21 @@ def test_a_folder_without_declared_classes_says_so() -> None:
     assert "may have 128 tokens, but the encoder supports 64" in refused("folder")
 
 
+def test_beside_texts_numbers_and_usual_words_are_still_shown() -> None:
+    for cell, said in (
+        ("12,5", "no number in age: '12,5' (12.5 with decimal: \",\""),
+        ("k.A.", 'declare missing_words: ["k.A."] in the schema'),
+        (
+            "fever for two days",
+            "Record 121 has no number in age (not shown, because it may be part of a text;",
+        ),
+    ):
+        table()
+        with Path("notes.csv").open("a", newline="") as file:
+            csv.writer(file).writerow(["pain", cell, "home"])
+        assert said in refused()
+
+
 def test_units_of_several_texts_stay_together() -> None:
     table()
     with Path("notes.csv").open(newline="") as file:
@@ -568,11 +583,14 @@ def test_no_text_is_in_anything_that_is_written_or_said(
     said += dpmac("eval", "run", "--json").output
     said += dpmac("report", "run", "--html", "report.html").output
     said += dpmac("card", "run").output
-    for bad in (b'"unclosed', b"\xff\xfe,1,home\n", b" ,50,home\n", b"note,50,nowhere\n"):
+    moved = f"fever,{CANARIES[0]},home\n".encode()  # by a comma too many
+    broken = (b'"unclosed', b"\xff\xfe,1,home\n", b" ,50,home\n", b"note,50,nowhere\n", moved)
+    for bad in broken:
         content = Path("notes.csv").read_bytes()
         Path("bad.csv").write_bytes(content + bad)
         said += dpmac(*train, "--dataset", "bad.csv", "--out", "bad", "--debug").output
         said += dpmac(*train, "--dataset", "bad.csv", "--out", "left", "--skip-bad").output
+        said += dpmac("predict", "run", "bad.csv", "--out", "no.csv").output
     folder = Path("folder/home")
     folder.mkdir(parents=True)
     for number, phrase in enumerate(CANARIES):
@@ -582,9 +600,11 @@ def test_no_text_is_in_anything_that_is_written_or_said(
     spoilt: Any = [*CANARIES, None]
     given = ArrayData(spoilt, [0, 1, 0, 1])
     said += refused(given, tokens=16) + refused(given, backbone=None)
-    with pytest.raises(InputError) as caught:
-        predict("run", spoilt)
-    said += str(caught.value) + "".join(capfd.readouterr())
+    for new in (spoilt, *CANARIES, CANARIES[0] * 100):
+        with pytest.raises(InputError) as caught:
+            predict("run", new)
+        said += str(caught.value)
+    said += "".join(capfd.readouterr())
     tokenizer = read_encoder("encoder").tokenizer
     forms = [form.encode() for phrase in CANARIES for form in variants(phrase)]
     for tokens_of_one in tokenizer.tokens(CANARIES, 16):

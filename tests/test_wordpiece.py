@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import time
 import unicodedata
 
 import pytest
@@ -62,6 +63,15 @@ def test_tokens_depend_on_one_text_alone(text: str) -> None:
     assert TINY.tokens([*TEXTS, text, *TEXTS], 24)[len(TEXTS)] == alone[0]
     assert alone[0][0] == VOCABULARY.index("[CLS]")
     assert 0 not in alone[0][: alone[0].index(VOCABULARY.index("[SEP]"))]  # padding ends a text
+
+
+@pytest.mark.privacy
+def test_accents_without_end_take_no_longer_than_other_text() -> None:
+    """Sorting them takes hours, so one text would stop a run."""
+    accents = "\u0315\u0300" * 100_000
+    begun = time.process_time()
+    assert tokens(f"p{accents}ain") == ["[CLS]", "pain", "[SEP]"]
+    assert time.process_time() - begun < 5
 
 
 def test_numbers_of_tokens_are_exact_as_inputs() -> None:

@@ -16,6 +16,7 @@ from pyarrow import parquet
 from dpmac_cli import from_dataframe
 from dpmac_cli.data.column_schema import Column, Written
 from dpmac_cli.data.schema import Source
+from dpmac_cli.data.table_cells import BadRecords
 from dpmac_cli.data.table_columns import column_inputs
 from dpmac_cli.data.table_numbers import read_numbers
 from dpmac_cli.data.table_schema import read_schema, schema_of
@@ -31,7 +32,7 @@ BIRTHS = {"type": "date", "range": ["2000-01-01", "2009-12-31"]}
 def read(of: Mapping[str, Any], *cells: str | None, **others: Any) -> tuple[Any, dict[str, Any]]:
     """Inputs that a column becomes, shape (records, inputs), and reasons with records."""
     columns = schema_of({"label": LABEL, "columns": {"c": of, **others}}, "it").columns
-    bad: dict[str, Any] = {}
+    bad = BadRecords()
     named = {column.name: pa.array(cells, pa.string()) for column in columns}
     x, low, high = column_inputs(columns[:1], named, bad, True, None)
     assert x.shape[1] == len(low) == len(high) == columns[0].inputs
@@ -263,7 +264,7 @@ def test_age_refers_to_another_date() -> None:
     other = {"type": "date", "range": ["2020-01-01", "2020-12-31"], "format": "%d.%m.%Y"}
     columns = schema_of({"label": LABEL, "columns": {"c": of, "d": other}}, "it").columns
     cells = {"c": pa.array(["01.07.2001"]), "d": pa.array(["01.07.2020"])}
-    x, low, high = column_inputs(columns, cells, {}, True, None)
+    x, low, high = column_inputs(columns, cells, BadRecords(), True, None)
     assert x[0, 0] == pytest.approx(19, abs=0.01)
     assert (low[0], high[0]) == pytest.approx((10, 21), abs=0.02)
 

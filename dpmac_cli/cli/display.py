@@ -256,7 +256,9 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
     names = (*folder.PUBLISHED, folder.SUMS, folder.AUDIT)
     yield Text(f"{where}: {', '.join(name for name in names if (where / name).exists())}")
     if event.state == "finished":
-        score = folder.command("eval --audit" if report["audit"] else "eval", where)
+        # Exact scores of records that covered scores protect would undo that.
+        unaudited = "card" if privacy["covered_scores"] else "eval"
+        score = folder.command("eval --audit" if report["audit"] else unaudited, where)
         yield Text(f"next: {score}, dpmac report {where}", style="dim")
 
 

@@ -17,6 +17,17 @@ TRAILING = r"(?:(\.\d*[1-9])0+|\.0+)(Z?)$"
 BoolArray = NDArray[np.bool_]
 
 
+class BadRecords(dict[str, BoolArray]):
+    """Masks of records that cannot be used, by the reason as a message says it.
+
+    ``beside_texts``: whether the table has columns of texts, which no message shows.
+    """
+
+    def __init__(self, *, beside_texts: bool = False) -> None:
+        super().__init__()
+        self.beside_texts = beside_texts
+
+
 def is_number(kind: pa.DataType) -> bool:
     """Return whether a type is one of numbers."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))

@@ -11,6 +11,7 @@ from pyarrow import compute
 from dpmac_cli.data.column_schema import Column, Label, Written
 from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.table_cells import (
+    BadRecords,
     BoolArray,
     decoded_cells,
     has_text,
@@ -26,12 +27,18 @@ from dpmac_cli.data.table_numbers import (
     number_pattern,
     read_numbers,
     shown,
+    tells_no_text,
     what_it_may_mean,
 )
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.wordpiece import TextReader
 
 Cells = dict[str, pa.Array]
+#: Said instead of a cell beside texts.
+HIDDEN = (
+    " (not shown, because it may be part of a text; leave the cell empty, or declare its word as "
+    "missing_words, where there is no value)"
+)
 #: Values of inputs, (records, inputs), and the lowest and highest value of each.
 Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
@@ -39,7 +46,7 @@ Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 def column_inputs(
     columns: Sequence[Column],
     cells: Cells,
-    bad: dict[str, BoolArray],
+    bad: BadRecords,
     strict: bool,
     reader: TextReader | None,
 ) -> Inputs:
@@ -79,7 +86,7 @@ def column_inputs(
 
 
 def targets_of(
-    labels: Sequence[Label], cells: Cells, bad: dict[str, BoolArray]
+    labels: Sequence[Label], cells: Cells, bad: BadRecords
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
     """Return targets and what is declared of them; add masks of invalid records to ``bad``.
 
@@ -102,7 +109,7 @@ def targets_of(
 
 
 def _classes_of(
-    label: Label, cells: pa.Array, bad: dict[str, BoolArray]
+    label: Label, cells: pa.Array, bad: BadRecords
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
     """Return numbers of classes, and their names."""
     missing = missing_in(cells, label)
@@ -115,7 +122,7 @@ def _classes_of(
     return places, {"classes": np.array(label.classes)}
 
 
-def _target_of(label: Label, cells: pa.Array, bad: dict[str, BoolArray]) -> NDArray[np.float64]:
+def _target_of(label: Label, cells: pa.Array, bad: BadRecords) -> NDArray[np.float64]:
     """Return numbers to predict."""
     missing = missing_in(cells, label)
     values, outside = _numbers(label, label.column, cells, missing, bad)
@@ -126,9 +133,7 @@ def _target_of(label: Label, cells: pa.Array, bad: dict[str, BoolArray]) -> NDAr
     return values
 
 
-def _number_input(
-    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
-) -> Inputs:
+def _number_input(column: Column, cells: pa.Array, missing: BoolArray, bad: BadRecords) -> Inputs:
     """Return a number as one input."""
     values, outside = _numbers(column, column.name, cells, missing, bad)
     _refuse_outside(column, cells, outside, bad)
@@ -136,9 +141,7 @@ def _number_input(
     return values[:, None], np.array([low]), np.array([high])
 
 
-def _integer_inputs(
-    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
-) -> Inputs:
+def _integer_inputs(column: Column, cells: pa.Array, missing: BoolArray, bad: BadRecords) -> Inputs:
     """Return one input for each whole number of the range."""
     values, outside = _numbers(column, column.name, cells, missing, bad)
     broken = ~missing & (values != np.floor(values)) & ~outside
@@ -148,7 +151,7 @@ def _integer_inputs(
 
 
 def _category_inputs(
-    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
+    column: Column, cells: pa.Array, missing: BoolArray, bad: BadRecords
 ) -> Inputs:
     """Return one input for each category."""
     return _one_hot(column, places_of(cells, column.categories), cells, missing, bad)
@@ -159,7 +162,7 @@ def _one_hot(
     places: NDArray[Any],
     cells: pa.Array,
     missing: BoolArray,
-    bad: dict[str, BoolArray],
+    bad: BadRecords,
 ) -> Inputs:
     """Return an input for each choice, and one for all other values unless they are refused."""
     outside = (places < 0) & ~missing
@@ -168,9 +171,7 @@ def _one_hot(
     return _flags([*inputs, outside] if column.outside == "accept" else inputs)
 
 
-def _boolean_input(
-    column: Column, cells: pa.Array, missing: BoolArray, bad: dict[str, BoolArray]
-) -> Inputs:
+def _boolean_input(column: Column, cells: pa.Array, missing: BoolArray, bad: BadRecords) -> Inputs:
     """Return one input, 0 for the first of two categories and 1 for the second."""
     names = compute.ascii_lower(pa.array(column.categories))
     found = compute.index_in(compute.ascii_lower(text_cells(cells)), names)
@@ -182,7 +183,7 @@ def _boolean_input(
 
 
 #: Functions that read columns of each type; dates and texts need more than their own cells.
-READERS: Mapping[str, Callable[[Column, pa.Array, BoolArray, dict[str, BoolArray]], Inputs]] = {
+READERS: Mapping[str, Callable[[Column, pa.Array, BoolArray, BadRecords], Inputs]] = {
     "number": _number_input,
     "integer": _integer_inputs,
     "category": _category_inputs,
@@ -190,7 +191,7 @@ READERS: Mapping[str, Callable[[Column, pa.Array, BoolArray, dict[str, BoolArray
 }
 
 
-def _dates(column: Column, cells: pa.Array, bad: dict[str, BoolArray]) -> NDArray[np.float64]:
+def _dates(column: Column, cells: pa.Array, bad: BadRecords) -> NDArray[np.float64]:
     """Return days since 1970-01-01, NaN where there is no date."""
     missing, typed = missing_in(cells, column), pa.types.is_temporal(cells.type)
     text = compute.if_else(pa.array(missing), None, text_cells(cells))
@@ -235,9 +236,7 @@ def _flags(inputs: Sequence[NDArray[Any]]) -> Inputs:
     return np.stack(inputs, 1).astype(np.float64), -ends, ends
 
 
-def _with_missing(
-    column: Column, inputs: Inputs, missing: BoolArray, bad: dict[str, BoolArray]
-) -> Inputs:
+def _with_missing(column: Column, inputs: Inputs, missing: BoolArray, bad: BadRecords) -> Inputs:
     """Return inputs and whether the value is missing, if the schema allows that."""
     if column.missing == "refuse":
         bad[f"no value in {column.name}"] = missing
@@ -248,9 +247,7 @@ def _with_missing(
     return x, low, high
 
 
-def _refuse_outside(
-    column: Column, cells: pa.Array, outside: BoolArray, bad: dict[str, BoolArray]
-) -> None:
+def _refuse_outside(column: Column, cells: pa.Array, outside: BoolArray, bad: BadRecords) -> None:
     if column.outside == "refuse":
         what = f"a value that the schema does not declare in {column.name}"
         hint = if_no_value(_first(cells, outside) or "", names=bool(column.categories))
@@ -258,7 +255,7 @@ def _refuse_outside(
 
 
 def _refuse_strangers(
-    column: Column, cells: pa.Array, other: NDArray[Any], bad: dict[str, BoolArray]
+    column: Column, cells: pa.Array, other: NDArray[Any], bad: BadRecords
 ) -> None:
     """Refuse a column without a single declared value: its schema is wrong."""
     if other.all():
@@ -273,16 +270,22 @@ def _first(cells: pa.Array, records: BoolArray) -> str | None:
     return next(decoded_cells(text_cells(cells.slice(int(records.argmax()), 1))))
 
 
-def _add(
-    bad: dict[str, BoolArray], what: str, records: BoolArray, cells: pa.Array, hint: str = ""
-) -> None:
-    """Add a reason why records cannot be used, with the cell of the first of them."""
+def _add(bad: BadRecords, what: str, records: BoolArray, cells: pa.Array, hint: str = "") -> None:
+    """Add a reason why records cannot be used, with the cell of the first of them.
+
+    Beside texts, only what is no part of a text is shown: a comma too many moves one into the next
+    column.
+    """
     cell = _first(cells, records)
-    bad[what if cell is None else f"{what}: {shown(cell)}{hint}"] = records
+    if cell is not None and (tells_no_text(cell) or not bad.beside_texts):
+        what = f"{what}: {shown(cell)}{hint}"
+    elif cell is not None:
+        what += HIDDEN
+    bad[what] = records | bad[what] if what in bad else records
 
 
 def _add_unread(
-    bad: dict[str, BoolArray],
+    bad: BadRecords,
     what: str,
     records: BoolArray,
     cells: pa.Array,
@@ -308,9 +311,7 @@ def _numeric(cells: pa.Array, strict: bool) -> bool:
     return bool(len(cells)) and bool(compute.all(fits).as_py())
 
 
-def _tokens(
-    column: Column, cells: pa.Array, bad: dict[str, BoolArray], reader: TextReader
-) -> Inputs:
+def _tokens(column: Column, cells: pa.Array, bad: BadRecords, reader: TextReader) -> Inputs:
     """Return the inputs of texts, and their range."""
     absent = [is_blank(text or "") for text in decoded_cells(cells)]
     missing = np.array(absent, np.bool_) | stands_for_none(cells, column)
@@ -330,7 +331,7 @@ def _numbers(
     name: str,
     cells: pa.Array,
     missing: BoolArray,
-    bad: dict[str, BoolArray],
+    bad: BadRecords,
 ) -> tuple[NDArray[np.float64], BoolArray]:
     """Return numbers, with missing ones at the middle of the range, and a mask of outliers."""
     low, high = column.ends

@@ -30,6 +30,7 @@ except ModuleNotFoundError as missing_extra:
 
 from dpmac_cli.data.csv_file import CsvFile, has_lines
 from dpmac_cli.data.table_cells import (
+    BadRecords,
     BoolArray,
     decoded_cells,
     kind_of,
@@ -150,9 +151,9 @@ def _remedy(path: Path, schema: TableSchema, bad: Mapping[str, BoolArray]) -> st
 
 def _contents(
     source: Source, schema: TableSchema, cells: Cells
-) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]], dict[str, BoolArray]]:
+) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]], BadRecords]:
     """Return arrays with a row per record, what is declared of them, and unusable records."""
-    bad: dict[str, BoolArray] = {}
+    bad = BadRecords(beside_texts=any(c.text for c in schema.columns))
     labels, declared = targets_of(schema.labels, cells, bad)
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
@@ -190,7 +191,7 @@ def read_inputs(
     absent = [f"There is no column {n} for --id" for n in kept if n not in names]
     refuse([*_absent(wanted, names), *absent], f" {path} has the columns {', '.join(names)}.")
     rows = _read_rows(path, tuple(dict.fromkeys([*wanted, *kept])), not skip_bad, encoding)
-    bad: dict[str, BoolArray] = {}
+    bad = BadRecords(beside_texts=any(c.text for c in columns))
     inputs, *_ = column_inputs(columns, rows.cells, bad, False, reader)
     if not skip_bad:
         remedy = (
@@ -262,7 +263,8 @@ def _check_no_line_hidden(
     table, broken = file.lines()
     plain = [column for column in columns if column.type != "text"]
     cells = {name: table[name].combine_chunks() for name in table.column_names}
-    bad: dict[str, BoolArray] = {"broken": np.isin(np.arange(table.num_rows), list(broken))}
+    bad = BadRecords(beside_texts=len(plain) < len(columns))
+    bad["broken"] = np.isin(np.arange(table.num_rows), list(broken))
     if plain:
         column_inputs(plain, cells, bad, False, None)
     if labels:

@@ -27,12 +27,14 @@ PLAIN_OR_GROUPED = r"^[-+]?(0|[1-9]\d{0,2}(\.\d{3})?)$"
 #: Most characters of a cell to show in a message.
 SHOWN = 40
 _CODE = r"-?9+(?:[.,]0*)?|-1"
-#: Cells that may stand for a missing value: codes such as 999, among numbers and dates all cells
-#: without a digit, and among names some of these.
-_AMONG_NUMBERS = re.compile(rf"\D+|{_CODE}")
+#: Cells that may stand for a missing value: codes such as 999, among numbers and dates short words,
+#: and everywhere usual ones.
+_AMONG_NUMBERS = re.compile(rf"[^\d\s]{{1,12}}|{_CODE}")
 _AMONG_NAMES = re.compile(
     rf"(?i:[\W_]+|n[./]? ?[adv]\.?|k\.? ?a\.?|unknown|unbekannt|missing|fehlt|keine angabe)|{_CODE}"
 )
+#: Numbers and dates.
+_NO_TEXT = re.compile(r"[-+\d.,'/:]{1,10}")
 _SYMBOL = re.compile(r"^(?P<before>[^\s\d.,+-]*)\s*[-+]?\d[\d.,' ]*(?P<after>\D*)$")
 
 
@@ -79,6 +81,11 @@ def shown(cell: str | None) -> str:
     return f"'{text[:SHOWN]}...'" if len(text) > SHOWN else f"'{text}'"
 
 
+def tells_no_text(cell: str) -> bool:
+    """Return whether a cell is a short number or date, or a usual word for a missing value."""
+    return bool(_NO_TEXT.fullmatch(cell) or _AMONG_NAMES.fullmatch(cell))
+
+
 def what_it_may_mean(cell: str, form: Written, others: pa.Array) -> str:
     """Return what to declare so that a cell is read as a number; "" if that is not known.
 
@@ -104,8 +111,8 @@ def if_no_value(cell: str, names: bool = False) -> str:
         cell: a trimmed cell that is not a value of its column.
         names: whether the values of the column are names, such as categories.
     """
-    found = (_AMONG_NAMES if names else _AMONG_NUMBERS).fullmatch(cell)
-    if found is None or len(cell) > SHOWN:
+    known = _AMONG_NAMES.fullmatch(cell) or (not names and _AMONG_NUMBERS.fullmatch(cell))
+    if not known or len(cell) > SHOWN:
         return ""
     line = f"missing_words: [{json.dumps(cell, ensure_ascii=False)}]"
     return f" (leave the cell empty, or declare {line} in the schema, where there is no value)"

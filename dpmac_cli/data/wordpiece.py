@@ -25,13 +25,20 @@ IDEOGRAPHS = (
 
 
 class _Cleaned(dict[int, str]):
-    """Table for ``str.translate``: removes control characters and isolates ideographs."""
+    """Table for ``str.translate``: removes control characters and isolates ideographs.
+
+    With ``lower``, it removes accents that are characters of their own, too. They would be removed
+    after NFD, which takes time quadratic in their number to sort them.
+    """
+
+    def __init__(self, lower: bool) -> None:
+        self._removed = (*REMOVED, "Mn") if lower else REMOVED
 
     def __missing__(self, code: int) -> str:
         letter = chr(code)
         if letter in "\t\n\r":
             found = " "
-        elif letter == "\ufffd" or unicodedata.category(letter) in REMOVED:
+        elif letter == "\ufffd" or unicodedata.category(letter) in self._removed:
             found = ""
         elif any(first <= code <= last for first, last in IDEOGRAPHS):
             found = f" {letter} "
@@ -66,7 +73,7 @@ def scale_of(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-_CLEANED = _Cleaned()
+_CLEANED = {lower: _Cleaned(lower) for lower in (False, True)}
 _SPLIT = {lower: _Split(lower) for lower in (False, True)}
 
 
@@ -114,7 +121,7 @@ class WordPiece:
 
     def words(self, text: str) -> Sequence[str]:
         """Return words and punctuation marks."""
-        text = text.translate(_CLEANED)
+        text = text.translate(_CLEANED[self.lower])
         if self.lower and not text.isascii():
             text = unicodedata.normalize("NFD", text)
         return text.translate(_SPLIT[self.lower]).split()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import TextEncoder, tokenizer_of
 from dpmac_cli.models.text_encoder import TextFeatures, texts_alone, token_mask
 
@@ -55,8 +56,15 @@ def begin_at_names(
         head: linear layer that maps features to a logit per class; None for no change of weights.
         encoder: what ``texts`` was built from.
         names: names of the classes.
+
+    Raises InputError if their vectors are not finite.
     """
     vectors = class_vectors(texts, encoder, names)
+    if not vectors.isfinite().all():
+        raise InputError(
+            f"--backbone {encoder.kind}: its vectors of the names of classes are not finite. Use "
+            "another encoder."
+        )
     mean = vectors.mean(0)
     texts.joined.common.copy_(normalize(mean, dim=0))
     if head is not None:

@@ -7,7 +7,7 @@ package or a folder is run.
 
 import hashlib
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -22,6 +22,8 @@ from dpmac_cli.storage.files import catalogue
 HERE = Path(__file__).parent
 CONFIG, WEIGHTS, VOCABULARY = "config.json", "model.safetensors", "vocab.txt"
 TOKENIZER, POOLING = "tokenizer_config.json", "1_Pooling/config.json"
+#: Another form of the tokenizer, which only tells its kind.
+WHOLE_TOKENIZER = "tokenizer.json"
 #: Files of an encoder that are read, if they exist.
 FILES = (CONFIG, WEIGHTS, VOCABULARY, TOKENIZER, POOLING)
 #: What a folder of an encoder is, in words.
@@ -159,7 +161,7 @@ def read_encoder(named: str) -> EncoderFiles:
     """
     kind = ENCODERS.get(named)
     if kind is None:
-        return _read(Path(named), Path(named).resolve().name, f"--backbone {named}", "")
+        return _read(Path(named), _name_of(Path(named)), f"--backbone {named}", "")
     try:
         folder = Path(str(distribution(kind.package).locate_file(kind.folder)))
     except PackageNotFoundError as missing:
@@ -177,6 +179,20 @@ def read_encoder(named: str) -> EncoderFiles:
     return files
 
 
+def _name_of(folder: Path) -> str:
+    """Return the name of a folder of an encoder, which reports show.
+
+    Raises InputError if it cannot be displayed.
+    """
+    name = folder.resolve().name
+    if not name.isprintable():
+        raise InputError(
+            f"--backbone {name!a}: the name contains characters that cannot be displayed. Rename "
+            "the folder."
+        )
+    return f"./{name}" if name in ENCODERS else name  # it is not the registered one
+
+
 def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
     if not folder.is_dir():
         others = f"{', '.join(ENCODERS)}, or " * (not remedy)
@@ -187,6 +203,7 @@ def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
         f"{_hint(folder, name)}{remedy}"
         for name in absent
     )
+    raise_errors(_faults_of_tokenizer(folder, flag, remedy))
     values, pooling = _json(folder / CONFIG, flag), _json(folder / POOLING, flag)
     if pooling.get("pooling_mode_cls_token"):
         values["pooling"] = "cls"
@@ -213,6 +230,20 @@ def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
         ) from failure
 
 
+def _faults_of_tokenizer(folder: Path, flag: str, remedy: str) -> Iterator[str]:
+    """Yield what another tokenizer than BERT's would do with texts."""
+    model = _json(folder / WHOLE_TOKENIZER, flag).get("model") or {}
+    kind = model.get("type", "WordPiece") if isinstance(model, dict) else None
+    if kind != "WordPiece":
+        yield f"{flag}: {folder / WHOLE_TOKENIZER} is of type {kind}, not WordPiece.{remedy}"
+    given = _json(folder / TOKENIZER, flag)
+    lower = given.get("do_lower_case", True)
+    for key, expected in {"strip_accents": lower, "tokenize_chinese_chars": True}.items():
+        if given.get(key) not in (None, expected):
+            value = f"{key}: {given[key]}"
+            yield f"{flag}: {folder / TOKENIZER} has {value}, which is not supported.{remedy}"
+
+
 def _hint(folder: Path, name: str) -> str:
     """Return what to do about a missing file."""
     if name == WEIGHTS and any(folder.glob("*.bin")):
@@ -227,8 +258,9 @@ def tokenizer_of(content: bytes, config: BertConfig) -> WordPiece:
 
     Raises ValueError if it is not one.
     """
-    words = content.decode().removesuffix("\n").split("\n")
-    ids = {word.removesuffix("\r"): number for number, word in enumerate(words)}
+    lines = content.decode().removesuffix("\n").split("\n")
+    words = [line.removesuffix("\r") for line in lines]
+    ids = {word: number for number, word in enumerate(words)}
     if hashlib.sha256(content).hexdigest() != config.vocabulary_sha256:
         raise ValueError(f"its SHA-256 is not {config.vocabulary_sha256}")
     if absent := [name for name in SPECIAL if name not in ids]:

@@ -7,6 +7,7 @@ is masked. So they are in training, where :class:`~dpmac_cli.training.chunks.Chu
 to run the network in which no record rounds others. There is no dropout.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -300,6 +301,10 @@ def encoder_weights(encoder: TextEncoder) -> PublicWeights:
             f"{kind.package}"
         )
     content = (encoder.folder / VOCABULARY).read_bytes()
+    if hashlib.sha256(content).hexdigest() != encoder.config.vocabulary_sha256:
+        raise InputError(
+            f"{flag}: {encoder.folder / VOCABULARY} was changed since it was first read."
+        )
     renamed = _renamed(found.tensors, encoder.config)
     tensors = {f"network.{name}": tensor for name, tensor in renamed}
     tensors["joined.common"] = torch.zeros(encoder.config.hidden_size)

@@ -106,7 +106,11 @@ def _place(data: Path | str | NDArray[Any] | Sequence[str]) -> tuple[Path, str |
     if not isinstance(data, Path | str):
         return Path("the array"), ".npz"
     path = Path(data)
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except (OSError, ValueError):  # a text instead of a path
+        exists = False
+    if not exists:
         return path, None
     return path, "folder" if path.is_dir() else path.suffix
 
@@ -127,7 +131,10 @@ def _misfits(
         wanted = f"texts: use a folder of texts ({SUFFIX}), or an .npz of texts"
     elif facts.levels == 1:
         kinds, wanted = {".npz"}, "rows of numbers: use an .npz"
-    if kind is None:
+    if kind is None and reader is not None:
+        # It may be a text, which no message shows.
+        yield "There is no such file or folder. Pass texts as a list, such as [text]."
+    elif kind is None:
         yield f"{path} does not exist."
     elif kind not in kinds:
         yield f"{path} does not fit {file}, which was trained on {wanted}."
