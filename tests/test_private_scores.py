@@ -411,6 +411,7 @@ def test_the_interval_on_the_screen_is_that_of_the_metric() -> None:
         key = {"accuracy": "interval", "balanced-accuracy": "balanced_interval"}[name]
         shown = " to ".join(f"{end:.2%}" for end in test[key])
         assert f"without the noise, {name.replace('-', ' ')} {shown} (95%)" in result.stdout
+        assert f"next: dpmac card {name}, dpmac report {name}" in result.stdout
         low, high = test["accuracy_interval"]
         assert low <= test["interval"][0] < test["interval"][1] <= high
 
