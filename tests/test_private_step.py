@@ -1042,7 +1042,7 @@ def in_a_fork(work: Callable[[], object]) -> object:
 
 
 def stepping(*, example: bool) -> PrivateStep:
-    """Return a step on batches of one's own, which was prepared or not."""
+    """Return a ``PrivateStep`` for ``OwnLoader``, with or without an example of a batch."""
     torch.set_num_threads(1)  # a fork has no other threads
     row = {name: part.unsqueeze(0) for name, part in Notes()[0].items()} if example else None
     settings = {**SETTINGS, "seed": None}

@@ -62,7 +62,9 @@ class LastBlock(nn.Module):
 
     def __init__(self, texts: TextFeatures, head: nn.Module) -> None:
         super().__init__()
-        self.block, self.joined, self.head = texts.network.blocks[-1], texts.joined, head
+        self.block = texts.network.blocks[-1]
+        self.joined = texts.joined
+        self.head = head
         self._counts = [count for _, count in texts.inputs.places]
         self._first, self._width = texts.network.first, texts.network.words.embedding_dim
 

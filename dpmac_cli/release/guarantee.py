@@ -30,7 +30,9 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     ``epsilon_planned`` is that of all steps, without --max-epsilon. ``noise_multiplier`` and
     ``sampling_rate`` are null if parts differ.
     """
-    events, part, private = spent.events, plan.privacy, plan.privacy.private
+    events = spent.events
+    part = plan.privacy
+    private = part.private
     search = None if plan.search is None else plan.search.search
     cost = price(events, part.delta, unit=part.unit, search=search)
     whole = part.event_of(part.steps - spent.base)
@@ -123,7 +125,9 @@ def counted_in(data: DataPlan, privacy: PrivacyPlan) -> tuple[str, str]:
 
 def _computed(data: DataPlan, privacy: PrivacyPlan) -> list[dict[str, str]]:
     """Return the values that a run computes from its records, and whether each is protected."""
-    facts, found, own = data.facts, data.found, data.own
+    facts = data.facts
+    found = data.found
+    own = data.own
     shape = {
         "images": ("channels", "image size"),
         "numbers": ("columns and their ranges",),

@@ -1,5 +1,6 @@
 """Train, resume and fork runs: from a plan or a run folder to the published files of a run."""
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -119,8 +120,7 @@ def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent
 
 def finish(events: Iterable[object]) -> Finished:
     """Run to the end: ``finish(train(plan))``, ``finish(tune(...))``. Exceptions are propagated."""
-    last: object = None
-    for last in events:  # noqa: B007  (earlier ones hold the outputs of every evaluation)
-        pass
+    # Earlier events hold the outputs of every evaluation.
+    last = deque(events, maxlen=1).pop()
     assert isinstance(last, Finished)  # noqa: S101
     return last
