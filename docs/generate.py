@@ -2,7 +2,6 @@
 
 import json
 import re
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,12 +13,9 @@ import yaml
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import COMMANDS as CALLED
 from dpmac_cli.cli.app import load_command
-from dpmac_cli.config import keywords
-from dpmac_cli.config.account_flags import FLAGS
 from dpmac_cli.config.best import EPSILON
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import Option, flag_name
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Settings
 from dpmac_cli.config.sources import EXCLUSIVE, INCOMPATIBLE
@@ -57,37 +53,6 @@ PAPERS = """\
 With `--sigma` or `--recipe paper`, as in the paper. With `--epsilon`, see
 [the best recipe](#the-best-recipe).
 """
-KEYWORDS = '''\
-"""Settings as keywords, for editors and type checkers. ``python docs/generate.py`` writes this."""
-
-from pathlib import Path
-from typing import Literal, TypedDict
-
-from dpmac_cli.data.schema import InMemoryData
-from dpmac_cli.dp.optimizers import Kappa
-
-#: Names of the settings of a training run.
-SettingName = Literal[
-{settings}]
-#: Names of the flags of ``dpmac account``.
-AccountName = Literal[
-{account}]
-
-
-class StepKeywords(TypedDict, total=False):
-    """Settings of a training run that a private step has, too; None if not given."""
-
-{step}
-
-class TrainingKeywords(StepKeywords, total=False):
-    """Settings of a training run, except for data, network and loss; None if not given."""
-
-{more}
-
-class Keywords(TrainingKeywords, total=False):
-    """Settings of a training run; None if not given."""
-
-{apart}'''
 COMMANDS = """\
 # Commands
 
@@ -418,7 +383,7 @@ def learning_rates() -> str:
 
 def by_best() -> str:
     """Values of the recipe best."""
-    names: tuple[SettingName, ...] = ("features", "model", "epochs", "lr", "ema")
+    names: tuple[str, ...] = ("features", "model", "epochs", "lr", "ema")
     rows = []
     for name, facts in _data_sets().items():
         dataset = name.strip("`") if name.strip("`") in DATASETS else "./own"
@@ -574,42 +539,6 @@ def api() -> str:
     return "\n".join(parts)
 
 
-def keyword_types() -> str:
-    """Return the module of the settings as keywords, for editors and type checkers."""
-    apart = {"dataset", "model", "loss"}  # arguments of make_private
-    return KEYWORDS.format(
-        settings=literal(SETTINGS),
-        account=literal(FLAGS),
-        step="".join(keyword(option) for option in SETTINGS.values() if option.flag.of_step),
-        more="".join(
-            keyword(option)
-            for name, option in SETTINGS.items()
-            if not option.flag.of_step and name not in apart
-        ),
-        apart="".join(keyword(SETTINGS[name]) for name in SETTINGS if name in apart),
-    )
-
-
-def literal(names: Iterable[str]) -> str:
-    """Return names as the lines of a Literal."""
-    return "".join(f'    "{name}",\n' for name in names)
-
-
-def keyword(setting: Option) -> str:
-    """Return a setting as a line of a TypedDict."""
-    kind = setting.kind.__name__
-    allowed = typing.get_args(Settings.model_fields[setting.name].annotation)
-    if setting.kind is Path or Path in allowed:
-        kind = "str | Path"
-    elif setting.choice and setting.choice.instances:
-        kind = "str | Path | InMemoryData"
-    elif setting.name == "kappa":
-        kind = "Kappa"
-    elif "1" in setting.choices or (setting.pattern and re.fullmatch(setting.pattern.regex, "1")):
-        kind = "int | str"
-    return f"    {setting.name}: {kind} | None\n"
-
-
 def performance() -> str:
     """Return the page of times with a table for each class of processors that was measured."""
     text = (DOCS / "performance.md").read_text(encoding="utf-8")
@@ -658,4 +587,3 @@ PAGES = {
 if __name__ == "__main__":
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
-    Path(keywords.__file__).write_text(keyword_types(), encoding="utf-8")

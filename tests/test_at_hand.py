@@ -162,7 +162,7 @@ def test_a_run_goes_on_with_the_same_records_only(tmp_path: Path) -> None:
 def test_what_cannot_be_records_is_told_at_once() -> None:
     x, y = rows(20)
     with pytest.raises(InputError, match=r"dataset cannot be a tuple.*ArrayData\(x, y\)"):
-        resolve(dataset=(x, y))  # type: ignore[arg-type]
+        resolve(dataset=(x, y))
     with pytest.raises(InputError, match="dataset cannot be a DataFrame"):
         resolve(dataset=pd.DataFrame(x))
     with pytest.raises(InputError, match="rows of numbers need a public range"):

@@ -17,7 +17,6 @@ import yaml
 
 from dpmac_cli import __version__
 from dpmac_cli.cli.app import COMMANDS, load_command
-from dpmac_cli.config import keywords
 from dpmac_cli.config.account_flags import AccountFlags
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.resolve import resolve
@@ -216,7 +215,8 @@ def test_extras_that_are_named_exist_and_are_listed() -> None:
 def test_the_version_is_the_same_everywhere() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     changes = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert {citation["version"], changes[0]} == {__version__}
+    assert citation["version"] == __version__
+    assert __version__ in changes[:2]  # the first section may be of the coming version
 
 
 def test_the_optimizers_page_has_every_optimizer_and_its_settings() -> None:
@@ -242,7 +242,6 @@ def test_the_generated_pages_are_up_to_date() -> None:
     texts = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in pages}
     for name, page in pages.items():
         assert texts[name] == page(), f"{name}: run python docs/generate.py"
-    assert Path(keywords.__file__).read_text(encoding="utf-8") == generate["keyword_types"]()
     for name in SETTINGS:
         assert f"| `--{name.replace('_', '-')}` |" in texts["configuration.md"]
     for name in COMMANDS:

@@ -169,7 +169,7 @@ def test_what_cannot_be_private_is_refused() -> None:
     with pytest.raises(ModelError, match="not a torch module"):
         make_private(nn.Linear, "digits")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="In dpmac it is called sigma"):
-        make_private(network(), "digits", noise_multiplier=1)  # type: ignore[call-arg]
+        make_private(network(), "digits", noise_multiplier=1)
     with pytest.raises(InputError, match="In dpmac it is called clip_norm"):
         Context().run(partial(make_private, network(), "digits", **{"max_grad_norm": 1}))  # type: ignore[arg-type]
 

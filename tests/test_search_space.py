@@ -37,7 +37,7 @@ def space_of(*texts: str, trials: Trials | None = None, **given: str) -> SearchS
     shared["cover_scores"] = True
     plan = resolve(shared).plan
     return SearchSpace(
-        given=shared,  # type: ignore[arg-type]
+        given=shared,
         file={},
         data=resolve_data({"dataset": "digits"}),
         judge=None,
@@ -109,7 +109,7 @@ def test_search_and_model_together_meet_the_target() -> None:
     assert 0.995 * 0.3 < space.epsilon <= 0.3
     assert len(space.search.candidates) == 2
     for setting in ({"lr": "0.3", "steps": "3"}, {"lr": "0.01", "steps": "12"}):
-        plan = space.plan_of(setting, stop_early=False)  # type: ignore[arg-type]
+        plan = space.plan_of(setting, stop_early=False)
         assert plan.search is not None
         assert Search(space.search.trials, (events_of_trial(plan),)).epsilon(1e-5) <= 0.3
         assert {e.records for e in events_of_trial(plan)} == {"training", "test"}

@@ -13,7 +13,6 @@ from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
 from dpmac_cli.config.fields import Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.resolve import Resolved, resolve
 from dpmac_cli.config.settings import OUTPUT, RECIPE, SETTINGS, TASK, DisplayFlags, Settings
 from dpmac_cli.config.sources import parse_settings
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 #: Settings that each machine of a run has for itself.
-OF_MACHINE: tuple[SettingName, ...] = ("data_dir", "device")
+OF_MACHINE: tuple[str, ...] = ("data_dir", "device")
 
 
 Minutes = Annotated[float, Field(gt=0, le=1_000_000)]

@@ -20,7 +20,6 @@ from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import repeated, take, with_options
 from dpmac_cli.config.dimensions import DECIDED
 from dpmac_cli.config.fields import Flag, Option, SomePath, flag_name, options
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.search_flags import DRAWN, SEARCH, SEARCH_FLAGS, SearchFlags
 from dpmac_cli.config.search_space import SearchSpace, ask_search
 from dpmac_cli.config.settings import SETTINGS, DisplayFlags
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
     from dpmac_cli.studies.tune import SecretEvent, TunePlan
 
 #: Setting that decides what is printed, and is not one of the trials.
-JSON: SettingName = "json"
+JSON: str = "json"
 #: Settings of a training run that a search does not decide itself.
-SHARED: Mapping[SettingName, Option] = {
+SHARED: Mapping[str, Option] = {
     name: option
     for name, option in SETTINGS.items()
     if name not in DECIDED and name not in ("cover_scores", "out")
@@ -151,7 +150,7 @@ def _print_plan(screen: Console, lines: Iterable[Text], notes: Iterable[str]) ->
 
 def _best_on_public(
     plan: Transfer, out: Path, screen: Console, asked: Callable[[], bool]
-) -> Mapping[SettingName, str]:
+) -> Mapping[str, str]:
     """Show the trials on public records, and return the best settings."""
     from dpmac_cli.studies.transfer import search_on_public  # noqa: PLC0415  (loads torch)
 

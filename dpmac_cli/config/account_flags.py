@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -18,7 +18,6 @@ from dpmac_cli.config.checks import misfits
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, unknown, valid_part
-from dpmac_cli.config.keywords import AccountName, Keywords
 from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.recipes import recipe_notes
 from dpmac_cli.config.settings import (
@@ -35,7 +34,7 @@ from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.registry import MODELS
 
 #: Settings to solve for, with the flags that must be left out.
-SOLVABLE: Mapping[str, tuple[AccountName, ...]] = {
+SOLVABLE: Mapping[str, tuple[str, ...]] = {
     "sigma": ("sigma",),
     "steps": ("epochs", "steps"),
     "batch-size": ("batch_size",),
@@ -127,7 +126,7 @@ class AccountFlags(Flags, frozen=True):
     ] = "pld"
 
 
-FLAGS: Mapping[AccountName, Option] = options(AccountFlags)
+FLAGS: Mapping[str, Option] = options(AccountFlags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,14 +157,14 @@ class AccountQuery:
         return [(unit, count) for unit, counts in units.items() for count in counts or ()]
 
 
-def parse_account_flags(given: Mapping[AccountName, str], errors: list[str]) -> AccountFlags:
+def parse_account_flags(given: Mapping[str, str], errors: list[str]) -> AccountFlags:
     """Return the valid flags, and add the faults of the others to ``errors``."""
     return valid_part(AccountFlags, given, errors)[0]
 
 
-def by_name(flags: Mapping[str, str], errors: list[str]) -> dict[AccountName, str]:
+def by_name(flags: Mapping[str, str], errors: list[str]) -> dict[str, str]:
     """Return flags ("batch-size") by the names of their fields; add unknown ones to ``errors``."""
-    names: dict[str, AccountName] = {flag_name(name): name for name in FLAGS}
+    names: dict[str, str] = {flag_name(name): name for name in FLAGS}
     errors.extend(unknown(name, FLAGS) for name in flags if name not in names)
     return {names[name]: text for name, text in flags.items() if name in names}
 
@@ -220,7 +219,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(
-    named: Mapping[AccountName, str],
+    named: Mapping[str, str],
     flags: AccountFlags,
     solve: str | None,
     errors: list[str],
@@ -254,7 +253,7 @@ def asked(given: Mapping[str, str], found: Sequence[str] = ()) -> tuple[AccountQ
 
 def _run(flags: AccountFlags, solve: str | None) -> Settings:
     """Return the settings of the run whose privacy cost is asked for, as ``dpmac train`` has."""
-    given: Keywords = {"dataset": flags.dataset, "recipe": flags.recipe, "model": flags.model}
+    given: dict[str, Any] = {"dataset": flags.dataset, "recipe": flags.recipe, "model": flags.model}
     given |= {"batch_size": flags.batch_size}
     lengths = ((length or (0,))[0] or None for length in (flags.epochs, flags.steps))
     given["epochs"], given["steps"] = lengths
@@ -265,7 +264,7 @@ def _run(flags: AccountFlags, solve: str | None) -> Settings:
     return Settings.model_validate(given)
 
 
-def _faults_of_solving(given: Mapping[AccountName, str], solve: str | None) -> Iterator[str]:
+def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[str]:
     """Yield settings that contradict the requested answer, or are missing for it."""
     for one, other in _EITHER:
         if one in given and other in given:
@@ -290,7 +289,7 @@ def _faults_of_solving(given: Mapping[AccountName, str], solve: str | None) -> I
         yield f"Add {', and '.join(missing)}: without {them} there is no answer."
 
 
-def _faults_of_search(given: Mapping[AccountName, str], solve: str | None) -> Iterator[str]:
+def _faults_of_search(given: Mapping[str, str], solve: str | None) -> Iterator[str]:
     """Yield settings that do not apply to a search."""
     if "tune" not in given:
         if "most_trials" in given:
@@ -314,13 +313,13 @@ def _trials(flags: AccountFlags, errors: list[str]) -> Trials | None:
 
 
 #: Flags of which one may be given.
-_EITHER: tuple[tuple[AccountName, AccountName], ...] = (
+_EITHER: tuple[tuple[str, str], ...] = (
     ("epochs", "steps"),
     ("dataset", "dataset_size"),
 )
 
 
-def _missing(given: Mapping[AccountName, str], solve: str | None) -> Iterator[str]:
+def _missing(given: Mapping[str, str], solve: str | None) -> Iterator[str]:
     """Yield flags without which there is no answer."""
     if solve is None:
         if "sigma" not in given:

@@ -7,8 +7,8 @@ contents of a record.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.models.registry import MODELS, Scattered
@@ -19,7 +19,7 @@ EPSILON = 3.0
 #: Largest number of scattering features per image: 50 kB in the cache.
 MOST_FEATURES = 25_000
 #: Settings of which each decides what a network takes instead of scattering features.
-_OF_NETWORK: tuple[SettingName, ...] = (
+_OF_NETWORK: tuple[str, ...] = (
     "model",
     "features",
     "backbone",
@@ -58,23 +58,23 @@ ANY = Regime(12, 20, 0.01, 0.95)
 IMAGES, TEXTS = Regime(12, 20, 0.003, 0.95), Regime(12, 20, 0.005, 0.9)
 
 
-def best(given: Settings, facts: Dataset) -> Keywords:
+def best(given: Settings, facts: Dataset) -> dict[str, Any]:
     """Return the settings of the best recipe, to be filled in where none is given."""
     chosen = _network(given, facts) | _budget(given)
     regime = _regime(given.filled(chosen), facts)
-    batch: Keywords = {"batch_size": math.ceil(facts.train_size / regime.share)}
+    batch: dict[str, Any] = {"batch_size": math.ceil(facts.train_size / regime.share)}
     return chosen | batch | _of_regime(given, regime)
 
 
-def best_for_batches(given: Settings) -> Keywords:
+def best_for_batches(given: Settings) -> dict[str, Any]:
     """Return the settings of the best recipe for any network on batches of a given size."""
     return _budget(given) | _of_regime(given, ANY)
 
 
-def _of_regime(given: Settings, regime: Regime) -> Keywords:
+def _of_regime(given: Settings, regime: Regime) -> dict[str, Any]:
     """Return the optimizer and settings that depend on it, in a regime."""
     optimizer = given.optimizer if "optimizer" in given.explicit else "dp-adam"
-    chosen: Keywords = {
+    chosen: dict[str, Any] = {
         "optimizer": optimizer,
         "epochs": None if given.steps is not None else regime.epochs,
         "ema": regime.ema,
@@ -105,7 +105,7 @@ def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
         yield f"{rate} for {given.optimizer}"
 
 
-def _network(given: Settings, facts: Dataset) -> Keywords:
+def _network(given: Settings, facts: Dataset) -> dict[str, Any]:
     """Return features of small images and a network for tables, unless an input is given."""
     if isinstance(facts.task, SeveralLabels) or not given.explicit.keys().isdisjoint(_OF_NETWORK):
         return {}
@@ -123,7 +123,7 @@ def _model_of_table(given: Settings, facts: Dataset) -> str:
     return "mlp-small" if _scale(given, facts) >= least else "linear"
 
 
-def _features_of_images(shape: tuple[int, int, int]) -> Keywords:
+def _features_of_images(shape: tuple[int, int, int]) -> dict[str, Any]:
     """Return scattering features of images (channels, height, width), if they are small."""
     kind = Scattered("scatter" if shape[0] == 1 else "scatter-mirror")
     if kind.fault(shape) is not None or math.prod(kind.shape_of(shape)) > MOST_FEATURES:
@@ -131,7 +131,7 @@ def _features_of_images(shape: tuple[int, int, int]) -> Keywords:
     return {"features": kind.kind}
 
 
-def _budget(given: Settings) -> Keywords:
+def _budget(given: Settings) -> dict[str, Any]:
     """Return the default of epsilon, unless noise or another target is given."""
     if given.sigma is not None or given.epsilon is not None or given.no_dp:
         return {}

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, StepsPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.config.sources import SettingValue
@@ -27,7 +26,7 @@ DECLARE = "Declare a column of texts in the schema (NAME: {text: 128}), or leave
 NAMED = 5
 
 
-def lonely(given: Mapping[SettingName, SettingValue]) -> Iterator[str]:
+def lonely(given: Mapping[str, SettingValue]) -> Iterator[str]:
     """Yield faults of settings that need another setting."""
     for name in given:
         needs = SETTINGS[name].flag.needs
@@ -154,14 +153,14 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
 
 
 def notes_on_steps(
-    plan: StepsPlan, records: int, flags: Mapping[SettingName, SettingValue]
+    plan: StepsPlan, records: int, flags: Mapping[str, SettingValue]
 ) -> Iterator[str]:
     """Yield notes on valid settings of private steps that are probably mistakes."""
     yield from _without_effect(_idle_rules(plan), flags)
     yield from _notes_on_privacy(plan.privacy, records)
 
 
-def notes_on_plan(plan: TrainPlan, flags: Mapping[SettingName, SettingValue]) -> Iterator[str]:
+def notes_on_plan(plan: TrainPlan, flags: Mapping[str, SettingValue]) -> Iterator[str]:
     """Yield notes on valid settings that are probably mistakes."""
     yield from _without_effect(_idle_rules(plan) | _idle(plan), flags)
     yield from _notes_on_records(plan.data, plan.privacy)
@@ -241,25 +240,23 @@ def _declaration(found: DataFacts) -> str:
     return " ".join(flags[part] for part in found.inferred if part in flags)
 
 
-def _without_effect(
-    idle: Mapping[SettingName, str], flags: Mapping[SettingName, SettingValue]
-) -> Iterator[str]:
+def _without_effect(idle: Mapping[str, str], flags: Mapping[str, SettingValue]) -> Iterator[str]:
     """Yield a note on each given setting that has no effect, with the reason."""
     for name, what in idle.items():
         if name in flags:
             yield f"{flags[name].origin} has no effect with {what}."
 
 
-def _idle_rules(plan: StepsPlan) -> dict[SettingName, str]:
+def _idle_rules(plan: StepsPlan) -> dict[str, str]:
     """Return the settings of optimizers that have no effect with the one of a plan."""
     used = {*plan.optimizer.method.settings, "optimizer"}
     of_optimizers = (name for name, option in SETTINGS.items() if option.flag.group == OPTIMIZER)
     return {name: plan.optimizer.name for name in of_optimizers if name not in used}
 
 
-def _idle(plan: TrainPlan) -> dict[SettingName, str]:
+def _idle(plan: TrainPlan) -> dict[str, str]:
     """Return the settings of network and dataset that have no effect, with the reason."""
-    idle: dict[SettingName, str] = {}
+    idle: dict[str, str] = {}
     if not isinstance(plan.network.model, UserModel):
         idle |= {"fix_norm": plan.network.model.name}
     if plan.network.trained.part != "lora":
@@ -268,9 +265,9 @@ def _idle(plan: TrainPlan) -> dict[SettingName, str]:
     return idle | _idle_on(plan.data, of_data)
 
 
-def _idle_on(data: DataPlan, settings: Iterable[SettingName]) -> dict[SettingName, str]:
+def _idle_on(data: DataPlan, settings: Iterable[str]) -> dict[str, str]:
     """Return which ``settings`` of datasets have no effect on one, with the reason."""
-    idle: dict[SettingName, str] = {}
+    idle: dict[str, str] = {}
     dataset, source, facts = data.dataset, data.source, data.facts
     if not data.found.unit:
         idle |= {"records_per_unit": f"{dataset}, where each record is a unit"}
@@ -290,9 +287,9 @@ def _idle_on(data: DataPlan, settings: Iterable[SettingName]) -> dict[SettingNam
     return idle | {"feature_range": f"{dataset}, which contains images"}
 
 
-_LORA: tuple[SettingName, ...] = ("lora_rank", "lora_alpha")
-_OF_SPLIT: tuple[SettingName, ...] = ("test_fraction", "split_seed")
-_OF_IMAGES: tuple[SettingName, ...] = ("channels", "image_size", "standardise")
+_LORA: tuple[str, ...] = ("lora_rank", "lora_alpha")
+_OF_SPLIT: tuple[str, ...] = ("test_fraction", "split_seed")
+_OF_IMAGES: tuple[str, ...] = ("channels", "image_size", "standardise")
 
 
 def delta_note(delta: float, records: int) -> Iterable[str]:

@@ -1,9 +1,9 @@
 """Default values of settings, which depend on dataset, optimizer and other settings."""
 
 import math
+from typing import Any
 
 from dpmac_cli.config.best import best_for_batches
-from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.named import BEST
 from dpmac_cli.config.recipes import of_recipe
 from dpmac_cli.config.settings import DELTA, SETTINGS, Complete, Settings
@@ -33,7 +33,7 @@ def completed(given: Settings, facts: Dataset) -> Complete:
     given = given.filled(of_recipe(given, facts))
     if given.dataset not in DATASETS:
         given = given.filled({"delta": _delta(facts.train_size)})
-    of_task: Keywords = {"loss": facts.task.losses[0], "metric": facts.task.headline.name}
+    of_task: dict[str, Any] = {"loss": facts.task.losses[0], "metric": facts.task.headline.name}
     if given.augmentations is not None:
         of_task["augment"] = facts.augment
     found = given.filled(_depending(given, facts.defaults) | of_task)
@@ -65,12 +65,12 @@ def _delta(records: int) -> float:
     return min(DELTA, math.pow(records, -1.1))
 
 
-def _depending(given: Settings, defaults: Defaults) -> Keywords:
+def _depending(given: Settings, defaults: Defaults) -> dict[str, Any]:
     """Return defaults that depend on those of a dataset, or on other settings."""
     adaclip, chosen = given.optimizer == "adaclip", OPTIMIZERS[given.optimizer]
     tracked = "phi" in chosen.settings and given.phi == "tracked"
     noise = given.no_dp or given.epsilon is not None
-    found: Keywords = {
+    found: dict[str, Any] = {
         "model": defaults.model,
         "batch_size": defaults.batch_size,
         "sigma": None if noise else defaults.sigma,

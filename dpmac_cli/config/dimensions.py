@@ -15,7 +15,6 @@ from typing import Any
 from dpmac_cli.config.best import EPSILON
 from dpmac_cli.config.fields import NUMBER, Option, flag_name
 from dpmac_cli.config.flags import near_setting
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.search_file import SearchFile
@@ -32,7 +31,7 @@ from dpmac_cli.config.sources import (
 from dpmac_cli.errors import InputError, raise_errors
 
 #: Settings that a search can draw.
-SEARCHED: Mapping[SettingName, Option] = {
+SEARCHED: Mapping[str, Option] = {
     name: option
     for name, option in SETTINGS.items()
     if option.flag.group in (TASK, OPTIMIZER, RECIPE)
@@ -40,7 +39,7 @@ SEARCHED: Mapping[SettingName, Option] = {
     and not option.switch
 }
 #: Settings that a search decides itself, and why.
-DECIDED: Mapping[SettingName, str] = {
+DECIDED: Mapping[str, str] = {
     "sigma": "the noise is calibrated for the --epsilon of the whole search",
     "max_epsilon": "the noise is calibrated for the --epsilon of the whole search",
     "no_dp": "without privacy any search is free: use dpmac compare",
@@ -56,7 +55,7 @@ COMBINATIONS, VALUES = 2_000, 500
 #: Significant digits of a number that is drawn from a range.
 DIGITS = 3
 #: A trial's settings as text, by name.
-Setting = Mapping[SettingName, str]
+Setting = Mapping[str, str]
 _RANGE = re.compile(rf"(?P<low>{NUMBER})\.\.(?P<high>{NUMBER})(?P<log>:log)?")
 
 
@@ -71,7 +70,7 @@ class Dimension:
         origin: where it is given, in messages.
     """
 
-    name: SettingName
+    name: str
     values: tuple[str, ...]
     low: float | None
     high: float | None
@@ -102,7 +101,7 @@ class Dimension:
 
 
 def dimensions_of(
-    given: Mapping[SettingName, Any], file: SearchFile, found: Sequence[str]
+    given: Mapping[str, Any], file: SearchFile, found: Sequence[str]
 ) -> tuple[Dimension, ...]:
     """Return the settings to draw. Raises InputError with every fault, also those in ``found``."""
     errors = list(found)
@@ -140,7 +139,7 @@ def _dimension(entry: SettingValue, errors: list[str]) -> Dimension | None:
 
 
 def _range(
-    name: SettingName, entry: SettingValue, found: re.Match[str], errors: list[str]
+    name: str, entry: SettingValue, found: re.Match[str], errors: list[str]
 ) -> Dimension | None:
     """Return a range of numbers to draw from, and add its faults to ``errors``."""
     low, high = float(found["low"]), float(found["high"])
@@ -164,7 +163,7 @@ def _range(
     return Dimension(name, ends, low, high, log, entry.origin)
 
 
-def _decided(given: Mapping[SettingName, Any], file: SearchFile) -> Iterator[str]:
+def _decided(given: Mapping[str, Any], file: SearchFile) -> Iterator[str]:
     """Yield faults of settings that a search decides, on the command line or in the file."""
     for name, why in DECIDED.items():
         origins = {f"--{flag_name(name)}": None} if is_given(given.get(name)) else {}
@@ -175,7 +174,7 @@ def _decided(given: Mapping[SettingName, Any], file: SearchFile) -> Iterator[str
 
 
 def _faults(
-    given: Mapping[SettingName, Any], file: SearchFile, dimensions: Sequence[Dimension]
+    given: Mapping[str, Any], file: SearchFile, dimensions: Sequence[Dimension]
 ) -> Iterator[str]:
     """Yield faults of settings that are named twice, and of code that a file names."""
     names = [dimension.name for dimension in dimensions]
@@ -209,9 +208,9 @@ def combinations(dimensions: Sequence[Dimension]) -> Iterator[Setting]:
 
 
 def checked(
-    shared: Mapping[SettingName, Any],
+    shared: Mapping[str, Any],
     epsilon: Any,
-    file: Mapping[SettingName, SettingValue],
+    file: Mapping[str, SettingValue],
     settings: Sequence[Setting],
 ) -> tuple[DataPlan, float, tuple[str, ...]]:
     """Validate every combination; return the dataset, the target epsilon and notes.

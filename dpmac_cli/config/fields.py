@@ -6,14 +6,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
-
-if TYPE_CHECKING:
-    from dpmac_cli.config.keywords import SettingName
 
 #: A number in text, as a regular expression.
 NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
@@ -56,7 +53,7 @@ class Flag:
     suggests: tuple[str, ...] = ()
     hint: Callable[[str], str] = _no_hint
     needs: str = ""
-    not_with: "Mapping[SettingName, str]" = field(default_factory=dict)
+    not_with: Mapping[str, str] = field(default_factory=dict)
     recorded: bool = True
     omitted: bool = False
     fixed: bool = False

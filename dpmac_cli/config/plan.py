@@ -8,7 +8,6 @@ from typing import Any
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.wordpiece import TextReader
@@ -239,7 +238,7 @@ class StepsPlan:
     optimizer: OptimizerPlan
     recipe: Recipe
     run: ComputePlan
-    recorded: Mapping[SettingName, Any] = field(hash=False, repr=False)
+    recorded: Mapping[str, Any] = field(hash=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

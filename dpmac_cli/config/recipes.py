@@ -1,9 +1,9 @@
 """Recipes: the run of the paper, the best run for a budget, and files of settings by name."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from dpmac_cli.config.best import best, reasons
-from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.named import BEST, PAPER, RECIPES, file_of
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import SettingValue, combined
@@ -22,7 +22,7 @@ def recipe_of(given: Settings) -> str:
     return PAPER if described and (given.sigma is not None or given.no_dp) else BEST
 
 
-def of_recipe(given: Settings, facts: Dataset) -> Keywords:
+def of_recipe(given: Settings, facts: Dataset) -> dict[str, Any]:
     """Return the settings of the recipe, for those that are not given."""
     recipe = recipe_of(given)
     return {"recipe": recipe, **(best(given, facts) if recipe == BEST else {})}
@@ -34,9 +34,7 @@ def recipe_notes(given: Settings, facts: Dataset) -> Iterator[str]:
         yield from (f"recipe best: {part}." for part in reasons(given, facts))
 
 
-def with_file(
-    given: Mapping[SettingName, SettingValue], errors: list[str]
-) -> Mapping[SettingName, SettingValue]:
+def with_file(given: Mapping[str, SettingValue], errors: list[str]) -> Mapping[str, SettingValue]:
     """Return given settings and, below them, those of the file of a named recipe.
 
     Faults are added to ``errors``.

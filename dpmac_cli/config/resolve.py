@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
@@ -14,7 +14,6 @@ from dpmac_cli.config import checks
 from dpmac_cli.config.data import plan_data
 from dpmac_cli.config.defaults import BATCHES, completed, completed_for_batches
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.plan import (
     AuditPlan,
     BatchPlan,
@@ -77,11 +76,11 @@ class Resolved:
 
 def resolve(
     settings: Settings | Values | None = None,
-    file: Path | Mapping[SettingName, SettingValue] | None = None,
+    file: Path | Mapping[str, SettingValue] | None = None,
     *,
     earlier: tuple[TrainingEvent, ...] = (),
     data: DataPlan | None = None,
-    **keywords: Unpack[Keywords],
+    **keywords: Any,
 ) -> Resolved:
     """Resolve settings and a YAML file into a validated plan. Settings take precedence.
 
@@ -106,7 +105,7 @@ def resolve(
     return _resolved(on_command_line, given, errors, earlier, data)
 
 
-def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Resolved:
+def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
     """Resolve the settings of a file, by the names of flags, into a plan. Flags take precedence.
 
     Raises:
@@ -122,8 +121,8 @@ def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Res
 
 
 def _resolved(
-    flags: Mapping[SettingName, SettingValue],
-    file: Mapping[SettingName, SettingValue],
+    flags: Mapping[str, SettingValue],
+    file: Mapping[str, SettingValue],
     errors: list[str],
     earlier: tuple[TrainingEvent, ...] = (),
     data: DataPlan | None = None,
@@ -145,7 +144,7 @@ def _resolved(
 
 
 def resolve_batches(
-    records: int, keywords: Keywords, earlier: tuple[TrainingEvent, ...] = ()
+    records: int, keywords: dict[str, Any], earlier: tuple[TrainingEvent, ...] = ()
 ) -> tuple[BatchPlan, tuple[str, ...]]:
     """Resolve the settings of a training whose batches a program supplies.
 
@@ -182,7 +181,7 @@ def resolve_batches(
 def _planned(
     settings: Complete,
     data: DataPlan,
-    flags: Mapping[SettingName, SettingValue],
+    flags: Mapping[str, SettingValue],
     errors: list[str],
     earlier: tuple[TrainingEvent, ...],
 ) -> Resolved:
@@ -327,9 +326,9 @@ def _interval(text: str) -> CheckpointInterval:
     return CheckpointInterval(steps=int(text), seconds=math.inf)
 
 
-def _recorded(settings: Complete, *, own: bool) -> dict[SettingName, Any]:
+def _recorded(settings: Complete, *, own: bool) -> dict[str, Any]:
     """Return the settings that describe the run, with those of a dataset if it is your own."""
-    kept: dict[SettingName, Any] = {
+    kept: dict[str, Any] = {
         name: value
         for name, option in SETTINGS.items()
         if (value := getattr(settings, name)) is not None

@@ -14,7 +14,6 @@ from typing import Any
 
 from dpmac_cli.config.fields import NUMBER, Option, flag_name
 from dpmac_cli.config.flags import near, valid_part
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.search_flags import DRAWN, SEARCH_FLAGS, SearchFlags
 from dpmac_cli.config.settings import SETTINGS
@@ -37,7 +36,7 @@ class SearchFile:
         search: settings of the search itself: fields of :class:`SearchFlags`.
     """
 
-    settings: Mapping[SettingName, SettingValue] = field(default_factory=dict)
+    settings: Mapping[str, SettingValue] = field(default_factory=dict)
     drawn: tuple[SettingValue, ...] = ()
     search: Mapping[str, SettingValue] = field(default_factory=dict)
 

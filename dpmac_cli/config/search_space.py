@@ -21,7 +21,6 @@ from dpmac_cli.config.dimensions import (
     combinations,
     dimensions_of,
 )
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.search_file import SearchFile, drawn_texts, is_search, read_search
@@ -49,8 +48,8 @@ class SearchSpace:
         notes: what the recipe chose, and probable mistakes.
     """
 
-    given: Mapping[SettingName, Any]
-    file: Mapping[SettingName, SettingValue]
+    given: Mapping[str, Any]
+    file: Mapping[str, SettingValue]
     data: DataPlan
     judge: DataPlan | None
     dimensions: tuple[Dimension, ...]
@@ -115,7 +114,7 @@ def ask_search(
         BudgetError: no noise meets the target epsilon.
     """
     errors: list[str] = []
-    typed = cast(dict[SettingName, Any], {n: v for n, v in given.items() if is_given(v)})
+    typed = cast(dict[str, Any], {n: v for n, v in given.items() if is_given(v)})
     recipe = typed.pop("recipe") if is_search(typed.get("recipe")) else None
     read = read_search(file, recipe, errors).fixed(typed)
     whole = read.below(SearchFile(drawn=drawn_texts(drawn, "--search", errors)))
@@ -136,7 +135,7 @@ def ask_search(
     return flags, plan_search(typed, whole, trials, errors, flags.score_on)
 
 
-def near_default(given: Mapping[SettingName, Any], file: SearchFile) -> tuple[SettingValue, ...]:
+def near_default(given: Mapping[str, Any], file: SearchFile) -> tuple[SettingValue, ...]:
     """Return the settings that a search draws without ``--search``: only the learning rate.
 
     Its default depends on public facts only, so the range may, too. On small data the default is
@@ -152,7 +151,7 @@ def near_default(given: Mapping[SettingName, Any], file: SearchFile) -> tuple[Se
 
 
 def plan_search(
-    given: Mapping[SettingName, Any],
+    given: Mapping[str, Any],
     file: SearchFile,
     trials: Trials,
     found: Sequence[str] = (),
@@ -171,7 +170,7 @@ def plan_search(
         BudgetError: no noise meets the target epsilon.
     """
     dimensions = dimensions_of(given, file, found)
-    shared: dict[SettingName, Any] = {n: value for n, value in given.items() if n != "epsilon"}
+    shared: dict[str, Any] = {n: value for n, value in given.items() if n != "epsilon"}
     shared["cover_scores"] = True
     settings = tuple(combinations(dimensions))
     data, target, notes = checked(shared, given.get("epsilon"), file.settings, settings)
@@ -205,14 +204,14 @@ class _Candidates:
     """
 
     trials: Trials
-    shared: Mapping[SettingName, Any]
-    file: Mapping[SettingName, SettingValue]
+    shared: Mapping[str, Any]
+    file: Mapping[str, SettingValue]
     data: DataPlan
     settings: tuple[Setting, ...]
 
     def at(self, epsilon: float) -> Iterator[tuple[TrainPlan, Setting]]:
         """Yield the plan of each candidate, and its settings."""
-        given: dict[SettingName, Any] = {**self.shared, "epsilon": epsilon}
+        given: dict[str, Any] = {**self.shared, "epsilon": epsilon}
         for setting in self.settings:
             yield _resolved(given, setting, self.file, self.data), setting
 
@@ -223,9 +222,9 @@ class _Candidates:
 
 
 def _resolved(
-    given: Mapping[SettingName, Any],
+    given: Mapping[str, Any],
     setting: Setting,
-    file: Mapping[SettingName, SettingValue],
+    file: Mapping[str, SettingValue],
     data: DataPlan,
 ) -> TrainPlan:
     return resolve({**given, **setting}, file, data=data).plan

@@ -6,7 +6,7 @@ A setting has the same name as a flag, as a YAML key and as a keyword. Imports n
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self, Unpack, get_args
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import Field, StrictBool
 
@@ -16,7 +16,6 @@ from dpmac_cli.accounting.events import ALIASES, SAMPLERS
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN
 from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomePath, options
 from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.data.column_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
 from dpmac_cli.data.registry import DATASETS
@@ -699,11 +698,11 @@ class Settings(Flags, frozen=True):
     quiet: Quiet = False
     debug: Debug = False
 
-    def replace(self, **changes: Unpack[Keywords]) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """Return these settings with others of the same type, which are not validated."""
         return self.model_copy(update=changes)
 
-    def filled(self, defaults: Keywords) -> Self:
+    def filled(self, defaults: dict[str, Any]) -> Self:
         """Return these settings with defaults for those that were not given."""
         missing = {n: value for n, value in defaults.items() if n not in self.model_fields_set}
         return self.model_copy(update=missing)
@@ -727,8 +726,8 @@ class Complete(Settings, frozen=True):
     gpu_batch: int  # physical batch on a GPU; it differs only if none was given
 
 
-SETTINGS: Mapping[SettingName, Option] = options(Settings)
+SETTINGS: Mapping[str, Option] = options(Settings)
 #: Defaults of a run without a recipe.
-RECIPE_DEFAULTS: Mapping[SettingName, object] = {
+RECIPE_DEFAULTS: Mapping[str, object] = {
     name: option.default for name, option in SETTINGS.items() if option.flag.group == RECIPE
 }

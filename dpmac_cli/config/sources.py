@@ -2,27 +2,26 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.flags import unknown, valid_part
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.settings import OWN_MODEL, SETTINGS, Settings
 from dpmac_cli.errors import InputError
 
 #: Mutually exclusive settings for the same thing. A flag replaces a file's setting.
-EXCLUSIVE: tuple[tuple[SettingName, ...], ...] = (
+EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("sigma", "epsilon", "no_dp"),
     ("max_epsilon", "no_dp"),
     ("epochs", "steps"),
 )
 #: Settings that contradict each other, and why. Neither replaces the other: a run that a file makes
 #: secure must not become insecure unnoticed.
-INCOMPATIBLE: Mapping[tuple[SettingName, SettingName], str] = {
+INCOMPATIBLE: Mapping[tuple[str, str], str] = {
     (name, other): why for name, of in SETTINGS.items() for other, why in of.flag.not_with.items()
 }
 #: Values by the names of settings, as text or of their types.
-Values = Mapping[str, Any] | Mapping[SettingName, Any]
+Values = Mapping[str, Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class SettingValue:
     origin: str
 
 
-def is_setting(name: str) -> TypeGuard[SettingName]:
+def is_setting(name: str) -> bool:
     """Return whether there is a setting of this name."""
     return name in SETTINGS
 
@@ -43,12 +42,12 @@ def is_given(value: object) -> bool:
     return value is not None and value is not False
 
 
-def by_flag(settings: Mapping[SettingName, Any]) -> dict[str, Any]:
+def by_flag(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by the names of their flags, as files have them."""
     return {flag_name(name): value for name, value in settings.items()}
 
 
-def by_setting(recorded: Mapping[str, Any]) -> dict[SettingName, Any]:
+def by_setting(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a file, which has them by the names of their flags.
 
     Raises:
@@ -68,9 +67,9 @@ def by_setting(recorded: Mapping[str, Any]) -> dict[SettingName, Any]:
     return {name: recorded[flag] for flag, name in names.items() if is_setting(name)}
 
 
-def from_flags(flags: Mapping[Any, object], errors: list[str]) -> dict[SettingName, SettingValue]:
+def from_flags(flags: Mapping[Any, object], errors: list[str]) -> dict[str, SettingValue]:
     """Return the given flags; unknown settings are added to ``errors``."""
-    given: dict[SettingName, SettingValue] = {}
+    given: dict[str, SettingValue] = {}
     for name, value in flags.items():
         if not is_setting(name):
             errors.append(unknown(name, SETTINGS))
@@ -80,10 +79,10 @@ def from_flags(flags: Mapping[Any, object], errors: list[str]) -> dict[SettingNa
 
 
 def combined(
-    file: Mapping[SettingName, SettingValue],
-    flags: Mapping[SettingName, SettingValue],
+    file: Mapping[str, SettingValue],
+    flags: Mapping[str, SettingValue],
     errors: list[str],
-) -> dict[SettingName, SettingValue]:
+) -> dict[str, SettingValue]:
     """Merge settings, where flags take precedence; add contradictions to ``errors``."""
     below = dict(file)
     for group in EXCLUSIVE:
@@ -102,8 +101,8 @@ def combined(
 
 
 def validated(
-    given: Mapping[SettingName, SettingValue], errors: list[str]
-) -> tuple[Settings, frozenset[SettingName]]:
+    given: Mapping[str, SettingValue], errors: list[str]
+) -> tuple[Settings, frozenset[str]]:
     """Return the valid settings, and the names of the others; add their faults to ``errors``."""
     values = {name: entry.value for name, entry in given.items()}
     origins = {name: entry.origin for name, entry in given.items()}
@@ -111,7 +110,7 @@ def validated(
     return settings, frozenset(name for name in given if name in invalid)
 
 
-def parse_settings(flags: Settings | Mapping[Any, Any]) -> dict[SettingName, Any]:
+def parse_settings(flags: Settings | Mapping[Any, Any]) -> dict[str, Any]:
     """Convert given flags to values and validate each of them separately.
 
     Raises InputError with every fault found.

@@ -14,7 +14,6 @@ from dpmac_cli.config.best import EPSILON
 from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.dimensions import Dimension, Setting, checked, combinations, dimensions_of
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.search_file import SearchFile
@@ -40,8 +39,8 @@ class Transfer:
         notes: what the recipe chose, and probable mistakes.
     """
 
-    given: Mapping[SettingName, Any]
-    file: Mapping[SettingName, SettingValue]
+    given: Mapping[str, Any]
+    file: Mapping[str, SettingValue]
     dimensions: tuple[Dimension, ...]
     public: DataPlan
     data: DataPlan
@@ -58,19 +57,19 @@ class Transfer:
 
     def trial(self, setting: Setting) -> TrainPlan:
         """Return the plan of a trial on the public records, with the epsilon of the final run."""
-        at: dict[SettingName, Any] = {**self.given, "dataset": self.public.dataset, **setting}
+        at: dict[str, Any] = {**self.given, "dataset": self.public.dataset, **setting}
         return resolve(at, self.file, data=self.public).plan
 
     def final(self, setting: Setting) -> TrainPlan:
         """Return the plan of the run on the private records."""
         texts = "; ".join(dimension.text for dimension in self.dimensions)
         said = f"{self.public.found.name}, the best of {self.trials} settings from {texts}"
-        tuned: dict[SettingName, Any] = {"tuned_on": _STRANGE.sub("-", said)}
+        tuned: dict[str, Any] = {"tuned_on": _STRANGE.sub("-", said)}
         return resolve({**self.given, **setting, **tuned}, self.file, data=self.data).plan
 
 
 def plan_transfer(
-    given: Mapping[SettingName, Any], file: SearchFile, flags: SearchFlags, found: Sequence[str]
+    given: Mapping[str, Any], file: SearchFile, flags: SearchFlags, found: Sequence[str]
 ) -> Transfer:
     """Validate a search on public records, and every run that it may lead to.
 
@@ -112,8 +111,8 @@ def plan_transfer(
 
 
 def judge_of(
-    given: Mapping[SettingName, Any],
-    file: Mapping[SettingName, SettingValue],
+    given: Mapping[str, Any],
+    file: Mapping[str, SettingValue],
     score_on: str,
     data: DataPlan,
 ) -> DataPlan:

@@ -8,7 +8,6 @@ import yaml
 
 from dpmac_cli.config.fields import Option, flag_name
 from dpmac_cli.config.flags import near_setting
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.search_flags import DRAWN, SEARCH_FLAGS
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import SettingValue, by_flag
@@ -27,7 +26,7 @@ NODE_WORDS: Mapping[type[yaml.Node], str] = {
 }
 
 
-def read_settings(file: Path, errors: list[str]) -> dict[SettingName, SettingValue]:
+def read_settings(file: Path, errors: list[str]) -> dict[str, SettingValue]:
     """Return the settings of a YAML file, and add its faults to ``errors``.
 
     A value is the text of a flag's value: YAML's number parsing (010 is 8, 1:30 is 90, 1e-5 is
@@ -96,7 +95,7 @@ def read_lists(
     return found
 
 
-def to_yaml(recorded: Mapping[SettingName, object]) -> str:
+def to_yaml(recorded: Mapping[str, object]) -> str:
     """Return a file that repeats a run exactly, with --config and the same --seed."""
     body = yaml.safe_dump(by_flag(recorded), sort_keys=False)
     return f"{HEADER} Repeat it with dpmac train --config FILE; a seed is not saved.\n{body}"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
 from dpmac_cli.data.class_folders import is_hidden
 from dpmac_cli.data.complaints import left_out
@@ -79,7 +78,7 @@ def read_unlabelled(
     reading: Reading,
 ) -> Unlabelled:
     """Return new records for the model in ``file``. Raises InputError."""
-    settings: Mapping[SettingName, Any] = {}
+    settings: Mapping[str, Any] = {}
     with suppress(*folder.BROKEN):
         settings = folder.settings(file.parent)
     path, kind = _place(data)
@@ -145,7 +144,7 @@ def _misfits(
 def _table(
     path: Path,
     facts: Facts,
-    settings: Mapping[SettingName, Any],
+    settings: Mapping[str, Any],
     reader: TextReader | None,
     reading: Reading,
 ) -> Unlabelled:
@@ -161,7 +160,7 @@ def _table(
 def _files(
     root: Path,
     facts: Facts,
-    settings: Mapping[SettingName, Any],
+    settings: Mapping[str, Any],
     reader: TextReader | None,
 ) -> Unlabelled:
     """Return the images or texts in a folder and below it."""
@@ -180,7 +179,7 @@ def _files(
 
 
 def _images(
-    root: Path, names: Sequence[str], facts: Facts, settings: Mapping[SettingName, Any]
+    root: Path, names: Sequence[str], facts: Facts, settings: Mapping[str, Any]
 ) -> tuple[Callable[[slice], NDArray[np.uint8]], dict[int, str]]:
     """Return a function that decodes images, and faults that it fills."""
     (channels, height, width), faults = facts.shape, dict[int, str]()
@@ -208,7 +207,7 @@ def _images(
 
 
 def _checked(
-    x: NDArray[Any], path: Path, facts: Facts, settings: Mapping[SettingName, Any]
+    x: NDArray[Any], path: Path, facts: Facts, settings: Mapping[str, Any]
 ) -> Callable[[slice], NDArray[Any]]:
     """Return a function that reads arrays. Raises InputError if they do not fit the model."""
     try:
@@ -218,7 +217,7 @@ def _checked(
 
 
 def _arrays(
-    x: NDArray[Any], facts: Facts, settings: Mapping[SettingName, Any]
+    x: NDArray[Any], facts: Facts, settings: Mapping[str, Any]
 ) -> Callable[[slice], NDArray[Any]]:
     """Return a function that reads images or rows of numbers. Raises ValueError if they misfit."""
     images = facts.levels > 1

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.keywords import Keywords, SettingName, TrainingKeywords
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
@@ -91,14 +90,14 @@ class PrivateTraining(FixedSettings):
         *,
         loss: str | Loss | None = None,
         rule: Rule | None = None,
-        **keywords: Unpack[TrainingKeywords],
+        **keywords: Any,
     ) -> None:
         super().__init__()
         named, own = (loss, None) if isinstance(loss, str) else (None, loss)
         name = f"{type(model).__module__}:{type(model).__qualname__}"
         self._earlier = carried_by(model, own) if isinstance(model, nn.Module) else ()
         counted = tuple(training.done for training in self._earlier if training.private)
-        chosen: Keywords = {"dataset": data, "model": name}
+        chosen: dict[str, Any] = {"dataset": data, "model": name}
         if loss is not None:
             chosen["loss"] = named
         given = {} if settings is None else settings.explicit
@@ -230,7 +229,7 @@ class PrivateTraining(FixedSettings):
     def lr(self, rate: float) -> None:
         Settings(lr=rate)  # raises InputError
         optimizer = self.plan.optimizer.with_lr(rate)
-        recorded: dict[SettingName, Any] = {**self.plan.recorded, "lr": optimizer.hyper.lr}
+        recorded: dict[str, Any] = {**self.plan.recorded, "lr": optimizer.hyper.lr}
         self._plan = replace(self.plan, optimizer=optimizer, recorded=recorded)
         self._trainer.algorithm = replace(self._trainer.algorithm, hyper=optimizer.hyper)
 
@@ -295,7 +294,7 @@ class PrivateTraining(FixedSettings):
 def _with_loss(plan: TrainPlan, loss: Loss) -> TrainPlan:
     """Return a plan, and so a report, that names a function as the loss."""
     called = f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__qualname__)}"
-    recorded: dict[SettingName, Any] = {**plan.recorded, "loss": called}
+    recorded: dict[str, Any] = {**plan.recorded, "loss": called}
     recipe = replace(plan.recipe, loss=LossKind(called))
     return replace(plan, recipe=recipe, recorded=recorded)
 

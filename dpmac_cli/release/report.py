@@ -6,7 +6,6 @@ from importlib.metadata import version
 from typing import Any
 
 from dpmac_cli import __version__
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.data.schema import Source, listed
@@ -21,7 +20,7 @@ from dpmac_cli.tasks.task import Task
 
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 #: Settings that a report repeats with the public part of a network.
-OF_PUBLIC_PART: tuple[SettingName, ...] = (
+OF_PUBLIC_PART: tuple[str, ...] = (
     *("features", "backbone", "backbone_size"),
     *("train", "lora_rank", "lora_alpha"),
 )
@@ -91,7 +90,7 @@ def _dataset(plan: DataPlan, privacy: PrivacyPlan) -> dict[str, Any]:
 
 
 def _public_part(
-    network: NetworkPlan, recorded: Mapping[SettingName, Any], task: PreparedRun, trained: int
+    network: NetworkPlan, recorded: Mapping[str, Any], task: PreparedRun, trained: int
 ) -> dict[str, Any]:
     """Return the part of a network that was public before training; empty for most networks."""
     said = list(_said_of_public_part(network))

@@ -4,10 +4,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import Values
@@ -57,7 +56,7 @@ def resume(
     stop: Callable[[], bool] = lambda: False,
     data: Data | None = None,
     ranks: Ranks | None = None,
-    **keywords: Unpack[Keywords],
+    **keywords: Any,
 ) -> Iterator[RunEvent]:
     """Resume a run from its newest undamaged checkpoint, with its settings.
 
@@ -83,7 +82,7 @@ def fork(
     stop: Callable[[], bool] = lambda: False,
     data: Data | None = None,
     ranks: Ranks | None = None,
-    **keywords: Unpack[Keywords],
+    **keywords: Any,
 ) -> Iterator[RunEvent]:
     """Continue from a run's newest checkpoint with other settings, in a new folder.
 
@@ -100,7 +99,7 @@ def fork(
     return _published(forked_run(parent, _merged(flags, keywords), stop, data, ranks))
 
 
-def _merged(flags: Settings | Values | None, keywords: Keywords) -> Mapping[Any, Any]:
+def _merged(flags: Settings | Values | None, keywords: dict[str, Any]) -> Mapping[Any, Any]:
     """Return settings by name, of which keywords take precedence."""
     named: Mapping[Any, Any] = flags.explicit if isinstance(flags, Settings) else flags or {}
     return {**named, **keywords}

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from dpmac_cli.config.data import resolve_data
-from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.data.dataset import Data, standardisation
 from dpmac_cli.data.loaders import load_data
@@ -123,7 +123,7 @@ def _evaluated(model: nn.Module, facts: Facts, data: Data, known: Dataset) -> Ev
     return evaluate(model, data, data.test)
 
 
-def _chosen(file: Path, facts: Facts, given: Keywords) -> DataPlan:
+def _chosen(file: Path, facts: Facts, given: dict[str, Any]) -> DataPlan:
     """Return the data to score on. Raises InputError and ModelError."""
     dataset, beside = given["dataset"], file.parent / CONFIG
     schema = None if facts.table is None else TableSchema.model_validate(facts.table)

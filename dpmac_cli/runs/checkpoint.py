@@ -17,7 +17,6 @@ import safetensors.torch
 from torch import Tensor
 
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.sources import by_setting
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
@@ -211,15 +210,15 @@ def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
 def check_changes(
     run: Path,
     recorded: Mapping[str, Any],
-    given: Mapping[SettingName, Any],
+    given: Mapping[str, Any],
     flag: str,
-    fixed: Iterable[SettingName],
+    fixed: Iterable[str],
 ) -> None:
     """Reject changes of ``fixed`` settings; only paths of your own data and model may change.
 
     ``recorded`` has the settings of the run and ``given`` those typed together with ``flag``.
     """
-    moved: set[SettingName] = set()
+    moved: set[str] = set()
     before = by_setting(recorded)
     source, dataset = before["dataset"], given.get("dataset")
     model = given.get("model")

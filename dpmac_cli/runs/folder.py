@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import ChosenFolder, NewFolder
 from dpmac_cli.config.sources import is_setting
 from dpmac_cli.config.yaml_file import HEADER
@@ -290,7 +289,7 @@ def config(run: Path) -> dict[str, Any]:
     return dict(yaml.safe_load((run / CONFIG).read_bytes()))
 
 
-def settings(run: Path) -> dict[SettingName, Any]:
+def settings(run: Path) -> dict[str, Any]:
     """Return the settings in a run's config.yaml that this version has. Raises :data:`BROKEN`."""
     named = {str(flag).replace("-", "_"): value for flag, value in config(run).items()}
     return {name: value for name, value in named.items() if is_setting(name)}

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -13,7 +13,6 @@ from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
 from dpmac_cli.accounting.statements import format_epsilon, statement
-from dpmac_cli.config.keywords import StepKeywords
 from dpmac_cli.config.plan import PrivacyPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
@@ -89,7 +88,7 @@ class PrivateStep(FixedSettings):
         sampling: BatchSampling | OwnLoader,
         example: Batch | None = None,
         rule: Rule | None = None,
-        **keywords: Unpack[StepKeywords],
+        **keywords: Any,
     ) -> None:
         super().__init__()
         check_arguments(model, loss, sampling, keywords)

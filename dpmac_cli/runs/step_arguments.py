@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
-from dpmac_cli.config.keywords import Keywords, StepKeywords
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.clipping.batches import Batch, check_rows, map_rows, samples_in
 from dpmac_cli.errors import InputError, ModelError, raise_errors
 
@@ -35,7 +35,7 @@ def check_arguments(
             "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256), "
             f"RandomAllocation(...), Cyclic(...) or OwnLoader(...), not {sampling!r}."
         )
-    known = StepKeywords.__annotations__
+    known = [name for name, option in SETTINGS.items() if option.flag.of_step]
     errors += [
         f"PrivateStep has no setting '{name}'. It has {', '.join(known)}."
         for name in keywords
@@ -45,10 +45,10 @@ def check_arguments(
 
 
 def settings_of(
-    model: nn.Module, sampling: BatchSampling | OwnLoader, keywords: StepKeywords
-) -> Keywords:
+    model: nn.Module, sampling: BatchSampling | OwnLoader, keywords: dict[str, Any]
+) -> dict[str, Any]:
     """Return all settings that a program gave."""
-    named: Keywords = {
+    named: dict[str, Any] = {
         "model": f"{type(model).__module__}:{type(model).__qualname__}",
         "batch_size": sampling.batch_size,
         "sampler": sampling.sampler,

@@ -10,7 +10,6 @@ import torch
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.config.settings import SETTINGS
@@ -194,7 +193,7 @@ def _newest(where: Path) -> checkpoint.Checkpoint:
 
 
 def _resumed(
-    where: Path, given: Mapping[SettingName, Any], ranks: Ranks | None
+    where: Path, given: Mapping[str, Any], ranks: Ranks | None
 ) -> tuple[TrainPlan, Inherited]:
     saved = _newest(where)
     recorded, step = saved.record["config"], saved.step
@@ -228,12 +227,12 @@ def _resumed(
 
 
 def _check_unchanged(
-    where: Path, plan: TrainPlan, recorded: Mapping[str, Any], given: Mapping[SettingName, Any]
+    where: Path, plan: TrainPlan, recorded: Mapping[str, Any], given: Mapping[str, Any]
 ) -> None:
     """Raise InputError for settings that differ from those of the run."""
-    placed: tuple[SettingName, ...] = ("out", "force")
-    here: tuple[SettingName, ...] = ("seed", *placed)
-    changes: dict[SettingName, str] = {name: f"--{name}" for name in here if name in given}
+    placed: tuple[str, ...] = ("out", "force")
+    here: tuple[str, ...] = ("seed", *placed)
+    changes: dict[str, str] = {name: f"--{name}" for name in here if name in given}
     before = by_setting(recorded)
     for name, value in plan.recorded.items():
         # A dataset or model at another path is compared by its fingerprint.
@@ -253,7 +252,7 @@ def _check_unchanged(
     )
 
 
-def _forked(parent: Path, given: Mapping[SettingName, Any]) -> tuple[TrainPlan, Inherited]:
+def _forked(parent: Path, given: Mapping[str, Any]) -> tuple[TrainPlan, Inherited]:
     saved = _newest(parent)
     recorded, step = saved.record["config"], saved.step
     check_changes(parent, recorded, given, "--fork", FIXED)

@@ -7,7 +7,6 @@ from typing import Any, TypedDict, cast
 
 import torch
 
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.config.sources import by_flag
@@ -57,7 +56,7 @@ def brief_workers(
     _agree(ranks, task, trainer)
 
 
-def run_worker(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
+def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
     """Receive the run from rank 0, and work on it until rank 0 ends it.
 
     ``local`` has the settings of this machine, ``data_dir`` and ``device``. Raises DpmacError if

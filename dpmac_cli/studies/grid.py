@@ -7,13 +7,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from dpmac_cli.config.fields import Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, near, unknown
-from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.named import PAPER, RECIPES, file_of
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
@@ -35,15 +34,14 @@ STUDY = "Study"
 ASIDE = tuple(name for name, option in SETTINGS.items() if not option.flag.labels)
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
 DEFAULT_SEEDS = "3"
-StudyName = Literal[SettingName, "optimizers", "seeds"]
 #: Settings of a study besides the optimizers.
-STUDIED: Mapping[StudyName, Option] = {
+STUDIED: Mapping[str, Option] = {
     name: option for name, option in SETTINGS.items() if option.flag.studied
 }
 #: Settings with one value in a study, and why.
 _SPLIT = "some records would be trained on in one run and tested on, without noise, in another"
 _OTHER = "For another value, compare again with another --out"
-ONE_VALUE: Mapping[StudyName, str] = {
+ONE_VALUE: Mapping[str, str] = {
     "recipe": f"optimizers are compared within one recipe. {_OTHER}",
     "metric": "compare again to rank the same runs by another",
     "dataset": f"the epsilon of a study is for runs on the same records. {_OTHER}",
@@ -70,7 +68,7 @@ class StudyFlags(Flags, frozen=True):
 
 
 #: Settings that a file or a program may give a study. ``optimizer`` is as in a run's file.
-KNOWN: Mapping[StudyName, Option] = {
+KNOWN: Mapping[str, Option] = {
     **STUDIED,
     "optimizer": SETTINGS["optimizer"],
     **options(StudyFlags),
@@ -144,7 +142,7 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     """
     errors: list[str] = []
     given = {} if file is None else _read(Path(file), errors)
-    names: dict[str, StudyName] = {name: name for name in KNOWN}
+    names: dict[str, str] = {name: name for name in KNOWN}
     errors += [unknown(name, KNOWN) for name in flags if name not in names]
     typed = {
         names[name]: _split(names[name], value)
@@ -167,21 +165,19 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     return _build({**varied, "optimizer": optimizers}, seeds, Path(root))
 
 
-def _read(file: Path, errors: list[str]) -> dict[StudyName, list[str]]:
+def _read(file: Path, errors: list[str]) -> dict[str, list[str]]:
     """Return the values of each setting of a YAML file, and add its faults to ``errors``."""
     found = read_lists(file, KNOWN, errors)
     return {name: [v for text in found[name] for v in _split(name, text)] for name in found}
 
 
-def _over(
-    below: Mapping[StudyName, list[str]], above: Mapping[StudyName, list[str]]
-) -> dict[StudyName, list[str]]:
+def _over(below: Mapping[str, list[str]], above: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """Merge settings, where those ``above`` take precedence, also over what they exclude."""
     replaced = {name for group in EXCLUSIVE if not above.keys().isdisjoint(group) for name in group}
     return {name: values for name, values in below.items() if name not in replaced} | dict(above)
 
 
-def _faults_of_several(given: Mapping[StudyName, list[str]]) -> Iterator[str]:
+def _faults_of_several(given: Mapping[str, list[str]]) -> Iterator[str]:
     """Yield the faults of settings with several values that a study needs one of."""
     for name, why in ONE_VALUE.items():
         if len(given.get(name, ())) > 1:
@@ -189,7 +185,7 @@ def _faults_of_several(given: Mapping[StudyName, list[str]]) -> Iterator[str]:
             yield f"--{flag_name(name)} {both}: a study has one value of it: {why}."
 
 
-def _faults_of_values(given: Mapping[SettingName, list[str]]) -> Iterator[str]:
+def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
     """Yield the faults of single values."""
     for name, values in given.items():
         for value in values:
@@ -199,13 +195,13 @@ def _faults_of_values(given: Mapping[SettingName, list[str]]) -> Iterator[str]:
                 yield from failure.errors
 
 
-def _meant(name: SettingName, text: str) -> str | bool:
+def _meant(name: str, text: str) -> str | bool:
     """Return a value as in flags and YAML: bool for a switch."""
     switches = {"true": True, "false": False}
     return switches.get(text.lower(), text) if SETTINGS[name].switch else text
 
 
-def _split(name: StudyName, value: Any) -> list[str]:
+def _split(name: str, value: Any) -> list[str]:
     text = str(value)
     return [text] if KNOWN[name].flag.comma else [part.strip() for part in text.split(",")]
 
@@ -236,14 +232,14 @@ def _seeds(texts: Sequence[str], errors: list[str]) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def _build(given: Mapping[SettingName, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
+def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
     count = math.prod(map(len, given.values())) * len(seeds)
     if count > MOST_RUNS:  # check before resolving runs, which takes time
         raise InputError(
             f"{count:,} combinations of values and seeds; a study has at most {MOST_RUNS:,}."
         )
     column = _column(given)
-    axes: list[SettingName] = ["optimizer"]
+    axes: list[str] = ["optimizer"]
     axes += [name for name, of in given.items() if len(of) > 1 and name not in (*axes, column)]
     cells: dict[tuple[Labels, float], TrainPlan] = {}
     errors: dict[str, None] = {}
@@ -269,14 +265,14 @@ def _build(given: Mapping[SettingName, list[str]], seeds: tuple[int, ...], root:
 
 
 def _combinations(
-    given: Mapping[SettingName, list[str]], axes: Sequence[SettingName]
-) -> Iterator[tuple[Labels, dict[SettingName, Any]]]:
+    given: Mapping[str, list[str]], axes: Sequence[str]
+) -> Iterator[tuple[Labels, dict[str, Any]]]:
     """Yield the labels and the settings of each combination of values.
 
     A setting of another optimizer does not change a run: it is left out, and its label is empty.
     """
     for values in itertools.product(*given.values()):
-        flags: dict[SettingName, Any] = dict(zip(given, map(_meant, given, values), strict=True))
+        flags: dict[str, Any] = dict(zip(given, map(_meant, given, values), strict=True))
         labels = {name: str(flags[name]) for name in axes}
         used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
         for name in axes:
@@ -293,7 +289,7 @@ def _placed(plan: TrainPlan, seed: int, root: Path, labels: Labels, column: floa
     return Run(seeded.placed(ChosenFolder(folder, force=True)), folder, seed, labels, column)
 
 
-def _column(given: Mapping[SettingName, list[str]]) -> str:
+def _column(given: Mapping[str, list[str]]) -> str:
     """Return the setting whose values are columns: the noise, or a budget that it is chosen for."""
     noise = not given.keys().isdisjoint(("sigma", "no_dp")) or given.get("recipe") == [PAPER]
     return "epsilon" if "epsilon" in given or not noise else "sigma"

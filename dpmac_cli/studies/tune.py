@@ -16,9 +16,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
-from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.search_space import SearchSpace, ask_search
 from dpmac_cli.config.transfer import Transfer
@@ -165,7 +164,7 @@ def tune(
     on: str | None = None,
     score_on: str | None = None,
     stop: Callable[[], bool] = lambda: False,
-    **keywords: Unpack[Keywords],
+    **keywords: Any,
 ) -> Iterator[SearchEvent]:
     """Search for the best settings, within the target epsilon, and publish the best trial.
 
