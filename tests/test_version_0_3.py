@@ -1,0 +1,94 @@
+"""Runs that version 0.3 wrote are still read, scored, priced and listed.
+
+The folder has a run of classes (digits, seeded), of a number (a table with units and covered
+scores), of several numbers (a table), and the result of a search.
+"""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpmac_cli import load_model, predict, score
+from tests.typed import dpmac
+
+RUNS = Path(__file__).parent / "version_0_3"
+NAMES = ("classes", "number", "numbers", "search")
+NEW = "age,smoker,id\n30,no,a\n80,yes,b\n"
+
+
+@pytest.fixture(params=NAMES)
+def run(request: pytest.FixtureRequest) -> Path:
+    return RUNS / str(request.param)
+
+
+def report_of(run: Path) -> Any:
+    return json.loads((run / "report.json").read_text())
+
+
+@pytest.mark.privacy
+def test_epsilon_of_a_report_is_recomputed(run: Path) -> None:
+    privacy = report_of(run)["privacy"]
+    shown = dpmac("account", run, "--json")
+    assert shown.exit_code == 0, shown.output
+    rows = json.loads(shown.stdout)["rows"]
+    assert rows[0]["epsilon"] == pytest.approx(privacy["epsilon"], rel=1e-9)
+
+
+def test_a_model_is_loaded_with_its_facts(run: Path) -> None:
+    loaded = load_model(run)
+    assert loaded.facts["privacy"] == report_of(run)["privacy"]
+    assert not loaded.model.training
+
+
+@pytest.mark.parametrize("name", ["classes", "search"])
+def test_a_classifier_has_the_scores_of_its_report(name: str) -> None:
+    scored = score(RUNS / name, device="cpu")
+    assert scored.covered == (name == "search")
+    if not scored.covered:
+        test = report_of(RUNS / name)["test"]
+        assert scored.result.values()["accuracy"] == test["accuracy"]
+        assert scored.result.loss == pytest.approx(test["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("number", {"predicted": (439.8664, 171.5408)}),
+        (
+            "numbers",
+            {"predicted_cost": (299.9936, 433.7785), "predicted_days": (13.5132, 20.56601)},
+        ),
+    ],
+)
+def test_numbers_are_predicted_as_version_0_3_did(
+    name: str, columns: dict[str, tuple[float, ...]], tmp_path: Path
+) -> None:
+    (tmp_path / "new.csv").write_text(NEW)
+    predict(RUNS / name, tmp_path / "new.csv", device="cpu").write(tmp_path / "p.csv")
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert [row["id"] for row in rows] == ["a", "b"]
+    for column, values in columns.items():
+        assert [float(row[column]) for row in rows] == pytest.approx(values, rel=1e-4)
+
+
+def test_runs_are_listed_with_their_scores() -> None:
+    shown = dpmac("runs", RUNS, "--json")
+    found = {Path(entry["folder"]).name: entry for entry in json.loads(shown.stdout)["runs"]}
+    assert found.keys() == {*NAMES}
+    assert {entry["state"] for entry in found.values()} == {"finished"}
+    for name, entry in found.items():
+        assert entry["epsilon"] == report_of(RUNS / name)["privacy"]["epsilon"]
+        assert entry["dataset"] == report_of(RUNS / name)["dataset"]["name"]
+
+
+def test_cards_and_pages_are_written(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    card = dpmac("card", copy, "--contact", "dpo@clinic.example")
+    assert "| contact | dpo@clinic.example |" in card.stdout
+    page = dpmac("report", copy, "--html", tmp_path / "page.html")
+    assert page.exit_code == 0, page.output
+    assert "<svg" in (tmp_path / "page.html").read_text()
