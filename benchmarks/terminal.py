@@ -33,7 +33,7 @@ COMMANDS = (
     "dpmac train --resume mnist",
     "dpmac eval mnist",
     "dpmac account mnist",
-    "dpmac card mnist --format html",
+    "dpmac card mnist",
     "dpmac compare --dataset digits --optimizers dp-sgd,dp-adam --seeds 2 --steps 20 --out study",
     "dpmac cache",
 )

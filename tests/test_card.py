@@ -22,7 +22,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.release import run
-from dpmac_cli.release.model_card import model_card
+from dpmac_cli.release.card import model_card
 from dpmac_cli.release.model_file import load_model, save_model
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import public_facts

@@ -16,21 +16,28 @@ from dpmac_cli.studies.grid import StudyFlags
 #: Names of options in torch, Opacus and TensorFlow Privacy, and other common names.
 OTHER_NAMES = {**other_names(SETTINGS), **other_names(options(StudyFlags))}
 
+#: Options of earlier versions, and what to type instead.
+REMOVED = {
+    "--format": "The card is Markdown. For a web page, type: dpmac report RUN --html FILE",
+}
+
 
 class Command(TyperCommand):
-    """A command that suggests its own option for the option name of another library."""
+    """A command that suggests what to type instead of options of other libraries or versions."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the arguments and options."""
         return plain_switches(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; exit with a usage error for the option name of another library."""
+        """Parse arguments; exit with a usage error for the option of another library or version."""
         ours = {name for parameter in self.params for name in parameter.opts}
         for typed in (arg.partition("=")[0] for arg in args):
             known = f"--{OTHER_NAMES.get(typed.removeprefix('--').replace('_', '-'))}"
             if typed.startswith("--") and known in ours:
                 ctx.fail(f"No such option: {typed}. In dpmac it is called {known}.")
+            if typed in REMOVED and typed not in ours:
+                ctx.fail(f"No such option: {typed}. {REMOVED[typed]}")
         return super().parse_args(ctx, args)
 
 

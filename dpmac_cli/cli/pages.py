@@ -9,23 +9,16 @@ from rich.text import Text
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, take, with_options
 from dpmac_cli.cli.written_files import ReplaceFile, faults_of_file
-from dpmac_cli.config.fields import Choice, Flag, SomePath, options
+from dpmac_cli.config.fields import Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import OUTPUT, SETTINGS, Debug
 from dpmac_cli.errors import raise_errors
-from dpmac_cli.release.card import FORMATS, render_card, run_page
+from dpmac_cli.release.card import answered_card
+from dpmac_cli.release.page import run_page
 from dpmac_cli.storage.files import write_atomically
 from dpmac_cli.studies.tables import COMPARE_JSON, study_page
 
 DEBUG = {"debug": SETTINGS["debug"]}
-
-
-class Format(Flags, frozen=True):
-    """Output format of ``dpmac card``."""
-
-    format: Annotated[
-        str, Choice(tuple(FORMATS)), Field(description="Output format."), Flag(OUTPUT)
-    ] = "md"
 
 
 class CardAnswers(Flags, frozen=True):
@@ -70,25 +63,23 @@ class ReportFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@with_options(argument("run", "A run folder."), options(Format), options(CardAnswers), DEBUG)
+@with_options(argument("run", "A run folder."), options(CardAnswers), DEBUG)
 def card(run: Path, **given: Any) -> None:
-    """Print the model card of a run as Markdown, as a web page or as a registry entry.
+    """Print the model card of a run as Markdown.
 
     The card answers the questions of NIST SP 800-226. Answers that only you know are "to be
-    filled in" until you provide them here. registry-yaml is for OpenDP's registry of
-    deployments.
+    filled in" until you provide them here. For a web page, use dpmac report.
 
-    Example: dpmac card runs/scans-dp-adam-1 --format html --contact "dpo@clinic.example" >
-    card.html
+    Example: dpmac card runs/scans-dp-adam-1 --contact "dpo@clinic.example" > card.md
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    answers, flags = take(CardAnswers, given), take(Format, given)
+    answers = take(CardAnswers, given)
     rows = {
         name.replace("_", " "): " ".join(text.split()) for name, text in answers.explicit.items()
     }
     written = {name: text for name, text in rows.items() if text}
-    console.print_result(render_card(run, flags.format, written))
+    console.print_result(answered_card(run, written))
 
 
 @with_options(argument("path", "A run folder, or a folder of dpmac compare."), options(ReportFlags))

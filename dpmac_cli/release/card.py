@@ -1,42 +1,32 @@
-"""Render the model card of a run as a web page, or as an entry for a public registry.
-
-The registry is OpenDP's (github.com/opendp/deployments-registry-data, schema of commit 617ad17).
-"""
+"""Model card of a run as Markdown, and with the answers that only its publisher knows."""
 
 import functools
-import json
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter
-
-from dpmac_cli.accounting.pricing import price
-from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.accounting import statements
+from dpmac_cli.accounting.events import SAMPLERS
+from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.errors import InputError
-from dpmac_cli.plots import as_svg, course, trade_offs
-from dpmac_cli.release.report_file import read_report
 from dpmac_cli.runs import folder
-from dpmac_cli.tasks.known import headline_in, task_in
+from dpmac_cli.tasks.known import task_in
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from matplotlib.figure import Figure
+    from torch import nn
 
-FORMATS = ("md", "html", "registry-yaml")
 #: Placeholder in a card for answers that its author must provide.
 OPEN = "to be filled in"
 
 
 @functools.cache  # compiling them takes as long as a short run
 def templates() -> "Environment":
-    """Return the templates of cards. They do not escape: pages must get escaped values."""
+    """Return the templates of cards and pages. They do not escape: pages get escaped values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  (help is fast)
 
-    environment = Environment(  # noqa: S701  (Markdown and YAML; a page gets escaped parts)
+    environment = Environment(  # noqa: S701  (Markdown; a page gets escaped parts)
         loader=PackageLoader("dpmac_cli.release", ""),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -45,7 +35,7 @@ def templates() -> "Environment":
     )
     environment.filters |= {
         "fmt": format,
-        "epsilon": format_epsilon,
+        "epsilon": statements.format_epsilon,
         "as_code": _as_code,
         "as_text": _as_text,
     }
@@ -64,78 +54,53 @@ def _as_text(text: str) -> str:
     return re.sub(r"([\\`*<>|\[\]])", r"\\\1", text)
 
 
-def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:
-    """Return the model card of a run.
+def model_card(report: Mapping[str, Any], model: "nn.Module") -> str:
+    """Return the model card of a run as Markdown; layers of plain models become code."""
+    template, task = templates().get_template("model_card.md.jinja"), task_in(report)
+    return template.render(
+        report,
+        task=task,
+        usage=task.usage,
+        score=report["test"][task.headline.key],
+        score_interval=report["test"][f"{task.headline.key}_interval"],
+        network=model if _is_plain(model) else None,
+        recipe_defaults=RECIPE_DEFAULTS,
+        no_privacy=statements.NO_PRIVACY,
+        to_be_filled_in=OPEN,
+        samplers=SAMPLERS,
+    )
+
+
+def _is_plain(model: "nn.Module") -> bool:
+    """Return whether a network is a sequence of torch layers."""
+    from torch import nn  # noqa: PLC0415  (dpmac card needs none)
+
+    return type(model) is nn.Sequential and all(
+        type(layer).__module__.startswith("torch.nn.") and not list(layer.children())
+        for layer in model.children()
+    )
+
+
+def answered_card(run: Path, answers: Mapping[str, str]) -> str:
+    """Return the model card of a run as Markdown, with answers in their rows.
 
     Args:
         run: folder of the run.
-        kind: a name in :data:`FORMATS`.
         answers: answers that the run does not know, by the names of the card's rows.
 
     Raises:
-        InputError: the run has no card or report, or they were edited; it does not fit the
-            registry; or there is no place for an answer, or it cannot be displayed.
+        InputError: the run has no card, or its files were edited; or there is no place for an
+            answer, or it cannot be displayed.
     """
     if run.is_file():
         raise InputError(f"{run} is a file. Name the folder of the run.")
     folder.check_unchanged(run)
-    for row, answer in answers.items():
-        if not answer.isprintable():
-            raise InputError(f"The answer to '{row}' has characters that cannot be displayed.")
-    if kind == "registry-yaml":
-        return _registry_entry(run, answers)
     _, text = folder.read_run_file(run, folder.CARD, "Name a run folder of dpmac train.")
     card = text.decode()
     for row, answer in answers.items():
+        if not answer.isprintable():
+            raise InputError(f"The answer to '{row}' has characters that cannot be displayed.")
         if (place := f"| {row} | {OPEN} |") not in card:
             raise InputError(f"The card of {run} has no row '{row}': it promises no privacy.")
         card = card.replace(place, f"| {row} | {_as_text(answer)} |")
-    return card if kind == "md" else web_page(card)
-
-
-def web_page(text: str, pictures: Mapping[str, "Figure"] | None = None) -> str:
-    """Convert Markdown to a self-contained web page, with titled pictures below."""
-    from markdown_it import MarkdownIt  # noqa: PLC0415  (help is fast)
-
-    drawn = {escape(title): as_svg(figure) for title, figure in (pictures or {}).items()}
-    body = MarkdownIt("js-default").enable("table").render(text)
-    title = escape(re.sub(r"\\(.)", r"\1", text.partition("\n")[0].removeprefix("# ")))
-    template = templates().get_template("card.html.jinja")
-    return template.render(title=title, body=body, pictures=drawn)
-
-
-def run_page(run: Path) -> str:
-    """Return a web page of a run: model card, training curves, bounds on attacks, settings.
-
-    Raises InputError if it has no card, report or metrics.
-    """
-    card, report = render_card(run, "md", {}), read_report(run)
-    _, lines = folder.read_run_file(run, folder.METRICS, "Name a run folder of dpmac train.")
-    points = [json.loads(line) for line in lines.splitlines()]
-    metric = headline_in(points[0] if points else {})
-    pictures = {f"Test {metric.title} and epsilon": course(points, metric.logged)}
-    if report.delta is not None:
-        row = price(report.training_events(), report.delta, unit=report.unit, search=report.search)
-        pictures["What any membership attack can reach"] = trade_offs([row])
-    settings = (run / folder.CONFIG).read_text(encoding="utf-8")
-    return web_page(f"{card}\n## Settings\n\n```yaml\n{settings}```\n", pictures)
-
-
-def _registry_entry(run: Path, answers: Mapping[str, str]) -> str:
-    """Return an entry of the registry, as YAML. Raises InputError."""
-    from jinja2 import UndefinedError  # noqa: PLC0415  (help is fast)
-
-    if read_report(run).epsilon is None:
-        raise InputError(f"{run} has no finite epsilon, so it does not fit the privacy registry.")
-    file, text = folder.read_run_file(run, folder.REPORT, "Name a run folder of dpmac train.")
-    report = TypeAdapter(dict).validate_json(text)
-    date = datetime.fromtimestamp(file.stat().st_mtime, UTC).date().isoformat()
-    template = templates().get_template("registry.yaml.jinja")
-    try:
-        answered = {name: answers.get(name, OPEN) for name in report["statement"]["open"]}
-        noun = task_in(report).usage.noun
-        return template.render(report, answers=answered, date=date, noun=noun)
-    except (LookupError, TypeError, ValueError, UndefinedError) as missing:
-        raise InputError(
-            f"{file} was written by an older dpmac and lacks required facts ({missing})."
-        ) from missing
+    return card

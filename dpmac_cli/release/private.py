@@ -22,7 +22,6 @@ from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release.notebook import of_privacy
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
@@ -33,7 +32,6 @@ from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session
 from dpmac_cli.runs.setup import make_trainer, unit_of
 from dpmac_cli.storage.progress import outcome
-from dpmac_cli.tasks.notebook import as_html
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, check_composable
@@ -165,16 +163,6 @@ class PrivateTraining(FixedSettings):
             f"which cost {format_epsilon(cost)}{spent} alone. To leave them out, start from a new "
             "network.",
         )
-
-    def _repr_html_(self) -> str:
-        """Return the privacy so far, for a notebook."""
-        privacy, facts = self.plan.privacy, self.plan.data.facts
-        counted = "units" if self.plan.data.found.unit else "records"
-        delta = privacy.delta if privacy.private else None
-        rows = of_privacy(self.epsilon, delta, privacy.unit)
-        done = f"{self._begun:,} of {self._steps:,}"
-        rows += [("trains on", f"{facts.train_size:,} {counted}"), ("steps", done)]
-        return as_html("Private training", rows)
 
     def __len__(self) -> int:
         """Return the total number of steps."""

@@ -5,17 +5,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from dpmac_cli.release import audit
-from dpmac_cli.release.model_card import model_card
+from dpmac_cli.release.card import model_card
 from dpmac_cli.release.model_file import save_model
-from dpmac_cli.release.notebook import of_report
 from dpmac_cli.release.report import build_report, public_facts
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
 from dpmac_cli.runs.session import Session
 from dpmac_cli.storage import files
 from dpmac_cli.storage.report_keys import ReportKeys
-from dpmac_cli.tasks.notebook import as_html
-from dpmac_cli.training.evaluation import EXACT
 
 State = Literal["finished", "interrupted", "budget-spent"]
 
@@ -27,14 +24,6 @@ class Finished:
     report: dict[str, Any] = field(repr=False)
     folder: Path
     state: State
-
-    def _repr_html_(self) -> str:
-        """Return the numbers that matter, for a notebook."""
-        note = f"The report, the model card and the model are in {self.folder}."
-        privacy = cast(ReportKeys, self.report)["privacy"]
-        if privacy["private"] and not privacy["covered_scores"]:
-            note = f"{EXACT} {note}"
-        return as_html(f"Run, {self.state}", of_report(self.report), note)
 
 
 def publish(session: Session, total_seconds: float) -> Finished:

@@ -17,13 +17,10 @@ from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import load_model, load_trial, read_facts, text_reader
-from dpmac_cli.release.notebook import of_claim
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
-from dpmac_cli.storage.report_keys import PrivacyPart
-from dpmac_cli.tasks.notebook import as_html
-from dpmac_cli.training.evaluation import EXACT, Evaluation, evaluate
+from dpmac_cli.training.evaluation import Evaluation, evaluate
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,6 @@ class Scored:
     """Results of a model file on every test sample.
 
     ``covered``: its run released scores with noise. ``held_out``: there was no test set.
-    ``privacy``: that of the model, as in its report.
     """
 
     result: Evaluation
@@ -39,12 +35,6 @@ class Scored:
     path: Path
     covered: bool = False
     held_out: bool = False
-    privacy: PrivacyPart | None = None
-
-    def _repr_html_(self) -> str:
-        """Return the numbers that matter, for a notebook."""
-        guarantee = [] if self.privacy is None else of_claim(self.privacy)
-        return as_html(f"{self.path} on {self.dataset}", [*guarantee, *self.result.rows()], EXACT)
 
 
 def score(
@@ -95,7 +85,6 @@ def score(
         path=file,
         covered=facts.covered_scores is not None,
         held_out=plan.found.held_out,
-        privacy=released.facts["privacy"],
     )
 
 

@@ -31,8 +31,8 @@ MODEL = "model.safetensors"
 WANTED_MODEL = f"Use a run folder of dpmac train, or a {MODEL}."
 CARD = "model-card.md"
 AUDIT = "audit.json"
-#: Scores for TensorBoard, which reads every file with "tfevents" in its name.
-TENSORBOARD = "events.out.tfevents.dpmac"
+#: Pattern of files with scores for TensorBoard.
+TENSORBOARD = "events.out.tfevents.*"
 CHECKPOINTS = "checkpoint"
 LOCK = ".lock"
 #: File in the folder of checkpoints with the steps that may have begun.
@@ -243,7 +243,8 @@ def clear(run: Path, *, keep_ledger: bool = False) -> None:
     private = run / CHECKPOINTS
     ledger = private / LEDGER
     saved = [path for path in private.rglob("*") if path != ledger and not path.is_dir()]
-    for path in (*saved, *(run / name for name in (SUMS, *SEALED, ATTEMPTS, TENSORBOARD))):
+    public = (run / name for name in (SUMS, *SEALED, ATTEMPTS))
+    for path in (*saved, *public, *run.glob(TENSORBOARD)):
         path.unlink(missing_ok=True)
     if not keep_ledger:
         ledger.unlink(missing_ok=True)

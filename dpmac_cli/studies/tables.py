@@ -12,7 +12,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.plots import means
-from dpmac_cli.release.card import web_page
+from dpmac_cli.release.page import web_page
 from dpmac_cli.runs import folder
 from dpmac_cli.storage.files import finite_or_none, to_csv, to_json, write_atomically
 from dpmac_cli.storage.report_keys import StudyKeys

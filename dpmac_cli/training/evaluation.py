@@ -19,13 +19,9 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     find_manner,
 )
 from dpmac_cli.dp.losses import build_loss
-from dpmac_cli.errors import counted
-from dpmac_cli.tasks.notebook import Line, as_html, of_score
 from dpmac_cli.tasks.task import Results, Task
 from dpmac_cli.torch_errors import code_of_network
 
-#: Said of scores that were computed from test records without noise.
-EXACT = "Exact scores of the test records, which epsilon does not cover."
 #: Number of records to score at a time, and largest number of values in their images.
 RECORDS, NUMBERS = 2048, 2048 * 3 * 32 * 32
 #: Number of rows in each batch in which no record may round another. It does not depend on the
@@ -94,21 +90,6 @@ class Evaluation:
     def values(self) -> dict[str, Any]:
         """Return the scores in a report, as JSON values."""
         return self.results.values()
-
-    def rows(self) -> list[Line]:
-        """Return the score, the loss and the number of records in words, for a notebook."""
-        metric, values = self.task.headline, self.results.metrics()
-        ends = self.results.intervals({metric.name: values[metric.name]}).get(metric.name)
-        units = "" if self.units is None else f" of {counted(len(self.units), 'unit')}"
-        return [
-            of_score(metric, values[metric.name], ends),
-            ("test loss", f"{self.loss:.4f}"),
-            ("tested on", f"{counted(self.samples, 'record')}{units}"),
-        ]
-
-    def _repr_html_(self) -> str:
-        """Return the numbers that matter, for a notebook."""
-        return as_html("Evaluation", self.rows(), EXACT)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 from dpmac_cli.accounting.events import Scores
 from dpmac_cli.data.units import Units
 from dpmac_cli.dp.mechanism import GRID
-from dpmac_cli.errors import counted
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.tasks.intervals import REACH, TAIL, clopper_pearson, widened
-from dpmac_cli.tasks.notebook import as_html, of_score
 from dpmac_cli.tasks.task import Interval, Task
 from dpmac_cli.training.evaluation import Evaluation
 
@@ -59,16 +57,6 @@ class PrivateScore:
     def score(self) -> float:
         """Headline metric, such as the accuracy; nan if no score was released."""
         return self.share * self.task.width
-
-    def _repr_html_(self) -> str:
-        """Return the score and the number of units, for a notebook."""
-        score = None if math.isnan(self.score) else self.score
-        ends = None if score is None else self.score_interval
-        rows = [
-            of_score(self.task.headline, score, ends),
-            ("tested on", counted(self.samples, "unit")),
-        ]
-        return as_html("Score with noise", rows, "Epsilon covers the test records.")
 
     @property
     def noise(self) -> float:

@@ -72,7 +72,7 @@ def test_a_model_of_a_registered_dataset_is_scored_and_predicted_with(digits: Pa
     _done("eval", digits / "model.safetensors", "--dataset", "digits", "--json")
     _done("predict", digits, "new.npz")
     _done("card", digits)
-    _done("card", digits, "--format", "html")
+    _done("card", digits)
     _done("cache")
 
 

@@ -4,20 +4,36 @@ import json
 import re
 import shutil
 import subprocess
+from html import escape
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from dpmac_cli.plots import COLOURS
+from dpmac_cli.plots import COLOURS, trade_offs
+from dpmac_cli.release.page import web_page
 from dpmac_cli.runs import folder
-from tests.cli.test_card import Page
 from tests.digits_runs import train_digits
 from tests.typed import dpmac
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Page(HTMLParser):
+    """Tags and links of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        self.sources += [value for name, value in attrs if name in ("src", "href") and value]
 
 
 def pictures(text: str) -> list[ElementTree.Element]:
@@ -49,6 +65,14 @@ def test_the_page_of_a_run_has_card_course_attacks_and_settings(tmp_path: Path) 
     markers = [use for use in course.iter(f"{SVG}use") if use.get("y") is not None]
     assert len(markers) > 4  # two epochs in each of two panels, and ticks
     assert attacks.find(f".//{SVG}path") is not None
+
+
+def test_the_page_shows_no_markup_of_its_author() -> None:
+    marks = "<b>*a* | `b` [c](d)\\\n\te"
+    text = web_page("# A *title*\n\n<script>alert(1)</script>\n", {marks: trade_offs([])})
+    assert "script" not in Page(text).tags
+    assert "&lt;script&gt;" in text
+    assert f"<h2>{escape(marks)}</h2>" in text
 
 
 @pytest.mark.long
