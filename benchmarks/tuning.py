@@ -21,6 +21,7 @@ import argparse
 import csv
 import importlib.util
 import io
+import json
 import lzma
 import math
 import multiprocessing
@@ -46,19 +47,19 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.search_space import SearchSpace, ask_search
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.release.scoring import score
+from dpmac_cli.runs.folder import REPORT
 from dpmac_cli.storage.paths import data_folder
-from dpmac_cli.studies.trial_scores import covered_score
-from dpmac_cli.studies.tune import carry_out_search, plan_tune
+from dpmac_cli.studies.search import SearchSpace, plan_search
+from dpmac_cli.studies.tune import carry_out, covered_score
 
 #: Settings to draw, by name of a search space.
-SPACES: dict[str, tuple[str, ...]] = {
-    "near": (),
-    "wide": ("lr=1e-4..1:log", "clip-norm=0.1,1,10", "epochs=5,10,20,40"),
+SPACES: dict[str, dict[str, str]] = {
+    "near": {},
+    "wide": {"lr": "1e-4:1", "clip_norm": "0.1,1,10", "epochs": "5,10,20,40"},
 }
 #: Training and test images of the part of MNIST.
 IMAGES = (6_000, 2_000)
@@ -154,8 +155,7 @@ def defaults(space: SearchSpace, given: Given, out: Path, seed: int) -> float:
 def tuned(space: SearchSpace, given: Given, out: Path, seed: int) -> float:
     """Return the accuracy of the result of a search."""
     del given, seed
-    # Only trials that count are trained: its end is not observed.
-    finish(carry_out_search(plan_tune(space, out, stop_early=True, longest=1.0)))
+    finish(carry_out(replace(space, out=out)))
     return accuracy(out)
 
 
@@ -163,7 +163,8 @@ def composed(space: SearchSpace, given: Given, out: Path, seed: int) -> float:
     """Return the accuracy of the trial with the best covered score, where all are charged."""
     epsilon = float(given["epsilon"])
     runs = list(_trials(space, out, seed, lambda plan, count: _shared(plan, count, epsilon)))
-    best = max(runs, key=lambda run: covered_score(run, space.plans[0].run.metric))
+    metric = space.plans[0].run.metric
+    best = max(runs, key=lambda run: covered_score(json.loads((run / REPORT).read_bytes()), metric))
     return accuracy(best)
 
 
@@ -194,7 +195,7 @@ def _trials(
     count = round(space.search.trials.mean)
     for number in range(count):
         setting = {each.name: each.draw(source) for each in space.dimensions}
-        plan = noisy(space.plan_of(setting, stop_early=True), count)
+        plan = noisy(space.plan_of(setting), count)
         try:
             finish(train(plan.placed(ChosenFolder(out / str(number)))))
         except DivergedError:
@@ -246,9 +247,7 @@ class Case:
 
     def _space(self, given: Given) -> SearchSpace:
         """Return the search space for these settings."""
-        _, space = ask_search(given, {"trials": self.trials}, SPACES[self.space], None)
-        assert isinstance(space, SearchSpace)
-        return space
+        return plan_search({**given, "trials": self.trials, **SPACES[self.space]})
 
 
 def measure(cases: Sequence[Case], file: Path, jobs: int) -> None:

@@ -75,8 +75,6 @@ from .studies.grid import Grid as Grid
 from .studies.grid import plan as plan
 from .studies.results import Comparison as Comparison
 from .studies.results import collect as collect
-from .studies.transfer import Tried as Tried
-from .studies.tune import Searching as Searching
 from .studies.tune import tune as tune
 from .training.clipped import ClippedSum as ClippedSum
 from .training.evaluation import Evaluation as Evaluation

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from dpmac_cli.config import resolve as resolving
-from dpmac_cli.config import search_space
 from dpmac_cli.data import loaders
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.errors import named_as_flags
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.runs import prepare
 from dpmac_cli.storage.progress import Computing
+from dpmac_cli.studies import search
 
 OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
@@ -139,7 +139,7 @@ def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(resolving, "calibrate_noise", lambda *of, **_: 8 / of[2])
     monkeypatch.setattr(resolving, "total_epsilon", lambda *_: 1.0)
-    monkeypatch.setattr(search_space, "calibrate_search", lambda *of: of[2] / 2)
+    monkeypatch.setattr(search, "calibrate_search", lambda *of: of[2] / 2)
 
 
 @pytest.fixture

@@ -632,7 +632,6 @@ PRICED: Mapping[str, Sequence[str]] = {
     "sampler": FLAGS["sampler"].choices,
     "accountant": FLAGS["accountant"].choices,
     "tune": ("2", "10", "1", "1001", "ten"),
-    "most-trials": ("3", "40", "2", "0"),
 }
 assert PRICED.keys() == set(map(flag_name, FLAGS))
 

@@ -21,12 +21,12 @@ from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.recipes import recipe_notes
 from dpmac_cli.config.resolve import change, resolve
-from dpmac_cli.config.search_space import ask_search
 from dpmac_cli.config.settings import Complete, Settings
 from dpmac_cli.config.sources import by_flag
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.studies.grid import plan as grid
+from dpmac_cli.studies.search import plan_search
 from tests.tiers import one_in
 
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
@@ -238,7 +238,7 @@ def test_the_list_names_every_recipe_and_its_command() -> None:
         if recipe.command == "train":
             resolve(given)
         elif recipe.command == "tune":
-            ask_search(given, {}, (), None)
+            plan_search(given)
         else:
             grid(given, None)
 

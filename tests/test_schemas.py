@@ -18,10 +18,11 @@ from dpmac_cli.release.run import finish, fork, train
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import collect
+from dpmac_cli.studies.search import Dimension
 from dpmac_cli.studies.tables import as_json
 from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 from tests.digits_runs import after, digits_config, train_digits
-from tests.test_search_space import space_of
+from tests.test_search import space_of
 from tests.tiny_bert import write_encoder
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -125,7 +126,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         of_text = {**of_table, "backbone": str(write_encoder(root / "encoder"))}
         (root / "schema.yaml").write_text(TEXT_SCHEMA)
         train_digits(dataset=str(root / "t.csv"), out=root / "texts", **of_text)
-        trial = space_of("lr=0.1,1").plan_of({"lr": "1"}, stop_early=True)
+        trial = space_of(Dimension("lr", ("0.1", "1"))).plan_of({"lr": "1"})
         finish(train(trial.placed(ChosenFolder(root / "search"))))
         head: dict[str, Any] = {"pretrained": public, "train": "head", "no_dp": True}
         train_digits(model="mlp-small", out=root / "pretrained", **head)
@@ -156,7 +157,6 @@ def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
     assert reports["secure"]["privacy"]["randomness"]["secure"]
     assert reports["audit"]["audit"]["canaries"] > 0
     assert reports["own"]["dataset"]["held_out"]
-    assert reports["search"]["privacy"]["search"]["stop_early"]
     assert len(reports["fork"]["privacy"]["events"]) == 2
     assert reports["fork"]["privacy"]["noise_multiplier"] is None
     assert reports["tiny delta"]["privacy"]["accountant"].startswith("rdp")

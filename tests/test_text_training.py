@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy, normalize
 
 from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.search_space import ask_search
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
@@ -31,6 +30,7 @@ from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.storage.rows import RowFile
+from dpmac_cli.studies.search import plan_search
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import after, same_weights
 from tests.helpers import trained_names
@@ -386,14 +386,14 @@ def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
     """Records are read once, with the tokens of one vocabulary."""
     write_encoder(Path("other"), seed=1)
     given: dict[str, Any] = {**SHORT, "sigma": None, "dataset": some_notes(), "tokens": 16}
-    drawn = {"backbone": ["./encoder", "./other"]}
+    drawn: dict[str, Any] = {"backbone": ["./encoder", "./other"], "trials": 2, "epsilon": 9}
     del given["backbone"], given["out"]
-    _, space = ask_search({**given, "epsilon": 9}, {"trials": 2}, drawn, None)
+    space = plan_search({**given, **drawn})
     assert len(space.dimensions) == 1
     vocabulary = Path("other/vocab.txt")
     vocabulary.write_text(vocabulary.read_text().replace("pain\nchest", "chest\npain"))
     with pytest.raises(DpmacError, match=r"--backbone \./other has another vocabulary"):
-        ask_search({**given, "epsilon": 9}, {"trials": 2}, drawn, None)
+        plan_search({**given, **drawn})
 
 
 def test_chunks_of_a_trained_encoder_fit_in_memory() -> None:

@@ -3,7 +3,7 @@
 Liu and Talwar 2019 and Papernot and Steinke 2022 (arXiv 2110.03620) show that the best of K trials
 costs little more than one of them if K is drawn in secret, and nothing else is ever seen. The cost
 here is from the privacy curve of a trial (after Koskela, Redberg and Wang 2024), for any
-distribution of K, also one with a largest value:
+distribution of K, such as one with a largest value:
 
 Let Q be the distribution of a trial's output, Q' the one without the record, and g(q) = E K q^(K-1)
 the derivative of the generating function of K. The output y that wins has the density
@@ -31,7 +31,7 @@ from dpmac_cli.errors import raise_errors
 
 #: Limits of the mean number of trials.
 LEAST_MEAN, MOST_MEAN = 2, 1_000
-#: Largest number of trials, as a multiple of the mean, unless it is given.
+#: Largest number of trials, as a multiple of the mean.
 LONGEST = 4
 #: Type I errors between which a trial's trade-off curve is bounded, and the least above 0.
 PLACES, LEAST = 4_000, 1e-9
@@ -50,14 +50,14 @@ class Trials:
 
     Attributes:
         mean: mean of K, from 2 to 1,000.
-        most: largest value of K, above the mean; None for no limit.
+        most: largest value of K, above the mean.
 
     Raises:
         InputError: lists every invalid number.
     """
 
     mean: float
-    most: int | None = None
+    most: int
 
     def __post_init__(self) -> None:
         errors = []
@@ -66,7 +66,7 @@ class Trials:
                 f"The mean number of trials must be from {LEAST_MEAN} to {MOST_MEAN:,}, not "
                 f"{self.mean:g}."
             )
-        if self.most is not None and self.most <= self.mean:
+        if self.most <= self.mean:
             errors.append(
                 f"The largest number of trials must be above their mean, {self.mean:g}, not "
                 f"{self.most}: the privacy cost is only low if their number is random."
@@ -80,21 +80,13 @@ class Trials:
 
     @property
     def probabilities(self) -> Any:
-        """Return the probability of 1, 2, ..., ``most`` trials, a float64 array.
-
-        Raises ValueError if there is no limit.
-        """
-        if self.most is None:
-            raise ValueError("the number of trials has no limit")
+        """Return the probability of 1, 2, ..., ``most`` trials, a float64 array."""
         return _limited(self.log_weight, self.most)
 
     def slope(self, q: Any) -> Any:
         """Return g(q) = E K q^(K-1) for a float64 array with values in [0, 1]."""
         import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
-        if self.most is None:
-            rate = -math.expm1(self.log_weight)  # gamma = 1 - w
-            return (1 - rate) / (-math.log(rate) * (rate + (1 - rate) * (1 - q)))
         weights = self.probabilities * np.arange(1, self.most + 1)
         return np.polynomial.polynomial.polyval(q, weights)
 
@@ -107,27 +99,23 @@ class Trials:
         return int(min(place + 1, len(shares)))
 
 
-def trials_of(mean: float, most: int | None = None) -> Trials:
-    """Return the distribution with the default limit, four times the mean, unless one is given."""
-    return Trials(mean, math.ceil(LONGEST * mean) if most is None else most)
+def trials_of(mean: float) -> Trials:
+    """Return the distribution with this mean, limited to four times the mean."""
+    return Trials(mean, math.ceil(LONGEST * mean))
 
 
 @functools.lru_cache(maxsize=16)
-def _log_weight(mean: float, most: int | None) -> float:
+def _log_weight(mean: float, most: int) -> float:
     """Return the log w at which the mean of K is ``mean``."""
     from scipy.optimize import brentq  # noqa: PLC0415  (not needed to report mistakes)
 
     def excess(log_weight: float) -> float:
-        if most is None:
-            rate = -math.expm1(log_weight)
-            return math.log((1 - rate) / rate / -math.log(rate) / mean)
         import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
         counts = np.arange(1, most + 1)
         return math.log(float(_limited(log_weight, most) @ counts) / mean)
 
-    ends = (-3.0, -1e-12) if most is None else (-3.0, 50.0)
-    return float(brentq(excess, *ends, xtol=1e-14))
+    return float(brentq(excess, -3.0, 50.0, xtol=1e-14))
 
 
 def _limited(log_weight: float, most: int) -> Any:

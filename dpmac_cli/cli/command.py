@@ -10,6 +10,7 @@ from dpmac_cli.cli.failures import reports_failures
 from dpmac_cli.cli.switches import plain_switches
 from dpmac_cli.config.fields import options
 from dpmac_cli.config.flags import other_names
+from dpmac_cli.config.gone import instead
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.studies.grid import StudyFlags
 
@@ -33,6 +34,8 @@ class Command(TyperCommand):
         """Parse arguments; exit with a usage error for the option of another library or version."""
         ours = {name for parameter in self.params for name in parameter.opts}
         for typed in (arg.partition("=")[0] for arg in args):
+            if typed.startswith("--") and typed not in ours and (said := instead(typed[2:])):
+                ctx.fail(f"No such option: {typed}.{said}")
             known = f"--{OTHER_NAMES.get(typed.removeprefix('--').replace('_', '-'))}"
             if typed.startswith("--") and known in ours:
                 ctx.fail(f"No such option: {typed}. In dpmac it is called {known}.")

@@ -13,7 +13,7 @@ from dpmac_cli.accounting.accountants import (
     SIGMA_MIN,
 )
 from dpmac_cli.accounting.events import ALIASES, SAMPLERS
-from dpmac_cli.accounting.selection import LONGEST, Trials, trials_of
+from dpmac_cli.accounting.selection import Trials, trials_of
 from dpmac_cli.config.checks import misfits
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
@@ -30,7 +30,7 @@ from dpmac_cli.config.settings import (
     Settings,
 )
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import raise_errors
 from dpmac_cli.models.registry import MODELS
 
 #: Settings to solve for, with the flags that must be left out.
@@ -110,11 +110,6 @@ class AccountFlags(Flags, frozen=True):
         ),
         Flag(TARGET, also=("trials",)),
     ] = None
-    most_trials: Annotated[
-        Count | None,
-        Field(description="Largest number of trials."),
-        Flag(TARGET, otherwise=f"{LONGEST} times the mean", needs="--tune"),
-    ] = None
     sampler: Annotated[
         str,
         Choice(tuple(SAMPLERS), renamed=ALIASES),
@@ -182,7 +177,6 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
         solve = "steps" if "sigma" in named else "sigma"
     errors += _faults_of_solving(named, solve)
     errors += _faults_of_search(named, solve)
-    trials = _trials(typed, errors)
     errors += [
         f"--sigma must be 0 for no noise, or at least {SIGMA_MIN:g}, not {sigma:g}."
         for sigma in typed.sigma or ()
@@ -204,7 +198,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
         delta=typed.delta,
         sampler=typed.sampler,
         accountant=typed.accountant,
-        trials=trials,
+        trials=None if typed.tune is None else trials_of(typed.tune),
         said=sizes.said,
     )
 
@@ -292,24 +286,11 @@ def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[
 def _faults_of_search(given: Mapping[str, str], solve: str | None) -> Iterator[str]:
     """Yield settings that do not apply to a search."""
     if "tune" not in given:
-        if "most_trials" in given:
-            yield "--most-trials has no effect alone: add --tune, or leave it out."
         return
     if solve not in (None, "sigma"):
         yield f"--tune can only solve for sigma, not for {solve}: add --solve sigma."
     if given.get("accountant", DEFAULT_ACCOUNTANT) != DEFAULT_ACCOUNTANT:
         yield f"--tune needs privacy curves: add --accountant {DEFAULT_ACCOUNTANT}."
-
-
-def _trials(flags: AccountFlags, errors: list[str]) -> Trials | None:
-    """Return the number of trials of a search, and add its faults to ``errors``."""
-    if flags.tune is None:
-        return None
-    try:
-        return trials_of(flags.tune, flags.most_trials)
-    except InputError as failure:
-        errors.extend(failure.errors)
-        return None
 
 
 #: Flags of which one may be given.

@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from dpmac_cli.config.fields import NUMBER, KnownFlags, Option, flag_name, options
+from dpmac_cli.config.gone import instead
 from dpmac_cli.errors import InputError, as_typed
 
 Model = TypeVar("Model", bound="Flags")
@@ -127,6 +128,8 @@ def unknown(name: str, known: KnownFlags) -> str:
 
 def near_setting(written: str, known: KnownFlags) -> str:
     """Return a hint for an unknown name of a setting."""
+    if sentence := instead(written):
+        return sentence
     for name, ours in other_names(known).items():
         if name == flag_name(written):
             return f" In dpmac it is called {ours}."

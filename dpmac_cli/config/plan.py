@@ -215,14 +215,10 @@ class SearchPlan:
     Attributes:
         search: number of trials and candidates, from which its privacy cost follows.
         space: settings that were drawn, as typed.
-        stop_early: whether the time at which the search ended depends on the number of trials.
-        judge: name of public data whose test records decided; None for covered scores.
     """
 
     search: Search
     space: tuple[str, ...]
-    stop_early: bool
-    judge: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -566,7 +566,7 @@ class Settings(Flags, frozen=True):
         Field(
             description="Public weights of the classes, or of each label's positives, such as 1,5."
         ),
-        Flag(RECIPE, metavar="NUMBER,...", omitted=True),
+        Flag(RECIPE, metavar="NUMBER,...", omitted=True, comma=True),
     ] = None
     # Audit
     canaries: Annotated[

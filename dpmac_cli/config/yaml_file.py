@@ -2,22 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import yaml
 
 from dpmac_cli.config.fields import Option, flag_name
 from dpmac_cli.config.flags import near_setting
-from dpmac_cli.config.search_flags import DRAWN, SEARCH_FLAGS
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import SettingValue, by_flag
 
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
 NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
-NameT = TypeVar("NameT", bound=str)
-#: What to say of keys that only files of searches have, elsewhere.
-OF_SEARCH = " It belongs to a search: use dpmac tune."
 #: YAML node types in words.
 NODE_WORDS: Mapping[type[yaml.Node], str] = {
     yaml.ScalarNode: "a single value",
@@ -32,61 +27,32 @@ def read_settings(file: Path, errors: list[str]) -> dict[str, SettingValue]:
     A value is the text of a flag's value: YAML's number parsing (010 is 8, 1:30 is 90, 1e-5 is
     text) is not used. Null and false switches are ignored.
     """
-    return read_values(file, SETTINGS, errors)
-
-
-def read_values(
-    file: Path, known: Mapping[NameT, Option], errors: list[str], structured: str = ""
-) -> dict[NameT, SettingValue]:
-    """Return the values of a YAML file as :func:`read_settings` does, for the ``known`` settings.
-
-    The value of ``structured`` consists of the same texts, in lists and dicts as in the file.
-    """
-    given: dict[NameT, SettingValue] = {}
-    for name, origin, node in _entries(file, known, "a setting", errors):
-        if name == structured:
-            given[name] = SettingValue(_texts(node, origin, errors), origin)
-            continue
+    given: dict[str, SettingValue] = {}
+    for name, origin, node in _entries(file, SETTINGS, "a setting", errors):
         if not isinstance(node, yaml.ScalarNode):
             errors.append(f"{origin} must be a single value, not {NODE_WORDS[type(node)]}.")
-            continue
-        value: str | bool = str(node.value)
-        if known[name].switch and node.tag == BOOL:
-            value = yaml.SafeLoader.bool_values.get(node.value.lower(), value)
-        if node.tag != NULL and value is not False:
+        elif (value := _value(node, SETTINGS[name])) is not None:
             given[name] = SettingValue(value, origin)
     return given
 
 
-def _texts(node: yaml.Node, origin: str, errors: list[str], depth: int = 2) -> object:
-    """Return a node as texts in lists and dicts, and add names given twice to ``errors``.
-
-    What is nested more deeply, such as a list in itself by an alias, is None.
-    """
-    if isinstance(node, yaml.ScalarNode) or not depth:
-        return str(node.value) if isinstance(node, yaml.ScalarNode) else None
-    if isinstance(node, yaml.SequenceNode):
-        return [_texts(item, origin, errors, depth - 1) for item in node.value]
-    found: dict[str, object] = {}
-    for key, value in node.value:
-        name = str(_texts(key, origin, errors, 0)).replace("-", "_")
-        if name in found:
-            line = key.start_mark.line + 1
-            what = f"{flag_name(name)} of {origin}"
-            errors.append(f"{what} is given twice, again in line {line}. Give it once.")
-        found[name] = _texts(value, origin, errors, depth - 1)
-    return found
+def _value(node: yaml.ScalarNode, option: Option) -> str | bool | None:
+    """Return a value as text, or True for a switch; None if it is not given."""
+    value: str | bool = str(node.value)
+    if option.switch and node.tag == BOOL:
+        value = yaml.SafeLoader.bool_values.get(node.value.lower(), value)
+    return None if node.tag == NULL or value is False else value
 
 
-def read_lists(
-    file: Path, known: Mapping[NameT, Option], errors: list[str]
-) -> dict[NameT, list[str]]:
+def read_lists(file: Path, known: Mapping[str, Option], errors: list[str]) -> dict[str, list[str]]:
     """Return the settings of a YAML file, each with one or several values, as text.
 
     ``known`` are the allowed settings. Faults are added to ``errors``.
     """
-    found: dict[NameT, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for name, origin, node in _entries(file, known, "a setting of a study", errors):
+        if isinstance(node, yaml.ScalarNode) and _value(node, known[name]) is None:
+            continue
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not items or not all(isinstance(item, yaml.ScalarNode) for item in items):
             errors.append(f"{origin} must be a value or a list of values.")
@@ -102,24 +68,21 @@ def to_yaml(recorded: Mapping[str, object]) -> str:
 
 
 def _entries(
-    file: Path, known: Mapping[NameT, Option], what: str, errors: list[str]
-) -> Iterator[tuple[NameT, str, yaml.Node]]:
+    file: Path, known: Mapping[str, Option], what: str, errors: list[str]
+) -> Iterator[tuple[str, str, yaml.Node]]:
     """Yield name, origin and value of each setting, and add faults to ``errors``."""
     seen: set[str] = set()
-    names: dict[str, NameT] = {name: name for name in known}
     for key, node in _pairs(file, errors):
         written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
         name = written.replace("-", "_")
         origin = f"{flag_name(name)} in {file}"
-        if name not in names:
-            of_search = name in SEARCH_FLAGS or name == DRAWN.name
-            hint = OF_SEARCH if of_search else near_setting(written, known)
-            errors.append(f"{written} in {file} is not {what}.{hint}")
+        if name not in known:
+            errors.append(f"{written} in {file} is not {what}.{near_setting(written, known)}")
         elif name in seen:
             line = key.start_mark.line + 1
             errors.append(f"{origin} is given twice, again in line {line}. Give it once.")
         else:
-            yield names[name], origin, node
+            yield name, origin, node
         seen.add(name)
 
 

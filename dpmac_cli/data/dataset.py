@@ -18,8 +18,6 @@ from dpmac_cli.tasks.task import Task
 Places = slice | NDArray[np.int64]
 #: Bytes of records to keep in memory on a CPU, and fraction of a GPU's memory that they may use.
 IN_MEMORY, GPU_SHARE = 1e9, 0.25
-#: Records to read at a time in order to compare them with others.
-HASHED = 1024
 
 
 @dataclass(frozen=True)
@@ -154,27 +152,6 @@ def fingerprint(*splits: Split) -> str:
             digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
             digest.update(tensor.cpu().contiguous().numpy().data)
     return digest.hexdigest()
-
-
-def overlap(public: Data, private: Data) -> float:
-    """Return which fraction of the records of one dataset another has, in any order or file type.
-
-    Labels are not compared. 0 if most records of the first are equal to others of it, such as rows
-    of few categories: then equal ones need not be of the same person.
-    """
-    mine, theirs = _distinct(public), _distinct(private)
-    total = len(public.train) + len(public.test)
-    return len(mine & theirs) / len(mine) if 2 * len(mine) > total else 0.0
-
-
-def _distinct(data: Data) -> set[bytes]:
-    """Return a digest of each different record, with its numbers in float32."""
-    found = set[bytes]()
-    for split in (data.train, data.test):
-        for begin in range(0, len(split), HASHED):
-            rows = split.at(slice(begin, begin + HASHED))[0].flatten(1).float().cpu().numpy()
-            found |= {hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows}
-    return found
 
 
 def standardisation(

@@ -104,16 +104,7 @@ def _search(plan: SearchPlan, delta: float) -> dict[str, Any]:
         "epsilon_of_a_trial": finite_or_none(search.trial_epsilon(delta)),
         "space": list(plan.space),
         "candidates": [[vars(event) for event in events] for events in search.candidates],
-        "scored_on": plan.judge,
-        "stop_early": plan.stop_early,
-        "statement": sentences.SEARCHED.format(
-            mean=trials.mean,
-            most=trials.most,
-            score=sentences.BY_PUBLIC if plan.judge else sentences.BY_COVERED,
-        ),
-        "time": (sentences.STOPPED_EARLY if plan.stop_early else sentences.SAME_TIME).format(
-            most=trials.most
-        ),
+        "statement": sentences.SEARCHED.format(mean=trials.mean, most=trials.most),
     }
 
 

@@ -91,16 +91,13 @@ def find_runs(roots: Iterable[Path]) -> list[ListedRun]:
     """Return every run in some folders and below them, the newest first.
 
     Folders within a run, hidden folders and links to folders that are not runs are skipped, as are
-    folders that do not exist or cannot be read, and trials of a search: whoever sees them sees more
-    than its best.
+    folders that do not exist or cannot be read.
     """
     found = {where.resolve(): where for root in roots for where in _runs_below(root)}
     return sorted(map(_listed, found.values()), key=lambda run: -run.changed)
 
 
 def _runs_below(root: Path) -> Iterator[Path]:
-    if folder.is_of_search(root):
-        return
     if _is_run(root):
         yield root
         return

@@ -94,16 +94,6 @@ def load_model(
     return _loaded(_read(Path(path)), dataset, device, signature, factory, network)
 
 
-def load_trial(run: Path, device: torch.device, factory: str | None) -> tuple[nn.Module, Facts]:
-    """Load the model of a trial of a search, which no command reads, and its facts.
-
-    Arguments and errors are those of :func:`load_model`.
-    """
-    file = run / folder.MODEL
-    read = _parsed(file, file.read_bytes())
-    return _loaded(read, None, device, None, factory, None).model, read[3]
-
-
 def _prefix(features: registry.Features | None) -> str:
     """Return how the names of a built-in network's tensors begin in a file."""
     return "" if features is None or isinstance(features, TextEncoder) else "head."

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from dpmac_cli.config.data import resolve_data
@@ -16,7 +15,7 @@ from dpmac_cli.data.schema import InMemoryData, Source
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import Network
-from dpmac_cli.release.model_file import load_model, load_trial, read_facts, text_reader
+from dpmac_cli.release.model_file import load_model, read_facts, text_reader
 from dpmac_cli.release.report_file import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
@@ -86,20 +85,6 @@ def score(
         covered=facts.covered_scores is not None,
         held_out=plan.found.held_out,
     )
-
-
-def score_trial(
-    run: Path, data: Data, known: Dataset, device: torch.device, factory: str | None
-) -> Evaluation:
-    """Score a trial of a search on the test records of another dataset, which is public.
-
-    Args:
-        run: folder of the trial.
-        data, known: records like those of the trial, and their facts.
-        device: device of the records.
-        factory: ``FILE.py:FACTORY`` of a user-supplied model; None for others.
-    """
-    return _evaluated(*load_trial(run, device, factory), data, known)
 
 
 def _evaluated(model: nn.Module, facts: Facts, data: Data, known: Dataset) -> Evaluation:

@@ -78,19 +78,9 @@ NO_SECRETS = "The run has no guarantee, so there is nothing to keep secret."
 SEARCHED = (
     "This model is the best of a random number K of trials. K was drawn in secret before the "
     "start, from P(K = k) proportional to w^k / k for k from 1 to {most}, with mean {mean:g}. Each "
-    "trial drew its settings at random and independently, and {score} won. The other trials, their "
-    "scores and K were not shown and not kept. Epsilon covers all of this: it is not that of one "
-    "trial."
-)
-BY_COVERED = "the best covered score"
-BY_PUBLIC = "the best score on data that are declared public"
-SAME_TIME = (
-    "The search trained {most} trials whatever K was, of which the first K counted, so neither its "
-    "length nor the number of trials that an observer of the machine could count depends on K."
-)
-STOPPED_EARLY = (
-    "The search ended with the last trial that counted (--stop-early). Whoever observed how long "
-    "it took may know K, and epsilon does not hold against them."
+    "trial drew its settings at random and independently, and the best covered score won. The "
+    "other trials, their scores and K were not shown and not kept. Epsilon covers all of this: it "
+    "is not that of one trial."
 )
 TUNED = (
     "Covered: epsilon includes the search for these settings, of which this model is the result. "

@@ -39,8 +39,6 @@ LOCK = ".lock"
 LEDGER = "spent.json"
 #: Earlier attempts at a run of a study, in case the ledger is lost.
 ATTEMPTS = ".attempts.json"
-#: Secret folder of a search, in the folder of its result, and the file with its state.
-SEARCH, SEARCH_STATE = "search", "state.json"
 #: Public files of a run, those for readers first.
 PUBLISHED = (MODEL, CARD, REPORT, METRICS, CONFIG)
 SEALED = (*PUBLISHED, AUDIT)
@@ -103,23 +101,6 @@ def _sum(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def is_of_search(path: Path) -> bool:
-    """Return whether a path is in the secret folder of a search that has not ended."""
-    whole = path.resolve()
-    places = (place for place in (whole, *whole.parents) if place.name == SEARCH)
-    return any((place / SEARCH_STATE).is_file() for place in places)
-
-
-def check_released(path: Path) -> None:
-    """Reject a trial of a search, of which only the best is released, at its end."""
-    if is_of_search(path):
-        raise InputError(
-            f"{path} is a trial of a search, and must stay secret for the epsilon of the search to "
-            "hold. To end the search, repeat its command of dpmac tune; its result is then in the "
-            "folder above."
-        )
-
-
 def reported_steps(run: Path) -> int:
     """Return the steps of the model in a run's report; 0 without an undamaged report."""
     if not vouched(run, REPORT):
@@ -136,7 +117,6 @@ def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
 
     Raises InputError with the reason. The message ends with ``wanted``, the remedy.
     """
-    check_released(path)
     file = path / name if path.is_dir() and path.name != name else path
     try:
         return file, file.read_bytes()
@@ -298,7 +278,6 @@ def settings(run: Path) -> dict[str, Any]:
 
 def check_run_folder(run: Path, flag: str = "--resume") -> None:
     """Reject a folder without a run, or with a run whose configuration was modified."""
-    check_released(run)
     if not (run / CONFIG).is_file() and not (run / CHECKPOINTS).is_dir():
         raise InputError(f"{flag} {run} is not a run folder: it contains no {CONFIG}.")
     if (run / CONFIG).exists() and vouched(run, CONFIG) is False:

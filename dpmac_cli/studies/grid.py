@@ -12,21 +12,18 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dpmac_cli.config.fields import Flag, Option, Several, flag_name, options
-from dpmac_cli.config.flags import Flags, near, unknown
-from dpmac_cli.config.named import PAPER, RECIPES, file_of
+from dpmac_cli.config.flags import Flags, near
+from dpmac_cli.config.named import PAPER
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, SETTINGS
 from dpmac_cli.config.sources import (
-    EXCLUSIVE,
     by_flag,
-    faults_of_model,
     is_setting,
-    parse_settings,
 )
-from dpmac_cli.config.yaml_file import read_lists
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.studies.values import faults_of_values, read_values, typed_value
 
 #: Group of the flags of a study in the help.
 STUDY = "Study"
@@ -141,40 +138,15 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
         InputError: lists every fault found.
     """
     errors: list[str] = []
-    given = {} if file is None else _read(Path(file), errors)
-    names: dict[str, str] = {name: name for name in KNOWN}
-    errors += [unknown(name, KNOWN) for name in flags if name not in names]
-    typed = {
-        names[name]: _split(names[name], value)
-        for name, value in flags.items()
-        if value not in (None, False) and name in names
-    }
-    if "model" not in typed:
-        errors += faults_of_model(given.get("model", ()), f"model in {file}")
-    given = _over(given, typed)
-    if (recipe := given.get("recipe", [""])[0]) in RECIPES:
-        del given["recipe"]
-        given = _over(_read(file_of(recipe), errors), given)
+    given = read_values(flags, None if file is None else Path(file), KNOWN, errors)
     one = given.pop("optimizer", ["all"])  # as in the file of a single run
     errors += _faults_of_several(given)
     optimizers = _optimizers(given.pop("optimizers", one), errors)
     seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
     varied = {name: values for name, values in given.items() if is_setting(name)}
     if errors:
-        raise InputError([*errors, *_faults_of_values(varied)])
+        raise InputError([*errors, *faults_of_values(varied)])
     return _build({**varied, "optimizer": optimizers}, seeds, Path(root))
-
-
-def _read(file: Path, errors: list[str]) -> dict[str, list[str]]:
-    """Return the values of each setting of a YAML file, and add its faults to ``errors``."""
-    found = read_lists(file, KNOWN, errors)
-    return {name: [v for text in found[name] for v in _split(name, text)] for name in found}
-
-
-def _over(below: Mapping[str, list[str]], above: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Merge settings, where those ``above`` take precedence, also over what they exclude."""
-    replaced = {name for group in EXCLUSIVE if not above.keys().isdisjoint(group) for name in group}
-    return {name: values for name, values in below.items() if name not in replaced} | dict(above)
 
 
 def _faults_of_several(given: Mapping[str, list[str]]) -> Iterator[str]:
@@ -183,27 +155,6 @@ def _faults_of_several(given: Mapping[str, list[str]]) -> Iterator[str]:
         if len(given.get(name, ())) > 1:
             both = ",".join(given[name])
             yield f"--{flag_name(name)} {both}: a study has one value of it: {why}."
-
-
-def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
-    """Yield the faults of single values."""
-    for name, values in given.items():
-        for value in values:
-            try:
-                parse_settings({name: _meant(name, value)})
-            except InputError as failure:
-                yield from failure.errors
-
-
-def _meant(name: str, text: str) -> str | bool:
-    """Return a value as in flags and YAML: bool for a switch."""
-    switches = {"true": True, "false": False}
-    return switches.get(text.lower(), text) if SETTINGS[name].switch else text
-
-
-def _split(name: str, value: Any) -> list[str]:
-    text = str(value)
-    return [text] if KNOWN[name].flag.comma else [part.strip() for part in text.split(",")]
 
 
 def _optimizers(names: Sequence[str], errors: list[str]) -> list[str]:
@@ -272,7 +223,7 @@ def _combinations(
     A setting of another optimizer does not change a run: it is left out, and its label is empty.
     """
     for values in itertools.product(*given.values()):
-        flags: dict[str, Any] = dict(zip(given, map(_meant, given, values), strict=True))
+        flags: dict[str, Any] = dict(zip(given, map(typed_value, given, values), strict=True))
         labels = {name: str(flags[name]) for name in axes}
         used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
         for name in axes:

@@ -50,11 +50,10 @@ SEARCH = """dataset: digits
 trials: few
 lr: 0.5
 seed: 0
-search:
-  lr: [0.1, 1]
-  clip-norm: {low: 1, hihg: 10}
-  epochs: {low: 5, high: 40, scale: logarithmic}
-  batchsize: [64, 128]
+search: {lr: 1}
+epochs: 5:40
+clip-norm: 10:1
+batchsize: [64, 128]
 """
 NET = """from torch import nn
 

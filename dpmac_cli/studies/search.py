@@ -1,0 +1,283 @@
+"""Search spaces: settings to draw, and the noise with which a whole search meets its epsilon.
+
+Every value is validated before anything is trained, and so is every combination. Imports no torch.
+"""
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from dpmac_cli.accounting.calibration import calibrate_search
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.selection import Search, trials_of
+from dpmac_cli.config.best import EPSILON
+from dpmac_cli.config.fields import NUMBER, Flag, Option, flag_name, options
+from dpmac_cli.config.flags import Flags, valid_part
+from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import DELTA, OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
+from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.studies.values import faults_of_values, read_values, typed_value
+
+#: Group of the flags in the help.
+SEARCH = "Search"
+#: Mean number of trials: of a search over given settings, and of one near the default.
+MEAN, MEAN_NEAR = 20, 4
+#: Factor by which the learning rate is at most larger or smaller than its default, by default.
+NEAR = 2.0
+#: Most combinations to validate, and significant digits of a number that is drawn from a range.
+COMBINATIONS, DIGITS = 2_000, 3
+#: Secret folder of a search while it runs, in its own.
+RUNNING = ".search"
+RESTARTED = (
+    "The last search in this folder was stopped, so it is started again. Nothing of it was "
+    "released, and no epsilon was spent."
+)
+#: Settings that a search decides itself, and why.
+DECIDED: Mapping[str, str] = {
+    "sigma": "the noise is calibrated for the --epsilon of the whole search",
+    "max_epsilon": "the noise is calibrated for the --epsilon of the whole search",
+    "no_dp": "without privacy any search is free: use dpmac compare",
+    "seed": "whoever knows the seed knows how many trials there were",
+    "canaries": "an audit tests one run: use dpmac train --canaries",
+    "guesses": "an audit tests one run: use dpmac train --canaries",
+    "score_every": "only the last score of a trial decides",
+    "tuned_on": "the report says what the settings were chosen on",
+    "force": "a search is only replaced by hand: delete its folder",
+}
+#: Settings that a search can draw.
+SEARCHED: Mapping[str, Option] = {
+    name: option
+    for name, option in SETTINGS.items()
+    if option.flag.group in (TASK, OPTIMIZER, RECIPE)
+    and name not in ("dataset", "recipe", "class_weights")
+    and not option.switch
+}
+_RANGE = re.compile(rf"({NUMBER}):({NUMBER})")
+
+
+class SearchFlags(Flags, frozen=True):
+    """Settings of a search itself."""
+
+    trials: Annotated[
+        MeanTrials,
+        Field(description="Mean number of trials. The number itself is random and secret."),
+        Flag(SEARCH, otherwise=f"{MEAN}; without settings to draw {MEAN_NEAR}"),
+    ] = MEAN
+
+
+#: Settings of a search by name.
+KNOWN: Mapping[str, Option] = {**SETTINGS, **options(SearchFlags)}
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A setting to draw: from a list of ``values``, equally likely, or between two of them.
+
+    With ``between``, the logarithm of the number is uniform.
+    """
+
+    name: str
+    values: tuple[Any, ...]
+    between: bool = False
+
+    @property
+    def text(self) -> str:
+        """Return it as it is typed: "lr=1e-4:0.1"."""
+        return f"{flag_name(self.name)}={(':' if self.between else ',').join(self.values)}"
+
+    def draw(self, source: random.Random) -> Any:
+        """Return a random value, independent of all others."""
+        if not self.between:
+            return source.choice(self.values)
+        low, high = map(float, self.values)
+        number = math.exp(source.uniform(math.log(low), math.log(high)))
+        return f"{min(max(float(f'{number:.{DIGITS}g}'), low), high):.15g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """A validated search space, and the privacy cost of a search in it.
+
+    Attributes:
+        given: settings that all trials share, by name, with the epsilon of one trial.
+        data: the dataset, whose facts were read once.
+        dimensions: settings to draw.
+        search: trials and candidates, from which the privacy cost follows.
+        plans: a plan for each candidate.
+        out: folder of the search, and of the run that it publishes.
+        notes: what the recipe chose, and probable mistakes.
+    """
+
+    given: Mapping[str, Any]
+    data: DataPlan
+    dimensions: tuple[Dimension, ...]
+    search: Search
+    plans: tuple[TrainPlan, ...]
+    out: Path
+    notes: tuple[str, ...] = ()
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the whole search, at most the target."""
+        return self.search.epsilon(self.plans[0].privacy.delta)
+
+    def trial(self) -> TrainPlan:
+        """Return the plan of a trial, drawn at random with the operating system's bits."""
+        source = random.SystemRandom()
+        return self.plan_of({d.name: d.draw(source) for d in self.dimensions})
+
+    def plan_of(self, setting: Mapping[str, Any]) -> TrainPlan:
+        """Return the plan of a trial. Raises ValueError if its cost was not accounted for."""
+        plan = resolve({**self.given, **setting}, data=self.data).plan
+        if events_of_trial(plan) not in self.search.candidates:
+            raise ValueError("the settings of a trial are not among the candidates of its search")
+        texts = tuple(dimension.text for dimension in self.dimensions)
+        return replace(plan, search=SearchPlan(self.search, texts))
+
+
+def events_of_trial(plan: TrainPlan) -> tuple[TrainingEvent, ...]:
+    """Return what a whole trial does to training and test records: its steps and its score."""
+    privacy = plan.privacy
+    if privacy.scores is None:
+        raise ValueError("a trial needs covered scores: they decide which one is released")
+    return privacy.event, privacy.scores.event(privacy.steps, privacy.steps)
+
+
+def plan_search(
+    given: Mapping[str, Any], file: Path | None = None, out: Path | None = None
+) -> SearchSpace:
+    """Validate a search space, and calibrate the noise of its trials.
+
+    Args:
+        given: settings by name, with ``trials``. Those with several values ("0.1,1,10", or a
+            list) or a range of numbers ("1e-4:0.1") are drawn, without any the learning rate near
+            its default. ``epsilon`` is that of the whole search.
+        file: YAML file of the same, over which ``given`` takes precedence.
+        out: folder of the search; None for that of the settings, or runs/tune.
+
+    Raises:
+        InputError: lists every fault found.
+        BudgetError: no noise meets the target epsilon.
+    """
+    errors: list[str] = []
+    values = read_values(given, file, KNOWN, errors)
+    own = {name: values.pop(name)[0] for name in ("trials",) if name in values}
+    flags, _ = valid_part(SearchFlags, own, errors)
+    errors += [
+        f"--{flag_name(name)} cannot be set in a search: {why}."
+        for name, why in DECIDED.items()
+        if name in values
+    ]
+    drawn = tuple(_dimensions(values, errors))
+    names = {dimension.name for dimension in drawn}
+    shared = {n: typed_value(n, of[0]) for n, of in values.items() if n not in names}
+    shared["cover_scores"] = True
+    if errors:  # report faults of other settings, too
+        ranges = {dimension.name for dimension in drawn if dimension.between}
+        rest = {name: of for name, of in values.items() if name not in {*DECIDED, *ranges}}
+        raise_errors(dict.fromkeys([*errors, *faults_of_values(rest)]))
+    if not drawn:
+        drawn = (near_default(shared),)
+        flags = flags if own else SearchFlags(trials=MEAN_NEAR)
+    return _calibrated(shared, drawn, flags.trials, out or Path(shared.get("out", "runs/tune")))
+
+
+def near_default(shared: Mapping[str, Any]) -> Dimension:
+    """Return what a search draws by default: only the learning rate.
+
+    Its default depends on public facts only, so the range may, too. On small data the default is
+    hard to beat, and a trial with other settings costs more than it finds (docs/tuning.md).
+
+    Raises InputError if the rate is given, or there is no default.
+    """
+    if "lr" in shared:
+        raise_errors(
+            ["A search needs a setting to draw, such as --lr 1e-4:0.1, or no --lr to draw it."]
+        )
+    rate = resolve(shared).plan.optimizer.hyper.lr
+    ends = (f"{rate / NEAR:.{DIGITS}g}", f"{rate * NEAR:.{DIGITS}g}")
+    return Dimension("lr", ends, between=True)
+
+
+def _dimensions(values: Mapping[str, list[Any]], errors: list[str]) -> Iterator[Dimension]:
+    """Yield settings to draw, and add their faults to ``errors``."""
+    count = 1
+    for name, of in values.items():
+        said = f"--{flag_name(name)} {','.join(map(str, of))}"
+        found = _RANGE.fullmatch(str(of[0])) if len(of) == 1 else None
+        found = found if SETTINGS[name].kind in (int, float) else None
+        if found is None and len(of) == 1:
+            continue
+        count *= 2 if found else len(of)
+        if name not in SEARCHED:
+            errors.append(f"{said}: a search cannot draw this setting. Give one value.")
+        elif found is None:
+            if len({*of}) < len(of):
+                errors.append(f"{said} has a value twice.")
+            yield Dimension(name, tuple(map(str, of)))
+        else:
+            low, high = of[0].split(":")
+            if SETTINGS[name].kind is int:
+                errors.append(f"{said}: it is a whole number. List its values, such as 5,10,20.")
+            elif not 0 < float(low) < float(high):
+                errors.append(f"{said}: the ends must be above 0, and the first below the second.")
+            yield Dimension(name, (low, high), between=True)
+    if count > COMBINATIONS:
+        errors.append(
+            f"There are {count:,} combinations of values and ends of ranges. At most "
+            f"{COMBINATIONS:,} can be validated before the start: list fewer values."
+        )
+
+
+def _calibrated(
+    shared: dict[str, Any], drawn: tuple[Dimension, ...], mean: float, out: Path
+) -> SearchSpace:
+    """Return the space with the noise of its trials. Raises the errors of :func:`plan_search`."""
+    errors, notes = dict[str, None](), dict[str, None]()
+    data, target, delta, of_kind = None, EPSILON, DELTA, dict[Hashable, dict[str, Any]]()
+    for values in itertools.product(*(dimension.values for dimension in drawn)):
+        setting = dict(zip((dimension.name for dimension in drawn), values, strict=True))
+        try:
+            found = resolve({**shared, **setting}, data=data)
+        except InputError as failure:
+            errors |= dict.fromkeys(failure.errors)
+            continue
+        data, target = found.plan.data, found.settings.epsilon or EPSILON
+        delta = found.plan.privacy.delta
+        said = (*found.chosen, *found.notes)
+        notes |= dict.fromkeys(note for note in said if "no effect" not in note)
+        of_kind[kind_of_trial(found.plan)] = setting
+    raise_errors(errors)
+    assert data is not None  # noqa: S101  (there is at least one combination)
+
+    def plans(epsilon: float) -> tuple[TrainPlan, ...]:
+        given = {**shared, "epsilon": epsilon}
+        return tuple(resolve({**given, **one}, data=data).plan for one in of_kind.values())
+
+    def search(epsilon: float) -> Search:
+        events = map(events_of_trial, plans(epsilon))
+        return Search(trials_of(mean), tuple(dict.fromkeys(events)))
+
+    epsilon = calibrate_search(search, delta, target)
+    return SearchSpace(
+        given={**shared, "epsilon": epsilon},
+        data=data,
+        dimensions=drawn,
+        search=search(epsilon),
+        plans=plans(epsilon),
+        out=out,
+        notes=(*notes, *[RESTARTED] * (out / RUNNING).exists()),
+    )
+
+
+def kind_of_trial(plan: TrainPlan) -> Hashable:
+    """Return what trials have in common that cost the same: steps and sampling."""
+    return replace(plan.privacy.event, noise_multiplier=0.0), plan.privacy.scores
