@@ -1,18 +1,17 @@
-"""The grid of a study, carried out here, by Ray and by jobs: one table, whoever did it."""
+"""The grid of a study, carried out here and by Ray: one table, whoever did it."""
 
 import importlib
 import importlib.util
 import json
 import os
+import re
 import signal
-import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +23,10 @@ from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Started
 from dpmac_cli.studies import executor
 from dpmac_cli.studies import local as workers
-from dpmac_cli.studies.choose_executor import ExecutorChoice
-from dpmac_cli.studies.executor import Ended, Executor, Moved, Result, StudyEvent, carry_out
+from dpmac_cli.studies.executor import Ended, Executor, Moved, Result, carry_out
 from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.local import Pool, share_data, train_run
-from dpmac_cli.studies.results import collect, finished_report
+from dpmac_cli.studies.results import collect
 from dpmac_cli.studies.tables import as_json
 from tests.digits_runs import a_run, after, digits_config, train_digits
 from tests.typed import ENVIRONMENT, dpmac, hooked, loading, process
@@ -167,7 +165,7 @@ def under_way(out: Path) -> bool:
 
 
 @pytest.mark.long
-def test_on_ray_a_killed_worker_leaves_the_table_as_it_would_have_been(
+def test_on_ray_a_killed_worker_fails_and_the_same_command_goes_on(
     local: dict[str, Any], cluster: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "study"
@@ -176,8 +174,11 @@ def test_on_ray_a_killed_worker_leaves_the_table_as_it_would_have_been(
     wait_for(lambda: under_way(out))
     os.kill(ray_workers()[0], signal.SIGKILL)
     output, errors = running.communicate(timeout=300)
+    assert running.returncode == 4, errors
+    assert "its process died (WorkerCrashedError)" in " ".join(errors.split())
+    running = process(*FLAGS, *flags)
+    output, errors = running.communicate(timeout=300)
     assert running.returncode == 0, errors
-    assert "its process died (WorkerCrashedError); resuming it" in " ".join(errors.split())
     assert table(json.loads(output)) == written(out) == local
 
 
@@ -208,92 +209,6 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert written(out) == local
 
 
-Jobs = Callable[..., Iterator[StudyEvent]]
-
-
-@pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
-    """Carries out by processes here what SLURM would; waits for them at the end."""
-    need("submitit")
-    from dpmac_cli.studies import slurm  # noqa: PLC0415
-
-    submitted: list[Any] = []
-
-    class Local(slurm.Array):
-        pause = 0.1
-
-        def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-            found = super().submit(runs)
-            submitted.extend(found)
-            return found
-
-    def events(
-        grid: Grid, out: Path, numbers: Sequence[int], stop: Callable[[], bool] = never
-    ) -> Iterator[StudyEvent]:
-        array = Local(grid.runs, None, out / "jobs", {"time": "60"}, cluster="local")
-        return carry_out(array, numbers, stop)
-
-    yield events
-    for job in submitted:
-        job.wait()
-
-
-@pytest.mark.long
-@pytest.mark.privacy
-def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_is_told(
-    jobs: Jobs, local: dict[str, Any], tmp_path: Path
-) -> None:
-    grid = grid_in(tmp_path)
-    seen: list[StudyEvent] = []
-    killed = False
-    before = os.umask(0)
-    try:
-        for event in jobs(grid, tmp_path, range(4)):
-            # A run that is killed before its first checkpoint is charged for another attempt.
-            if not killed and len(saved(tmp_path)) == 4:
-                killed = True
-                folder_of_jobs = str(tmp_path / "jobs").encode()
-                workers = set(processes(b"submitit.core._submit")) & set(processes(folder_of_jobs))
-                os.kill(min(workers), signal.SIGKILL)
-            seen.append(event)
-    finally:
-        os.umask(before)
-    ended = [event for event in seen if isinstance(event, Ended)]
-    assert [event.failure is None for event in ended].count(True) == 4
-    [lost] = [event for event in ended if event.failure]
-    assert lost.again
-    assert "its process died (job " in str(lost.failure)
-    assert {e.number: e.step for e in seen if isinstance(e, Moved)} == dict.fromkeys(
-        range(4), grid.runs[0].plan.privacy.steps
-    )
-    assert table(as_json(collect(grid, {}))) == local
-    assert_told_nothing_private(grid, tmp_path / "jobs", 4)
-
-
-@pytest.mark.privacy
-def test_what_jobs_are_told_is_private_and_holds_no_record(jobs: Jobs, tmp_path: Path) -> None:
-    grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
-    before = os.umask(0)
-    try:
-        ended = [event for event in jobs(grid, tmp_path, [0]) if isinstance(event, Ended)]
-    finally:
-        os.umask(before)
-    assert ended == [Ended(0)]
-    assert_told_nothing_private(grid, tmp_path / "jobs", 1)
-
-
-def assert_told_nothing_private(grid: Grid, folder_of_jobs: Path, count: int) -> None:
-    """Only their owner reads what jobs are told, and no record is in it."""
-    assert stat.S_IMODE(folder_of_jobs.stat().st_mode) == 0o700
-    records = share_data(grid.runs[:1])["digits"].train.images
-    told_to_jobs = list(folder_of_jobs.rglob("*.pkl"))
-    assert len(told_to_jobs) >= count
-    for path in told_to_jobs:
-        content = path.read_bytes()
-        assert records[0].numpy().tobytes() not in content
-        assert len(content) < 20_000
-
-
 @pytest.mark.privacy
 def test_ray_is_told_to_report_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     need("ray")
@@ -311,30 +226,6 @@ def test_ray_is_told_to_report_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     assert told == ["0"]
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1"
-
-
-@pytest.mark.long
-def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    # Long enough to be stopped on a busy machine. This stand-in for SLURM kills a job a second
-    # after it asked it to stop, perhaps before its report: an epoch ends with a checkpoint.
-    changes = {"seeds": "1", "epochs": "2000", "checkpoint_every": "12"}
-    broken, other = (grid := grid_in(tmp_path, **changes)).runs
-    broken.folder.mkdir(parents=True)
-    (broken.folder / "thesis.txt").write_text("chapter 1")
-    events = list(jobs(grid, tmp_path, range(2), lambda: under_way(tmp_path)))
-    [failure] = [e.failure for e in events if isinstance(e, Ended) and e.number == 0]
-    assert "files that do not belong to a run" in str(failure)
-    assert [e for e in events if isinstance(e, Ended) and e.number == 1] == [Ended(1)]
-    assert finished_report(other) is None
-    reached = max(checkpoint.newest(other.folder).step, folder.reported_steps(other.folder))
-    assert 12 <= reached < 24_000
-    resumed = jobs(grid, tmp_path, [1])
-    moved = next(event for event in resumed if isinstance(event, Moved))
-    assert moved.step >= reached
-    wait_for(lambda: checkpoint.newest(other.folder).step > reached)
-    del resumed  # its job is cancelled
 
 
 class Scripted(Executor[int]):
@@ -358,16 +249,41 @@ class Scripted(Executor[int]):
         self.cancelled.append(job)
 
 
-def test_a_run_whose_process_dies_is_started_three_times_in_all(tmp_path: Path) -> None:
+def test_a_run_whose_process_dies_has_failed_and_others_go_on(tmp_path: Path) -> None:
     runs = grid_in(tmp_path, seeds="2", epochs="1").runs
-    dies = Scripted(runs, *((number, ("signal 9", None)) for number in (0, 1, 1, 0, 0, 1)))
-    ended = list(carry_out(dies, [0, 1], never))
-    assert sorted(dies.started) == [0, 0, 0, 1, 1, 1]
-    for number in (0, 1):
-        again = [e.again for e in ended if isinstance(e, Ended) and e.number == number]
-        assert again == [True, True, False]
-    assert "its process died 3 times (signal 9)" in str(ended[-1])
+    dies = Scripted(runs, (0, ("signal 9", None)), (1, ("failed", 3)))
+    first, *rest = carry_out(dies, [0, 1], never)
+    assert "its process died (signal 9)" in str(first)
+    assert rest == [Moved(1, 3, None), Ended(1, "failed")]
+    assert dies.started == [0, 1]
     assert not dies.cancelled
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--executor", "cloud"], "there is no executor 'cloud'. Known: local, ray"),
+        (["--executor", "slurm"], "Submit dpmac train as an array of jobs"),
+        (["--slurm", "time=60"], "Submit dpmac train as an array of jobs"),
+        (["--jobs", "0"], "--jobs must be at least 1 and at most 1,024, not 0"),
+        (["--cluster", "auto"], "Add --executor ray"),
+    ],
+)
+def test_an_executor_that_cannot_be_is_refused(flags: list[str], words: str) -> None:
+    result = dpmac(*FLAGS, *flags)
+    assert result.exit_code == 2
+    assert words in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
+
+
+def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda asked: None if asked == "ray" else find(asked)
+    )
+    result = dpmac(*FLAGS, "--executor", "ray", "--out", "study")
+    assert result.exit_code == 2
+    assert "needs ray, which is not installed: pip install 'dpmac[ray]'" in result.output
+    assert not Path("study").exists()
 
 
 def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
@@ -395,84 +311,9 @@ def test_a_process_killed_after_its_run_was_finished_is_no_failure(tmp_path: Pat
     assert last == Ended(0)
 
 
-def test_without_slurm_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    need("submitit")
-    out = tmp_path / "study"
-    result = dpmac(*FLAGS, "--executor", "slurm", "--slurm", "time=60", "--out", out)
-    assert result.exit_code == 2
-    assert "SLURM is not available" in result.output
-    assert not out.exists()
-
-
-def test_options_reach_sbatch(tmp_path: Path) -> None:
-    need("submitit")
-    from dpmac_cli.studies import slurm  # noqa: PLC0415
-
-    sbatch = ExecutorChoice(
-        "slurm", 3, None, "partition=short,time=1:30:00, cpus_per_task=2"
-    ).sbatch
-    runs = grid_in(tmp_path, device="cuda").runs
-    (tmp_path / "bin").mkdir()
-    for name in ("srun", "sbatch"):
-        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-        slurm.check()
-        submitter = slurm.Array(runs, 3, tmp_path / "jobs", sbatch).submitter()
-    text = submitter._executor._make_submission_file_text("command", "uid")
-    options = dict(
-        line.removeprefix("#SBATCH --").split("=", 1)
-        for line in text.splitlines()
-        if line.startswith("#SBATCH")
-    )
-    expected = {"partition": "short", "time": "1:30:00", "cpus-per-task": "2", "gpus-per-node": "1"}
-    assert expected.items() <= options.items()
-    assert submitter._executor.parameters["array_parallelism"] == 3
-
-
-@pytest.mark.parametrize(
-    ("choice", "words"),
-    [
-        (ExecutorChoice("cloud"), "must be one of local, ray, slurm, not 'cloud'"),
-        (ExecutorChoice("local", 0), "--jobs must be from 1 to 1,024, not 0"),
-        (ExecutorChoice(cluster="auto"), "Add --executor ray"),
-        (ExecutorChoice(slurm="time=1"), "Add --executor slurm"),
-        (ExecutorChoice("slurm"), "--slurm time=60"),
-        (ExecutorChoice("slurm", slurm="time=60,gpu"), "'gpu' is not KEY=VALUE"),
-        (ExecutorChoice("slurm", slurm="time=60,array=1-9"), "array cannot be set"),
-    ],
-)
-def test_a_choice_that_cannot_be_is_told(choice: ExecutorChoice, words: str) -> None:
-    assert any(words in fault for fault in choice.faults())
-    if choice.name in ("local", "cloud"):
-        flags = {"--executor": choice.name, "--cluster": choice.cluster, "--slurm": choice.slurm}
-        typed = [part for k, v in flags.items() if v is not None for part in (k, v)]
-        jobs = [] if choice.jobs is None else ["--jobs", str(choice.jobs)]
-        result = dpmac(*FLAGS, *typed, *jobs)
-        assert result.exit_code == 2
-        assert words in result.output
-
-
-@pytest.mark.parametrize(("name", "module"), [("ray", "ray"), ("slurm", "submitit")])
-def test_a_missing_extra_is_named_with_its_cure(
-    name: str, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda asked: None if asked == module else find(asked)
-    )
-    more = ("--slurm", "time=60") if name == "slurm" else ()
-    result = dpmac(*FLAGS, "--executor", name, *more, "--out", "study")
-    assert result.exit_code == 2
-    assert f"needs {module}, which is not installed: pip install 'dpmac[{name}]'" in result.output
-    assert result.output.count("error:") == 1
-    assert not Path("study").exists()
-
-
 @pytest.mark.long
 def test_neither_is_loaded_unless_asked_for() -> None:
-    done = hooked(loading("ray", "submitit"), *FLAGS, *ONE_RUN, "--quiet")
+    done = hooked(loading("ray"), *FLAGS, *ONE_RUN, "--quiet")
     assert done.returncode == 0, done.stderr
     assert Path("loaded").read_text() == ""
 
@@ -544,16 +385,14 @@ def test_a_folder_that_is_not_seen_here_is_told(
     config = a_run(digits_config(), there)
     steps = config.plan.privacy.steps
 
-    def ended(*, step: int = steps, attempt: int = 1, stopped: bool = False) -> Ended:
-        return executor._judge(Moved(0, step, None), config, (None, step), attempt, stopped)
+    def ended(*, step: int = steps, stopped: bool = False) -> Ended:
+        return executor._end(Moved(0, step, None), config, (None, step), stopped)
 
     unseen = ended()
-    assert not unseen.again
     assert f"its folder {there} is not visible here" in str(unseen.failure)
     assert "a folder on shared storage" in str(unseen.failure)
     assert ended(stopped=True) == Ended(0)
-    assert ended(step=steps - 1).again
-    assert not ended(step=steps - 1, attempt=executor.ATTEMPTS).again
+    assert ended(step=steps - 1).failure == "its cluster asked it to stop"
     train_digits(out=there)
     assert ended() == Ended(0)
 
@@ -580,21 +419,3 @@ def test_a_run_takes_a_gpu_where_it_is_to_run_on_one() -> None:
     assert resource("auto", {"CPU": 4.0}) == "CPU"
     with pytest.raises(InputError, match="has no GPU"):
         resource("cuda", {"CPU": 4.0})
-
-
-def test_jobs_on_slurm_are_looked_at_often_and_those_of_other_programs_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from submitit.slurm.slurm import SlurmJob  # noqa: PLC0415
-
-    from dpmac_cli.studies import slurm  # noqa: PLC0415
-
-    jobs = [SlurmJob(tmp_path, f"7_{number}") for number in range(2)]
-    submitter = SimpleNamespace(map_array=lambda *_: jobs)
-    monkeypatch.setattr(slurm.Array, "submitter", lambda _: submitter)
-    runs = grid_in(tmp_path).runs
-    assert slurm.Array(runs, None, tmp_path, {"time": "60"}).submit(runs) == jobs
-    for job in jobs:
-        assert job.watcher._delay_s == 30
-        assert job.job_id in job.watcher._registered
-    assert SlurmJob.watcher._delay_s == 600

@@ -104,7 +104,7 @@ def test_importing_the_package_changes_no_library() -> None:
         import importlib, logging, os, pkgutil, signal, sys, types, warnings
         import dp_accounting.pld.privacy_loss_distribution, dp_accounting.rdp, filelock, jinja2
         import lazy_loader, matplotlib.figure, numpy, PIL.Image, pyarrow.csv, pydantic, ray, rich
-        import safetensors.torch, scipy.stats, sklearn.metrics, submitit, torch, torch.func
+        import safetensors.torch, scipy.stats, sklearn.metrics, torch, torch.func
         import torch.export, torch.multiprocessing, torchvision, typer, yaml
 
         def shared():
@@ -131,7 +131,7 @@ def test_importing_the_package_changes_no_library() -> None:
 
         LIBRARIES = (
             "torch", "numpy", "scipy", "sklearn", "matplotlib", "PIL", "pyarrow", "pydantic", "ray",
-            "rich", "typer", "click", "yaml", "jinja2", "submitit", "dp_accounting", "torchvision",
+            "rich", "typer", "click", "yaml", "jinja2", "dp_accounting", "torchvision",
             "safetensors", "filelock",
         )
         known_modules = [

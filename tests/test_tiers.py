@@ -62,10 +62,6 @@ ALSO_SHOWN: Mapping[str, str] = {
         "tests/test_private_scores.py::test_an_interrupted_run_releases_no_score_and_is_resumed_exactly"
     ),
     "tests/test_executors.py"
-    "::test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_is_told": (
-        "tests/test_executors.py::test_what_jobs_are_told_is_private_and_holds_no_record"
-    ),
-    "tests/test_executors.py"
     "::test_a_ray_of_our_own_tells_nobody_leaves_signals_alone_and_begins_no_more_than_it_should": (
         "tests/test_executors.py::test_ray_is_told_to_report_no_use"
     ),
@@ -79,7 +75,7 @@ ALSO_SHOWN: Mapping[str, str] = {
         "tests/test_tune.py::test_nothing_else_is_visible_while_it_goes_on"
     ),
     "tests/test_tune.py::test_a_command_that_is_killed_leaves_no_score_in_sight": (
-        "tests/test_tune.py::test_a_search_that_is_killed_at_any_moment_is_resumed_and_cleaned_up"
+        "tests/test_tune.py::test_a_search_that_is_killed_at_any_moment_is_started_again_and_cleaned_up"
     ),
     "tests/test_units.py::test_the_attack_finds_a_build_that_clips_each_record_of_a_unit": (
         "tests/test_units.py::test_a_unit_moves_the_clipped_sum_by_at_most_one"

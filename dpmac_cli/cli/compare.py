@@ -18,20 +18,20 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
-from dpmac_cli.config.fields import Flag, SomePath, options
+from dpmac_cli.config.checks import fault_of_package
+from dpmac_cli.config.fields import Choice, Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import OUTPUT, Debug, Quiet
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.runs import folder
 from dpmac_cli.studies import tables
-from dpmac_cli.studies.choose_executor import EXECUTORS, ExecutorChoice, opened
-from dpmac_cli.studies.executor import Ended, Moved, StudyEvent, carry_out
+from dpmac_cli.studies.executor import Ended, Executor, Moved, StudyEvent, carry_out
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, STUDY, Grid, Run, StudyFlags, plan, row_name
 from dpmac_cli.studies.results import collect, finished_report, was_changed
 from dpmac_cli.tasks.known import METRICS
 
-#: Folders of a study: its runs; and inputs and output of cluster jobs, only for its owner.
-RUNS, JOBS = "runs", "jobs"
+#: Folder of the runs of a study, in its own.
+RUNS = "runs"
 
 
 class CompareFlags(Flags, frozen=True):
@@ -39,28 +39,22 @@ class CompareFlags(Flags, frozen=True):
 
     jobs: Annotated[
         int | None,
-        Field(description="Maximum number of runs at a time."),
+        Field(ge=1, le=1024, description="Maximum number of runs at a time."),
         Flag(STUDY, otherwise="one per core or GPU"),
     ] = None
     executor: Annotated[
         str,
+        Choice(("local", "ray")),
         Field(
-            description="Executor of the runs. Clusters need --out, the data and the current "
-            "folder on shared storage."
+            description="Executor of the runs. Ray needs --out, the data and the current folder on "
+            "shared storage."
         ),
-        Flag(STUDY, suggests=tuple(EXECUTORS)),
+        Flag(STUDY),
     ] = "local"
     cluster: Annotated[
         str | None,
         Field(description="Address of the Ray cluster."),
         Flag(STUDY, otherwise="RAY_ADDRESS, or a new one on this machine", metavar="ADDRESS"),
-    ] = None
-    slurm: Annotated[
-        str | None,
-        Field(
-            description="sbatch options of a job: partition=gpu,time=60,gpus=1. Each run is a job."
-        ),
-        Flag(STUDY, metavar="KEY=VALUE,..."),
     ] = None
     dry_run: Annotated[
         StrictBool,
@@ -105,9 +99,8 @@ def compare(**given: Any) -> None:
     run failed (the others are in the table), 130 interrupted (run the same command to resume).
     """
     flags, file = take(CompareFlags, given), take(ConfigFlag, given).config
-    choice = ExecutorChoice(flags.executor, flags.jobs, flags.cluster, flags.slurm)
     both = "--dry-run and --json contradict each other: a plan has no table. Give one."
-    raise_errors([*choice.faults(), *[both] * (flags.dry_run and flags.json)])
+    raise_errors([*_faults_of_ray(flags), *[both] * (flags.dry_run and flags.json)])
     with console.waiting(flags.quiet, "settings"):
         grid = plan(given, file, flags.out / RUNS)
         planned = planned_runs(grid) if flags.dry_run else None
@@ -117,9 +110,8 @@ def compare(**given: Any) -> None:
         console.stdout().print(planned)
         return
     _check_folder(grid, flags.out)
-    failures, interrupted = _carry_out(
-        grid, flags.out, choice, console.for_display(flags.quiet, flags.json)
-    )
+    screen = console.for_display(flags.quiet, flags.json)
+    failures, interrupted = _carry_out(grid, flags, screen)
     with console.waiting(flags.quiet, "table"):
         texts = tables.write_comparison(collect(grid, failures), flags.out)
     if flags.json:
@@ -148,9 +140,28 @@ def _check_folder(grid: Grid, out: Path) -> None:
     )
 
 
-def _carry_out(
-    grid: Grid, out: Path, choice: ExecutorChoice, screen: Console
-) -> tuple[dict[int, str], bool]:
+def _faults_of_ray(flags: CompareFlags) -> Iterator[str]:
+    if flags.executor == "ray":
+        yield from fault_of_package("ray", "ray", "--executor ray")
+    elif flags.cluster is not None:
+        yield "--cluster is the address of a Ray cluster. Add --executor ray, or leave it out."
+
+
+@contextlib.contextmanager
+def _executor(flags: CompareFlags, runs: Sequence[Run], data: Any) -> Iterator[Executor[Any]]:
+    """Create the executor of the runs. Raises InputError if there is no cluster."""
+    if flags.executor == "ray":
+        from dpmac_cli.studies import ray_cluster  # noqa: PLC0415  (loads ray)
+
+        with ray_cluster.connected(flags.cluster):
+            yield ray_cluster.Tasks(runs, flags.jobs)
+    else:
+        from dpmac_cli.studies import local  # noqa: PLC0415  (loads torch)
+
+        yield local.Pool(runs, flags.jobs, data)
+
+
+def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[int, str], bool]:
     """Train unfinished runs; return reasons of failures by number, and whether interrupted."""
     with console.waiting(screen.quiet, "data"):
         from dpmac_cli.studies import local  # noqa: PLC0415  (loads torch)
@@ -161,9 +172,9 @@ def _carry_out(
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         asked = held.enter_context(stop_request())
-        executor = held.enter_context(opened(choice, grid.runs, data, out / JOBS)) if data else None
-        folder.make_folder(out / RUNS)
-        held.enter_context(folder.locked(out))
+        executor = held.enter_context(_executor(flags, grid.runs, data)) if data else None
+        folder.make_folder(flags.out / RUNS)
+        held.enter_context(folder.locked(flags.out))
         missing = _missing(grid)
         console.print_notes(
             f"{run.folder / name} is damaged: the run resumes from its checkpoint."
@@ -177,7 +188,7 @@ def _carry_out(
             return failures, False
         for event in carry_out(executor, missing, asked):
             display.show(event)
-            if isinstance(event, Ended) and event.failure and not event.again:
+            if isinstance(event, Ended) and event.failure:
                 failures[event.number] = event.failure
         raise_errors(local.other_records(grid.runs, data))  # other machines load their own
         return failures, asked()
@@ -226,11 +237,8 @@ class StudyDisplay:
         run, moved = self._grid.runs[event.number], self._moved.get(event.number)
         done = moved is not None and moved.step == run.plan.privacy.steps
         name = f"{row_name(run.labels)}  sigma {run.plan.privacy.sigma:.4g}  seed {run.seed}"
-        self._ended += not event.again and (event.failure is not None or done)
-        if event.again:
-            line = Text(f"{name}: {event.failure}; resuming it", style=console.ATTENTION)
-            self._screen.print(line)
-        elif event.failure:
+        self._ended += event.failure is not None or done
+        if event.failure:
             self._screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
         elif moved and done:
             metric = METRICS[run.plan.run.metric]

@@ -166,7 +166,7 @@ def _sentence(fault: ErrorDetails, option: Option, origin: str) -> str:
     elif kind == "empty":
         said = " must not be empty. Set it to a folder, or leave it out."
     elif option.choice is not None:
-        meant = near(text, option.choices)
+        meant = instead(text) or near(text, option.choices)
         noun = option.choice.noun or flag_name(option.name)
         said = f": there is no {noun} '{text}'.{meant} Known: {option.choice.known}."
     elif option.pattern is not None:

@@ -1,14 +1,13 @@
-"""Run a study: jobs, monitored through the folders of their runs, and repeated attempts.
+"""Run a study: jobs, monitored through the folders of their runs.
 
-Implementations: :mod:`~dpmac_cli.studies.local`, :mod:`~dpmac_cli.studies.ray_cluster` and
-:mod:`~dpmac_cli.studies.slurm`, chosen by :mod:`~dpmac_cli.studies.choose_executor`. Loads no
+Implementations: :mod:`~dpmac_cli.studies.local` and :mod:`~dpmac_cli.studies.ray_cluster`. Loads no
 torch.
 """
 
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -18,8 +17,6 @@ from dpmac_cli.storage import files
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.tasks.known import METRICS
 
-#: Number of attempts at a run whose process dies.
-ATTEMPTS = 3
 #: Seconds between checks for a request to stop.
 PATIENCE = 0.2
 #: Seconds within which files written by another machine must become visible.
@@ -37,16 +34,10 @@ class Moved:
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a run, or of one attempt at it.
-
-    Attributes:
-        failure: reason for the failure; None if it finished or was asked to stop.
-        again: whether its process died and the run will be started again.
-    """
+    """End of a run; ``failure`` is None if it finished or was asked to stop."""
 
     number: int
     failure: str | None = None
-    again: bool = False
 
 
 StudyEvent = Moved | Ended
@@ -91,15 +82,14 @@ def carry_out(
 ) -> Iterator[StudyEvent]:
     """Carry out some runs of a study and yield their progress and results.
 
-    A run whose process dies is started again, at most :data:`ATTEMPTS` times in total; others are
-    not affected. Every run that was started ends with one :class:`Ended` that is not ``again``.
+    Every run that was started ends with one :class:`Ended`. Others go on if its process dies.
 
     Args:
         executor: trains the runs. Jobs that remain at the end are cancelled.
         numbers: indices of the runs to carry out in the executor's runs.
         stop: called between checks of the jobs; if True, every run finishes its step and saves.
     """
-    waiting, attempts, asked = deque(numbers), Counter[int](), False
+    waiting, asked = deque(numbers), False
     jobs: dict[int, Job] = {}  # jobs of the runs in progress
     steps = dict.fromkeys(numbers, 0)
     try:
@@ -108,22 +98,16 @@ def carry_out(
                 asked = True
                 waiting.clear()
                 _cancel_all(executor, jobs)
-            started = _start(executor, waiting, executor.slots - len(jobs))
-            attempts.update(started.keys())
-            jobs |= started
+            jobs |= _start(executor, waiting, executor.slots - len(jobs))
             for number, job in list(jobs.items()):
                 result = executor.result(job)
                 moved = _progress(number, executor.runs[number], result)
                 if moved.step != steps[number]:
                     steps[number] = moved.step
                     yield moved
-                if result is None:
-                    continue
-                del jobs[number]
-                ended = _judge(moved, executor.runs[number], result, attempts[number], asked)
-                if ended.again:
-                    waiting.appendleft(number)
-                yield ended
+                if result is not None:
+                    del jobs[number]
+                    yield _end(moved, executor.runs[number], result, asked)
             time.sleep(executor.pause if jobs else 0)
     finally:
         _cancel_all(executor, jobs)
@@ -153,25 +137,21 @@ def _progress(number: int, run: Run, result: Result | None) -> Moved:
     return Moved(number, step, last.get(METRICS[run.plan.run.metric].logged))
 
 
-def _judge(moved: Moved, run: Run, result: Result, attempt: int, stopped: bool) -> Ended:
-    """Decide whether a run is over, from its progress, its job's result and number of attempts."""
+def _end(moved: Moved, run: Run, result: Result, stopped: bool) -> Ended:
+    """Return how a run ended, from its progress and its job's result."""
     (why, reached), number = result, moved.number
-    if reached is None and (stopped or _finished(run)):  # killed after its run had finished
-        return Ended(number)
-    if reached is not None:
-        if stopped or why is not None:
-            return Ended(number, why)
-        if moved.step >= run.plan.privacy.steps:
-            unseen = (
-                f"it ended on another machine, but its folder {run.folder} is not visible here. "
-                "Set --out to a folder on shared storage."
-            )
-            return Ended(number, None if _appears(run) else unseen)
-        why = "its cluster asked it to stop"
-    if attempt < ATTEMPTS:
-        return Ended(number, f"its process died ({why})", again=True)
-    died = f"its process died {ATTEMPTS} times ({why}). If memory ran out, use fewer --jobs."
-    return Ended(number, died)
+    if reached is None:  # perhaps after its run had finished
+        died = f"its process died ({why}). If memory ran out, use fewer --jobs."
+        return Ended(number, None if stopped or _finished(run) else died)
+    if stopped or why is not None:
+        return Ended(number, why)
+    if moved.step < run.plan.privacy.steps:
+        return Ended(number, "its cluster asked it to stop")
+    unseen = (
+        f"it ended on another machine, but its folder {run.folder} is not visible here. Set --out "
+        "to a folder on shared storage."
+    )
+    return Ended(number, None if _appears(run) else unseen)
 
 
 def _finished(run: Run) -> bool:

@@ -31,8 +31,8 @@ from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.torch_errors import what_failed
 
-#: Signals that ask a job to stop: from ray.cancel and scancel, at its time limit, and preemption.
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+#: Signals that ask a job to stop.
+REQUESTS = (signal.SIGINT, signal.SIGTERM)
 #: Fingerprints of a run that must be the same in a whole study.
 RECORDS: tuple[Fingerprint, ...] = ("data", "units", "test units")
 #: Processes are forked from one that has only imported torch.

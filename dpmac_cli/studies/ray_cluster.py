@@ -86,6 +86,8 @@ class Tasks(Executor[Any]):
 
     def __init__(self, runs: Sequence[Run], jobs: int | None) -> None:
         self._there = ray.cluster_resources()
+        # Other machines choose among their own GPUs.
+        runs = [run.on(run.plan.run.device.partition(":")[0]) for run in runs]
         kinds = [resource(run.plan.run.device, self._there) for run in runs]
         super().__init__(runs, jobs or int(self._there[kinds[0]]))
 

@@ -43,7 +43,7 @@ def offered(line: str) -> list[str]:
         ("dpmac compare --optimizers dp-sgd,dp-adam", ["dp-sgd,dp-adam", "dp-sgd,dp-adambc"]),
         ("dpmac compare --optimizers a", ["all", "adaclip"]),
         ("dpmac compare --kappa paper,e", ["paper,exact"]),
-        ("dpmac compare --executor ", ["local", "ray", "slurm"]),
+        ("dpmac compare --executor ", ["local", "ray"]),
         ("dpmac account --accountant ", ["pld", "rdp", "all"]),
         ("dpmac account --solve b", ["batch-size"]),
         ("dpmac eval --dataset cifar", ["cifar10", "cifar100"]),
