@@ -5,6 +5,7 @@ from collections.abc import Mapping
 #: What to type instead of a flag or a setting, by its name as a flag.
 SETTINGS: Mapping[str, str] = {
     "search": "Write the values at the settings: --lr 1e-4:0.1 --clip-norm 0.1,1,10.",
+    "trials": "It belongs to a search: use dpmac tune, or dpmac account --tune.",
     "most-trials": "The largest number of trials is 4 times their mean. Leave it out.",
     "stop-early": "Every search ends with its last trial. Leave it out.",
     "on": "Compare settings on the public data with dpmac compare, and train with the best.",
