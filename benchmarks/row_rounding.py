@@ -123,7 +123,7 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
         return base.repeat(-(-n // PERIOD), *[1] * len(shape))[:n]
 
     def odd(manner: Manner) -> list[int]:
-        numbers = [manner.least(MOST)] if manner.full else all_numbers
+        numbers = sorted({manner.rows(n, MOST) for n in all_numbers}, reverse=True)
         with manner.of(network):
             first = run(rows(numbers[0]))[:PERIOD].detach()
             found = {n: run(rows(n)).detach() for n in numbers}
@@ -133,11 +133,9 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
 
     manner = find_manner(network, run, base, MOST)
     result: dict[str, Any] = {"layer": name, "threads": threads, "plain": odd(Manner())}
-    if isinstance(manner, Manner):
-        result |= {"ways": [*manner.ways.values()], "full": manner.full, "left": odd(manner)}
-    else:
-        result["refused"] = True
-    return result
+    if manner.alone:
+        return result | {"alone": True}
+    return result | {"ways": [*manner.ways.values()], "fill": manner.fill, "left": odd(manner)}
 
 
 def main(given: list[str] | None = None) -> None:

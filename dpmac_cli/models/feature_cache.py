@@ -100,11 +100,9 @@ def _manner(parts: FrozenFeatures, data: Data) -> Manner:
         return Manner()
     shape, generator = data.train.images.shape[1:], torch.Generator().manual_seed(0)
     base = torch.randn(PERIOD, *shape, generator=generator).to(data.gain)
-    found = find_manner(parts.frozen, parts.features, base, AT_A_TIME, fixed=True)
-    if isinstance(found, Manner):
-        return found
-    parts.isolated = True
-    return Manner()
+    manner = find_manner(parts.frozen, parts.features, base, AT_A_TIME, fixed=True)
+    parts.isolated = bool(manner.alone)
+    return manner
 
 
 def _features(parts: FrozenFeatures, images: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     Whole,
     fill_rows,
     find_manner,
+    whole,
     without_zeros,
 )
 from dpmac_cli.dp.clipping.batches import (
@@ -48,11 +49,6 @@ from dpmac_cli.randomness.sampling import Indices
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.training.schedules import StepPlan
 
-#: Note for a network whose records depend on others under vmap.
-IN_A_LOOP = (
-    "On this machine, results for a record would be rounded by the other records of a batch. To "
-    "avoid that, the network is run on one record after the other. This is slower."
-)
 #: Message for a batch that is too large for the margin for rounding.
 TOO_MANY = (
     "The batch has many times more records than the batch size that was stated. No sampler draws "
@@ -133,7 +129,7 @@ class ChunkedSum(ABC):
             p.requires_grad_(True)
         run = None if isolated is None else Whole(isolated)
         self._network = model if run is None else run
-        most = Manner(full=True).least(self.chunk)
+        most = whole(self.chunk)
         self.clipped_sum = ClippedChunkSum(model, found, most, how.views, batch, run, how.loss)
         self._sum = torch.empty_like(self.theta)
         model.train()  # as validated
@@ -160,10 +156,7 @@ class ChunkedSum(ABC):
                 )
 
     def _manner(self, isolated: Isolated | None) -> tuple[Manner, tuple[str, ...]]:
-        """Return a way to run the network in which no record depends on others, and notes.
-
-        Raises ModelError if there is none.
-        """
+        """Return a way to run the network in which no record depends on others, and notes."""
         base, label = self._inputs.made_up(PERIOD), self._labels.made_up(1)
 
         def run(x: Any) -> Any:
@@ -183,20 +176,10 @@ class ChunkedSum(ABC):
                 if not out_of_memory(failure) or chunk == 1:
                     raise
                 chunk //= 2  # as in a step
-        if isinstance(manner, Manner):
-            own = () if isolated is None else isolated.notes
-            return manner, own if manner.note is None else (*own, manner.note)
-        if isolated is not None:
-            self.chunk = min(self.chunk, isolated.run_in_a_loop())
-            return Manner(), (IN_A_LOOP,)
-        named = ", ".join(name or "the network itself" for name in manner)
-        raise ModelError(
-            f"On this machine, the results of {named} for a record are rounded by the number of "
-            "records computed with it or by its place among them, whatever threads and libraries "
-            "are used. One record could then move others across a kink, such as that of ReLU, "
-            "which the noise does not cover. Use another --device, or add --isolate to run the "
-            "network on each record separately."
-        )
+        if manner.alone:
+            self.chunk = 1 if isolated is None else min(self.chunk, isolated.run_in_a_loop())
+        own = () if isolated is None else isolated.notes
+        return manner, own if manner.note is None else (*own, manner.note)
 
     def of(self, drawn: Indices, step: int, metric: RegionMetric, chunk: int) -> tuple[Tensor, int]:
         """Return the sum over a batch, shape (d,), and the chunk size that fits into memory.
@@ -211,14 +194,14 @@ class ChunkedSum(ABC):
             metric: metric of the ellipsoid to clip to.
             chunk: samples to process at a time. Raises RunError if memory runs out with one.
         """
-        part, total, begin = self._sum, None, 0
+        part, total, begin, chunk = self._sum, None, 0, min(chunk, self.chunk)
         while begin < len(drawn):
             end = begin + _evenly(len(drawn) - begin, chunk)
             ahead = slice(end, end + _evenly(len(drawn) - end, chunk))
             try:
                 inputs, labels = self._read(drawn, slice(begin, end), ahead, step)
-                least = self.manner.least(chunk)
-                self._sum_chunk(drawn[begin:end], inputs, labels, step, metric, least)
+                rows = self.manner.rows(end - begin, chunk)
+                self._sum_chunk(drawn[begin:end], inputs, labels, step, metric, rows)
             except (RuntimeError, MemoryError) as failure:
                 if not out_of_memory(failure):
                     raise
@@ -240,10 +223,10 @@ class ChunkedSum(ABC):
         return part.zero_() if total is None else total, chunk
 
     def _sum_chunk(
-        self, drawn: Indices, inputs: Any, labels: Any, step: int, metric: RegionMetric, least: int
+        self, drawn: Indices, inputs: Any, labels: Any, step: int, metric: RegionMetric, rows: int
     ) -> None:
-        """Write the sum of a chunk, filled to ``least`` rows."""
-        inputs, labels = fill_rows(inputs, least), fill_rows(labels, least)
+        """Write the sum of a chunk, filled to ``rows`` rows."""
+        inputs, labels = fill_rows(inputs, rows), fill_rows(labels, rows)
         if self.isolated is not None and self._layers is not None:
             filling = drawn[:1].repeat(samples_in(inputs) - len(drawn))
             self.isolated.seeds = self._layers.seeds(step, np.append(drawn, filling))

@@ -137,9 +137,7 @@ def invariant_batching(model: nn.Module, data: Data) -> Batching:
         return logits
 
     manner = find_manner(model, run, base, rows.stop, fixed=True)
-    if not isinstance(manner, Manner):
-        return Batching(most=1, least=1)
-    least = manner.least(rows.stop)
+    least = 1 if manner.alone else manner.rows(rows.stop, rows.stop)
     return Batching(most=least, least=least, manner=manner)
 
 

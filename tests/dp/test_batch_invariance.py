@@ -9,14 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.batch_invariance import PERIOD, Manner, find_manner
-from dpmac_cli.errors import ModelError
+from dpmac_cli.dp.clipping.batch_invariance import (
+    FEW,
+    FILLS,
+    FULL,
+    PERIOD,
+    Manner,
+    find_manner,
+)
 from dpmac_cli.models import feature_cache
 from dpmac_cli.models.features import FrozenFeatures
 from tests.helpers import make_trainer
 from tests.tiers import rest_long
 
 ONE_ULP = 2.0**-20
+EVENLY = [*FILLS][1]
 
 
 class Odd(nn.Module):
@@ -59,9 +66,9 @@ def _two_threads() -> None:
         ("nothing", Manner()),
         ("threads", Manner({"1": "on one thread"})),
         ("onednn", Manner({"1": "without oneDNN and cuDNN"})),
-        ("number", Manner(full=True)),
-        ("rest", Manner(full=True)),
-        ("place", ["1"]),
+        ("number", Manner(fill=FULL)),
+        ("rest", Manner(fill=EVENLY)),
+        ("place", Manner(alone=("1",))),
     ],
 )
 def test_a_layer_whose_rows_depend_on_others_runs_in_another_way(kind: str, expected: Any) -> None:
@@ -70,13 +77,18 @@ def test_a_layer_whose_rows_depend_on_others_runs_in_another_way(kind: str, expe
 
 @pytest.mark.privacy
 def test_a_batch_of_fixed_size_is_tried_at_that_size_alone() -> None:
-    assert found("number", fixed=True) == Manner(full=True)
-    assert found("place", fixed=True) == ["1"]
+    assert found("number", fixed=True) == Manner(fill=FULL)
+    assert found("place", fixed=True) == Manner(alone=("1",))
+
+
+@pytest.mark.privacy
+def test_a_small_chunk_is_filled_if_its_rows_differ() -> None:
+    assert found("rest", chunk=6) == Manner(fill=EVENLY)
 
 
 def test_random_numbers_are_not_taken_for_rounding() -> None:
     assert found("nothing", nn.Dropout(0.5)) == Manner()
-    assert found("place", nn.Dropout(0.5)) == ["1"]
+    assert found("place", nn.Dropout(0.5)) == Manner(alone=("1",))
 
 
 @pytest.mark.usefixtures("_two_threads")
@@ -91,17 +103,32 @@ def test_a_way_lasts_as_long_as_its_module_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "full", "least"), [(2, False, 2), (2, True, 2), (50, False, 16), (50, True, 64)]
+    ("fill", "chunk", "rows"),
+    [
+        (FEW, 2, {1: 2, 2: 2}),
+        (FEW, 50, {1: 16, 17: 17}),
+        (EVENLY, 2, {1: 16, 2: 16}),
+        (EVENLY, 50, {1: 16, 17: 32, 50: 64}),
+        (FULL, 2, {1: 2, 2: 2}),
+        (FULL, 50, {1: 64, 50: 64}),
+    ],
 )
-def test_how_many_rows_are_computed_at_least(chunk: int, full: bool, least: int) -> None:
-    assert Manner(full=full).least(chunk) == least
+def test_how_many_rows_are_computed(fill: str, chunk: int, rows: dict[int, int]) -> None:
+    assert {n: Manner(fill=fill).rows(n, chunk) for n in rows} == rows
+    assert Manner(fill=fill).rows(1, 1) == 1
 
 
 @pytest.mark.privacy
-def test_a_network_that_no_way_helps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmac_cli.training.chunks.find_manner", lambda *_, **__: ["1"])
-    with pytest.raises(ModelError, match=r"results of 1 for a record .* add --isolate"):
-        make_trainer("dp-sgd")
+def test_a_network_that_no_way_helps_runs_on_one_record_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "dpmac_cli.training.chunks.find_manner", lambda *_, **__: Manner(alone=("1", ""))
+    )
+    trainer = make_trainer("dp-sgd")
+    assert trainer.state.chunk == 1
+    assert "in 1, the network itself. To avoid that" in trainer.notes[0]
+    trainer.step()
 
 
 @pytest.mark.privacy
@@ -128,4 +155,4 @@ def test_the_scan_finds_nothing_left(only: str, tmp_path: Path) -> None:
     assert len(rows) >= 2
     assert all(row["left"] == [] for row in rows)
     if "own" in only:
-        assert all(row["plain"] == [] or row["full"] or row["ways"] for row in rows)
+        assert all(row["plain"] == [] or row["fill"] != FEW or row["ways"] for row in rows)

@@ -18,18 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
 
 #: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows
-#: of products of fewer rows differently (measured up to 11).
+#: of products of fewer rows differently (measured up to 11), and the last rows of numbers that are
+#: no multiple of it.
 LEAST_ROWS = 16
 #: Number of different rows in a trial. Their copies are at all places; 7 has no factor in common
 #: with the widths of vector registers.
 PERIOD = 7
 
 
-def fill_rows(batch: Batch, least: int) -> Batch:
-    """Return a batch, filled up to at least ``least`` rows with copies of the first."""
+def fill_rows(batch: Batch, rows: int) -> Batch:
+    """Return a batch, filled up to at least ``rows`` rows with copies of the first."""
 
     def filled(x: Tensor) -> Tensor:
-        filling = x[:1].expand(max(0, least - len(x)), *x.shape[1:])
+        filling = x[:1].expand(max(0, rows - len(x)), *x.shape[1:])
         return torch.cat([x, filling]) if len(filling) else x
 
     return map_rows(filled, batch)
@@ -77,22 +78,38 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 }
 
 
+def whole(chunk: int) -> int:
+    """Return a number of rows, rounded up to a multiple of :data:`LEAST_ROWS`."""
+    return -(-chunk // LEAST_ROWS) * LEAST_ROWS
+
+
+#: Numbers of rows to compute for some samples of a chunk of some capacity, from the cheapest. Their
+#: names complete the sentence "Every chunk is filled to ...".
+FILLS: dict[str, Callable[[int, int], int]] = {
+    "a few rows at least": lambda samples, chunk: max(samples, min(chunk, LEAST_ROWS)),
+    f"a multiple of {LEAST_ROWS} rows": lambda samples, _: whole(samples),
+    "its capacity": lambda _, chunk: chunk if chunk < LEAST_ROWS else whole(chunk),
+}
+FEW, *_, FULL = FILLS
+
+
 @dataclass(frozen=True)
 class Manner:
     """A way to run a network.
 
     Attributes:
         ways: names of modules with the name of the way in which each runs, see :data:`WAYS`.
-        full: every chunk is filled to the same number of rows.
+        fill: how many rows are computed at a time, see :data:`FILLS`.
+        alone: modules that need each record to be a chunk by itself; empty if none does.
     """
 
     ways: Mapping[str, str] = field(default_factory=dict)
-    full: bool = False
+    fill: str = FEW
+    alone: tuple[str, ...] = ()
 
-    def least(self, chunk: int) -> int:
-        """Return the least number of rows to compute at once, for chunks of this capacity."""
-        whole = -(-chunk // LEAST_ROWS) * LEAST_ROWS
-        return chunk if chunk < LEAST_ROWS else whole if self.full else LEAST_ROWS
+    def rows(self, samples: int, chunk: int) -> int:
+        """Return the number of rows to compute for some samples of a chunk of this capacity."""
+        return FILLS[self.fill](samples, chunk) if chunk > 1 else samples
 
     @contextmanager
     def of(self, network: nn.Module) -> Iterator[None]:
@@ -110,14 +127,18 @@ class Manner:
     @property
     def note(self) -> str | None:
         """Return a message that names everything that is slower than by default."""
-        if not (self.ways or self.full):
-            return None
         parts = [f"{name or 'the network'} runs {way}" for name, way in self.ways.items()]
-        parts += ["every chunk is filled to its capacity"] * self.full
-        return (
-            "On this machine, results for a record would be rounded by the other records of a "
-            f"batch. To avoid that, {', '.join(parts)}. This is slower."
-        )
+        parts += [f"every chunk is filled to {self.fill}"] * (self.fill != FEW)
+        reason = "results for a record would be rounded by the other records of a batch"
+        if self.alone:
+            named = ", ".join(name or "the network itself" for name in self.alone)
+            return (
+                f"On this machine, {reason} in {named}. To avoid that, the network runs on one "
+                "record after the other. This can take many times as long."
+            )
+        if not parts:
+            return None
+        return f"On this machine, {reason}. To avoid that, {', '.join(parts)}. This is slower."
 
 
 def _enter(way: str, entered: list[ExitStack], *_: Any) -> None:
@@ -148,11 +169,12 @@ RunNetwork = Callable[[Batch], Any]
 
 def find_manner(
     network: nn.Module, run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False
-) -> Manner | list[str]:
+) -> Manner:
     """Return the cheapest way to run a network in which no row depends on the others.
 
     It is run on copies of a few random rows, in several numbers and at every place of each. Their
-    results must be equal, bit for bit. This is a measurement on this machine, not a proof.
+    results must be equal, bit for bit. This is a measurement on this machine, not a proof. If they
+    are never equal, each record is run alone, which needs none.
 
     Args:
         network: the network. A module in which rows begin to differ runs in the ways of
@@ -161,14 +183,12 @@ def find_manner(
         base: rows to copy, shape (:data:`PERIOD`, ...).
         chunk: capacity of a chunk.
         fixed: chunks are always filled.
-
-    Returns the names of the modules that differ in every way instead, if there are any.
     """
     found: list[str] = []
     # On GPUs, most products are rounded by the number of rows.
-    for full in (True,) if fixed or any(x.is_cuda for x in tensors_in(base)) else (False, True):
-        manner = Manner(full=full)
-        numbers = [manner.least(chunk)] if full else some_numbers(chunk)
+    for fill in (FULL,) if fixed or any(x.is_cuda for x in tensors_in(base)) else FILLS:
+        manner = Manner(fill=fill)
+        numbers = sorted({manner.rows(n, chunk) for n in some_numbers(chunk)}, reverse=True)
         tried: dict[str, list[str]] = {}
         while True:
             with manner.of(network):
@@ -180,8 +200,8 @@ def find_manner(
                 break
             for name, way in left.items():
                 tried[name].append(str(way))
-            manner = Manner({**manner.ways, **{n: str(way) for n, way in left.items()}}, full)
-    return found
+            manner = Manner({**manner.ways, **{n: str(way) for n, way in left.items()}}, fill)
+    return Manner(alone=tuple(found))
 
 
 def _untried(tried: Collection[str]) -> str | None:
@@ -208,11 +228,17 @@ def differing(network: nn.Module, run: RunNetwork, base: Batch, numbers: list[in
     first, trial = _Trial(network), _Trial(network)
     random: AbstractContextManager[Any] = nullcontext()
     with torch.random.fork_rng():
-        if any([first.of(run, base, numbers[-1], seed) for seed in (0, 1)][1:]):
+        if any([first.of(run, base, numbers[-1], 0, seed) for seed in (0, 1)][1:]):
             random = _Constant()  # type: ignore[no-untyped-call]  # random numbers differ by place
         with random:
-            names = {name for n in numbers for name in trial.of(run, base, n, 0)}
+            places = [(n, shift) for n in numbers for shift in _shifts(n)]
+            names = {name for place in places for name in trial.of(run, base, *place)}
     return sorted(n for n in names if not any(m != n and _inside(m, n) for m in names))
+
+
+def _shifts(number: int) -> range:
+    """Return how far to move the rows of a trial, so that a few rows are at several places, too."""
+    return range(PERIOD if number <= LEAST_ROWS else 1)
 
 
 def _inside(part: str, whole: str) -> bool:
@@ -226,42 +252,45 @@ class _Trial:
         self._network = network
         self._first: dict[tuple[Any, ...], Tensor] = {}
 
-    def of(self, run: RunNetwork, base: Batch, number: int, seed: int) -> set[str]:
-        """Run on a number of rows; return where results begin to differ."""
+    def of(self, run: RunNetwork, base: Batch, number: int, shift: int, seed: int = 0) -> set[str]:
+        """Run on a number of rows, moved by ``shift``; return where results begin to differ."""
         found, calls = set[str](), dict[str, int]()
 
         def compare(name: str, _: nn.Module, args: Any, named: Any, out: Any) -> None:
             calls[name] = calls.get(name, 0) + 1
-            given = self._same((name, calls[name], "in"), (args, named), number)
-            if not self._same((name, calls[name], "out"), out, number) and given:
+            given = self._same((name, calls[name], "in"), (args, named), number, shift)
+            if not self._same((name, calls[name], "out"), out, number, shift) and given:
                 found.add(name)
 
         torch.manual_seed(seed)
-        rows = map_rows(partial(_in_turn, number), base)
+        rows = map_rows(partial(_in_turn, number, shift), base)
         with ExitStack() as hooks:
             for name, module in self._network.named_modules():
                 hook = module.register_forward_hook(partial(compare, name), with_kwargs=True)
                 hooks.callback(hook.remove)
             result = run(rows)
-        if not self._same(("result",), result, number) and not found:
+        if not self._same(("result",), result, number, shift) and not found:
             found.add("")
         return found
 
-    def _same(self, place: tuple[Any, ...], values: Any, number: int) -> bool:
+    def _same(self, place: tuple[Any, ...], values: Any, number: int, shift: int) -> bool:
         """Return whether tensors have the rows of the first run; skip tensors without rows."""
         same = True
         for n, tensor in enumerate(tensors_in(values)):
             if tensor.ndim == 0 or len(tensor) == 0 or len(tensor) % number:
                 continue
             rows = tensor.detach().reshape(number, -1)
-            first = self._first.setdefault((*place, n), rows[:PERIOD].clone())
-            if rows.shape[1] == first.shape[1]:
-                same &= all(_equal(rows[k::PERIOD], row) for k, row in enumerate(first))
+            for k, row in enumerate(rows[:PERIOD]):
+                key = (*place, n, (k + shift) % PERIOD)
+                first = self._first.setdefault(key, row.clone())
+                if row.shape == first.shape:
+                    same &= _equal(rows[k::PERIOD], first)
         return same
 
 
-def _in_turn(number: int, base: Tensor) -> Tensor:
-    return base.repeat(-(-number // len(base)), *[1] * (base.ndim - 1))[:number]
+def _in_turn(number: int, shift: int, base: Tensor) -> Tensor:
+    moved = base.roll(-shift, 0)
+    return moved.repeat(-(-number // len(base)), *[1] * (base.ndim - 1))[:number]
 
 
 def _equal(rows: Tensor, row: Tensor) -> bool:
