@@ -1,5 +1,6 @@
 """Tables in CSV and Parquet files, from their schema to a trained classifier."""
 
+import csv
 import importlib.util
 import json
 import re
@@ -7,26 +8,25 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import yaml
 from PIL import Image
-from pyarrow import csv as arrow_csv
 from pyarrow import parquet
 from typer.testing import CliRunner
 
+from dpmac_cli import from_dataframe, predict, score
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.table_file import read_inputs
-from dpmac_cli.data.table_schema import read_schema, schema_of
+from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.data.user_data import inspect
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, ModelError
 from tests.helpers import load
 from tests.typed import dpmac
 
@@ -109,88 +109,15 @@ def inputs(of: Source) -> tuple[list[list[float]], list[int]]:
     return ((x - facts.mean) / facts.std).tolist(), np.concatenate(labels).tolist()
 
 
-def test_columns_become_the_inputs_that_the_schema_says(tmp_path: Path) -> None:
-    x, y = inputs(source(tmp_path))
-    #       age   none |  f    m  |  A    B  other
-    assert x == [
-        [-0.4, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0],
-        [0.4, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0],
-        [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0],  # clipped, and of another ward
-        [0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0],  # the middle of the range, and said to be missing
-    ]
-    assert y == [1, 0, 0, 1]
-    found = inspect(source(tmp_path))
-    assert (found.facts.train_size, found.facts.test_size) == (2, 2)
-    assert found.facts.task.names == ("well", "ill")
-    assert not found.held_out
-    assert found.inferred == ()
-
-
-@pytest.mark.parametrize("cells", [[[1], [2], []], [b"a", b"b", b"c"]])
-def test_columns_of_lists_or_bytes_are_named(tmp_path: Path, cells: list[Any]) -> None:
-    table = arrow_csv.read_csv(source(tmp_path).path).slice(0, 3)
-    table = table.set_column(table.column_names.index("age"), "age", pa.array(cells))
-    parquet.write_table(table, tmp_path / "p.parquet")
-    of = replace(source(tmp_path), path=tmp_path / "p.parquet")
-    named = r"The column age contains (list|binary).*not numbers or text"
-    with pytest.raises(InputError, match=named):
-        inspect(of)
-
-
-@pytest.mark.parametrize("kind", ["parquet", "semicolons", "tabs", "bom", "dictionary"])
-def test_other_files_of_the_same_records_are_read_the_same(tmp_path: Path, kind: str) -> None:
-    of = source(tmp_path)
-    expected = inputs(of)
-    path = tmp_path / {"parquet": "p.parquet", "dictionary": "p.parquet", "tabs": "p.tsv"}.get(
-        kind, "p.csv"
-    )
-    if path.suffix == ".parquet":
-        table = arrow_csv.read_csv(of.path)
-        assert table["age"].type == pa.int64()
-        if kind == "dictionary":
-            place = table.column_names.index("ward")
-            table = table.set_column(place, "ward", table["ward"].dictionary_encode())
-        parquet.write_table(table, path)
-    else:
-        comma = {"semicolons": ";", "tabs": "\t"}.get(kind, ",")
-        content = PATIENTS.replace(",", comma).encode()
-        path.write_bytes(b"\xef\xbb\xbf" * (kind == "bom") + content)
-    assert inputs(Source(path, schema=of.schema)) == expected
-
-
-@pytest.mark.parametrize(
-    ("cell", "category"),
-    [("NA", "A"), ("nan", "A"), ("", "A"), ("NA", "NA")],
-    ids=["NA", "nan", "empty", "declared"],
-)
-def test_what_stands_for_no_value_is_missing_unless_it_is_declared(
-    tmp_path: Path, cell: str, category: str
-) -> None:
-    schema = SCHEMA.replace("ward: {categories: [A, B]}", f"ward: {{categories: [{category}, B]}}")
-    table = PATIENTS.replace("30,f,A", f"30,f,{cell}").replace(",A,", f",{category},")
-    if cell == category:
-        assert inputs(source(tmp_path, table, schema))[0][0][4] == 1.0
-    else:
-        assert "Record 1 has no value in ward" in refused(tmp_path, table, schema)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("30,f,A", "old,f,A", "Record 1 has no number in age"),
-        ("30,f,A", "inf,f,A", "Record 1 has no number in age"),
-        ("70,m", "70,x", "Record 2 has a value that the schema does not declare in sex"),
-        ("70,m", "70,", "Record 2 has no value in sex"),
         ("70,m", "70,", "or its schema (missing: input accepts records without sex), or add"),
-        ("A,ill", "A,dead", "Record 1 and 1 more have no class of the schema in outcome"),
-        ("B,well", "B,", "Record 2 has no class of the schema in outcome"),
         ("70,m,B", "70,m,B,B", "Record 2 has 7 values for 6 columns"),
-        ("name\n", "age\n", "several columns named 'age'"),
         ("name\n", "title\n", "There is no column name, which the schema declares"),
         ("name\n", "title\n", "The schema does not declare the column title"),
-        ("A,ill", "\udcff,ill", "it is not text in UTF-8"),
-        (PATIENTS, "", "its first line does not name the columns"),
-        ("name\n", "\udcff\n", "it is not text in UTF-8"),
+        ("A,ill", "\udcff,ill", "is not text in UTF-8"),
         (PATIENTS, PATIENTS.partition("\n")[0] + "\n", "x is empty"),
         (",C,", ",D,", ""),
     ],
@@ -212,14 +139,6 @@ def test_a_table_that_cannot_be_used_is_refused(
     assert message in result.output
     assert "Traceback" not in result.output
     assert not (tmp_path / "run").exists()
-
-
-def test_categories_of_which_no_record_has_one_are_refused(tmp_path: Path) -> None:
-    """Else a column of "True" that is declared as "true" would be of no use, silently."""
-    schema = SCHEMA.replace("[A, B]", "[a, b]")
-    assert "have no category of the schema in ward" in refused(tmp_path, schema=schema)
-    # With --skip-bad one record must not decide whether the others are used.
-    assert len(inputs(source(tmp_path, schema=schema, skip_bad=True))[0]) == 4
 
 
 @pytest.mark.parametrize(
@@ -253,67 +172,6 @@ def test_a_schema_that_cannot_be_used_is_refused(
 def test_a_schema_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere\.yaml: cannot be read \(No such file"):
         read_schema(tmp_path / "nowhere.yaml")
-
-
-@pytest.mark.privacy
-def test_a_record_that_is_left_out_changes_nothing_of_the_others(tmp_path: Path) -> None:
-    expected = inputs(source(tmp_path, skip_bad=True))
-    bad = [
-        "200,x,Z,ill,1,x",
-        "5,\udcff,A,ill,1,x",
-        "\udcff,f,A,ill,2,x",
-        "5,f,A,\udcff,1,x",
-        "5,f,A,dead,1,x",
-        "5,f,A,ill",
-        "old,f,A,ill,1,x",
-        "5,,A,ill,2,x",
-    ]
-    for line in bad:
-        of = source(tmp_path, skip_bad=True)
-        of.path.write_bytes(f"{PATIENTS}{line}\n".encode(errors="surrogateescape"))
-        assert inputs(of) == expected
-        assert len(inspect(of).skipped) == 1
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("name", [b"\xff", b"\xed\xb0\x80"])
-def test_a_unit_whose_name_is_not_text_is_left_out(tmp_path: Path, name: bytes) -> None:
-    path, schema = tmp_path / "t.csv", tmp_path / "t.yaml"
-    schema.write_text(
-        "label: {column: y, classes: [a, b]}\ncolumns: {x: {range: [0, 9]}}\ndrop: [u]\n"
-    )
-    rows = [f"u{n % 7},{n % 9},{'ab'[n % 2]}\n".encode() for n in range(40)]
-    found = []
-    for more in ([], [name + b",1,a\n"]):
-        path.write_bytes(b"u,x,y\n" + b"".join([*rows, *more]))
-        flags = {"dataset": str(path), "schema": str(schema), "unit": "u", "skip_bad": True}
-        plan = resolve({**flags, "sigma": 2, "epochs": 1, "device": "cpu"}).plan
-        found.append((plan.data.facts, len(plan.data.found.skipped)))
-    assert found[0][0] == found[1][0]
-    assert (found[0][1], found[1][1]) == (0, 1)
-
-
-@pytest.mark.privacy
-def test_a_record_more_changes_neither_the_inputs_nor_the_split_of_others(tmp_path: Path) -> None:
-    """Whatever it holds: ranges, categories and classes are the schema's."""
-    schema = SCHEMA.partition("test:")[0].replace("[name]", "[name, site]")
-    rng = np.random.default_rng(0)
-    rows = [f"{age},f,A,{'ill' if age % 2 else 'well'},1,x" for age in rng.integers(0, 101, 60)]
-    table = "\n".join([PATIENTS.partition("\n")[0], *rows, ""])
-    of = source(tmp_path, table, schema)
-    before, facts = load(of), inspect(of).facts
-    for added in ("1e9,m,never seen,ill,9,x", ",f,B,well,1,x", "-4,f,A,ill,1,x"):
-        more = source(tmp_path, f"{table}{added}\n", schema)
-        found = inspect(more).facts
-        assert (found.shape, found.task, found.mean, found.std) == (
-            *(facts.shape, facts.task, facts.mean, facts.std),
-        )
-        same = [
-            {row.tobytes() for row in x} >= {row.tobytes() for row in was}
-            for (x, _), (was, _) in zip(load(more), before, strict=True)
-        ]
-        assert all(same)
-        assert found.train_size + found.test_size == facts.train_size + facts.test_size + 1
 
 
 @pytest.mark.privacy
@@ -454,25 +312,153 @@ def test_every_command_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.Mon
         assert result.exit_code == 0, (command, args, result.output)
 
 
-def test_records_have_the_numbers_of_the_file_after_rows_of_other_lengths(tmp_path: Path) -> None:
-    """Whether they are trained on or predicted, and also after empty lines and line breaks."""
-    rows = ["1,a", "2", "3,b", "", '"4\n",a', "5,a,b,c", "old,b", "7,a", "", "8,c", "none,b"]
-    file = tmp_path / "t.csv"
-    file.write_text("\n".join(["x,y", *rows, ""]))
-    given = {"label": {"column": "y", "classes": ["a", "b"]}, "columns": {"x": {"range": [0, 9]}}}
-    schema = schema_of(given, "it")
-    with pytest.raises(InputError) as trained:
-        inspect(Source(file, schema=schema))
-    with pytest.raises(InputError) as predicted:
-        read_inputs(file, schema.columns)
-    ragged = "Record 2 has 1 values for 2 columns; Record 5 has 4 values for 2 columns; Record "
-    for said in map(str, (trained.value, predicted.value)):
-        assert said.startswith(ragged)
-        assert "Record 6 and 1 more have no number in x: 'old'" in said
-    assert "Record 8 has no class of the schema in y: 'c'" in str(trained.value)
-    file.write_text(file.read_text().replace('"4\n"', "4"))
-    left_out = read_inputs(file, schema.columns, skip_bad=True)
-    assert left_out.rows == [0, 2, 3, 6, 7]
-    first, second = left_out.skipped.reasons
-    assert first.startswith("Record 2 (line 3) has 1 values for 2 columns")
-    assert second.startswith("Record 6 and 1 more have no number in x: 'old'")
+#: An export with decimal commas and words for a missing value.
+EXPORT = """
+decimal: ","
+missing_words: [k.A., "-"]
+label: {column: grade, classes: [low, high]}
+columns:
+  age: {range: [0, 1000], missing: input, missing_words: [999]}
+  town: {categories: [Ulm, "-"], missing: input}
+  born: {type: date, range: [1920-01-01, 2020-12-31], format: "%d.%m.%Y", missing: input}
+  smoker: {type: boolean, categories: [nein, ja], missing: input}
+  stage: {categories: [1, 2, 3, 4], missing: input}
+"""
+EXPORT_HEADER = "age;town;born;smoker;stage;grade"
+
+
+def rows(*no_value: str) -> list[str]:
+    """Records, some with a word for a missing value in each column."""
+    age, born, smoker, stage = no_value
+    good = [f"{n % 90},5;Ulm;01.02.19{30 + n % 60};ja;{n % 4 + 1}" for n in range(40)]
+    bad = [
+        f"{age};-;01.02.1950;nein;1",
+        f"40;Ulm;{born};ja;2",
+        f"41;;01.02.1950;{smoker};{stage}",
+    ]
+    return [f"{cells};{('low', 'high')[n % 2]}" for n, cells in enumerate([*good, *bad])]
+
+
+def write(name: str, *no_value: str) -> None:
+    Path(name).write_text("\n".join([EXPORT_HEADER, *rows(*no_value), ""]))
+
+
+def test_an_export_with_words_of_its_own_is_trained_on_and_predicted() -> None:
+    write("stays.csv", "k.A.", "-", "k.A.", "-")
+    Path("plain.yaml").write_text(re.sub(r"(, )?missing_words: \[.*?\]", "", EXPORT))
+    given = ("--steps", "2", "--sigma", "6", "--seed", "0", "--device", "cpu")
+    result = dpmac("train", "--dataset", "stays.csv", "--schema", "plain.yaml", *given)
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    for what in (
+        "Record 41 has no number in age: 'k.A.' (declare decimal, thousands or "
+        "missing_words in the schema)",
+        "Record 42 has no date in the format %d.%m.%Y in born: '-' (declare a format",
+        "Record 43 has neither nein nor ja in smoker: 'k.A.' (declare other categories",
+    ):
+        assert what in said, said
+    Path("own.yaml").write_text(EXPORT)
+    write("empty.csv", "", "", "", "NA")
+    found = []
+    for name, schema in (("stays", "own.yaml"), ("empty", "plain.yaml")):
+        typed = ("--dataset", f"{name}.csv", "--schema", schema, "--out", name)
+        result = dpmac("train", *typed, *given)
+        assert result.exit_code == 0, result.output
+        Path(schema).unlink()  # the model has it
+        result = dpmac("predict", name, f"{name}.csv", "--out", f"{name}-predicted.csv")
+        assert result.exit_code == 0, result.output
+        assert dpmac("eval", name).exit_code == 0
+        found.append(list(csv.DictReader(Path(f"{name}-predicted.csv").read_text().splitlines())))
+    assert found[0] == found[1]
+    assert len(found[0]) == 43
+    Path("new.csv").write_text(f"{EXPORT_HEADER}\n999;Ulm;-;ja;k.A.;low\n;Ulm;;ja;NA;low\n")
+    first, second = predict("stays", "new.csv").answers
+    assert first.tolist() == second.tolist()
+    Path("new.csv").write_text(f"{EXPORT_HEADER}\nunbekannt;Ulm;-;ja;k.A.;low\n")
+    result = dpmac("predict", "stays", "new.csv")
+    said = " ".join(result.stderr.split())
+    assert "Record 1 has no number in age: 'unbekannt'" in said
+    assert "Correct new.csv to fit the schema of the model" in said
+
+
+def test_a_model_is_scored_by_the_schema_that_it_was_trained_with() -> None:
+    """Also after the file was changed."""
+    write("stays.csv", "k.A.", "-", "k.A.", "-")
+    Path("own.yaml").write_text(EXPORT)
+    typed = ("--dataset", "stays.csv", "--schema", "own.yaml", "--out", "run", "--steps", "2")
+    result = dpmac("train", *typed, "--sigma", "6", "--seed", "0", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    card = Path("run/model-card.md").read_text()
+    assert (
+        "- `age`, a number from 0 to 1000; then 1 if it is missing or `999`, `k.A.`, `-` (" in card
+    )
+    before = dpmac("eval", "run", "--json")
+    changed = EXPORT.replace("[Ulm, ", "[Bonn, ").replace("k.A., ", "").replace("1000", "1")
+    Path("own.yaml").write_text(changed)
+    after = dpmac("eval", "run", "--json")
+    assert (after.exit_code, after.stdout) == (0, before.stdout), after.output
+    frame = pd.read_csv("stays.csv", sep=";", dtype=str, keep_default_na=False)
+    same = score("run", from_dataframe(frame, yaml.safe_load(EXPORT)))
+    assert same.result.samples == json.loads(after.stdout)["samples"]
+    with pytest.raises(ModelError, match="a schema with other columns than the one that run/model"):
+        score("run", from_dataframe(frame, yaml.safe_load(EXPORT.replace("1000", "1"))))
+
+
+@pytest.mark.privacy
+def test_a_draft_of_dates_and_words_is_made_of_the_header_alone(tmp_path: Path) -> None:
+    header = "name;admitted;smoker;score;out\n"
+    drafts = []
+    for body in (b"x;01.02.2020;ja;28.570;1\n", b"", b"\xff\x00;;\n"):
+        (tmp_path / "t.csv").write_bytes(header.encode() + body)
+        flags = ("--label", "out", "--drop", "name", "--date", "admitted", "--boolean", "smoker")
+        result = dpmac("schema", tmp_path / "t.csv", *flags)
+        assert result.exit_code == 0, result.output
+        drafts.append(result.stdout)
+    assert len(set(drafts)) == 1
+    given = yaml.safe_load(drafts[0])
+    fill = ["FILL_IN", "FILL_IN"]
+    assert given["columns"] == {
+        "admitted": {"type": "date", "range": fill},
+        "smoker": {"type": "boolean", "categories": fill},
+        "score": {"range": fill},
+    }
+
+
+def test_a_draft_has_the_types_of_a_parquet(tmp_path: Path) -> None:
+    columns = {"when": [date(2020, 1, 1)], "well": [True], "n": [1], "town": ["x"], "cost": [1.5]}
+    parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
+    text = dpmac("schema", tmp_path / "t.parquet", "--label", "cost").stdout
+    given = yaml.safe_load(text)
+    assert given["label"] == {"column": "cost", "range": ["FILL_IN", "FILL_IN"]}
+    filled = text.replace("[FILL_IN, FILL_IN]", "[0, 3]").replace("[FILL_IN]", "[x]")
+    filled = filled.replace(
+        "type: date\n    range: [0, 3]", "type: date\n    range: [2020-01-01, 2021-01-01]"
+    )
+    (tmp_path / "s.yaml").write_text(filled)
+    kinds = [column.type for column in read_schema(tmp_path / "s.yaml").columns]
+    assert kinds == ["date", "boolean", "number", "category"]
+
+
+def test_an_encoding_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(PATIENTS)
+    result = dpmac("schema", tmp_path / "t.csv", "--encoding", "cp99")
+    assert result.exit_code == 2
+    assert "--encoding" in result.output
+    assert "utf-8" in result.output
+
+
+def test_a_table_is_cleaned_and_passed_as_the_page_says() -> None:
+    rows = [f"{n},00 €;{50 + n} kg;0{n}.02.1950;1{n}.03.2020;SÃ¼d" for n in range(1, 9)] * 9
+    rows.append("1.200,50 €;110 lb;01.02.1950;14.03.2020;Nord")
+    text = "\n".join(["cost;weight;born;admitted;ward", *rows, ""])
+    Path("export.csv").write_text(text, encoding="cp1252")
+    page = (DOCS / "clean-a-table.md").read_text()
+    clean, passed = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    known: dict[str, Any] = {}
+    exec(clean, known)
+    last = pd.read_parquet("clean.parquet").iloc[-1]
+    assert (last["cost"], round(last["weight"]), last["weekday"]) == ("1200.50", 50, "Saturday")
+    assert known["table"]["ward"].tolist()[0] == "Süd"
+    exec(passed.partition("run = ")[0], known)
+    frame = from_dataframe(known["table"], known["schema"])
+    assert inspect(Source(frame.path, schema=frame.schema, in_memory=frame)).facts.shape[0] == 9

@@ -17,11 +17,14 @@ from PIL import Image
 from torch import nn
 
 import dpmac_cli
+from dpmac_cli import ArrayData
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data import user_data
+from dpmac_cli.data.canonical import units_in
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import units_of
+from dpmac_cli.data.user_data import inspect
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
@@ -551,3 +554,32 @@ def test_the_attack_finds_a_build_that_clips_each_record_of_a_unit(
     assert attack.holds is not broken
     if broken:
         assert attack.lower_bound > attack.claimed
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("word", ["-", "?", "n/a", "k.A.", "Unknown", "unbekannt", "keine Angabe"])
+def test_a_word_for_nobody_is_no_unit_without_a_declaration(tmp_path: Path, word: str) -> None:
+    """Records of unknown persons do not become one person, in tables, arrays or folders."""
+    names, faults = units_in(["p1", word, f" {word} ", "p2"])
+    assert names.tolist() == ["p1", "", "", "p2"]
+    assert list(faults) == [1, 2]
+    x = np.zeros((40, 2))
+    units = [word if n in (3, 7) else f"p{n}" for n in range(40)]
+    data = ArrayData(x, np.arange(40) % 2, low=0, high=1, unit=units)
+    with pytest.raises(InputError, match=r"2 of 40|row 3"):
+        inspect(Source(data.path, in_memory=data))
+    if "/" in word:
+        return
+    for kind in ("a", "b"):
+        for person in (*map(str, range(9)), word):
+            place = tmp_path / "scans" / kind / person
+            place.mkdir(parents=True)
+            Image.new("L", (8, 8), ord(kind)).save(place / "1.png")
+    with pytest.raises(InputError, match="is not in a folder of its own unit"):
+        inspect(Source(tmp_path / "scans", unit="folder"))
+
+
+def test_units_that_look_like_codes_are_units() -> None:
+    """Numbers and abbreviations of states, for example, which are names as well."""
+    known = ["999", "-1", "NV", "ND", "A-1", "none of them", "Missing Person's Clinic"]
+    assert units_in(known)[0].tolist() == known

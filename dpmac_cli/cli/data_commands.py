@@ -74,10 +74,11 @@ def schema(file: Path, **given: Any) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    from dpmac_cli.data.table_file import column_kinds, has_semicolons  # noqa: PLC0415  (an extra)
+    from dpmac_cli.data.csv_file import CsvFile  # noqa: PLC0415  (loads pyarrow)
+    from dpmac_cli.data.table_file import column_kinds  # noqa: PLC0415
 
     flags = take(Columns, given)
-    kinds = column_kinds(file, flags.encoding)
+    kinds = column_kinds(CsvFile(file, flags.encoding))
     typed = {
         **{"label": flags.label, "drop": flags.drop, "text": flags.text, "date": flags.date},
         "boolean": flags.boolean,
@@ -86,10 +87,9 @@ def schema(file: Path, **given: Any) -> None:
     raise_errors(_faults_of_columns(named, kinds, file))
     labels, drop = named.pop("label"), named.pop("drop")
     kinds |= {name: flag for flag, names in named.items() for name in names}
-    semicolons = has_semicolons(file, flags.encoding)
     # A schema is read as UTF-8, whatever the encoding of the terminal that wrote it.
     escaped = (sys.stdout.encoding or "").lower() != "utf-8"
-    console.print_result(draft(file, kinds, labels, drop, semicolons, escaped))
+    console.print_result(draft(file, kinds, labels, drop, escaped))
 
 
 def _names_in(text: str | None, columns: Container[str]) -> list[str]:

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date
+from datetime import date, datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
@@ -57,27 +57,20 @@ FARTHEST, NARROWEST = 1e30, 1e-5
 #: Key that declares the values of each type of column.
 VALUES = {
     "number": "range",
-    "integer": "range",
     "date": "range",
     "category": "categories",
     "boolean": "categories",
     "text": "text",
 }
 #: Types of columns that each key is for; keys that are not listed are for all.
-USED_BY = {
-    "decimal": ("number", "integer"),
-    "thousands": ("number", "integer"),
-    "symbol": ("number", "integer"),
-    "format": ("date",),
-    "parts": ("date",),
-    "reference": ("date",),
+USED_BY = {"decimal": ("number",), "thousands": ("number",), "format": ("date",)}
+#: Keys of earlier versions, and what to do instead.
+REMOVED = {
+    "symbol": "remove such text from the cells",
+    "parts": "compute columns such as a weekday from the date",
+    "reference": "compute a column of the age, or declare both dates",
 }
-#: Inputs of a network that a part of a date becomes.
-PARTS = {"age": 1, "weekday": 7, "month": 12, "day_of_year": 2, "time_of_day": 2}
-#: Most whole numbers of a column of type integer.
-MOST_INTEGERS = 1_000
-#: Directives of a format that dates are read with, and which of them must be there.
-DIRECTIVES, NEEDED = "dmYyHMSfj", (("Y", "y"), ("d", "j"), ("m", "j"))
+CLEAN = "before you train (docs/clean-a-table.md)"
 ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
@@ -126,17 +119,30 @@ class Written(Declared):
     Attributes:
         decimal: sign before the decimals; a point by default.
         thousands: sign between groups of three digits; none by default.
-        symbol: text before or after each number, such as kg or a currency, which is not read.
     """
 
     decimal: Literal[".", ","] | None = None
     thousands: Literal[".", ",", " ", "'"] | None = None
-    symbol: Text | None = None
 
     @property
     def point(self) -> str:
         """Return the sign before the decimals."""
         return self.decimal or ("," if self.thousands == "." else ".")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, given: Any) -> Any:
+        """Leave out keys of earlier versions that reports have, and explain those that are used."""
+        if not isinstance(given, dict):
+            return given
+        for key, instead in REMOVED.items():
+            if given.get(key):
+                raise ValueError(f"{key} is not read any more: {instead} {CLEAN}")
+        if given.get("type") == "integer":
+            raise ValueError(
+                "type: integer is not read any more: list the numbers as categories: [1, 2, 3]"
+            )
+        return {key: value for key, value in given.items() if key not in REMOVED}
 
     @model_validator(mode="after")
     def _check_signs(self) -> Self:
@@ -150,16 +156,14 @@ class Column(Written):
 
     Attributes:
         name: name in the table's header.
-        type: "number", "category" and "text" follow from range, categories and text. "integer" is
-            for whole numbers, each of which becomes an input like a category. "date" is for dates
-            and times. "boolean" is for two categories, false and true, that become one input.
+        type: "number", "category" and "text" follow from range, categories and text. "date" is for
+            dates and times, which become the years until the last day of the range. "boolean" is
+            for two categories, false and true, that become one input.
         range: lowest and highest number, or first and last date. Others are clipped to it.
         categories: declared values. Each becomes an input that is 0 or 1, and all other values
             share one more input, "other".
         text: largest number of tokens of a text. Longer texts are truncated.
         format: how dates are written, as for ``strptime``; by default as in ISO 8601.
-        parts: parts of a date that become inputs; by default its age.
-        reference: column of dates that the age refers to; by default the last day of the range.
         missing: "input" adds an input that is 1 where the value is missing.
         missing_words: words for a missing value, besides an empty cell, NA and the like. In a
             column of numbers, 999 stands for 999.0, too.
@@ -167,16 +171,11 @@ class Column(Written):
     """
 
     name: Text
-    type: Literal["number", "integer", "date", "category", "boolean", "text"] = "number"
+    type: Literal["number", "date", "category", "boolean", "text"] = "number"
     range: Ends | None = None
     categories: Annotated[CellValues, Field(max_length=10_000)] = ()
     text: Annotated[int, Field(ge=MIN_TOKENS, le=MAX_TOKENS)] | None = None
     format: Text | None = None
-    parts: Annotated[
-        tuple[Literal["age", "weekday", "month", "day_of_year", "time_of_day"], ...],
-        AfterValidator(distinct),
-    ] = ()
-    reference: Text | None = None
     missing: Literal["refuse", "input"] = "refuse"
     missing_words: CellValues = ()
     outside: Literal["accept", "refuse"] = "accept"
@@ -203,8 +202,13 @@ class Column(Written):
         if self.range is not None and self.ends[0] >= self.ends[1]:
             which = ("date", "earlier") if self.type == "date" else ("number", "smaller")
             raise ValueError("the first {} of a range must be {} than the second".format(*which))
-        for fault in _faults_of_type(self):
-            raise ValueError(fault)
+        if self.type == "boolean" and len({name.lower() for name in self.categories}) != 2:
+            raise ValueError(
+                "type: boolean needs two categories, false and true, such as categories: [no, yes]"
+            )
+        check_words(self.missing_words, self.categories, "categories", self.type == "boolean")
+        if self.format is not None:
+            _check_format(self.format, self.ends)
         return self
 
     @property
@@ -219,29 +223,14 @@ class Column(Written):
         return days_of(self.range[0]), days_of(self.range[1])
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """Return the values that become one input each."""
-        if self.type != "integer":
-            return self.categories
-        low, high = map(int, self.ends)
-        return tuple(map(str, range(low, high + 1)))
-
-    @property
-    def chosen(self) -> tuple[str, ...]:
-        """Return the parts of a date that become inputs."""
-        return self.parts or ("age",)
-
-    @property
     def inputs(self) -> int:
         """Return the number of inputs that the column becomes."""
-        if self.type == "date":
-            values = sum(PARTS[part] for part in self.chosen)
-        elif self.type in ("number", "boolean"):
-            values = 1
-        elif self.text is not None:
+        if self.text is not None:
             values = self.text + WRITTEN
+        elif self.type == "category":
+            values = len(self.categories) + (self.outside == "accept")
         else:
-            values = len(self.choices) + (self.outside == "accept")
+            values = 1
         return values + (self.missing == "input")
 
 
@@ -253,44 +242,31 @@ def days_of(end: float | date) -> float:
 EPOCH = date(1970, 1, 1).toordinal()
 
 
-def _faults_of_words(words: Sequence[str], values: Sequence[str], what: str) -> Iterator[str]:
-    """Yield faults of words for a missing value that are values of their column, too."""
+def check_words(
+    words: Sequence[str], values: Sequence[str], what: str, any_case: bool = False
+) -> None:
+    """Raise ValueError for a word for a missing value that is a value of its column, too."""
+    known = {value.lower() for value in values} if any_case else set(values)
     for word in words:
-        if word in values:
-            yield f"'{word}' is among the {what} and the missing_words: leave it out of one"
+        if (word.lower() if any_case else word) in known:
+            raise ValueError(
+                f"'{word}' is among the {what} and the missing_words: leave it out of one"
+            )
 
 
-def _faults_of_type(column: Column) -> Iterator[str]:
-    """Yield faults of what only some types of columns declare."""
-    if column.type == "boolean":  # its words may be in upper or lower case
-        folded = [name.casefold() for name in column.categories]
-        same = [word for word in column.missing_words if word.casefold() in folded]
-        yield from _faults_of_words(same, same, "categories")
-    yield from _faults_of_words(column.missing_words, column.categories, "categories")
-    if column.type == "boolean" and len({name.casefold() for name in column.categories}) != 2:
-        yield "type: boolean needs two categories, false and true, such as categories: [no, yes]"
-    if column.type == "integer" and any(end != int(end) for end in column.ends):
-        yield "type: integer needs whole numbers as the ends of its range"
-    elif column.type == "integer" and len(column.choices) > MOST_INTEGERS:
-        yield (
-            f"type: integer makes an input of each of {len(column.choices)} whole numbers, at most "
-            f"{MOST_INTEGERS}. Leave out the type, so that the number itself is one input"
+def _check_format(written: str, ends: tuple[float, float]) -> None:
+    """Raise ValueError for a format that does not tell a day of its range."""
+    known = datetime(2019, 12, 31)
+    try:
+        same = datetime.strptime(known.strftime(written), written).date() == known.date()
+    except ValueError:
+        same = False
+    if not same:
+        raise ValueError(f"format {written} needs a day, a month and a year, such as %d.%m.%Y")
+    if "%y" in written and ends[1] - ends[0] >= CENTURY:
+        raise ValueError(
+            f"format {written} has years of two digits, which need a range of less than 100 years"
         )
-    if column.reference is not None and "age" not in column.chosen:
-        yield "reference is for the part age: add it to parts"
-    if column.format is not None:
-        yield from _faults_of_format(column.format, column.ends)
-
-
-def _faults_of_format(written: str, ends: tuple[float, float]) -> Iterator[str]:
-    found = re.findall("%(.?)", written.replace("%%", ""))
-    if strange := [letter for letter in found if letter not in [*DIRECTIVES]]:
-        known = " ".join(f"%{letter}" for letter in DIRECTIVES)
-        yield f"format {written} has %{strange[0]}, but dates are read with {known} only"
-    elif not all(any(letter in found for letter in some) for some in NEEDED):
-        yield f"format {written} needs a day, a month and a year, such as %d.%m.%Y"
-    elif "y" in found and ends[1] - ends[0] >= CENTURY:
-        yield f"format {written} has years of two digits, which need a range of less than 100 years"
 
 
 #: Days of the shortest century.
@@ -331,14 +307,23 @@ class Label(Written):
             # A schema in a report has all fields.
             if (self.transform, self.kind, self.outside) != ("none", "number", "accept"):
                 raise ValueError("transform, kind and outside are for numbers, not for classes")
-            if self.decimal or self.thousands or self.symbol:
-                raise ValueError("decimal, thousands and symbol are for numbers, not for classes")
-            for fault in _faults_of_words(self.missing_words, self.classes, "classes"):
-                raise ValueError(fault)
+            if self.decimal or self.thousands:
+                raise ValueError("decimal and thousands are for numbers, not for classes")
+            check_words(self.missing_words, self.classes, "classes")
             return self
         for fault in faults_of_range(*self.range, self.transform, self.kind):
             raise ValueError(fault)
         return self
+
+    @property
+    def name(self) -> str:
+        """Return the name of the column."""
+        return self.column
+
+    @property
+    def type(self) -> Literal["number", "category"]:
+        """Return the type of the column, as in :class:`Column`."""
+        return "category" if self.range is None else "number"
 
     @property
     def values(self) -> tuple[str, ...]:

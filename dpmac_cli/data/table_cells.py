@@ -1,6 +1,11 @@
-"""Cells of a table as text and numbers, and which of them have no value."""
+"""CellNumbers of a table's cells, read as their column declares: text to a number, each by itself.
 
-from collections.abc import Iterator
+What a cell means depends on that cell and on the schema, never on other cells.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
 
 import numpy as np
 import pyarrow as pa
@@ -8,29 +13,132 @@ from numpy.typing import NDArray
 from pyarrow import compute
 
 from dpmac_cli.data.canonical import MISSING
-from dpmac_cli.data.column_schema import Column, Label, Written
-from dpmac_cli.data.table_dates import read_dates
-from dpmac_cli.data.table_numbers import read_numbers
+from dpmac_cli.data.column_schema import EPOCH, ISO_DATE, Column, Label, Written
 
+CellNumbers = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 #: Zeros at the end of the digits behind a point, which the type of a column adds.
 TRAILING = r"(?:(\.\d*[1-9])0+|\.0+)(Z?)$"
-BoolArray = NDArray[np.bool_]
+#: Characters that each sign between groups of three digits stands for.
+GROUPING = {" ": r"[ \x{00a0}\x{2009}\x{202f}]", "'": r"['\x{2019}]", ".": r"\.", ",": ","}
+ISO = re.compile(rf"{ISO_DATE.pattern}(?:[T ]\d\d:\d\d\S*)?")
+DAY, YEAR = 86_400, 365.25
 
 
-class BadRecords(dict[str, BoolArray]):
-    """Masks of records that cannot be used, by the reason as a message says it.
+def values_in(cells: pa.Array, of: Column | Label) -> tuple[CellNumbers, BoolArray]:
+    """Return a number per cell, NaN where it is none as declared, and where there is no value.
 
-    ``beside_texts``: whether the table has columns of texts, which no message shows.
+    Numbers are themselves, dates are days since 1970-01-01, booleans are 0 and 1, and categories
+    are places among the declared ones.
+
+    Args:
+        cells: text, or a column of any type of numbers or dates; shape (records,).
+        of: how the column is declared.
     """
+    read = READERS[of.type]
+    values, text = read(cells, of), text_cells(cells)
+    usual = [word for word in MISSING if word not in of.values]
+    missing = np.asarray(cells.is_null()) | is_one_of(text, [*usual, *of.missing_words])
+    if of.missing_words and of.range is not None:  # 999 stands for 999.0, too
+        words = pa.array(of.missing_words, pa.string())
+        codes = [read(words, of)]
+        if pa.types.is_temporal(cells.type):  # written as in the schema, or as in ISO 8601
+            codes.append(_dates_in(words, of, None))
+        missing |= np.isin(values, np.concatenate(codes)) & ~np.isnan(values)
+    return np.where(missing, np.nan, values), missing
 
-    def __init__(self, *, beside_texts: bool = False) -> None:
-        super().__init__()
-        self.beside_texts = beside_texts
+
+def is_one_of(text: pa.Array, words: Iterable[str]) -> BoolArray:
+    """Return where trimmed text is one of some words."""
+    trimmed = pa.array([word.strip() for word in words], pa.string())
+    return np.asarray(compute.is_in(text, trimmed))
+
+
+def _numbers_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
+    if is_number(cells.type):
+        return _floats(cells.cast(pa.float64(), safe=False))
+    form = of if has_text(cells) else Written()  # a type is written with a point
+    text = text_cells(cells)
+    plain = compute.if_else(compute.match_substring_regex(text, _pattern(form)), text, None)
+    if form.thousands is not None:
+        plain = compute.replace_substring_regex(plain, GROUPING[form.thousands], "")
+    if form.point != ".":
+        plain = compute.replace_substring(plain, form.point, ".")
+    return _floats(plain.cast(pa.float64()))
+
+
+def _floats(cells: pa.Array) -> CellNumbers:
+    values: CellNumbers = np.asarray(cells.fill_null(np.nan), np.float64)
+    return values
+
+
+def _pattern(form: Written) -> str:
+    """Return a regular expression, of RE2, that matches a number as it is written."""
+    point = re.escape(form.point)
+    group = "" if form.thousands is None else rf"\d{{1,3}}(?:{GROUPING[form.thousands]}\d{{3}})+|"
+    return rf"^[-+]?(?:(?:{group}\d+)(?:{point}\d*)?|{point}\d+)(?:[eE][-+]?\d+)?$"
+
+
+def _days_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
+    assert isinstance(of, Column)  # noqa: S101
+    return _dates_in(cells, of, None if pa.types.is_temporal(cells.type) else of.format)
+
+
+def _dates_in(cells: pa.Array, of: Column | Label, written: str | None) -> CellNumbers:
+    """Return days since 1970-01-01; the time is as written, so a time zone is not converted."""
+    different = compute.dictionary_encode(text_cells(cells))
+    days = [_days(cell, written, of.ends[0]) for cell in decoded_cells(different.dictionary)]
+    return _floats(pa.array(days, pa.float64()).take(different.indices))
+
+
+def _days(cell: str | None, written: str | None, first: float) -> float:
+    """Return days since 1970-01-01, with a year of two digits in the century from ``first`` on."""
+    try:
+        if written is not None:
+            found = datetime.strptime(cell or "", written)
+        elif ISO.fullmatch(cell or ""):
+            found = datetime.fromisoformat(cell or "")
+        else:
+            return np.nan
+        if written is not None and "%y" in written:
+            begin = datetime.fromordinal(int(first) + EPOCH)
+            year = begin.year + (found.year - begin.year) % 100
+            early = year == begin.year and (found.month, found.day) < (begin.month, begin.day)
+            found = found.replace(year=year + 100 * early)
+    except ValueError:
+        return np.nan
+    seconds = (found.hour * 60 + found.minute) * 60 + found.second + found.microsecond / 1e6
+    return found.toordinal() - EPOCH + seconds / DAY
+
+
+def _booleans_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
+    words = compute.utf8_lower(pa.array(of.values))
+    found = compute.index_in(compute.utf8_lower(text_cells(cells)), words)
+    return _floats(found.cast(pa.float64()))
+
+
+def _places_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
+    found = compute.index_in(text_cells(cells), pa.array(of.values))
+    return _floats(found.cast(pa.float64()))
+
+
+#: Functions that read each type of column but texts.
+READERS: Mapping[str, Callable[[pa.Array, Column | Label], CellNumbers]] = {
+    "number": _numbers_in,
+    "date": _days_in,
+    "category": _places_in,
+    "boolean": _booleans_in,
+}
 
 
 def is_number(kind: pa.DataType) -> bool:
     """Return whether a type is one of numbers."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def has_text(cells: pa.Array) -> bool:
+    """Return whether a column has a type of text."""
+    return bool(pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type))
 
 
 def kind_of(kind: pa.DataType) -> str:
@@ -59,59 +167,3 @@ def text_cells(cells: pa.Array) -> pa.Array:
     elif pa.types.is_decimal(cells.type) or pa.types.is_temporal(cells.type):
         text = compute.replace_substring_regex(text, TRAILING, r"\1\2")
     return compute.ascii_trim_whitespace(text)
-
-
-def places_of(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the index of each cell's text in ``values``; -1 if it is not there."""
-    found = compute.index_in(text_cells(cells), pa.array(values))
-    return np.asarray(found.fill_null(-1), np.int64)
-
-
-def has_text(cells: pa.Array) -> bool:
-    """Return whether a column has a type of text."""
-    return bool(pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type))
-
-
-def numbers_of(cells: pa.Array, form: Written) -> tuple[pa.Array, BoolArray]:
-    """Return cells as float64, null where they are no numbers, and which of them are numbers."""
-    if is_number(cells.type):
-        return cells.cast(pa.float64(), safe=False), np.ones(len(cells), bool)
-    form = form if has_text(cells) else Written()  # a type is written with a point
-    return read_numbers(text_cells(cells), form)
-
-
-def missing_in(cells: pa.Array, of: Column | Label) -> BoolArray:
-    """Return a mask of cells without a value: empty cells, and words that stand for one."""
-    words = [word for word in MISSING if word not in of.values]
-    missing = compute.or_(
-        cells.is_null(), compute.is_in(text_cells(cells), pa.array(words, pa.string()))
-    )
-    return np.asarray(missing) | stands_for_none(cells, of)
-
-
-def stands_for_none(cells: pa.Array, of: Column | Label) -> BoolArray:
-    """Return a mask of cells that are one of the declared words for a missing value.
-
-    In a column of numbers, or one with a type of dates, a word stands for its number or date,
-    however a cell has it: 999 for 999.0, too.
-    """
-    words = pa.array([word.strip() for word in of.missing_words], pa.string())
-    if not len(words):
-        return np.zeros(len(cells), bool)
-    found = np.asarray(compute.is_in(text_cells(cells), words))
-    if isinstance(of, Column) and of.type == "date":
-        if pa.types.is_temporal(cells.type):  # text is as the schema has it
-            days = [read_dates(words.to_pylist(), of, typed) for typed in (True, False)]
-            own = read_dates(decoded_cells(text_cells(cells)), of, True)
-            found = found | np.isin(own, np.concatenate(days))
-    elif of.range is not None:
-        numbers, fits = read_numbers(words, of)
-        if fits.any():
-            own = numbers_of(cells, of)[0].fill_null(np.nan)
-            found = found | np.isin(np.asarray(own), np.asarray(numbers.drop_null()))
-    return found
-
-
-def without_missing(cells: pa.Array, of: Column | Label) -> pa.Array:
-    """Return the text of the cells that have a value."""
-    return text_cells(cells).filter(pa.array(~missing_in(cells, of)))

@@ -6,7 +6,7 @@ another one is read. Imports neither numpy nor torch.
 
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import (
@@ -19,14 +19,13 @@ from pydantic import (
 from pydantic.functional_validators import BeforeValidator
 
 from dpmac_cli.data.column_schema import (
-    USED_BY,
     CellValues,
     Column,
     Declared,
     Label,
     Text,
     Texts,
-    as_cell,
+    Written,
     distinct,
 )
 from dpmac_cli.errors import InputError
@@ -49,29 +48,6 @@ def _named(columns: Any) -> Any:
     return [{"name": n, **of} if isinstance(of, dict) else of for n, of in columns.items()]
 
 
-def _reads_numbers(column: Any) -> bool:
-    """Return whether a column that is not validated yet is one of numbers."""
-    if not isinstance(column, dict):
-        return False
-    return bool(column.get("range")) and column.get("type") in (None, *USED_BY["decimal"])
-
-
-def _with_signs(given: Any, signs: Mapping[str, str], numbers: bool) -> Any:
-    """Return a column with signs of the table, unless it declares some of its own."""
-    own = {key for key in ("decimal", "thousands") if numbers and given.get(key)}
-    return {**given, **signs} if numbers and not own else given
-
-
-def _with_words(given: Any, words: Sequence[Any]) -> Any:
-    """Return a column with words of the table for a missing value, unless they are its values."""
-    own = given.get("missing_words") or () if isinstance(given, dict) else None
-    if not words or not isinstance(own, list | tuple):  # not valid, which is reported later
-        return given
-    values = given.get("categories") or given.get("classes") or ()
-    taken = {as_cell(value) for value in (*own, *values) if not isinstance(value, dict | list)}
-    return {**given, "missing_words": [*own, *(w for w in map(as_cell, words) if w not in taken)]}
-
-
 def _form(label: Any) -> str:
     """Return the tag of a label as it is given: one column, or a list of several."""
     return SEVERAL if isinstance(label, list | tuple) else ONE
@@ -85,10 +61,12 @@ OneOrSeveral = Annotated[
 ]
 
 
-class TableSchema(Declared):
+class TableSchema(Written):
     """Public description of a table.
 
     Attributes:
+        delimiter: character that separates the columns of a CSV; by default the most frequent of
+            comma, semicolon, tab and bar in its header.
         decimal, thousands: how all numbers are written whose columns do not declare it.
         missing_words: words for a missing value in all columns that do not list them as values.
         label: the column to predict, or several columns of numbers.
@@ -97,37 +75,12 @@ class TableSchema(Declared):
         test: records to test on; None to hold some out.
     """
 
-    decimal: Literal[".", ","] | None = None
-    thousands: Literal[".", ",", " ", "'"] | None = None
+    delimiter: Annotated[str, Field(pattern=r"^[^\w\s\"]$|^[ \t]$")] | None = None
     missing_words: CellValues = ()
     label: OneOrSeveral
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()
     test: TestSet | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _write_alike(cls, given: Any) -> Any:
-        """Let columns be written as the table is."""
-        if not isinstance(given, dict) or not isinstance(given.get("label"), dict | list | tuple):
-            return given
-        signs = {key: given[key] for key in ("decimal", "thousands") if given.get(key)}
-        words = given.get("missing_words")
-        words = words if isinstance(words, list | tuple) else ()
-        columns = _named(given.get("columns"))
-        if isinstance(columns, list | tuple):
-            columns = [
-                _with_words(_with_signs(of, signs, _reads_numbers(of)), words) for of in columns
-            ]
-        label = given["label"]
-        labels = [
-            _with_words(
-                _with_signs(of, signs, isinstance(of, dict) and bool(of.get("range"))), words
-            )
-            for of in (label if _form(label) == SEVERAL else [label])
-        ]
-        label = labels if _form(label) == SEVERAL else labels[0]
-        return {**given, "label": label, "columns": columns}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -138,13 +91,20 @@ class TableSchema(Declared):
                     f"label: several columns must be numbers, each with a range, but {label.column}"
                     f" has {'classes' if label.range is None else 'kind: count'}"
                 )
-        dates = [column.name for column in self.columns if column.type == "date"]
-        for column in self.columns:
-            if column.reference is not None and column.reference not in dates:
-                raise ValueError(
-                    f"reference: {column.reference} of {column.name} must be a column of type date"
-                )
-        return self
+        labels = tuple(of.model_copy(update=self._alike(of)) for of in self.labels)
+        columns = tuple(of.model_copy(update=self._alike(of)) for of in self.columns)
+        several = isinstance(self.label, tuple)
+        return self.model_copy(
+            update={"label": labels if several else labels[0], "columns": columns}
+        )
+
+    def _alike(self, of: Column | Label) -> dict[str, Any]:
+        """Return how a column is written that does not declare it: as the table is."""
+        words = [word for word in self.missing_words if word not in (*of.missing_words, *of.values)]
+        update: dict[str, Any] = {"missing_words": (*of.missing_words, *words)}
+        if of.range is not None and of.type == "number" and not (of.decimal or of.thousands):
+            update |= {"decimal": self.decimal, "thousands": self.thousands}
+        return update
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -219,7 +179,6 @@ def draft(
     kinds: Mapping[str, str | None],
     labels: Sequence[str] = (),
     drop: Sequence[str] = (),
-    semicolons: bool = False,
     escaped: bool = False,
 ) -> str:
     """Return a draft of a schema for a table.
@@ -229,7 +188,6 @@ def draft(
         kinds: type of each column, as in :class:`Column`; None if it is not declared.
         labels: columns to predict; several are of numbers.
         drop: columns to leave out.
-        semicolons: whether the columns of a CSV are separated by semicolons.
         escaped: whether to write letters beyond ASCII as escapes.
     """
     from jinja2 import Template  # noqa: PLC0415  (only drafts need it)
@@ -240,7 +198,6 @@ def draft(
     return template.render(
         file=file.name,
         csv=file.suffix != ".parquet",
-        semicolons=semicolons,
         labels=[names[label] for label in labels],
         label_kind=kinds[labels[0]] if labels else None,
         columns={names[n]: kind for n, kind in kinds.items() if n not in (*labels, *drop)},

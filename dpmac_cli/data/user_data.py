@@ -70,7 +70,7 @@ def _read(source: Source) -> ImageFolder | ArrayFile:
     if in_memory is not None and in_memory.arrays is not None:
         return _of_arrays(source, dict(in_memory.arrays), in_memory.unusable or {})
     if in_memory is not None or (source.path.is_file() and source.path.suffix in TABLES):
-        from dpmac_cli.data.table_file import read_table  # noqa: PLC0415  (loads an extra)
+        from dpmac_cli.data.table import read_table  # noqa: PLC0415  (loads pyarrow)
 
         return ArrayFile(source, *read_table(source))
     if source.path.is_dir():

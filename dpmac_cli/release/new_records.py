@@ -17,7 +17,7 @@ from dpmac_cli.data.decoding import decode, looked_at, size_of, usable_cores
 from dpmac_cli.data.image_folder import GREY, SUFFIXES
 from dpmac_cli.data.schema import NONE_LEFT_OUT, TABLES, UTF8, LeftOut
 from dpmac_cli.data.stacking import one_by_one
-from dpmac_cli.data.table_schema import TableSchema
+from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_new
 from dpmac_cli.data.wordpiece import TextReader
@@ -148,11 +148,11 @@ def _table(
     reader: TextReader | None,
     reading: Reading,
 ) -> Unlabelled:
-    from dpmac_cli.data.table_file import read_inputs  # noqa: PLC0415  (loads an extra)
+    from dpmac_cli.data.table import read_inputs  # noqa: PLC0415  (loads pyarrow)
 
-    columns = TableSchema.model_validate(facts.table).columns
+    schema = schema_of(facts.table, f"{path}: the schema of the model")
     encoding = reading.encoding or settings.get("encoding", UTF8)
-    found = read_inputs(path, columns, reader, reading.named_by, reading.skip_bad, encoding)
+    found = read_inputs(path, schema, reader, reading.named_by, reading.skip_bad, encoding)
     at = _checked(found.inputs, path, facts, settings)
     return Unlabelled(path, found.rows, at, found.ids, skipped=found.skipped)
 

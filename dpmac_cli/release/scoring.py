@@ -12,7 +12,7 @@ from dpmac_cli.data.dataset import Data, standardisation
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import InMemoryData, Source
-from dpmac_cli.data.table_schema import TableSchema
+from dpmac_cli.data.table_schema import TableSchema, schema_of
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import load_model, read_facts, text_reader
@@ -100,7 +100,7 @@ def _evaluated(model: nn.Module, facts: Facts, data: Data, known: Dataset) -> Ev
 def _chosen(file: Path, facts: Facts, given: dict[str, Any]) -> DataPlan:
     """Return the data to score on. Raises InputError and ModelError."""
     dataset, beside = given["dataset"], file.parent / CONFIG
-    schema = None if facts.table is None else TableSchema.model_validate(facts.table)
+    schema = None if facts.table is None else schema_of(facts.table, f"{file}: its schema")
     if facts.own and beside.is_file():
         # A run's config.yaml records how your own data was read and split.
         plan = resolve_data(given, beside, text_reader(file, facts), schema)

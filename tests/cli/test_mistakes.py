@@ -89,7 +89,6 @@ def set_scene(folder: Path) -> None:
         "clinic.csv": NOTES,
         "gaps.csv": NOTES + ",40,home\n" * 2,
         "note.yaml": OUTCOME + "note: {text: 16}\n  age: {range: [0, 120]}\n",
-        "age.yaml": OUTCOME + "note: {text: 16}\n  age: {text: 16}\n",
         "long.yaml": OUTCOME + "note: {text: 512}\n  age: {range: [0, 120]}\n",
     }
     for name, text in texts.items():
