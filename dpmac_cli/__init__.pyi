@@ -2,7 +2,6 @@
 
 from .accounting.accountants import total_epsilon as total_epsilon
 from .accounting.calibration import calibrate_noise as calibrate_noise
-from .accounting.calibration import largest_batch as largest_batch
 from .accounting.calibration import longest_run as longest_run
 from .accounting.events import TrainingEvent as TrainingEvent
 from .accounting.pricing import EpsilonSchedule as EpsilonSchedule

@@ -627,7 +627,6 @@ PRICED: Mapping[str, Sequence[str]] = {
     "steps": ("0", "1", "100", "1,10,100", "10000000"),
     "sigma": ("0", "0.01", "0.5", "1", "6", "10000", "0.5,1", "10001", "0.005"),
     "epsilon": ("1e-9", "0.1", "1", "1,3", "1e9", "0"),
-    "solve": FLAGS["solve"].choices,
     "delta": ("1e-5", "1e-13", "1e-15", "1e-20", "1e-300", "0.5", "0.999999", "1", "1e-400"),
     "sampler": FLAGS["sampler"].choices,
     "accountant": FLAGS["accountant"].choices,

@@ -2,8 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
-from typing import NamedTuple
 
 import pytest
 
@@ -12,7 +10,6 @@ from dpmac_cli.accounting.calibration import (
     MOST_STEPS,
     affordable_steps,
     calibrate_noise,
-    largest_batch,
     longest_run,
 )
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
@@ -184,125 +181,6 @@ def test_a_budget_below_the_first_step_names_what_that_costs(sampler: str, accou
         longest_run(event, DELTA, 0.01, accountant)
     first = total_epsilon((replace(event, steps=1),), DELTA, accountant)
     assert f"it costs {format_epsilon(first)}." in str(failure.value)
-
-
-# The batch.
-
-
-class Case(NamedTuple):
-    """Training by epochs, whose batch is sought.
-
-    Attributes:
-        cheap_whole: whether all records at once cost less than half of them twice, and so on.
-    """
-
-    sampler: str
-    accountant: str
-    size: int
-    epochs: int
-    sigma: float
-    cheap_whole: bool = False
-
-    def event(self, batch: int) -> TrainingEvent:
-        per_epoch = math.ceil(self.size / batch)
-        rate, steps = batch / self.size, self.epochs * per_epoch
-        return TrainingEvent(rate, self.sigma, steps, self.sampler, per_epoch)
-
-    def price(self, batch: int) -> float:
-        return total_epsilon((self.event(batch),), DELTA, self.accountant)
-
-    def largest(self, budget: float) -> int:
-        return largest_batch(self.event, self.size, DELTA, budget, self.accountant)
-
-
-CASES = (
-    Case("poisson", "rdp", 120, 2, 2.0),
-    Case("poisson", "rdp", 60, 3, 1.0),
-    Case("poisson", "pld", 24, 2, 2.0),
-    # With little noise being in one batch for certain is cheaper than being in many by chance.
-    Case("poisson", "rdp", 90, 1, 0.6, cheap_whole=True),
-    Case("poisson", "rdp", 90, 2, 0.3, cheap_whole=True),
-    Case("poisson", "pld", 14, 1, 0.9, cheap_whole=True),
-)
-
-
-def by_bisection(prices: list[float], budget: float) -> int:
-    """What a search finds that takes the price for increasing."""
-    low, high = 1, len(prices)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if prices[middle - 1] <= budget else (low, middle - 1)
-    return low
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_the_largest_batch_is_the_largest_of_all(case: Case) -> None:
-    """Against the price of every batch there is, at budgets among all of them."""
-    prices = [case.price(batch) for batch in range(1, case.size + 1)]
-    assert any(later < earlier for earlier, later in pairwise(prices)), "a sawtooth"
-    firsts = [prices[math.ceil(case.size / k) - 1] for k in range(1, case.size + 1)]
-    assert (max(firsts) > firsts[0]) == case.cheap_whole
-
-    def largest(budget: float) -> int:
-        return max(batch for batch, price in enumerate(prices, 1) if price <= budget)
-
-    budgets = [price * (1 + 1e-9) for price in sorted(prices)]
-    told_apart = [b for b in budgets if by_bisection(prices, b) != largest(b)]
-    assert told_apart, "a search that takes the price for increasing would do"
-    spread = (*budgets[:: max(1, len(budgets) // 5)], budgets[-1])
-    for budget in (*spread, *told_apart[:: max(1, len(told_apart) // 4)]):
-        assert case.largest(budget) == largest(budget), budget
-    with pytest.raises(BudgetError, match="Raise the noise or the budget") as failure:
-        case.largest(min(prices) * 0.999)
-    assert f" {format_epsilon(min(prices))}." in str(failure.value)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "sampler", [name for name, kind in SAMPLERS.items() if kind.once_an_epoch and kind.amplified]
-)
-def test_where_epochs_are_paid_for_batches_of_as_many_steps_cost_the_same(sampler: str) -> None:
-    case = Case(sampler, "pld", 24, 2, 3.0)
-    prices = [case.price(batch) for batch in range(1, 25)]
-    assert prices == sorted(prices)
-    assert len(set(prices)) == len({-(-24 // batch) for batch in range(1, 25)})
-    assert case.largest(prices[5]) == 7  # of four steps an epoch, like 6
-    with pytest.raises(BudgetError):
-        case.largest(prices[0] * 0.999)
-
-
-@pytest.mark.parametrize("sampler", rest_long(SAMPLERS))
-def test_with_a_number_of_steps_the_largest_batch_is_no_less_the_largest(sampler: str) -> None:
-    """Without a sawtooth; and the more batches an epoch has, the fewer epochs are begun."""
-    size, steps = 30, 9
-
-    def event(batch: int) -> TrainingEvent:
-        return TrainingEvent(batch / size, 4.0, steps, sampler, math.ceil(size / batch))
-
-    prices = [total_epsilon((event(batch),), DELTA, "rdp") for batch in range(1, size + 1)]
-    for budget in sorted(set(prices))[::5]:
-        expected = max(batch for batch, price in enumerate(prices, 1) if price <= budget)
-        assert largest_batch(event, size, DELTA, budget, "rdp") == expected
-
-
-def test_the_largest_batch_of_many_records_takes_few_prices() -> None:
-    """MNIST, five epochs."""
-    asked: list[int] = []
-
-    def event(batch: int) -> TrainingEvent:
-        asked.append(batch)
-        per_epoch = math.ceil(60_000 / batch)
-        return TrainingEvent(batch / 60_000, 1.0, 5 * per_epoch, "poisson", per_epoch)
-
-    budget = total_epsilon((event(256),), DELTA, "rdp")
-    asked.clear()
-    batch = largest_batch(event, 60_000, DELTA, budget, "rdp")
-    assert len(set(asked)) < 60
-    assert total_epsilon((event(batch),), DELTA, "rdp") <= budget
-    assert batch >= 256
-    following = range(batch + 1, batch + 10)  # the next epochs that are a step shorter among them
-    assert all(total_epsilon((event(b),), DELTA, "rdp") > budget for b in following)
 
 
 def test_a_target_that_only_the_fine_grid_shows_is_met() -> None:

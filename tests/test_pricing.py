@@ -59,9 +59,6 @@ REFUSED = [
     # Nothing to go by
     Refused("", [MISSING_SIGMA]),
     Refused("--epochs 5", [MISSING_SIGMA]),
-    Refused("--solve sigma", ["Add --epsilon: without it there is no answer."]),
-    Refused("--solve steps", ["Add --sigma, and --epsilon: without them there is no answer."]),
-    Refused("--solve batch-size --epsilon 1", ["Add --sigma: without it"]),
     Refused(
         "--sigma 1 --dataset-size 9", ["Add --batch-size, and --epochs or --steps: without them"]
     ),
@@ -69,23 +66,12 @@ REFUSED = [
     Refused("--sigma 1 --dataset-size 9 --batch-size 1", ["Add --epochs or --steps: without it"]),
     Refused("--dataset-size 9 --steps 1", [MISSING_SIGMA]),
     Refused("--sigma 1 --epsilon 1 --dataset-size 9", ["Add --batch-size: "]),
-    Refused(
-        "--solve batch-size --sigma 1 --epsilon 1 --dataset-size 9",
-        ["Add --epochs or --steps: without it"],
-    ),
     # Nothing left open
     Refused(
         "--sigma 1 --epsilon 1 --epochs 1",
         ["--sigma, --epsilon and --epochs together"],
     ),
     Refused("--sigma 1 --epsilon 1 --steps 1", ["--sigma, --epsilon and --steps together"]),
-    Refused("--solve sigma --sigma 1 --epsilon 1", ["--sigma leaves nothing to solve for"]),
-    Refused(
-        "--solve steps --sigma 1 --epsilon 1 --epochs 1", ["--epochs leaves nothing to solve for"]
-    ),
-    Refused(
-        "--solve batch-size --sigma 1 --epsilon 1 --batch-size 9", ["--batch-size leaves nothing"]
-    ),
     # One against the other
     Refused("--sigma 1 --epochs 1 --steps 1", ["--epochs and --steps contradict"]),
     Refused("--sigma 1 --dataset mnist --dataset-size 9", ["--dataset and --dataset-size"]),
@@ -120,11 +106,6 @@ REFUSED = [
     Refused("--sigma 1 --dataset mnits", ["Did you mean mnist"]),
     Refused("--sigma 1 --sampler possion", ["Did you mean poisson"]),
     Refused("--sigma 1 --accountant rpd", ["Did you mean rdp"]),
-    Refused("--sigma 1 --solve stesp", ["Did you mean steps"]),
-    Refused(
-        "--epsilon 1 --solve lr",
-        ["--solve: there is no way to solve for 'lr'. Known: sigma, steps, batch-size."],
-    ),
     # All at once
     Refused(
         "--sigma -1,x --epochs 1.5 --steps 2 --delta 7 --sampler none --accountant none",
@@ -136,15 +117,6 @@ REFUSED = [
             "there is no sampler",
             "there is no accountant",
             "--epochs and --steps",
-        ],
-    ),
-    Refused(
-        "--dataset-size 9 --dataset mnist --solve batch-size --batch-size 1 --delta 2",
-        [
-            "--delta must be",
-            "--dataset and --dataset-size",
-            "--batch-size leaves nothing to solve for",
-            "Add --sigma, and --epsilon: without them there is no answer.",
         ],
     ),
 ]
@@ -170,10 +142,7 @@ def test_a_data_set_fills_in_what_is_not_given() -> None:
 def test_what_is_left_open_is_what_is_asked_for() -> None:
     unseen = "--dataset-size 9 --sigma 1 --epsilon 1"
     assert ask(typed(f"{unseen} --batch-size 3")).solve == "steps"
-    assert ask(typed("--solve sigma --epsilon 1")).solve == "sigma"
-    batch = ask(typed(f"{unseen} --solve batch-size --steps 1,2 --accountant all"))
-    assert (batch.batch_size, batch.lengths) == (None, [("steps", 1), ("steps", 2)])
-    assert batch.accountant == "all"
+    assert ask(typed("--epsilon 1")).solve == "sigma"
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -246,7 +215,6 @@ def test_a_batch_of_all_records() -> None:
 SOLVED: Sequence[tuple[str, Mapping[str, Any]]] = [
     ("sigma", {"sigma": None}),
     ("steps", {"epochs": None}),
-    ("batch-size", {"batch_size": None}),
 ]
 METHODS = [("poisson", "pld"), ("poisson", "rdp"), ("random-allocation", "rdp")]
 
@@ -272,26 +240,8 @@ def test_an_answer_is_within_the_target_and_the_next_is_not(
     assert price() <= target
     if solve == "sigma":
         assert price(noise_multiplier=event.noise_multiplier - 1e-5) > target
-    elif solve == "steps":
-        assert price(steps=event.steps + 1) > target
     else:
-        assert row.batch_size is not None
-        assert row.sampling_rate == row.batch_size / 40
-        assert event.steps == 2 * event.steps_per_epoch == 2 * math.ceil(40 / row.batch_size)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("length", [("epochs", 3), ("steps", 12)])
-@pytest.mark.parametrize("sampler", ["poisson", "random-allocation"])
-def test_the_largest_batch_is_the_largest_of_all(sampler: str, length: tuple[str, int]) -> None:
-    unit, count = length
-    lengths = {"epochs": None, unit: (count,)}
-    question = changed(SMALL, dataset_size=12, sampler=sampler, accountant="rdp", **lengths)
-    prices = {batch: only(changed(question, batch_size=batch)).epsilon for batch in range(1, 13)}
-    open_ = changed(question, batch_size=None, solve="batch-size")
-    for target in sorted(prices.values()):
-        row = only(changed(open_, epsilon=(target,)))
-        assert row.batch_size == max(batch for batch, cost in prices.items() if cost <= target)
+        assert price(steps=event.steps + 1) > target
 
 
 @pytest.mark.parametrize(("sigma", "budget"), [(6.0, 0.7), (100.0, 0.1)])
@@ -316,7 +266,6 @@ def test_no_step_needs_no_noise() -> None:
 OUT_OF_REACH: Sequence[tuple[str, float, Mapping[str, Any]]] = [
     ("sigma", 1e-6, {"sigma": None}),
     ("steps", 1e-3, {"epochs": None}),
-    ("batch-size", 1e-3, {"batch_size": None}),
 ]
 
 

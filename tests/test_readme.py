@@ -65,7 +65,6 @@ RUN = "runs/mnist-dp-macadam-1"
 SHORTER = {
     "--epochs 10": "--steps 4",
     "--seeds 3": "--seeds 1",
-    " --minutes 5": "",  # it would contradict the steps
     "--recipe cifar10-de2022": "--recipe cifar10-de2022 --batch-size 16 --physical-batch 8",
     "--warmup-steps 20": "--warmup-steps 1",
     "--backbone minilm": "--backbone ./encoder",

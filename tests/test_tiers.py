@@ -42,9 +42,6 @@ ALSO_SHOWN: Mapping[str, str] = {
     "tests/test_audit.py::test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve": (
         "tests/test_audit.py::test_a_claim_holds_up_to_the_bound"
     ),
-    "tests/test_calibration.py::test_the_largest_batch_is_the_largest_of_all": (
-        "tests/test_pricing.py::test_the_largest_batch_is_the_largest_of_all"
-    ),
     "tests/test_calibration.py"
     "::test_where_epochs_are_paid_for_batches_of_as_many_steps_cost_the_same": (
         "tests/test_accounting.py::test_an_epoch_begun_costs_a_whole_one_whatever_the_rate"

@@ -1,4 +1,4 @@
-"""Calibration: find the noise, steps or batch size that meets a target epsilon.
+"""Calibration: find the noise or steps that meet a target epsilon.
 
 The computed privacy cost of every answer is at most the target.
 """
@@ -20,13 +20,10 @@ SIGMA_TICKS = 100_000
 LEAST_TICKS, MOST_TICKS = round(SIGMA_MIN * SIGMA_TICKS), round(SIGMA_MAX * SIGMA_TICKS)
 #: Maximum steps of a run, and of a search for the longest run.
 MOST_STEPS = 10_000_000
-#: Steps per epoch below which epsilon may not decrease with their number.
-FEW = 8
-
 #: Relative precision of the epsilon of a trial in a search, and most attempts to find it.
 CLOSE, TRIES = 4e-3, 20
 
-#: Epsilon as a function of a number of steps, a batch size, ...
+#: Epsilon as a function of a number of steps, or of a noise multiplier.
 Cost = Callable[[int], float]
 
 
@@ -148,8 +145,9 @@ def longest_run(
 ) -> int:
     """Return the largest number of steps, at most :data:`MOST_STEPS`, that the budget allows.
 
-    ``event`` has any number of steps of the run; for other arguments see :func:`largest_batch`.
-    Raises BudgetError if the first step costs more.
+    ``event`` has any number of steps of the run, and ``budget`` is an epsilon > 0; for other
+    arguments see :func:`~dpmac_cli.accounting.accountants.total_epsilon`. Raises BudgetError if the
+    first step costs more.
     """
 
     def cost(steps: int, by: str = accountant) -> float:
@@ -167,63 +165,6 @@ def longest_run(
     while high < MOST_STEPS and cost(high) <= budget:
         low, high = high, min(2 * high, MOST_STEPS)
     return _last_within(cost, budget, low, high)
-
-
-def largest_batch(
-    event_of: Callable[[int], TrainingEvent],
-    dataset_size: int,
-    delta: float,
-    budget: float,
-    accountant: str = DEFAULT_ACCOUNTANT,
-) -> int:
-    """Return the largest batch size whose run costs at most ``budget``.
-
-    Epsilon is a sawtooth function of the batch size: it rises over a range of batch sizes with the
-    same number of steps per epoch, k = ceil(n/B), and drops when k drops. So the answer is in the
-    first range, from the largest batches down, whose smallest batch is affordable. Ranges that are
-    too expensive even at the rate 1/k, a lower bound for all their batches, are skipped by a root
-    search: after the first few ranges, that cost decreases with k.
-
-    Args:
-        event_of: function from a batch size to the event of the run.
-        dataset_size: number n of records.
-        delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
-        budget: epsilon > 0.
-
-    Raises:
-        BudgetError: even a batch of one record costs more.
-    """
-
-    @functools.cache
-    def cost(batch: int) -> float:
-        return total_epsilon((event_of(batch),), delta, accountant)
-
-    def smallest_batch(k: int) -> int:
-        return math.ceil(dataset_size / k)
-
-    def bound(k: int) -> float:
-        event = replace(event_of(smallest_batch(k)), sampling_rate=1 / k)
-        return total_epsilon((event,), delta, accountant)
-
-    def fits(k: int) -> bool:
-        return cost(smallest_batch(k)) <= budget
-
-    limits = range(min(FEW, dataset_size), dataset_size + 1)
-    k = next((k for k in range(1, limits[0]) if fits(k)), 0)
-    if not k:
-        k = _smallest(bound, budget, min(64, dataset_size), 2, limits)
-        while k < dataset_size and not fits(k):
-            k += 1
-    first = smallest_batch(k)
-    if cost(first) > budget:
-        cheapest = min((first, dataset_size), key=cost)
-        raise BudgetError(
-            f"No batch size brings training down to epsilon {budget:g} at delta {delta:g}: the "
-            f"cheapest, {cheapest}, costs epsilon {format_epsilon(cost(cheapest))}. "
-            "Raise the noise or the budget, or train for fewer epochs."
-        )
-    last = smallest_batch(k - 1) - 1 if k > 1 else dataset_size
-    return _last_within(cost, budget, first, max(first, last))
 
 
 def _smallest(cost: Cost, target: float, guess: int, factor: float, limits: range) -> int:

@@ -61,10 +61,9 @@ def account(run: Path | None, **given: Any) -> None:
     """Compute the privacy cost of training in advance, the noise for a budget, or the longest run.
 
     Sizes and epochs default to those of the dataset (default: mnist). With --epsilon, the
-    command solves for a setting: the noise, or the longest run if --sigma is given, or the
-    setting in --solve. --sigma, --epochs, --steps and --epsilon accept several values
-    (0.5,0.6,0.7) and print a table. With a run folder, the privacy cost of the run is
-    recomputed from its report.
+    command solves for the noise, or for the longest run if --sigma is given. --sigma, --epochs,
+    --steps and --epsilon accept several values (0.5,0.6,0.7) and print a table. With a run folder,
+    the privacy cost of the run is recomputed from its report.
 
     Examples:
 
@@ -207,7 +206,7 @@ COLUMNS_OF_RISK = (
     "the right: highest probability that the record was in the training data, given an alarm at "
     "this FPR or a higher one, by prior probability."
 )
-SOLVED = {"sigma": "noise multiplier", "steps": "training", "batch-size": "batch"}
+SOLVED = {"sigma": "noise multiplier", "steps": "training"}
 
 
 def _print_one(out: Console, rows: Sequence[Row]) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +12,8 @@ from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
 from dpmac_cli.config.fields import Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.resolve import Resolved, resolve
-from dpmac_cli.config.settings import OUTPUT, RECIPE, SETTINGS, TASK, DisplayFlags, Settings
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import OUTPUT, SETTINGS, TASK, DisplayFlags, Settings
 from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
 from dpmac_cli.runs.folder import check_run_folder, fork_command, resume_command
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 
 #: Settings that each machine of a run has for itself.
 OF_MACHINE: tuple[str, ...] = ("data_dir", "device")
-
-
-Minutes = Annotated[float, Field(gt=0, le=1_000_000)]
 
 
 class Start(Flags, frozen=True):
@@ -56,14 +52,6 @@ class Start(Flags, frozen=True):
             "--out."
         ),
         Flag(TASK, metavar="RUN"),
-    ] = None
-    minutes: Annotated[
-        Minutes | None,
-        Field(
-            description="Train for at most about this long: fewer epochs than the recipe has, if "
-            "steps on generated records show that they do not fit."
-        ),
-        Flag(RECIPE, otherwise="no limit"),
     ] = None
     tensorboard: Annotated[
         StrictBool,
@@ -116,8 +104,6 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
         shown = take(DisplayFlags, dict(flags))
         with console.waiting(shown.quiet, "settings"):
             resolved = resolve(flags, start.config)
-        if start.minutes:
-            resolved = _within(start.minutes, resolved, flags, start.config)
         settings = resolved.settings
         if not settings.quiet:
             console.print_notes((*resolved.chosen, *resolved.notes))
@@ -151,8 +137,6 @@ def _check(start: Start, run: Path) -> None:
     way = "--resume" if start.resume else "--fork"
     if start.config:
         raise InputError(f"{way} uses the settings of the run: leave out --config.")
-    if start.minutes:
-        raise InputError(f"{way} continues a run with its own length: leave out --minutes.")
     check_run_folder(run, way)
 
 
@@ -164,26 +148,6 @@ def _end(finished: "Finished") -> None:
     if finished.state == "budget-spent":
         more = fork_command(where, ["--max-epsilon MORE"])
         stop(f"epsilon would exceed --max-epsilon; {kept} To train longer: {more}", BUDGET)
-
-
-def _within(
-    minutes: float, resolved: Resolved, flags: dict[str, Any], config: Path | None
-) -> Resolved:
-    """Resolve settings again with as many epochs as fit into some minutes."""
-    settings = resolved.settings
-    if settings.epochs is None or Settings.model_validate(flags).epochs is not None:
-        raise InputError("--minutes sets the number of epochs: leave out --epochs and --steps.")
-    with console.waiting(settings.quiet, "time of a step"):
-        from dpmac_cli.runs.timing import duration  # noqa: PLC0415  (loads torch)
-
-        found = duration(resolved.plan)
-    epochs = found.epochs_within(minutes, settings.epochs)
-    said = (
-        f"--minutes {minutes:g}: {epochs} of {settings.epochs} epochs. On generated records an "
-        f"epoch takes {found.epoch:.2g} s, and everything else {found.before:.2g} s."
-    )
-    again = resolve({**flags, "epochs": epochs}, config)
-    return replace(again, chosen=(*again.chosen, said))
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:

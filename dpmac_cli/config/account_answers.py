@@ -42,17 +42,11 @@ def _solved(
     question: AccountQuery, sigma: float, length: tuple[str, int], target: float, accountant: str
 ) -> Row:
     """Solve for a setting, and compute the privacy cost of the result."""
-    size, batch, delta = question.dataset_size, question.batch_size or 0, question.delta
-
-    def event_of(batch: int) -> TrainingEvent:
-        unit, count = length
-        per_epoch = math.ceil(size / batch)
-        steps = count * per_epoch if unit == "epochs" else count
-        return TrainingEvent(batch / size, sigma, steps, question.sampler, per_epoch)
-
-    if question.solve == "batch-size":
-        batch = calibration.largest_batch(event_of, size, delta, target, accountant)
-    event = event_of(batch)
+    size, batch, delta = question.dataset_size, question.batch_size, question.delta
+    unit, count = length
+    per_epoch = math.ceil(size / batch)
+    steps = count * per_epoch if unit == "epochs" else count
+    event = TrainingEvent(batch / size, sigma, steps, question.sampler, per_epoch)
     if question.trials is not None:
         row = _searched(question.trials, event, delta, target if question.solve else None)
         return replace(row, dataset_size=size, batch_size=batch, solved=question.solve)

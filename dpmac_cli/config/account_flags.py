@@ -33,12 +33,8 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import raise_errors
 from dpmac_cli.models.registry import MODELS
 
-#: Settings to solve for, with the flags that must be left out.
-SOLVABLE: Mapping[str, tuple[str, ...]] = {
-    "sigma": ("sigma",),
-    "steps": ("epochs", "steps"),
-    "batch-size": ("batch_size",),
-}
+#: What to solve for, with the flags that must be left out.
+SOLVABLE: Mapping[str, tuple[str, ...]] = {"sigma": ("sigma",), "steps": ("epochs", "steps")}
 #: Accountants to use, by the value of ``--accountant``.
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
 TRAINING, TARGET, METHOD = "Training", "Target", "Method"
@@ -93,12 +89,6 @@ class AccountFlags(Flags, frozen=True):
         Field(description="Target epsilon: solve for a setting that meets it."),
         Flag(TARGET),
     ] = None
-    solve: Annotated[
-        str | None,
-        Choice(tuple(SOLVABLE), noun="way to solve for"),
-        Field(description="Setting to solve for, given --epsilon."),
-        Flag(TARGET, otherwise="sigma, or steps if --sigma is given"),
-    ] = None
     delta: Annotated[Probability, Field(description="Delta of (epsilon, delta)."), Flag(TARGET)] = (
         DELTA
     )
@@ -133,7 +123,7 @@ class AccountQuery:
     """
 
     dataset_size: int
-    batch_size: int | None = None
+    batch_size: int
     epochs: tuple[int, ...] | None = None
     steps: tuple[int, ...] | None = None
     sigma: tuple[float, ...] | None = None
@@ -172,8 +162,8 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
     errors = list(found)
     named = by_name(given, errors)
     typed = parse_account_flags(named, errors)
-    solve = named.get("solve")
-    if solve is None and "epsilon" in named:
+    solve = None
+    if "epsilon" in named:
         solve = "steps" if "sigma" in named else "sigma"
     errors += _faults_of_solving(named, solve)
     errors += _faults_of_search(named, solve)
@@ -187,6 +177,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> AccountQuery:
         errors += misfits("the dataset", sizes.records, sizes.batch, sizes.epochs or ())
     raise_errors(errors)
     assert sizes.records is not None  # noqa: S101  (without them, an error was raised above)
+    assert sizes.batch is not None  # noqa: S101
     return AccountQuery(
         dataset_size=sizes.records,
         batch_size=sizes.batch,
@@ -229,7 +220,7 @@ def _sizes(
         return _Sizes(flags.dataset_size, batch, epochs)
     run = _run(flags, solve)
     planned = completed(run, facts)
-    if batch is None and solve != "batch-size":
+    if batch is None:
         batch = planned.batch_size
     if epochs is None and flags.steps is None and solve != "steps":
         epochs = None if planned.epochs is None else (planned.epochs,)
@@ -263,20 +254,13 @@ def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[
     for one, other in _EITHER:
         if one in given and other in given:
             yield (f"--{flag_name(one)} and --{flag_name(other)} contradict each other: give one.")
-    if solve not in (None, *SOLVABLE):
-        return
     if solve and "0" in given.get("sigma", "").split(","):
         yield "--sigma 0 adds no noise, so its epsilon is infinite: nothing can be solved for."
     for name in SOLVABLE[solve] if solve else ():
-        if name in given and "solve" in given:
-            yield (
-                f"--{flag_name(name)} leaves nothing to solve for with --solve {solve}: leave it "
-                "out."
-            )
-        elif name in given:
+        if name in given:
             yield (
                 f"--sigma, --epsilon and --{flag_name(name)} together leave nothing to solve for: "
-                "leave one out, or add --solve batch-size."
+                "leave one out."
             )
     if missing := [*_missing(given, solve)]:
         them = "it" if len(missing) == 1 else "them"
@@ -288,7 +272,7 @@ def _faults_of_search(given: Mapping[str, str], solve: str | None) -> Iterator[s
     if "tune" not in given:
         return
     if solve not in (None, "sigma"):
-        yield f"--tune can only solve for sigma, not for {solve}: add --solve sigma."
+        yield f"--tune can only solve for sigma, not for {solve}: leave out --sigma."
     if given.get("accountant", DEFAULT_ACCOUNTANT) != DEFAULT_ACCOUNTANT:
         yield f"--tune needs privacy curves: add --accountant {DEFAULT_ACCOUNTANT}."
 
@@ -302,16 +286,10 @@ _EITHER: tuple[tuple[str, str], ...] = (
 
 def _missing(given: Mapping[str, str], solve: str | None) -> Iterator[str]:
     """Yield flags without which there is no answer."""
-    if solve is None:
-        if "sigma" not in given:
-            yield "--sigma (to compute epsilon) or --epsilon (to compute sigma)"
-    else:
-        if "sigma" not in given and solve != "sigma":
-            yield "--sigma"
-        if "epsilon" not in given:
-            yield "--epsilon"
+    if solve is None and "sigma" not in given:
+        yield "--sigma (to compute epsilon) or --epsilon (to compute sigma)"
     if "dataset_size" in given and "dataset" not in given:  # a dataset has defaults for these
-        if "batch_size" not in given and solve != "batch-size":
+        if "batch_size" not in given:
             yield "--batch-size"
         if "epochs" not in given and "steps" not in given and solve != "steps":
             yield "--epochs or --steps"

@@ -9,6 +9,8 @@ SETTINGS: Mapping[str, str] = {
     "most-trials": "The largest number of trials is 4 times their mean. Leave it out.",
     "stop-early": "Every search ends with its last trial. Leave it out.",
     "on": "Compare settings on the public data with dpmac compare, and train with the best.",
+    "minutes": "Use fewer --epochs: the display shows how long one takes.",
+    "solve": "What is left out of --sigma, --epochs and --epsilon is solved for. Leave it out.",
     "slurm": "Submit dpmac train as an array of jobs: docs/clusters.md has the lines.",
     "score-on": "Covered scores decide. Leave it out.",
 }

@@ -241,7 +241,6 @@ class Inverse(NamedTuple):
 INVERSES = [
     Inverse("sigma", "--batch-size 8 --steps 3", "noise multiplier", "--sigma"),
     Inverse("steps", "--batch-size 8 --sigma 6", "training", "--steps"),
-    Inverse("batch-size", "--sigma 6 --steps 3", "batch", "--batch-size"),
 ]
 
 
@@ -250,11 +249,11 @@ INVERSES = [
 @pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: inverse.solve)
 def test_an_answer_that_is_copied_stays_within_the_target(inverse: Inverse, method: str) -> None:
     line = f"--dataset-size 40 --sampler {method} {inverse.line}"
-    question = f"{line} --epsilon 0.7 --solve {inverse.solve}"
+    question = f"{line} --epsilon 0.7"
     (row,) = answered(question)
     assert row["epsilon"] <= 0.7
     assert row["solved"] == inverse.solve
-    key = {"sigma": "noise_multiplier", "batch-size": "batch_size"}.get(inverse.solve)
+    key = {"sigma": "noise_multiplier"}.get(inverse.solve)
     (again,) = answered(f"{line} {inverse.flag} {row[key or inverse.solve]!r}")
     assert again["epsilon"] <= 0.7
     shown = told(question)[inverse.fact].split()[0].replace(",", "")
@@ -298,7 +297,6 @@ class Unreachable(NamedTuple):
 UNREACHABLE = [
     Unreachable("--batch-size 8 --steps 10", "--batch-size 8 --steps 10 --sigma 10000"),
     Unreachable("--batch-size 8 --sigma 1", "--batch-size 8 --sigma 1 --steps 1"),
-    Unreachable("--sigma 3 --steps 10 --solve batch-size", "--sigma 3 --steps 10 --batch-size 1"),
 ]
 
 
@@ -330,10 +328,10 @@ def test_targets_out_of_reach_do_not_hide_those_within() -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("delta", rest_long(["1e-15", "1e-30"]))
-@pytest.mark.parametrize("solve", ["sigma", "steps", "batch-size"])
+@pytest.mark.parametrize("solve", ["sigma", "steps"])
 def test_where_privacy_losses_end_rdp_goes_on_and_is_named(solve: str, delta: str) -> None:
     sigma = "" if solve == "sigma" else "--sigma 4"
-    line = f"--dataset digits --recipe paper --epsilon 3 {sigma} --solve {solve} --delta {delta}"
+    line = f"--dataset digits --recipe paper --epsilon 3 {sigma} --delta {delta}"
     result = account(line)
     assert result.exit_code == 0, result.output
     assert f"delta {delta} is too small for privacy loss distributions" in result.stderr
@@ -370,10 +368,7 @@ BAD = [
     Bad("--sigma 1 --dataset-size 40", ["Add --batch-size", "--epochs or --steps"]),
     Bad(
         "--sigma 1 --epsilon 3 --epochs 5",
-        ["--sigma", "--epsilon", "--epochs", "--solve batch-size"],
-    ),
-    Bad(
-        "--solve steps --epochs 2", ["--sigma", "--epsilon", "--epochs leaves nothing to solve for"]
+        ["--sigma", "--epsilon", "--epochs"],
     ),
     Bad("--sigma 1 --epochs 1 --steps 1", ["--epochs and --steps contradict"]),
     Bad("--sigma 1 --dataset mnist --dataset-size 4", ["--dataset and --dataset-size contradict"]),
@@ -393,7 +388,7 @@ BAD = [
     Bad("a" * 300, ["a" * 300]),
     Bad("text.json --sigma 1 --epochs 2", ["--sigma contradicts", "--epochs contradicts"]),
     Bad("text.json --delta 7 --dataset mnist", ["--dataset contradicts", "--delta must be"]),
-    Bad("text.json --solve sigma --epsilon 3", ["--solve contradicts", "--epsilon contradicts"]),
+    Bad("--solve steps", ["What is left out of --sigma, --epochs and --epsilon is solved for"]),
 ]
 
 
@@ -413,7 +408,7 @@ def test_a_wrong_line_is_explained_and_nothing_is_written(bad: Bad, tmp_path: Pa
 
 
 def test_no_noise_or_no_steps_for_a_target_is_no_bug() -> None:
-    for line in ("--steps 0", "--sigma 0", "--sigma 0 --steps 3 --solve batch-size"):
+    for line in ("--steps 0", "--sigma 0", "--sigma 0 --steps 3"):
         result = account(f"--dataset-size 40 --batch-size 8 --epsilon 1 {line}")
         assert result.exit_code in (0, 2, 3), result.output
 

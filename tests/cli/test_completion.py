@@ -45,7 +45,6 @@ def offered(line: str) -> list[str]:
         ("dpmac compare --kappa paper,e", ["paper,exact"]),
         ("dpmac compare --executor ", ["local", "ray"]),
         ("dpmac account --accountant ", ["pld", "rdp", "all"]),
-        ("dpmac account --solve b", ["batch-size"]),
         ("dpmac eval --dataset cifar", ["cifar10", "cifar100"]),
     ],
 )
