@@ -51,7 +51,7 @@ COMMANDS: Mapping[str, Place] = {
     "card": Place(
         "pages",
         "card",
-        "Print the model card of a run as Markdown, as a web page or as a registry entry.",
+        "Print the model card of a run as Markdown.",
     ),
     "report": Place(
         "pages",
@@ -79,6 +79,11 @@ COMMANDS: Mapping[str, Place] = {
         "cache",
         "Show or clear the cache of decoded images, and of features of public backbones and "
         "frozen layers.",
+    ),
+    "env": Place(
+        "env",
+        "env",
+        "Print what a bug report needs: versions, processor, libraries, folders and fallbacks.",
     ),
 }
 

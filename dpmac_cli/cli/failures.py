@@ -66,7 +66,7 @@ def _explanation(failure: Exception) -> errors.DpmacError:
         )
     return errors.DpmacError(
         f"dpmac failed unexpectedly ({type(failure).__name__}: {failure}). "
-        "Please report it with the output of the same command and --debug."
+        "Please report it with the output of the same command and --debug, and that of dpmac env."
     )
 
 

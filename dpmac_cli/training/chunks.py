@@ -19,7 +19,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     Whole,
     fill_rows,
     find_manner,
-    whole,
+    rounded_up,
     without_zeros,
 )
 from dpmac_cli.dp.clipping.batches import (
@@ -129,7 +129,7 @@ class ChunkedSum(ABC):
             p.requires_grad_(True)
         run = None if isolated is None else Whole(isolated)
         self._network = model if run is None else run
-        most = whole(self.chunk)
+        most = rounded_up(self.chunk)
         self.clipped_sum = ClippedChunkSum(model, found, most, how.views, batch, run, how.loss)
         self._sum = torch.empty_like(self.theta)
         model.train()  # as validated

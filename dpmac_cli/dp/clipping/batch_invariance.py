@@ -78,7 +78,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 }
 
 
-def whole(chunk: int) -> int:
+def rounded_up(chunk: int) -> int:
     """Return a number of rows, rounded up to a multiple of :data:`LEAST_ROWS`."""
     return -(-chunk // LEAST_ROWS) * LEAST_ROWS
 
@@ -87,8 +87,8 @@ def whole(chunk: int) -> int:
 #: names complete the sentence "Every chunk is filled to ...".
 FILLS: dict[str, Callable[[int, int], int]] = {
     "a few rows at least": lambda samples, chunk: max(samples, min(chunk, LEAST_ROWS)),
-    f"a multiple of {LEAST_ROWS} rows": lambda samples, _: whole(samples),
-    "its capacity": lambda _, chunk: chunk if chunk < LEAST_ROWS else whole(chunk),
+    f"a multiple of {LEAST_ROWS} rows": lambda samples, _: rounded_up(samples),
+    "its capacity": lambda _, chunk: chunk if chunk < LEAST_ROWS else rounded_up(chunk),
 }
 FEW, *_, FULL = FILLS
 

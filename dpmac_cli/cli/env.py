@@ -1,0 +1,48 @@
+"""dpmac env: versions, processor, libraries and fallbacks of this machine, for a bug report."""
+
+from typing import Any
+
+from dpmac_cli.cli import console
+from dpmac_cli.cli.options import take, with_options
+from dpmac_cli.config.fields import options
+from dpmac_cli.config.flags import Flags
+from dpmac_cli.config.settings import Debug, PrintJson
+from dpmac_cli.storage.files import to_json
+
+
+class EnvFlags(Flags, frozen=True):
+    """Flags of ``dpmac env``."""
+
+    json: PrintJson = False
+    debug: Debug = False
+
+
+@with_options(options(EnvFlags))
+def env(**given: Any) -> None:
+    """Print what a bug report needs: versions, processor, libraries, folders and fallbacks.
+
+    Fallbacks are tried on a tiny network: how its layers must run on this machine so that no
+    record's result is rounded by the other records of a batch. They cost time, not privacy.
+
+    Example: dpmac env
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
+    """
+    flags = take(EnvFlags, given)
+    from dpmac_cli.runs.machine import facts  # noqa: PLC0415  (loads torch)
+
+    found = facts()
+    if flags.json:
+        console.print_result(to_json(found))
+        return
+    console.print_result("".join(f"{name}: {_text(value)}\n" for name, value in found.items()))
+
+
+def _text(value: Any) -> str:
+    """Return a value in one line, or in one line for each of its parts."""
+    if isinstance(value, dict):
+        parts = [f"\n  {name}: {'none' if v is None else v}" for name, v in value.items()]
+        return "".join(parts) or "none"
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    return str(value)
