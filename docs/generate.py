@@ -25,6 +25,7 @@ from dpmac_cli.data.splits import Records, data_facts
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.independence import ALONE
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
+from dpmac_cli.release.report import Report
 from dpmac_cli.tasks.classification import Classification
 
 #: What a value may be, in words.
@@ -260,8 +261,9 @@ def escaped(text: str) -> str:
 def report() -> str:
     """Return the page of the keys of report.json and compare.json."""
     parts = [REPORT]
-    for name in ("report", "compare"):
-        schema = json.loads((DOCS / f"{name}.schema.json").read_text(encoding="utf-8"))
+    compare = json.loads((DOCS / "compare.schema.json").read_text(encoding="utf-8"))
+    described = json.loads(report_schema())
+    for name, schema in (("report", inlined(described, described["$defs"])), ("compare", compare)):
         parts += [f"## {name}.json\n", schema["description"] + "\n"]
         rows = list(dict.fromkeys(keys(schema)))
         parts.append(table(KEY, [row for row in rows if not re.search(r"[.\[]", row[0])]))
@@ -269,6 +271,39 @@ def report() -> str:
             below = [row for row in group if row[0] != f"`{top}`"]
             parts += [f"### {top}\n", table(KEY, below)] if below else []
     return "\n".join(parts)
+
+
+def report_schema() -> str:
+    """Return the JSON Schema of report.json."""
+    schema = Report.model_json_schema(mode="serialization")
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return json.dumps(untitled({**head, **schema}), indent=2) + "\n"
+
+
+def untitled(schema: Any) -> Any:
+    """Return a schema without generated titles, with each description in one line."""
+    if isinstance(schema, list):
+        return [untitled(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {name: untitled(part) for name, part in schema.items()}
+    if isinstance(schema.get("title"), str):
+        del kept["title"]
+    if isinstance(schema.get("description"), str):
+        kept["description"] = " ".join(schema["description"].split())
+    return kept
+
+
+def inlined(schema: Any, parts: Mapping[str, Any]) -> Any:
+    """Return a schema with its parts in place of references to them."""
+    if isinstance(schema, list):
+        return [inlined(each, parts) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    named = parts[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else {}
+    return {
+        name: inlined(part, parts) for name, part in {**named, **schema}.items() if name != "$ref"
+    }
 
 
 def keys(schema: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str, str]]:
@@ -285,8 +320,10 @@ def kind(schema: Mapping[str, Any]) -> str:
     """Return the type of a value, or all values that it can have."""
     if "enum" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{json.dumps(schema['const'])}`"
     if "anyOf" in schema:
-        return " or ".join(kind(each) for each in schema["anyOf"])
+        return " or ".join(dict.fromkeys(kind(each) for each in schema["anyOf"]))
     types = schema.get("type", "any")
     words = [types] if isinstance(types, str) else types
     if "items" in schema:
@@ -576,6 +613,7 @@ def times(found: Mapping[str, Any]) -> str:
 PAGES = {
     "configuration.md": configuration,
     "commands.md": commands,
+    "report.schema.json": report_schema,
     "report.md": report,
     "api.md": api,
     "silent-failures.md": silent,

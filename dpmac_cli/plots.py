@@ -9,7 +9,6 @@ from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import trade_off
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.storage.files import write_atomically
-from dpmac_cli.storage.report_keys import StudyKeys
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,7 +97,7 @@ def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") ->
     return figure
 
 
-def means(study: StudyKeys, optimizers: Sequence[str], *, share: bool = True) -> "Figure":
+def means(study: Mapping[str, Any], optimizers: Sequence[str], *, share: bool = True) -> "Figure":
     """Draw the means of a study, with standard deviations over seeds, from its compare.json.
 
     One line per row of its table; a ``share`` is in percent. Each of ``optimizers`` has the same

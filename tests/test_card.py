@@ -24,8 +24,8 @@ from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.release import run
 from dpmac_cli.release.card import model_card
 from dpmac_cli.release.model_file import load_model, save_model
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.report import public_facts
+from dpmac_cli.release.publish import Finished, public_facts
+from dpmac_cli.release.report import Report
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.prepare import PreparedRun
 from tests.digits_runs import SEED, digits_config, train_digits, train_events
@@ -96,19 +96,20 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
     task = PreparedRun(
         model=network, trained=network, data=replace(data, train=like), independence="built in"
     )
-    facts = public_facts(config, spent(steps=1), task, trained=0)
+    facts = public_facts(config, spent(steps=1), task, trained=1)
     pixels = torch.randint(0, 256, (20, *config.data.facts.shape), dtype=torch.uint8)
-    given = facts["input"]
-    gain, offset = standardisation(given["levels"], given["mean"], given["std"], CPU)
+    given = facts.input
+    gain, offset = standardisation(given.levels, given.mean, given.std, CPU)
     x = replace(data, gain=gain, offset=offset).standardised(pixels)
     with torch.no_grad():  # untrained, it would call everything the same
         list(network.parameters())[-1].sub_(network(x).mean(0))
     wanted: Tensor = network(x).argmax(1)
     assert len(set(wanted.tolist())) > 3
-    save_model(tmp_path / folder.MODEL, network, facts)
+    save_model(tmp_path / folder.MODEL, network, facts.values())
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(code(model_card({**finished.report, **facts}, network)), names)
+    report = Report.model_validate({**finished.report, **facts.values()})
+    exec(code(model_card(report, network)), names)
     assert torch.equal(names["classify"](pixels), wanted)
     assert torch.equal(load_model(tmp_path, None, CPU).model(x).argmax(1), wanted)
 
@@ -119,7 +120,8 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
 @pytest.mark.privacy
 def test_it_says_what_the_report_says(finished: Finished) -> None:
     text, report = card(finished.folder), finished.report
-    assert text == model_card(report, load_model(finished.folder, None, CPU).model)
+    written = Report.model_validate(report)
+    assert text == model_card(written, load_model(finished.folder, None, CPU).model)
     price = report["privacy"]
     epsilon = format_epsilon(price["epsilon"])
     assert text.startswith(f"# mlp-small on digits, epsilon {epsilon} at delta 1e-05\n")
@@ -246,7 +248,8 @@ def test_a_data_set_without_a_checksum_has_none(finished: Finished) -> None:
     report = json.loads(json.dumps(finished.report))
     report["dataset"]["sha256"] = None
     text = model_card(
-        report, build_model(BuiltIn("mlp-small"), DATASETS["digits"].signature, seed=0)
+        Report.model_validate(report),
+        build_model(BuiltIn("mlp-small"), DATASETS["digits"].signature, seed=0),
     )
     assert cells(text)["its checksum"] == "not recorded for this dataset"
 

@@ -347,7 +347,7 @@ def unsealed(run: Path, file: Path) -> None:
 
 NOT_WHOLE = "is not a valid safetensors file: it is damaged or of another type"
 NOT_OURS = "was not written by dpmac train, or was modified ("
-CHANNELS = "input.mean and input.std must have one number per channel"
+CHANNELS = "input: mean and std must have one number per channel"
 
 
 def other_input(key: str, value: object) -> tuple[Callable[[Path, Path], None], str]:
@@ -385,7 +385,7 @@ DAMAGED: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
         "was written by a newer dpmac (format 99; this version supports 1). Upgrade dpmac.",
     ),
     "version in words": (edited(lambda t, f: f.update(schema_version="one")), NOT_OURS),
-    "no input": (edited(lambda t, f: f.__delitem__("input")), f"{NOT_OURS}input.shape: "),
+    "no input": (edited(lambda t, f: f.__delitem__("input")), f"{NOT_OURS}input: "),
     "flat images": other_input("shape", [8, 8]),
     "negative height": other_input("shape", [1, -8, 8]),
     "levels of zero": other_input("levels", 0),

@@ -12,7 +12,7 @@ from torch import nn
 
 from dpmac_cli import make_private
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.report_file import recount
+from dpmac_cli.release.recount import recount
 from dpmac_cli.release.run import finish, fork, resume, train
 from dpmac_cli.runs import folder
 from dpmac_cli.studies.grid import plan

@@ -12,9 +12,9 @@ from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.release import sentences
 from dpmac_cli.release.guarantee import privacy
-from dpmac_cli.release.report_file import SCHEMA_VERSION
+from dpmac_cli.release.report import SCHEMA_VERSION
+from dpmac_cli.release.sentences import Case
 from dpmac_cli.runs.ledger import Spent
 from tests.digits_runs import RATE, SIGMA, train_digits
 
@@ -68,7 +68,10 @@ def test_facts_are_the_catalogs(report: dict[str, Any]) -> None:
         "parameters": 4810,
         "fix_norm": False,
         "built_by": None,
-        "independence": {"kind": "built in", "statement": sentences.INDEPENDENCE["built in"]},
+        "independence": {
+            "kind": "built in",
+            "statement": "The network is built in, and its layers are independent across samples.",
+        },
     }
     assert report["classes"] == list(facts.task.names)
 
@@ -133,17 +136,17 @@ def spent(steps: int, seeded: bool = False) -> Spent:
 @pytest.mark.privacy
 def test_a_given_seed_is_admitted_and_not_told() -> None:
     config = resolve({"dataset": "digits", "seed": 918273645}).plan
-    policy = privacy(config, spent(steps=1, seeded=True))["seed_policy"]
-    assert policy["given"] is True
-    assert "only against those who do not" in policy["statement"]
-    assert "918273645" not in json.dumps(policy)
+    found = privacy(Case(config, spent(steps=1, seeded=True)))
+    assert found.seed_policy.given is True
+    for text in (found.seed_policy.statement, found.statement):
+        assert "only against those who do not" in text
+    assert "918273645" not in found.model_dump_json()
 
 
 @pytest.mark.privacy
 def test_a_delta_too_small_for_loss_distributions_has_an_epsilon_by_rdp() -> None:
     resolved = resolve({"dataset": "digits", "delta": "1e-300"})
     assert any("RDP accountant" in note for note in resolved.notes)
-    price = privacy(resolved.plan, spent(steps=3))
-    event = price["events"][0]
-    assert price["accountant"].startswith("rdp")
-    assert price["epsilon"] == total_epsilon((TrainingEvent(**event),), 1e-300, "rdp")
+    price = privacy(Case(resolved.plan, spent(steps=3)))
+    assert (price.accountant or "").startswith("rdp")
+    assert price.epsilon == total_epsilon(price.training_events(), 1e-300, "rdp")

@@ -10,7 +10,7 @@ import pytest
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.report_file import read_report
+from dpmac_cli.release.report import read_report
 from dpmac_cli.runs import folder
 from tests.digits_runs import RATE, SIGMA, train_digits
 
@@ -33,10 +33,11 @@ def altered(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 @pytest.mark.parametrize("name", [".", folder.REPORT])
 def test_a_run_and_its_report_are_read_alike(run: Path, name: str) -> None:
     found, written = read_report(run / name), json.loads((run / folder.REPORT).read_bytes())
-    assert found.training_events() == found.training_events(attempts=True) == (EVENT,)
-    assert (found.dataset, found.train_size) == ("digits", 1437)
-    assert (found.epsilon, found.delta) == (written["privacy"]["epsilon"], 1e-5)
-    assert found.private
+    privacy = found.privacy
+    assert privacy.training_events() == privacy.training_events(attempts=True) == (EVENT,)
+    assert (found.dataset.name, found.dataset.train_size) == ("digits", 1437)
+    assert (privacy.epsilon, privacy.delta) == (written["privacy"]["epsilon"], 1e-5)
+    assert privacy.private
 
 
 def test_keys_that_are_not_known_do_no_harm(run: Path) -> None:
@@ -49,14 +50,14 @@ def test_keys_that_are_not_known_do_no_harm(run: Path) -> None:
 @pytest.mark.privacy
 def test_attempts_come_first(run: Path) -> None:
     before = {**vars(EVENT), "steps": 2}
-    found = read_report(altered(run, lambda v: v["privacy"]["abandoned"].append(before)))
+    found = read_report(altered(run, lambda v: v["privacy"]["abandoned"].append(before))).privacy
     assert [event.steps for event in found.training_events(attempts=True)] == [2, 3]
     assert [event.steps for event in found.training_events()] == [3]
 
 
 WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "control characters": ("dataset.name: control", lambda v: v["dataset"].update(name="\x1b")),
-    "no dataset": ("dataset.name: Field required", lambda v: v.pop("dataset")),
+    "no dataset": ("dataset: Field required", lambda v: v.pop("dataset")),
     "epsilon below 0": ("privacy.epsilon: ", lambda v: v["privacy"].update(epsilon=-1.0)),
     "delta of 1": ("privacy.delta: ", lambda v: v["privacy"].update(delta=1)),
     "private without delta": ("contradict", lambda v: v["privacy"].update(delta=None)),
@@ -64,13 +65,20 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
         "contradict",
         lambda v: v["privacy"]["events"][0].update(noise_multiplier=0),
     ),
+    "an epsilon of a baseline": (
+        "an epsilon without noise",
+        lambda v: (
+            v["privacy"].update(private=False, delta=None),
+            v["privacy"]["events"][0].update(noise_multiplier=0),
+        ),
+    ),
     "no events": ("privacy.events: ", lambda v: v["privacy"].update(events=[])),
     "steps of truth": (
         "privacy.events.0.steps: ",
         lambda v: v["privacy"]["events"][0].update(steps=True),
     ),
     "unknown sampler": (
-        "Input should be 'poisson', 'random-allocation', 'cyclic' or 'balls-in-bins'",
+        "sampler: is not one of poisson, random-allocation, cyclic",
         lambda v: v["privacy"]["events"][0].update(sampler="dice"),
     ),
     "event with another key": (

@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from dpmac_cli.accounting.statements import UNIT, format_epsilon
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.guarantee import privacy
+from dpmac_cli.release.sentences import Case
 from dpmac_cli.runs.ledger import Spent
 from tests.digits_runs import train_digits
 from tests.tiers import rest_long
@@ -319,5 +321,8 @@ def test_the_report_counts_every_part_of_a_run() -> None:
     earlier, event = TrainingEvent(0.1, 2.0, 7), TrainingEvent(0.1, 1.5, 3)
     spent = Spent((earlier,), event, base=0, begun=3, seeded=False, secure=False)
     plan = resolve({"dataset": "digits", "sigma": 6}).plan
-    assert privacy(plan, spent)["risk"] == assess_risk((earlier, event), 1437).values()
-    assert privacy(resolve({"dataset": "digits", "no_dp": True}).plan, spent)["risk"] is None
+    found = privacy(Case(plan, spent)).risk
+    assert found is not None
+    assert found.model_dump(mode="json") == assess_risk((earlier, event), 1437).values()
+    baseline = replace(spent, earlier=(), event=TrainingEvent(0.1, 0.0, 3))
+    assert privacy(Case(resolve({"dataset": "digits", "no_dp": True}).plan, baseline)).risk is None

@@ -25,10 +25,11 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.keystream import Keys, KeyStream, Stretch
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler, SeededDraws
-from dpmac_cli.release import run, sentences
+from dpmac_cli.release import run
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish
+from dpmac_cli.release.sentences import SENTENCES
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs.session import Started
@@ -51,6 +52,10 @@ def secrets(where: Path) -> Mapping[str, Any]:
     """The keys of batches and noise, of a run's newest checkpoint."""
     keys = checkpoint.newest(where).record["state"]["keys"]
     return {name: keys[name] for name in ("sampler", "noise")}
+
+
+#: What may be said of randomness.
+NO_SECRETS, PLAINLY, SECURELY, BOTH_WAYS = (row[2] for row in SENTENCES if row[0] == "randomness")
 
 
 def randomness(finished: Finished) -> Mapping[str, Any]:
@@ -224,7 +229,7 @@ def test_the_command_line_trains_stops_and_goes_on() -> None:
     report = json.loads((where / folder.REPORT).read_text())
     assert report["privacy"]["randomness"] == {
         "secure": True,
-        "statement": sentences.DRAWN_SECURELY,
+        "statement": SECURELY,
     }
     assert report["privacy"]["seed_policy"]["given"] is False
 
@@ -233,12 +238,12 @@ def test_the_command_line_trains_stops_and_goes_on() -> None:
 def test_a_fork_that_changes_secure_tells_it() -> None:
     """Never one generator's state in the other, nor a promise for steps that were not so drawn."""
     first = finish(run.train(digits_config(steps=9, out="run"), after(5)))
-    assert randomness(first) == {"secure": False, "statement": sentences.DRAWN}
+    assert randomness(first) == {"secure": False, "statement": PLAINLY}
     second = finish(run.fork(Path("run"), {"secure": True, "out": "second"}))
     assert [event["steps"] for event in second.report["privacy"]["events"]] == [5, 4]
-    assert randomness(second) == {"secure": False, "statement": sentences.DRAWN_BOTH_WAYS}
+    assert randomness(second) == {"secure": False, "statement": BOTH_WAYS}
     third = finish(run.fork(Path("second"), {"steps": "12", "out": "third"}))
-    assert randomness(third) == {"secure": False, "statement": sentences.DRAWN_BOTH_WAYS}
+    assert randomness(third) == {"secure": False, "statement": BOTH_WAYS}
 
 
 # What it says.
@@ -255,11 +260,11 @@ def test_the_report_and_the_model_say_how_it_was_drawn() -> None:
         facts = load_model(finished.folder, None, torch.device("cpu")).facts
         assert facts["privacy"]["randomness"] == said[name]
     assert said == {
-        "plain": {"secure": False, "statement": sentences.DRAWN},
-        "secure": {"secure": True, "statement": sentences.DRAWN_SECURELY},
-        "none": {"secure": False, "statement": sentences.NO_SECRETS},
+        "plain": {"secure": False, "statement": PLAINLY},
+        "secure": {"secure": True, "statement": SECURELY},
+        "none": {"secure": False, "statement": NO_SECRETS},
     }
-    assert f"2^{int(np.log2(mechanism.GRID))} " in sentences.DRAWN_SECURELY
+    assert f"2^{int(np.log2(mechanism.GRID))} " in SECURELY
 
 
 # What it refuses.

@@ -22,7 +22,7 @@ from dpmac_cli.data.user_data import inspect
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
-from dpmac_cli.release.report import _scores
+from dpmac_cli.release.publish import scores
 from dpmac_cli.tasks.known import METRICS, headline_in, task_of
 from dpmac_cli.tasks.regression import Regression
 from dpmac_cli.tasks.several_numbers import SeveralNumbers
@@ -338,8 +338,8 @@ def test_the_best_error_of_a_run_is_its_least(values: list[float], best: float) 
         {"test_mae": value, "test_loss": 0.1, "test_samples": 9, "epoch": place}
         for place, value in enumerate(values)
     ]
-    found = _scores(DAYS, history, {})
-    assert (found["best_mae"], found["best_epoch"]) == (best, values.index(best))
+    found = scores(DAYS, history, {})
+    assert (found.best_mae, found.best_epoch) == (best, values.index(best))
 
 
 # Covered errors.

@@ -26,7 +26,7 @@ from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.report_file import events_of
+from dpmac_cli.release.report import events_of
 from dpmac_cli.release.run import RunEvent, finish
 from dpmac_cli.runs import checkpoint, environment, folder, ledger, prepare
 from dpmac_cli.runs.session import Started

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
+from dpmac_cli.models.registry import Trained
 from dpmac_cli.models.text_encoder import Bert
-from dpmac_cli.release import texts
+from dpmac_cli.release import sentences
 from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.rows import RowFile
+from tests.test_report import spent
 from tests.test_wordpiece import TEXTS
 from tests.tiny_bert import WIDTH, notes, text_inputs, write_encoder
 from tests.typed import dpmac
@@ -541,13 +544,19 @@ def test_what_is_said_of_a_registered_encoder() -> None:
     kind = ENCODERS["minilm"]
     config = read_encoder("encoder").config
     encoder = TextEncoder("minilm", config, ((0, 128),))
-    said = texts.about(encoder)
+    plan = resolve({"dataset": "digits"}).plan
+    network = replace(plan.network, features=encoder, trained=Trained("head"))
+    facts = replace(plan.data.facts, texts=encoder.texts)
+    found = replace(plan.data.found, facts=facts)
+    plan = replace(plan, network=network, data=replace(plan.data, found=found))
+    case = sentences.Case(plan, spent(steps=1))
+    said = sentences.text("public part", case)
     assert kind.about in said
     assert kind.language in said
     assert "Reddit" in said
     assert "S2ORC" in said
     assert "128 tokens" in said
-    assert kind.licence in texts.source(encoder)
+    assert kind.licence in sentences.text("public", case)
 
 
 @pytest.mark.privacy

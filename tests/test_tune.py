@@ -20,7 +20,7 @@ from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.report_file import recount
+from dpmac_cli.release.recount import recount
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files

@@ -23,7 +23,6 @@ from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import OUTPUT, Debug, PrintJson
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
-from dpmac_cli.release.report_file import recount
 from dpmac_cli.storage.files import finite_or_none, to_json
 
 #: Relative difference of epsilon that is allowed between versions of an accountant.
@@ -120,6 +119,8 @@ def _faults(shown: AccountOutput, accountant: str) -> Iterator[str]:
 
 def _recounted(run: Path, flags: Mapping[str, str], errors: Sequence[str]) -> _Answers:
     """Return the privacy cost of a run. Raises InputError with ``errors`` and further ones."""
+    from dpmac_cli.release.recount import recount  # noqa: PLC0415  (loads the report's model)
+
     rows, stored, correct = recount(run, flags, errors)
     return _Answers(rows, of_report=(stored, correct))
 

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -22,7 +22,6 @@ from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.storage.progress import LISTENER, Computing
-from dpmac_cli.storage.report_keys import ReportKeys
 from dpmac_cli.tasks import task as results
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training import evaluation, loop
@@ -217,7 +216,7 @@ def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Tex
 
 def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
     """Yield the test score of a finished run, and its interval if noise was added to it."""
-    test, privacy = report["test"], cast(ReportKeys, report)["privacy"]
+    test, privacy = report["test"], report["privacy"]
     chosen = METRICS[metric]
     value = test[chosen.key]
     shown = (chosen.text(value), "bold")
@@ -236,7 +235,7 @@ def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
 
 def _summary(event: Finished, metric: str) -> Iterator[Text]:
     report, where = event.report, event.folder
-    privacy = cast(ReportKeys, report)["privacy"]
+    privacy = report["privacy"]
     yield from score_lines(report, metric)
     if privacy["private"]:
         spent = math.inf if privacy["epsilon"] is None else privacy["epsilon"]

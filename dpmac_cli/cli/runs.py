@@ -19,7 +19,7 @@ from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import Debug, PrintJson
 from dpmac_cli.errors import raise_errors
 from dpmac_cli.storage.files import to_json
-from dpmac_cli.tasks.task import number, percent_or_dash
+from dpmac_cli.tasks.known import METRICS
 
 if TYPE_CHECKING:
     from dpmac_cli.release.listing import ListedRun
@@ -100,9 +100,7 @@ def _table(found: Sequence["ListedRun"], roots: Sequence[Path], columns: Sequenc
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(f"{roots[0]}/" if below else "run", overflow="ellipsis", no_wrap=True)
     for name in columns:
-        numbers = any((run.mae, run.nmae) != (None, None) for run in found)
-        title = "score" if name == "accuracy" and numbers else name
-        table.add_column(title, justify="right" if name in NUMBERS else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
     varied = [", ".join(_settings(settings)) for settings in varied_settings(found)]
     if any(varied):
         table.add_column("settings")  # the only one that is made narrower, see below
@@ -154,11 +152,11 @@ def age(seconds: float) -> str:
 
 
 def _score(run: "ListedRun") -> str:
-    """Return the accuracy, or the error of a run that predicts numbers."""
-    for title, error in (("MAE", run.mae), ("NMAE", run.nmae)):
-        if error is not None:
-            return f"{title} {number(error)}"
-    return percent_or_dash(run.accuracy)
+    """Return the accuracy, or the name and value of another score."""
+    metric = METRICS.get(run.metric or "")
+    if metric is None or run.score is None:
+        return "-"
+    return f"{metric.title} " * (metric.name != "accuracy") + metric.text(run.score)
 
 
 #: Cells of a run by the names of columns.
@@ -166,9 +164,9 @@ COLUMNS: Mapping[str, Callable[["ListedRun"], Text | str]] = {
     "dataset": lambda run: Text(run.dataset or "-"),
     "optimizer": lambda run: Text(run.optimizer or "-"),
     "epsilon": _epsilon,
-    "accuracy": _score,
+    "score": _score,
     "state": lambda run: Text(run.state, style=STYLES.get(run.state, console.ATTENTION)),
     "age": lambda run: age(time.time() - run.changed),
 }
 #: Columns that are left out if all runs have the same value, and columns of numbers.
-COMMON, NUMBERS = ("dataset", "optimizer"), ("epsilon", "accuracy", "age")
+COMMON, NUMBERS = ("dataset", "optimizer"), ("epsilon", "score", "age")

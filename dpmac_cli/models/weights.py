@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.features import LoraLinear
-from dpmac_cli.storage.report_keys import ReportKeys
 
 #: Keys of the headers that dpmac writes: of a published model, and of a private checkpoint.
 MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
@@ -184,7 +183,7 @@ def read_weights(
             "computed. Use the model.safetensors of a run, which has public weights."
         )
     try:
-        facts: ReportKeys = json.loads(header[MODEL_HEADER])
+        facts = json.loads(header[MODEL_HEADER])
         trained_on = str(facts["dataset"]["name"])
     except (KeyError, TypeError, ValueError, RecursionError):  # dpmac did not write the header
         trained_on = None

@@ -20,7 +20,7 @@ from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.risk import FALSE_POSITIVE_RATES, trade_off_curve
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.report_file import parse_file
+from dpmac_cli.release.report import parse_file
 from dpmac_cli.runs import folder
 
 #: Confidence of the lower bound.

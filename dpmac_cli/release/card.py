@@ -4,14 +4,14 @@ import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.report import Report
 from dpmac_cli.runs import folder
-from dpmac_cli.tasks.known import task_in
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -54,15 +54,15 @@ def _as_text(text: str) -> str:
     return re.sub(r"([\\`*<>|\[\]])", r"\\\1", text)
 
 
-def model_card(report: Mapping[str, Any], model: "nn.Module") -> str:
+def model_card(report: Report, model: "nn.Module") -> str:
     """Return the model card of a run as Markdown; layers of plain models become code."""
-    template, task = templates().get_template("model_card.md.jinja"), task_in(report)
+    template, (metric, score) = templates().get_template("model_card.md.jinja"), report.score
     return template.render(
-        report,
-        task=task,
-        usage=task.usage,
-        score=report["test"][task.headline.key],
-        score_interval=report["test"][f"{task.headline.key}_interval"],
+        report.values(),
+        metric=metric,
+        usage=report.task.usage,
+        score=score,
+        score_interval=getattr(report.test, f"{metric.key}_interval"),
         network=model if _is_plain(model) else None,
         recipe_defaults=RECIPE_DEFAULTS,
         no_privacy=statements.NO_PRIVACY,

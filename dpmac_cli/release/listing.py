@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.report_file import PrintableText, read_report
+from dpmac_cli.release.report import PrintableText, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
+from dpmac_cli.tasks.known import headline_in
 
 #: States that no report has: a process holds the run; it diverged; it ended without a report; its
 #: files cannot be read or were changed.
@@ -38,9 +39,8 @@ class ListedRun:
         state: as in its report, or one of the states above.
         changed: time of the last write to a public file, in seconds since 1970.
         epsilon: ``inf`` without privacy; of the last evaluated epoch if there is no report, as is
-            the accuracy (0 to 1).
-        mae: mean absolute error, for numbers instead of classes.
-        nmae: the same in shares of the ranges, for several numbers per record.
+            the score.
+        metric, score: name of the task's headline metric, and its value.
         seeded: whether the user chose a seed; only a report tells.
         settings: contents of config.yaml; empty if it cannot be read.
     """
@@ -53,9 +53,8 @@ class ListedRun:
     private: bool | None = None
     epsilon: float | None = None
     delta: float | None = None
-    accuracy: float | None = None
-    mae: float | None = None
-    nmae: float | None = None
+    metric: str | None = None
+    score: float | None = None
     seeded: bool | None = None
     audit: bool | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -74,17 +73,17 @@ class _Settings(BaseModel):
 
 
 class _MetricsLine(BaseModel):
+    metric: str | None = None
+    score: float | None = None
     epsilon: float | None = None
-    test_accuracy: float | None = None
-    test_mae: float | None = None
-    test_nmae: float | None = None
     diverged: bool = False
 
-    @property
-    def scored(self) -> bool:
-        """Return whether the line has a score."""
-        scores = (self.test_accuracy, self.test_mae, self.test_nmae)
-        return any(score is not None for score in scores)
+
+def _parsed(line: Mapping[str, Any]) -> _MetricsLine:
+    """Return a line of metrics.jsonl. Raises ValueError for values of other types."""
+    metric = headline_in(line)
+    score = {"metric": metric.name, "score": line.get(metric.logged)}
+    return _MetricsLine.model_validate({**line, **score})
 
 
 def find_runs(roots: Iterable[Path]) -> list[ListedRun]:
@@ -150,20 +149,20 @@ def _read(where: Path) -> dict[str, Any]:
     if intact is False:
         raise ValueError(f"{folder.REPORT} does not match its checksum")
     report = read_report(where)
+    privacy, (metric, score) = report.privacy, report.score
     settings: dict[str, Any] = {}
     with contextlib.suppress(*DAMAGE):
         settings = _settings(where)
     return {
-        "state": report.state or DAMAGED,
-        "dataset": report.dataset,
+        "state": report.state,
+        "dataset": report.dataset.name,
         "optimizer": report.optimizer,
-        "private": report.private,
-        "epsilon": math.inf if report.epsilon is None else report.epsilon,
-        "delta": report.delta,
-        "accuracy": report.accuracy,
-        "mae": report.mae,
-        "nmae": report.nmae,
-        "seeded": report.seeded,
+        "private": privacy.private,
+        "epsilon": math.inf if privacy.epsilon is None else privacy.epsilon,
+        "delta": privacy.delta,
+        "metric": metric.name,
+        "score": score,
+        "seeded": privacy.seed_policy.given,
         "audit": report.audit is not None,
         "settings": settings,
     }
@@ -180,8 +179,8 @@ def _unreported(where: Path, state: str) -> dict[str, Any]:
     """Return what settings and metrics say of a run without a report. Raises ``DAMAGE``."""
     recorded = _settings(where)
     settings = _Settings.model_validate(recorded)
-    shown = [_MetricsLine.model_validate(line) for line in files.read_lines(where / folder.METRICS)]
-    scored = (line for line in reversed(shown) if line.scored)
+    shown = [_parsed(line) for line in files.read_lines(where / folder.METRICS)]
+    scored = (line for line in reversed(shown) if line.score is not None)
     last = next(scored, _MetricsLine())
     diverged = state == CUT_OFF and bool(shown) and shown[-1].diverged
     own = settings.dataset not in DATASETS
@@ -192,9 +191,8 @@ def _unreported(where: Path, state: str) -> dict[str, Any]:
         "private": not settings.no_dp,
         "epsilon": math.inf if settings.no_dp else last.epsilon,
         "delta": None if settings.no_dp else settings.delta,
-        "accuracy": last.test_accuracy,
-        "mae": last.test_mae,
-        "nmae": last.test_nmae,
+        "metric": last.metric,
+        "score": last.score,
         "audit": settings.canaries > 0,
         "settings": recorded,
     }

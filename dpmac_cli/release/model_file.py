@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.data.registry import DATASETS, Signature
 from dpmac_cli.data.wordpiece import TextReader
@@ -24,14 +23,14 @@ from dpmac_cli.models import registry, weights
 from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
 from dpmac_cli.models.encoders import TextEncoder, tokenizer_of
 from dpmac_cli.models.text_encoder import TextFeatures
-from dpmac_cli.release.report_file import Facts, parse_file
+from dpmac_cli.release.report import Facts, Privacy, parse_file
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.training.lineage import Training, attach
 
 #: A model file, its weights, its facts, and these as validated.
-ModelFile: TypeAlias = tuple[Path, dict[str, Tensor], dict[str, Any], Facts]
+ModelFile: TypeAlias = tuple[Path, dict[str, Tensor], dict[str, Any], "Header"]
 #: Key of the checksum in the facts. safetensors does not preserve the order of header keys.
 CHECKSUM = "checksum"
 FOREIGN = "was not written by dpmac train, or was modified"
@@ -42,6 +41,13 @@ IN_PROGRAM = (
     "if it is in a file, factory='FILE.py:{0}'."
 )
 WANTED = folder.WANTED_MODEL
+
+
+class Header(Facts):
+    """Facts in a model file, with the checksum of weights and facts."""
+
+    checksum: str
+    """SHA-256."""
 
 
 @dataclass(frozen=True)
@@ -121,49 +127,50 @@ def _loaded(
 ) -> Released:
     """Return the model of a file. Arguments and errors are those of :func:`load_model`."""
     file, tensors, kept, facts = read
-    name = dataset or facts.dataset
+    name, shape = dataset or facts.dataset.name, facts.input.shape
     if signature is None:
         signature = facts.signature if dataset is None else DATASETS[dataset].signature
-    signature = replace(signature, own=() if facts.form == facts.shape else facts.form)
+    signature = replace(signature, own=() if facts.input.record == shape else facts.input.record)
     reference, features = _network(file, facts, factory, network), _features(file, facts)
-    misfit = f"{file} ({facts.model}, trained on {facts.dataset}) does not fit {name}"
+    misfit = f"{file} ({facts.model.name}, trained on {facts.dataset.name}) does not fit {name}"
     wanted = {"an image": f"{signature.shape}"}
-    held = {"an image": f"{facts.shape}", **_forms(tensors)}
+    held = {"an image": f"{shape}", **_forms(tensors)}
     if isinstance(reference, registry.BuiltIn):
         shapes = _shapes_of(reference.name, signature, features)
         prefix = _prefix(features)
         of_network = {name: held[name] for name in held if name.startswith((prefix, "an image"))}
         _check_fit(misfit, of_network, wanted | shapes)
-    part = "head" if facts.trained_part == "head" else "all"  # LoRA updates were merged
+    public = facts.model.public_part
+    trained = None if public is None else public.train
+    part = "head" if trained == "head" else "all"  # LoRA updates were merged
     model = build_model(
         reference,
         signature,
         seed=0,
-        fix_norm=facts.fix_norm,
+        fix_norm=facts.model.fix_norm,
         features=features,
-        trained=None if facts.trained_part is None else registry.Trained(part),
+        trained=None if trained is None else registry.Trained(part),
         isolated=True,  # scoring does not need independence across samples
     )
     _check_fit(misfit, held, wanted | _forms(weights.published(model)))
     weights.adopt(model, tensors)
-    for training in _trainings(facts):
+    for training in _trainings(facts.privacy, facts.checksum):
         attach(model, training)
     return Released(model.to(device).eval(), kept, file)
 
 
-def _trainings(facts: Facts) -> Iterator[Training]:
+def _trainings(done: Privacy, checksum: str) -> Iterator[Training]:
     """Yield the private trainings that a model file tells of; training it further adds to them."""
-    for number, event in enumerate(facts.events):
-        done = TrainingEvent(**dict(event))
+    for number, event in enumerate(done.training_events()):
         yield Training(
-            event=done,
-            unit=(short(facts.unit), facts.told_by or ""),
-            private=facts.private,
-            seeded=facts.seeded,
-            secure=facts.secure,
-            searched=facts.searched is not None,
-            begun=done.steps,
-            number=f"{facts.checksum} {number}",
+            event=event,
+            unit=(short(done.unit.name), done.unit.told_by or ""),
+            private=done.private,
+            seeded=done.seed_policy.given,
+            secure=done.randomness.secure,
+            searched=done.search is not None,
+            begun=event.steps,
+            number=f"{checksum} {number}",
         )
 
 
@@ -178,12 +185,13 @@ def text_reader(path: Path, facts: Facts) -> TextReader | None:
 
     Raises InputError if it has no vocabulary.
     """
-    if facts.encoder is None:
+    public = facts.model.public_part
+    if public is None or public.encoder is None:
         return None
     file, tensors, *_ = _read(path)
     try:
         content = tensors["frozen.vocabulary"].numpy().tobytes()
-        return TextReader(tokenizer_of(content, facts.encoder), facts.texts[0][1])
+        return TextReader(tokenizer_of(content, public.encoder), facts.input.texts[0][1])
     except (KeyError, ValueError) as failure:
         raise InputError(f"{file} {FOREIGN} (it has no vocabulary). {WANTED}") from failure
 
@@ -192,30 +200,30 @@ def _network(
     file: Path, facts: Facts, factory: str | None, network: Network | None
 ) -> registry.BuiltIn | registry.UserModel | Network:
     """Return the network to build. Raises ModelError."""
-    named = registry.parse_model(facts.model)
+    named = registry.parse_model(facts.model.name)
     if isinstance(named, registry.BuiltIn):
         if named.name in registry.MODELS:
             return named
-        raise ModelError(f"{file}: this version does not support the model '{facts.model}'.")
+        raise ModelError(f"{file}: this version does not support the model '{facts.model.name}'.")
     if network is not None:
         return network
     if factory is None:
         raise ModelError(
-            f"{file} has a user-supplied network, {facts.model}, which is not imported "
-            f"automatically. {as_typed(IN_COMMAND, IN_PROGRAM.format(facts.model.split(':')[-1]))}"
+            f"{file} has a user-supplied network, {facts.model.name}, which is not imported "
+            f"automatically. {as_typed(IN_COMMAND, IN_PROGRAM.format(named.factory))}"
         )
     return registry.parse_model(factory)
 
 
 def _features(file: Path, facts: Facts) -> registry.Features | None:
     """Return the fixed features that the network takes. Raises ModelError."""
-    named, size = facts.backbone or facts.features, facts.backbone_size
-    if named is None:
+    public = facts.model.public_part
+    if public is None or (named := public.backbone or public.features) is None:
         return None
-    if facts.encoder is not None:
-        return TextEncoder(named, facts.encoder, facts.texts)
-    if named in registry.BACKBONES and size is not None:
-        return registry.Backbone(named, size, facts.backbone_flips)
+    if public.encoder is not None:
+        return TextEncoder(named, public.encoder, facts.input.texts)
+    if named in registry.BACKBONES and public.backbone_size is not None:
+        return registry.Backbone(named, public.backbone_size, public.backbone_flips)
     if named in registry.FEATURES:
         return registry.Scattered(named)
     raise ModelError(f"{file} needs features '{named}', which this version does not support.")
@@ -239,7 +247,7 @@ def _parsed(file: Path, content: bytes) -> ModelFile:
             f"Do not share it. Use {folder.MODEL}, one folder up."
         )
     text = header.get(weights.MODEL_HEADER, "{}")
-    facts, kept = parse_file(Facts, text, file, FOREIGN, WANTED), json.loads(text)
+    facts, kept = parse_file(Header, text, file, FOREIGN, WANTED), json.loads(text)
     if kept.pop(CHECKSUM) != digest(tensors, kept):
         raise InputError(
             f"{file} is damaged: its contents do not match its checksum. Copy it again from its "

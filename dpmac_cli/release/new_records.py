@@ -22,7 +22,7 @@ from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_new
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError, raise_errors
-from dpmac_cli.release.report_file import Facts
+from dpmac_cli.release.report import Facts
 from dpmac_cli.runs import folder
 
 if TYPE_CHECKING:
@@ -85,14 +85,14 @@ def read_unlabelled(
     raise_errors(_misfits(path, kind, file, facts, reader, reading.named_by))
     if kind == "folder":
         return _files(path, facts, settings, reader)
-    if facts.table is not None:
+    if facts.dataset.table is not None:
         return _table(path, facts, settings, reader, reading)
     given = one_by_one(data) if not isinstance(data, Path | str) else None
     x = read_npz(path, ("x",))["x"] if given is None else given
     faults = dict[int, str]()
     if reader is not None:
         x, faults = read_new(x, reader, str(path))
-    elif reading.skip_bad and facts.levels == 1 and x.dtype.kind == "f" and x.ndim:
+    elif reading.skip_bad and facts.input.levels == 1 and x.dtype.kind == "f" and x.ndim:
         broken = ~np.isfinite(x).all(tuple(range(1, x.ndim)))
         faults = {int(row): "contains NaN or infinity" for row in np.flatnonzero(broken)}
         x = np.where(broken.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x) if faults else x
@@ -124,11 +124,11 @@ def _misfits(
 ) -> Iterator[str]:
     """Yield why new records cannot be those for the model in ``file``."""
     kinds, wanted = {"folder", ".npz"}, "images: use a folder of images or an .npz"
-    if facts.table is not None:
+    if facts.dataset.table is not None:
         kinds, wanted = {*TABLES}, f"a table: use one ({', '.join(TABLES)})"
     elif reader is not None:
         wanted = f"texts: use a folder of texts ({SUFFIX}), or an .npz of texts"
-    elif facts.levels == 1:
+    elif facts.input.levels == 1:
         kinds, wanted = {".npz"}, "rows of numbers: use an .npz"
     if kind is None and reader is not None:
         # It may be a text, which no message shows.
@@ -137,7 +137,7 @@ def _misfits(
         yield f"{path} does not exist."
     elif kind not in kinds:
         yield f"{path} does not fit {file}, which was trained on {wanted}."
-    if named_by is not None and facts.table is None:
+    if named_by is not None and facts.dataset.table is None:
         yield f"--id {named_by} names a column, but {file} was not trained on a table."
 
 
@@ -150,7 +150,7 @@ def _table(
 ) -> Unlabelled:
     from dpmac_cli.data.table import read_inputs  # noqa: PLC0415  (loads pyarrow)
 
-    schema = schema_of(facts.table, f"{path}: the schema of the model")
+    schema = schema_of(facts.dataset.table or {}, f"{path}: the schema of the model")
     encoding = reading.encoding or settings.get("encoding", UTF8)
     found = read_inputs(path, schema, reader, reading.named_by, reading.skip_bad, encoding)
     at = _checked(found.inputs, path, facts, settings)
@@ -182,7 +182,7 @@ def _images(
     root: Path, names: Sequence[str], facts: Facts, settings: Mapping[str, Any]
 ) -> tuple[Callable[[slice], NDArray[np.uint8]], dict[int, str]]:
     """Return a function that decodes images, and faults that it fills."""
-    (channels, height, width), faults = facts.shape, dict[int, str]()
+    (channels, height, width), faults = facts.input.shape, dict[int, str]()
 
     def look(opened: "Image") -> NDArray[np.uint8] | str:
         wide, high = size_of(opened)
@@ -192,7 +192,7 @@ def _images(
         grey = opened.mode.partition(";")[0] in GREY
         if channels == 1 and not grey and "channels" not in settings:
             return "has colours, but the model needs grey images"
-        return decode(opened, facts.shape, settings.get("levels"))
+        return decode(opened, facts.input.shape, settings.get("levels"))
 
     def at(some: slice) -> NDArray[np.uint8]:
         with ThreadPoolExecutor(usable_cores()) as pool:
@@ -200,7 +200,7 @@ def _images(
         for row, fault in enumerate(seen, some.start or 0):
             if isinstance(fault, str):
                 faults[row] = f"{root / names[row]} {fault}"
-        blank = np.zeros(facts.shape, np.uint8)
+        blank = np.zeros(facts.input.shape, np.uint8)
         return np.stack([blank if isinstance(image, str) else image for image in seen])
 
     return at, faults
@@ -220,20 +220,20 @@ def _arrays(
     x: NDArray[Any], facts: Facts, settings: Mapping[str, Any]
 ) -> Callable[[slice], NDArray[Any]]:
     """Return a function that reads images or rows of numbers. Raises ValueError if they misfit."""
-    images = facts.levels > 1
+    images = facts.input.levels > 1
     shape = channels_first(x[:1]).shape[1:] if x.ndim in ((3, 4) if images else (2, 3, 4)) else ()
-    sides = "channels: {}, height: {}, width: {}".format(*facts.shape)
-    middle, half = np.array([facts.mean, facts.std])
+    sides = "channels: {}, height: {}, width: {}".format(*facts.input.shape)
+    middle, half = np.array([facts.input.mean, facts.input.std])
     ends = None if images else np.stack([middle - half, middle + half])
     if images:
-        resizes = "image_size" in settings and shape[:1] == facts.shape[:1]
-        if x.dtype != np.uint8 or not (resizes or shape == facts.shape):
+        resizes = "image_size" in settings and shape[:1] == facts.input.shape[:1]
+        if x.dtype != np.uint8 or not (resizes or shape == facts.input.shape):
             raise ValueError(f"x must be images as uint8, with {sides}")
-    elif shape != facts.shape or x.dtype.kind not in ("fiu" if x.ndim == 2 else "f"):
-        table = facts.shape[1:] == (1, 1)
-        wanted = f"rows of {facts.shape[0]} numbers" if table else f"floats, {sides}"
+    elif shape != facts.input.shape or x.dtype.kind not in ("fiu" if x.ndim == 2 else "f"):
+        table = facts.input.shape[1:] == (1, 1)
+        wanted = f"rows of {facts.input.shape[0]} numbers" if table else f"floats, {sides}"
         raise ValueError(f"x must be {wanted}")
     elif not np.isfinite(x).all():
         raise ValueError("x must be finite")
-    size = None if shape == facts.shape else facts.shape[1]
+    size = None if shape == facts.input.shape else facts.input.shape[1]
     return lambda some: inputs_of(x[some], ends, size)

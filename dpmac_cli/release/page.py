@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.plots import as_svg, course, trade_offs
 from dpmac_cli.release.card import answered_card, templates
-from dpmac_cli.release.report_file import read_report
+from dpmac_cli.release.report import read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.tasks.known import headline_in
 
@@ -34,13 +34,14 @@ def run_page(run: Path) -> str:
 
     Raises InputError if it has no card, report or metrics.
     """
-    card, report = answered_card(run, {}), read_report(run)
+    card, privacy = answered_card(run, {}), read_report(run).privacy
     _, lines = folder.read_run_file(run, folder.METRICS, "Name a run folder of dpmac train.")
     points = [json.loads(line) for line in lines.splitlines()]
     metric = headline_in(points[0] if points else {})
     pictures = {f"Test {metric.title} and epsilon": course(points, metric.logged)}
-    if report.delta is not None:
-        row = price(report.training_events(), report.delta, unit=report.unit, search=report.search)
+    if privacy.delta is not None:
+        unit, search = privacy.unit.name, privacy.trials
+        row = price(privacy.training_events(), privacy.delta, unit=unit, search=search)
         pictures["What any membership attack can reach"] = trade_offs([row])
     settings = (run / folder.CONFIG).read_text(encoding="utf-8")
     return web_page(f"{card}\n## Settings\n\n```yaml\n{settings}```\n", pictures)

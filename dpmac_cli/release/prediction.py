@@ -18,7 +18,7 @@ from dpmac_cli.errors import raise_errors
 from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import Released, load_model, read_facts, text_reader
 from dpmac_cli.release.new_records import REMEDY, REMOVE, Reading, Unlabelled, read_unlabelled
-from dpmac_cli.release.report_file import Facts
+from dpmac_cli.release.report import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.storage.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.storage.progress import LISTENER, Computing
@@ -120,7 +120,7 @@ def predict(
     records = read_unlabelled(data, file, facts, text_reader(file, facts), reading)
     _check_some_left(records.path, len(records.names), records.skipped)
     if not skip_bad:
-        _refuse_unusable(records, facts.shape)
+        _refuse_unusable(records, facts.input.shape)
     answers = torch.cat([*_answers(released, facts, records, where)]).numpy()
     _check_faults(records, skip_bad)  # images are decoded one batch after another
     return _usable(records, answers, facts.task)
@@ -130,11 +130,12 @@ def _answers(
     released: Released, facts: Facts, records: Unlabelled, device: torch.device
 ) -> Iterator[Tensor]:
     """Yield what the model's outputs mean for some records after the other, and report progress."""
-    gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
-    some = places(len(records.names), facts.shape)
+    known = facts.input
+    gain, offset = standardisation(known.levels, known.mean, known.std, device)
+    some = places(len(records.names), known.shape)
     batches = (torch.from_numpy(records.at(rows)).to(device) for rows in some)
     inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
-    formed = (each.reshape(len(each), *facts.form) for each in inputs)
+    formed = (each.reshape(len(each), *known.record) for each in inputs)
     done = 0
     for logits in outputs(released.model, formed):
         found = facts.task.answers(logits).cpu()

@@ -1,20 +1,32 @@
 """Publish a run: its model, report, card and audit, and their checksums."""
 
+import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from dpmac_cli.release import audit
+from dpmac_cli import __version__
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.settings import RECIPE_DEFAULTS
+from dpmac_cli.data.schema import Source
+from dpmac_cli.models.encoders import TextEncoder
+from dpmac_cli.release import audit, report
 from dpmac_cli.release.card import model_card
+from dpmac_cli.release.guarantee import nist_statement, privacy
 from dpmac_cli.release.model_file import save_model
-from dpmac_cli.release.report import build_report, public_facts
+from dpmac_cli.release.sentences import AUDIT_RUN, Case, text
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
+from dpmac_cli.runs.ledger import Spent
+from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Session
 from dpmac_cli.storage import files
-from dpmac_cli.storage.report_keys import ReportKeys
+from dpmac_cli.tasks.task import Task
 
 State = Literal["finished", "interrupted", "budget-spent"]
+PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -32,39 +44,172 @@ def publish(session: Session, total_seconds: float) -> Finished:
     An earlier report goes first: a kill in between must not leave it beside a later model.
     """
     plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
-    state = _state_of(session)
     scored = session.scored
     if scored is None and plan.privacy.scores is None:  # the run was resumed at its end
         scored = trainer.evaluate()
-    theta = trainer.state.theta
-    facts = public_facts(plan, session.spent(), task, theta.numel())
+    facts = public_facts(plan, session.spent(), task, trainer.state.theta.numel())
     for name in (folder.REPORT, folder.CARD, folder.AUDIT):
         (where / name).unlink(missing_ok=True)
     with trainer.published():
-        save_model(where / folder.MODEL, task.model, facts)
-    report = build_report(
-        plan,
-        facts,
-        state=state,
-        steps=trainer.state.step,
-        history=session.history,
-        metrics={} if scored is None else scored.values(),
-        post_noise=trainer.public_values(),
-        seconds=session.seconds,
-        total_seconds=total_seconds,
-        # Not the chunk: it says when memory ran out, which depends on the size of a batch.
-        machine={
-            "device": device_name(theta.device),
-            "physical_batch": trainer.plan.physical_batch,
-        },
-    )
-    files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
-    files.write_atomically(where / folder.REPORT, files.to_json(report).encode())
-    if state != "interrupted":  # it includes coins: only for runs that cannot be resumed
-        _write_audit(session, cast(ReportKeys, report))
+        save_model(where / folder.MODEL, task.model, facts.values())
+    exact = {} if scored is None else scored.values()
+    written = _report(session, facts, exact, total_seconds)
+    files.write_atomically(where / folder.CARD, model_card(written, task.model).encode())
+    files.write_atomically(where / folder.REPORT, files.to_json(written.values()).encode())
+    if written.state != "interrupted":  # it includes coins: only for runs that cannot be resumed
+        _write_audit(session, written)
     session.write_metrics()
     folder.seal(where)
-    return Finished(report, where, state)
+    return Finished(written.values(), where, _state_of(session))
+
+
+def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int) -> report.Facts:
+    """Return the facts to publish with the weights; ``trained`` is the number of parameters."""
+    data, canaries = plan.data.facts, plan.privacy.audit.canaries
+    case, task_facts = Case(plan, spent, task.independence), dict[str, Any](data.task.facts)
+    guarantee = privacy(case)
+    computed = guarantee.computed_from_records
+    audited = (
+        report.Audit(canaries=canaries, guesses=plan.privacy.audit.guesses, statement=AUDIT_RUN)
+        if canaries
+        else None
+    )
+    return report.Facts(
+        schema_version=report.SCHEMA_VERSION,
+        optimizer=plan.optimizer.name,
+        dataset=_dataset(case),
+        model=_model(case, task, trained),
+        input=report.Input(
+            levels=data.levels,
+            record=task.form or data.shape,
+            texts=data.texts,
+            shape=data.shape,
+            mean=data.mean,
+            std=data.std,
+        ),
+        classes=tuple(task_facts["classes"]),
+        target=task_facts["target"],
+        privacy=guarantee,
+        statement=None if computed is None else nist_statement(case, computed),
+        audit=audited,
+    )
+
+
+def _dataset(case: Case) -> report.Dataset:
+    """Return the facts of the dataset, and what is said of how they were learned."""
+    plan = case.plan.data
+    schema = plan.source.schema if isinstance(plan.source, Source) else None
+    return report.Dataset(
+        name=plan.found.name,
+        train_size=plan.facts.train_size,
+        test_size=plan.facts.test_size,
+        sha256=plan.facts.sha256,
+        own=plan.own,
+        multilabel=plan.facts.task.facts["multilabel"],
+        held_out=plan.found.held_out,
+        test_note=text("test records", case) or None,
+        taken_from_records=plan.found.inferred,
+        schema=None if schema is None else schema.model_dump(mode="json"),
+        public_note=text("public records", case),
+        text_note=text("texts", case) or None,
+    )
+
+
+def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
+    """Return the facts of the network, and of the part that was public before training."""
+    network, recorded = case.plan.network, case.plan.recorded
+    why = " ".join(filter(None, (text("independence", case), task.why)))
+    found = report.Model(
+        name=network.model.name,
+        parameters=task.parameters,
+        fix_norm=network.fix_norm,
+        built_by=task.built_by or None,
+        independence=report.Independence(kind=task.independence, statement=why),
+    )
+    statement = text("public part", case)
+    if not statement:
+        return found
+    encoder = network.features if isinstance(network.features, TextEncoder) else None
+    part = report.PublicPart(
+        features=recorded.get("features"),
+        backbone=recorded.get("backbone") if encoder is None else encoder.kind,
+        backbone_size=recorded.get("backbone_size"),
+        backbone_flips=recorded.get("backbone_flips", False),
+        encoder=None if encoder is None else encoder.config,
+        lora_rank=recorded.get("lora_rank"),
+        lora_alpha=recorded.get("lora_alpha"),
+        pretrained=None if network.pretrained is None else network.pretrained.name,
+        sha256=task.fingerprints.get("pretrained"),
+        train=recorded.get("train"),
+        trained_parameters=trained,
+        statement=statement,
+    )
+    return found.model_copy(update={"public_part": part})
+
+
+def _report(
+    session: Session, facts: report.Facts, exact: Mapping[str, Any], total_seconds: float
+) -> report.Report:
+    """Return the complete report; ``exact`` are test metrics as JSON values."""
+    plan, trainer = session.plan, session.trainer
+    steps, method = trainer.state.step, plan.optimizer.method
+    used = method.settings if plan.privacy.private else method.settings_without_clipping
+    return report.Report(
+        **dict(facts),
+        state=_state_of(session),
+        test=scores(plan.data.facts.task, session.history, exact),
+        hyperparameters=report.Hyperparameters(
+            steps=steps,
+            epochs=steps / plan.privacy.steps_per_epoch,
+            batch_size=plan.privacy.batch_size,
+            **{name: getattr(plan.optimizer.hyper, name) for name in sorted(used)},
+        ),
+        recipe={name: plan.recorded.get(name, d) for name, d in RECIPE_DEFAULTS.items()},
+        post_noise=trainer.public_values(),
+        timings=_timings(plan, steps, session.seconds, total_seconds),
+        versions={"python": platform.python_version(), "dpmac": __version__}
+        | {package: version(package) for package in PACKAGES},
+        # Not the chunk: it says when memory ran out, which depends on the size of a batch.
+        machine=report.Machine(
+            device=device_name(trainer.state.theta.device),
+            physical_batch=trainer.plan.physical_batch,
+            system=platform.system(),
+            processor=platform.machine(),
+        ),
+    )
+
+
+def _timings(plan: TrainPlan, steps: int, seconds: float, total_seconds: float) -> report.Timings:
+    """Return times in seconds, and the speed for the expected batch: that drawn is private."""
+    speed = steps / seconds if seconds > 0 else 0.0
+    found = {
+        "training_seconds": round(seconds, 3),
+        "total_seconds": round(total_seconds, 3),
+        "steps_per_second": round(speed, 2),
+        "samples_per_second": round(speed * plan.privacy.batch_size, 1),
+    }
+    return report.Timings(**(found if plan.timed else dict.fromkeys(found)))
+
+
+def scores(task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]) -> report.Scores:
+    """Return test scores: exact metrics, or scores that were released with noise.
+
+    ``history`` are the lines of metrics.jsonl.
+    """
+    last, headline = history[-1], task.headline
+    scored = [line for line in history if line.get(headline.logged) is not None]
+    best = max(scored, key=lambda line: headline.better(line[headline.logged]), default=last)
+    found = {name: exact.get(name, last.get(f"test_{name}")) for name in task.reported}
+    return report.Scores(
+        samples=last["test_samples"],
+        loss=last["test_loss"],
+        best_epoch=best["epoch"],
+        **{
+            **found,
+            headline.key: last[headline.logged],
+            f"best_{headline.key}": best[headline.logged],
+        },
+    )
 
 
 def _state_of(session: Session) -> State:
@@ -74,14 +219,14 @@ def _state_of(session: Session) -> State:
     return "finished" if session.steps == session.plan.privacy.steps else "budget-spent"
 
 
-def _write_audit(session: Session, report: ReportKeys) -> None:
+def _write_audit(session: Session, written: report.Report) -> None:
     """Write the guesses of an audit run; nothing for other runs."""
     if not session.trainer.hooks:
         return
     [canaries] = session.trainer.hooks
     plan = session.plan.privacy
-    claim = (report["privacy"]["epsilon"], plan.delta, plan.audit.guesses)
+    claim = (written.privacy.epsilon, plan.delta, plan.audit.guesses)
     seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
     events = tuple(e for e in session.spent().events if e.records == "training")
-    text = files.to_json(audit.Audit(*claim, *seen, events).as_json())
-    files.write_atomically(session.where / folder.AUDIT, text.encode())
+    found = files.to_json(audit.Audit(*claim, *seen, events).as_json())
+    files.write_atomically(session.where / folder.AUDIT, found.encode())

@@ -1,203 +1,766 @@
-"""Report of a run as JSON values, with public and post-noise values only."""
+"""Report of a run: one model that writes report.json, reads it, and is its schema.
 
-import platform
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
-from typing import Any
+:class:`Facts` are the part that is also in the header of a published model. Both hold public values
+and values computed after the noise. Does not import torch.
+"""
 
-from dpmac_cli import __version__
-from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
-from dpmac_cli.config.settings import RECIPE_DEFAULTS
-from dpmac_cli.data.schema import Source, listed
-from dpmac_cli.models.encoders import TextEncoder
-from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
-from dpmac_cli.release import sentences, texts
-from dpmac_cli.release.guarantee import counted_in, nist_statement, privacy
-from dpmac_cli.release.report_file import SCHEMA_VERSION
-from dpmac_cli.runs.ledger import Spent
-from dpmac_cli.runs.prepare import PreparedRun
-from dpmac_cli.tasks.task import Task
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
-#: Settings that a report repeats with the public part of a network.
-OF_PUBLIC_PART: tuple[str, ...] = (
-    *("features", "backbone", "backbone_size"),
-    *("train", "lora_rank", "lora_alpha"),
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
 )
 
+from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
+from dpmac_cli.accounting.calibration import MOST_STEPS
+from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN, Search, Trials
+from dpmac_cli.data.column_schema import faults_of_range
+from dpmac_cli.data.registry import Signature
+from dpmac_cli.data.writing import WRITTEN
+from dpmac_cli.errors import InputError
+from dpmac_cli.models.encoders import BertConfig
+from dpmac_cli.runs import folder, ledger
+from dpmac_cli.tasks.known import task_of
+from dpmac_cli.tasks.task import EvaluationMetric, Task
 
-def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int) -> dict[str, Any]:
-    """Return the facts to publish with the weights, in the model file's header.
+SCHEMA_VERSION = 1
+T = TypeVar("T")
 
-    ``trained`` is the number of trained parameters.
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("control characters, which a terminal may interpret as commands")
+    return text
+
+
+def _sampler(name: str) -> str:
+    if name not in (*SAMPLERS, *ALIASES):
+        raise ValueError(f"is not one of {', '.join(SAMPLERS)}")
+    return name
+
+
+PrintableText = Annotated[str, AfterValidator(_printable)]
+Sampler = Annotated[str, AfterValidator(_sampler), Field(json_schema_extra={"enum": [*SAMPLERS]})]
+Count = Annotated[int, Field(ge=1)]
+Number = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Interval = tuple[float | None, float | None]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Part(BaseModel):
+    """An object of a report. Keys that a later version added are ignored."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        validate_by_name=True,
+    )
+
+
+class Said(Part):
+    """A statement in words."""
+
+    statement: str
+    """What that means, in sentences."""
+
+
+class Dataset(Part):
+    """The dataset that the model was trained on."""
+
+    name: PrintableText
+    """Name of a registered dataset; for your own data the name of the folder or file, without its
+    parent folders."""
+    train_size: Count
+    """n, the number of training records, or of units of privacy. Taken as public."""
+    test_size: Count
+    """Number of test records, or of units of privacy. Taken as public."""
+    sha256: Sha256 | None
+    """SHA-256 of the published records. Null for your own data, and where torchvision verifies the
+    files."""
+    own: bool
+    """Whether it is your own data rather than a registered dataset."""
+    multilabel: bool
+    """Whether a record has any number of labels instead of one class. The labels are listed in
+    classes."""
+    held_out: bool
+    """Whether the test records were held out of the private records."""
+    test_note: str | None
+    """What that means for their privacy. Null if they were not held out."""
+    taken_from_records: tuple[str, ...]
+    """Parts of the schema that were not declared but taken from the records, such as the image
+    size. One record can change them, and epsilon does not cover them."""
+    table: dict[str, Any] | None = Field(alias="schema")
+    """The declared schema of a table, as its YAML file (docs/own-tables.md). Null for other data.
     """
-    facts, kind, cost = plan.data.facts, task.independence, privacy(plan, spent)
-    canaries, guesses = plan.privacy.audit.canaries, plan.privacy.audit.guesses
-    audit = {"canaries": canaries, "guesses": guesses, "statement": sentences.AUDIT_RUN}
-    computed = cost["computed_from_records"]
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "optimizer": plan.optimizer.name,
-        "dataset": _dataset(plan.data, plan.privacy),
-        "model": {
-            "name": plan.network.model.name,
-            "parameters": task.parameters,
-            "fix_norm": plan.network.fix_norm,
-            "built_by": task.built_by or None,
-            "independence": {"kind": kind, "statement": _independence(task)},
-            **_public_part(plan.network, plan.recorded, task, trained),
-        },
-        "input": {
-            "levels": facts.levels,
-            "record": list(task.form or facts.shape),
-            "texts": [list(place) for place in facts.texts],
-            **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
-        },
-        "classes": facts.task.facts["classes"],
-        "target": facts.task.facts["target"],
-        "privacy": cost,
-        "statement": nist_statement(plan, computed) if plan.privacy.private else None,
-        "audit": audit if canaries else None,
-    }
+    public_note: str
+    """What is public about the records, in words."""
+    text_note: str | None
+    """What is revealed about texts besides the model. Null without texts."""
 
 
-def _independence(task: PreparedRun) -> str:
-    """Return how samples are known to be independent; and why alone, if nobody asked for it."""
-    return " ".join(filter(None, (sentences.INDEPENDENCE[task.independence], task.why)))
+class PublicPart(Said):
+    """The part of a network that was public before training."""
+
+    features: PrintableText | None
+    """Fixed features used instead of images. Null if images are used."""
+    backbone: PrintableText | None
+    """Public network whose features are used instead of images. Null without one."""
+    backbone_size: Annotated[int, Field(ge=1, le=1024)] | None
+    """Width and height in pixels that images are resized to for the backbone. Null without one."""
+    backbone_flips: bool
+    """Whether features are the mean over an image and its mirror image."""
+    encoder: BertConfig | None
+    """Form of a text encoder, by the names in its config.json. Null for other networks."""
+    lora_rank: Count | None
+    """Rank of the additions to linear layers. Null without LoRA."""
+    lora_alpha: float | None
+    """The additions are scaled by this over the rank. Null without LoRA."""
+    pretrained: str | None
+    """Name of the file of public weights. Null if there is none."""
+    sha256: Sha256 | None
+    """SHA-256 of that file. Null if there is none."""
+    train: PrintableText | None
+    """The trained part of a network with public weights. Null for other networks."""
+    trained_parameters: Count
+    """d, number of trained parameters."""
 
 
-def _dataset(plan: DataPlan, privacy: PrivacyPlan) -> dict[str, Any]:
-    """Return the facts of the dataset, and what is said of how they were learned."""
-    source, facts, found = plan.source, plan.facts, plan.found
-    schema = source.schema if isinstance(source, Source) else None
-    notes = [sentences.PUBLIC.format(*counted_in(plan, privacy))]
-    notes += [sentences.DECLARED] * (schema is not None)
-    notes += [sentences.TAKEN.format(listed(found.inferred))] * bool(found.inferred)
-    return {
-        "name": found.name,
-        "train_size": facts.train_size,
-        "test_size": facts.test_size,
-        "sha256": facts.sha256,
-        "own": plan.own,
-        "multilabel": facts.task.facts["multilabel"],
-        "held_out": found.held_out,
-        "test_note": sentences.HELD_OUT if found.held_out and not privacy.scores else None,
-        "taken_from_records": list(found.inferred),
-        "schema": None if schema is None else schema.model_dump(mode="json"),
-        "public_note": " ".join(notes),
-        "text_note": texts.REVEALED if facts.texts else None,
-    }
+class Independence(Said):
+    """Independence of the samples of a batch in the network, and how it is known."""
+
+    kind: str
+    """built in: a network of dpmac. traced: every operation was proven not to mix samples.
+    isolated: the network ran on each sample alone."""
 
 
-def _public_part(
-    network: NetworkPlan, recorded: Mapping[str, Any], task: PreparedRun, trained: int
-) -> dict[str, Any]:
-    """Return the part of a network that was public before training; empty for most networks."""
-    said = list(_said_of_public_part(network))
-    if not said:
-        return {}
-    features, pretrained = network.features, network.pretrained
-    part: dict[str, Any] = {name: recorded.get(name) for name in OF_PUBLIC_PART}
-    part["encoder"] = None
-    if isinstance(features, TextEncoder):
-        part |= {"backbone": features.kind, "encoder": features.config.model_dump()}
-    part |= {
-        "backbone_flips": recorded.get("backbone_flips", False),
-        "pretrained": None if pretrained is None else pretrained.name,
-        "sha256": task.fingerprints.get("pretrained"),
-        "trained_parameters": trained,
-        "statement": " ".join(said),
-    }
-    return {"public_part": part}
+class Model(Part):
+    """The network."""
+
+    name: PrintableText
+    """Name of a built-in network, or FILE.py:FACTORY without its parent folders."""
+    parameters: Count
+    """Number of parameters, including frozen ones."""
+    fix_norm: bool
+    """Whether batch norm was replaced by group norm (--fix-norm)."""
+    built_by: str | None
+    """The call that builds your own network. Null for a built-in network."""
+    independence: Independence
+    """How it is known that the samples of a batch are independent in the network."""
+    public_part: PublicPart | None = None
+    """The part of the network that was public before training. Absent if there is none."""
 
 
-def _said_of_public_part(network: NetworkPlan) -> Iterator[str]:
-    """Yield what was public before training, and which part was trained."""
-    features = network.features
-    if isinstance(features, Scattered):
-        yield sentences.SCATTERED.format(about=FEATURES[features.kind])
-    elif isinstance(features, Backbone):
-        yield sentences.OF_BACKBONE.format(about=BACKBONES[features.kind].about)
-    elif isinstance(features, TextEncoder):
-        yield texts.about(features)
-    if network.pretrained is not None:
-        yield sentences.PRETRAINED.format(file=network.pretrained.name)
-    if network.starts_public:
-        part = network.trained.part
-        whole = part == "all"
-        yield sentences.TRAINED_ALL if whole else sentences.TRAINED.format(part=PARTS[part])
+class Input(Part):
+    """Input of the network: pixels are divided by levels, then standardised by mean and std."""
+
+    shape: tuple[Count, Count, Count]
+    """Channels, height and width of an image."""
+    record: tuple[Count, ...]
+    """Shape of a record as the network takes it: that of shape, or for numbers that of the array
+    that they come from."""
+    levels: Count
+    """The largest value of a pixel; 1 for rows of numbers."""
+    texts: tuple[tuple[Annotated[int, Field(ge=0)], Count], ...]
+    """First input and number of inputs of each text, which are the numbers of its tokens."""
+    mean: tuple[float, ...]
+    """Of each channel; public constants."""
+    std: tuple[Annotated[float, Field(gt=0)], ...]
+    """Of each channel; public constants."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not len(self.mean) == len(self.std) == self.shape[0]:
+            raise ValueError("mean and std must have one number per channel")
+        if math.prod(self.record) != math.prod(self.shape):
+            raise ValueError("record must have as many numbers as shape")
+        ends = [0, *(first + count + WRITTEN for first, count in self.texts)]
+        if any(first < end for end, (first, _) in zip(ends, self.texts, strict=False)):
+            raise ValueError("texts must be in order")
+        if ends[-1] > self.shape[0]:
+            raise ValueError("texts must be of the inputs")
+        return self
 
 
-def build_report(
-    plan: TrainPlan,
-    facts: Mapping[str, Any],
-    *,
-    state: str,
-    steps: int,
-    history: Sequence[Mapping[str, Any]],
-    metrics: Mapping[str, Any],
-    post_noise: Mapping[str, float],
-    seconds: float,
-    total_seconds: float,
-    machine: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the complete report, as in docs/report.schema.json.
+class Event(Part):
+    """Steps that used one set of keys.
 
-    Args:
-        facts: result of :func:`public_facts`.
-        steps: number of steps that the published model was trained for.
-        history: lines of metrics.jsonl.
-        metrics: test metrics, as JSON values.
-        seconds: training time; ``total_seconds`` since the run was last started.
-        machine: facts of the machine, besides those of the operating system.
+    Other keys are rejected, because they may change the privacy cost.
     """
-    privacy, method = plan.privacy, plan.optimizer.method
-    used = method.settings if privacy.private else method.settings_without_clipping
-    timings = _timings(steps, seconds, total_seconds, privacy.batch_size)
-    return {
-        **facts,
-        "state": state,
-        "test": _scores(plan.data.facts.task, history, metrics),
-        "hyperparameters": {
-            "steps": steps,
-            "epochs": steps / privacy.steps_per_epoch,
-            "batch_size": privacy.batch_size,
-            **{name: getattr(plan.optimizer.hyper, name) for name in sorted(used)},
-        },
-        "recipe": {n: plan.recorded.get(n, d) for n, d in RECIPE_DEFAULTS.items()},
-        "post_noise": dict(post_noise),
-        "timings": timings if plan.timed else dict.fromkeys(timings),
-        "versions": {"python": platform.python_version(), "dpmac": __version__}
-        | {package: version(package) for package in PACKAGES},
-        "machine": {"system": platform.system(), "processor": platform.machine(), **machine},
-    }
+
+    model_config = ConfigDict(extra="forbid")
+
+    sampling_rate: Annotated[float, Field(ge=1e-9, le=1)]
+    """Sampling rate q."""
+    noise_multiplier: Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
+    """Noise multiplier sigma; 0 for no noise."""
+    steps: Annotated[int, Field(ge=0, le=MOST_STEPS)]
+    """T, number of steps of the part. An empty batch is a step."""
+    sampler: Sampler
+    """How batches were sampled."""
+    steps_per_epoch: Count
+    """ceil(n/B). It determines the privacy cost of samplers that work by epochs."""
+    records: Literal["training", "test"] = "training"
+    """The split that was used: training, or test for scores released with noise. No record is in
+    both."""
+
+    @property
+    def done(self) -> TrainingEvent:
+        """Return the event, which every accountant supports."""
+        return TrainingEvent(**dict(self))
 
 
-def _timings(
-    steps: int, seconds: float, total_seconds: float, batch_size: int
-) -> dict[str, float | None]:
-    """Return times in seconds, and the speed for the expected batch: that drawn is private."""
-    speed = steps / seconds if seconds > 0 else 0.0
-    return {
-        "training_seconds": round(seconds, 3),
-        "total_seconds": round(total_seconds, 3),
-        "steps_per_second": round(speed, 2),
-        "samples_per_second": round(speed * batch_size, 1),
-    }
+Events = Annotated[tuple[Event, ...], Field(min_length=1)]
 
 
-def _scores(
-    task: Task, history: Sequence[Mapping[str, Any]], exact: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return test scores: exact metrics, or scores that were released with noise."""
-    last, headline = history[-1], task.headline
-    scored = [line for line in history if line.get(headline.logged) is not None]
-    best = max(scored, key=lambda line: headline.better(line[headline.logged]), default=last)
-    return {
-        headline.key: last[headline.logged],
-        "loss": last["test_loss"],
-        "samples": last["test_samples"],
-        **{name: exact.get(name, last.get(f"test_{name}")) for name in task.reported},
-        f"best_{headline.key}": best[headline.logged],
-        "best_epoch": best["epoch"],
-    }
+class SearchResult(Said):
+    """A search that the run is the best trial of."""
+
+    mean_trials: Annotated[float, Field(ge=LEAST_MEAN, le=MOST_MEAN)]
+    """Mean of the secret number K of trials."""
+    most_trials: Count
+    """Largest number of trials."""
+    log_weight: float
+    """log w, where P(K = k) is proportional to w^k / k."""
+    epsilon_of_a_trial: Number | None
+    """Epsilon of one trial alone, with its covered score. Null if infinite."""
+    space: tuple[str, ...]
+    """Settings that were drawn at random for each trial, as typed."""
+    candidates: Annotated[tuple[Events, ...], Field(min_length=1)]
+    """What a trial may do to the records, by its settings: steps, and a covered score. Epsilon can
+    be recomputed from these, the number of trials and delta."""
+
+    @property
+    def search(self) -> Search:
+        """Return the number of trials and the candidates."""
+        candidates = (tuple(event.done for event in events) for events in self.candidates)
+        return Search(Trials(self.mean_trials, self.most_trials), tuple(candidates))
+
+
+class Unit(Part):
+    """Unit of privacy: what the guarantee protects as a whole."""
+
+    name: PrintableText
+    """The unit in words."""
+    told_by: PrintableText | None
+    """Column, pattern of paths or array that says which unit a record belongs to. Null if each
+    record is a unit."""
+    records_in_a_step: Count
+    """K, number of records that a step takes of each sampled unit."""
+
+
+class CoveredScores(Said):
+    """Test scores released with noise (--cover-scores), which protect the test records."""
+
+    released: Annotated[int, Field(ge=0)]
+    """Number of scores."""
+    noise_multiplier: float | None
+    """Standard deviation of the noise in the count of correct units, which has sensitivity 1. Null
+    if parts differ, and without scores."""
+    epsilon: Number | None
+    """Privacy cost of the scores for a unit that is tested on."""
+    epsilon_of_training: Number | None
+    """Privacy cost for a unit that is trained on. The run's epsilon is the larger of the two."""
+
+
+class Attack(Part):
+    """Bounds at one false positive rate."""
+
+    false_positive_rate: Share
+    """Probability of an alarm if the record was left out."""
+    true_positive_rate: Share
+    """Highest probability of an alarm if the record was trained on."""
+    posteriors: tuple[Share, ...]
+    """For each of the priors, the highest probability that the record was trained on, given an
+    alarm at this false positive rate or a higher one."""
+
+
+class EpsilonAtDelta(Part):
+    """Epsilon at one delta."""
+
+    delta: Share
+    """Delta."""
+    epsilon: Number | None
+    """Upper bound on epsilon. Null if there is none."""
+
+
+class RiskBounds(Said):
+    """Upper bounds on what an attacker who sees everything that the run releases can learn."""
+
+    priors: tuple[Share, ...]
+    """Prior probabilities that the record was trained on."""
+    attacks: tuple[Attack, ...]
+    """Bounds on membership attacks."""
+    gaussian_mu: Number | None
+    """The smallest mu such that the trade-off curve is above that of mu-Gaussian DP, less
+    gaussian_mu_down_to_delta. Null if there is none."""
+    gaussian_mu_down_to_delta: Share
+    """The smallest delta that mu covers."""
+    epsilons: tuple[EpsilonAtDelta, ...]
+    """Epsilon at delta 1e-5, 1e-6 and 1/n^1.1."""
+
+
+class SeedPolicy(Said):
+    """Secrecy of the randomness."""
+
+    given: bool
+    """Whether any part used a seed that a person chose. The seed itself is not in the report."""
+
+
+class Randomness(Said):
+    """Generation of noise and batches."""
+
+    secure: bool
+    """Whether every part ran with --secure."""
+
+
+class Computed(Part):
+    """A value that the run computes from its records."""
+
+    what: str
+    """The value in words."""
+    status: str
+    """protected by epsilon; declared public, or published with the data set; not covered by
+    epsilon; or secret, never to be published."""
+
+
+class Privacy(Said):
+    """The privacy guarantee, over all parts of the run."""
+
+    private: bool
+    """False for a run with --no-dp, which has no guarantee."""
+    epsilon: Number | None
+    """Upper bound on epsilon at delta. Null if there is none: without noise, or at a delta that
+    cannot be reached."""
+    epsilon_planned: Number | None
+    """Epsilon of the whole run as planned. A run that was stopped has not spent all of it. Null as
+    for epsilon."""
+    delta: Annotated[float, Field(gt=0, lt=1)] | None
+    """Delta of (epsilon, delta). Null without privacy."""
+    noise_multiplier: Number | None
+    """sigma, the ratio of the standard deviation of the noise to the clipping norm; 0 without
+    privacy. Null if parts differ."""
+    unit: Unit
+    """Unit of privacy: what the guarantee protects as a whole."""
+    sampler: Sampler
+    """How batches were sampled."""
+    sampling_rate: Share | None
+    """q = B/n; for an audit run B/(n + K/2). Null if parts differ."""
+    steps: Annotated[int, Field(ge=0)]
+    """Number of steps of all parts, including steps that only an earlier part took."""
+    covered_scores: CoveredScores | None
+    """Test scores released with noise (--cover-scores), which protect the test records. Null where
+    scores are exact."""
+    search: SearchResult | None
+    """Search that the run is the best trial of (dpmac tune). Epsilon covers all of it. Null if
+    settings were not searched for."""
+    events: Events
+    """What each part did to the records, in order; the published model's is the last. Epsilon can
+    be recomputed from these and delta (dpmac account RUN)."""
+    abandoned: tuple[Event, ...]
+    """What earlier attempts at this run of a study did to the records before they were restarted
+    from scratch. Not part of this epsilon, but of the study's."""
+    adjacency: Literal["add-or-remove-one"] | None
+    """Which datasets are neighbours. Values of epsilon under different adjacencies are not
+    comparable. Null without privacy."""
+    accountant: str | None
+    """Accountant that computed epsilon, and its version. Null without privacy."""
+    risk: RiskBounds | None
+    """Upper bounds on what an attacker who sees everything that the run releases can learn about
+    one record (docs/accounting.md). Null without privacy."""
+    computed_from_records: tuple[Computed, ...] | None
+    """Everything that the run computes from its records. Null without privacy."""
+    not_covered: tuple[str, ...] = ()
+    """What epsilon does not cover, in sentences. Absent before version 0.4."""
+    seed_policy: SeedPolicy
+    """Whether the randomness can be secret."""
+    randomness: Randomness
+    """How noise and batches were generated."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        noisy = all(event.noise_multiplier for event in self.events)
+        if not noisy == self.private == (self.delta is not None):
+            raise ValueError("private and delta contradict the noise of the events")
+        if not self.private and self.epsilon is not None:
+            raise ValueError("an epsilon without noise")
+        if self.search is not None and self.events not in self.search.candidates:
+            raise ValueError("the events are not those of a trial of the search")
+        return self
+
+    def training_events(self, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
+        """Return the events of all parts; ``attempts`` puts those of replaced attempts first."""
+        before = self.abandoned if attempts else ()
+        return tuple(event.done for event in (*before, *self.events))
+
+    @property
+    def trials(self) -> Search | None:
+        """Return the search that the run is the best trial of, if it is."""
+        return None if self.search is None else self.search.search
+
+
+class Audit(Said):
+    """Public settings of an audit (--canaries). The results of the attack are in audit.json."""
+
+    canaries: Annotated[int, Field(ge=2)]
+    """K, number of made-up records, each included by a secret coin flip."""
+    guesses: Count
+    """Number of coins that the attack guesses."""
+
+
+class Statement(Part):
+    """Answers to the questions of NIST SP 800-226, as in the model card."""
+
+    trust_model: str
+    """Who is trusted."""
+    adversary: str
+    """What the adversary sees."""
+    mechanism: str
+    """The privacy mechanism."""
+    post_processing: str
+    """What is computed from the private values."""
+    tuning: str
+    """Whether the privacy cost of choosing settings was counted."""
+    bias: str
+    """Whose scores were compared, and whom clipping and noise cost most."""
+    release: str
+    """How often and how the results are released."""
+    other_runs: str
+    """What other releases cost."""
+    security: str
+    """Security measures that are left to whoever keeps the records."""
+    side_channels: str
+    """What side channels of the machine may reveal."""
+    data_domain: str
+    """What a record may be."""
+    unprotected: tuple[str, ...]
+    """What is computed from the records and is not protected by epsilon."""
+    public: tuple[str, ...]
+    """Public data and weights, with source and licence."""
+    software: str
+    """Versions."""
+    audit: str
+    """Whether the run was audited."""
+    open: tuple[str, ...]
+    """Questions that only the data curator can answer (dpmac card)."""
+
+
+class Target(Part):
+    """A number to predict, in a public range."""
+
+    name: PrintableText
+    """Name of the column, or y."""
+    kind: Literal["regression", "counts"]
+    """Task: a number, or a count, whose logarithm the network's output predicts."""
+    low: float
+    """Lowest number; others are clipped to the range."""
+    high: float
+    """Highest number."""
+    transform: Literal["none", "log1p"]
+    """Transform before the range is scaled to [-1, 1]: log1p is log(1 + y)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for fault in faults_of_range(self.low, self.high, self.transform, "number"):
+            raise ValueError(fault)
+        return self
+
+
+class SeveralTargets(Part):
+    """Several numbers to predict."""
+
+    kind: Literal["several numbers"]
+    """Task: several numbers."""
+    targets: Annotated[tuple[Target, ...], Field(min_length=2)]
+    """The numbers, in the order of the outputs."""
+
+
+class Facts(Part):
+    """Facts that are published with the weights, in the model file's header."""
+
+    schema_version: int
+    """Increases when a key is removed or changes its meaning. A new key does not increase it."""
+    optimizer: PrintableText
+    """Optimizer: how gradients were clipped and weights were updated."""
+    dataset: Dataset
+    """The dataset that the model was trained on."""
+    model: Model
+    """The network."""
+    input: Input
+    """Input of the network: pixels are divided by levels, then mean is subtracted and the result is
+    divided by std."""
+    classes: tuple[PrintableText, ...]
+    """Names of the classes or labels, in the order of the network's outputs. Empty for a number to
+    predict."""
+    target: Target | SeveralTargets | None
+    """The number to predict, or several. Null for classes."""
+    privacy: Privacy
+    """The privacy guarantee, over all parts of the run."""
+    statement: Statement | None
+    """Answers to the questions of NIST SP 800-226, as in the model card. Null without privacy."""
+    audit: Audit | None
+    """Public settings of an audit (--canaries). Null for any other run. The results of the attack
+    are in audit.json."""
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> Self:
+        part = self.model.public_part
+        if bool(self.input.texts) != (part is not None and part.encoder is not None):
+            raise ValueError("input.texts must be of an encoder")
+        return self
+
+    @property
+    def task(self) -> Task:
+        """Task that the model was trained for."""
+        target = None if self.target is None else self.target.model_dump()
+        multilabel = self.dataset.multilabel
+        return task_of({"classes": self.classes, "multilabel": multilabel, "target": target})
+
+    @property
+    def signature(self) -> Signature:
+        """Signature of the network."""
+        found = self.input
+        return Signature(found.shape, self.task.outputs, found.mean, found.std)
+
+    def values(self) -> dict[str, Any]:
+        """Return the JSON values by key. Keys that were not set do not apply."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+class TargetScores(Part):
+    """Scores of one of several targets, in its units."""
+
+    name: str
+    """Name of the target."""
+    mae: Number | None
+    """Mean absolute error."""
+    rmse: Number | None
+    """Root mean squared error."""
+    r2: float | None
+    """Coefficient of determination. Null if all targets are equal."""
+    at_or_below: Share | None
+    """Fraction of the targets that are at or below the prediction; near Q for --loss quantile:Q."""
+
+
+class Scores(Part):
+    """Scores of the published model on the test records; those that the task has.
+
+    They are not protected unless covered_scores is present; then this holds the released scores,
+    and null for the rest. Errors of several numbers are shares of the range of their target.
+    """
+
+    samples: Count
+    """Number of scored test records, or units: all of them."""
+    loss: float | None
+    """Mean default loss of the task: cross entropy in nats, or of targets scaled to [-1, 1]. Null
+    if it is not finite."""
+    best_epoch: Number
+    """Epoch of the best score. The published model is the last, not the best."""
+    noise: Number | None
+    """Standard deviation of the noise in the score. Null for exact scores."""
+    interval: Interval | None
+    """95% interval, because of the noise, for the exact score on these test records: low, high.
+    Null for exact scores."""
+    accuracy: Share | None = None
+    """Fraction of test records classified correctly; with covered scores, with noise. Null if no
+    score was due."""
+    accuracy_interval: Interval | None = None
+    """95% interval (Clopper-Pearson; by unit if units have several records) for the accuracy on
+    records like these: low, high."""
+    best_accuracy: Share | None = None
+    """Best accuracy after any epoch."""
+    balanced_accuracy: Share | None = None
+    """Mean sensitivity of the classes that have a test record."""
+    balanced_interval: Interval | None = None
+    """As interval, for the balanced accuracy. Null for exact scores, and unless it is released
+    (--metric balanced-accuracy)."""
+    f1: Share | None = None
+    """Mean F1 over classes that have a test record or are predicted."""
+    calibration_error: Share | None = None
+    """Expected calibration error of the predicted class, in 15 bins of equal width."""
+    auroc: Share | None = None
+    """Area under the ROC curve: of the last of two classes, or the average of each class against
+    the others. Null if all test records are of one class."""
+    average_precision: Share | None = None
+    """Average precision, of the same classes."""
+    sensitivity: tuple[Share | None, ...] | None = None
+    """Fraction of the test records of each class that are classified as it, in the order of
+    classes. Null without any."""
+    specificity: tuple[Share | None, ...] | None = None
+    """Fraction of the test records of other classes that are not classified as it, in the order of
+    classes."""
+    mae: Number | None = None
+    """Mean absolute error, in the units of the target; with covered scores, with noise. Null if no
+    score was due."""
+    mae_interval: Interval | None = None
+    """95% interval for the mean absolute error on records like these: low, high."""
+    best_mae: Number | None = None
+    """Least mean absolute error after any epoch."""
+    rmse: Number | None = None
+    """Root mean squared error, in the units of the target."""
+    r2: float | None = None
+    """Coefficient of determination; of several targets, their mean. Null if all values of a target
+    are equal."""
+    at_or_below: Share | None = None
+    """Fraction of the targets that are at or below the prediction; near Q for --loss quantile:Q."""
+    deviance: Number | None = None
+    """Mean Poisson deviance; only of counts."""
+    nmae: Number | None = None
+    """Mean absolute error as a share of the range, mean over the targets; with covered scores, with
+    noise. Null if no score was due."""
+    nmae_interval: Interval | None = None
+    """95% interval for this error on records like these: low, high."""
+    best_nmae: Number | None = None
+    """Least such error after any epoch."""
+    nrmse: Number | None = None
+    """Root mean squared error as a share of the range, mean over the targets."""
+    by_target: tuple[TargetScores, ...] | None = None
+    """Scores of each target, in its units, in the order of the outputs. Null for covered scores."""
+
+
+class Hyperparameters(Part):
+    """Settings of training, including those of the optimizer that have an effect.
+
+    Others have the names of their settings (docs/optimizers.md).
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    steps: Annotated[int, Field(ge=0)]
+    """T, number of steps that the published model has taken in total."""
+    epochs: Number
+    """The same in epochs of ceil(n/B) steps."""
+    batch_size: Count
+    """B, the expected batch size, by which sums are divided. Actual sizes are private and not
+    stored."""
+
+
+class Timings(Part):
+    """Times that were measured on the machine. Not covered by the guarantee.
+
+    All are null for the result of a search, because they would tell which trial it was.
+    """
+
+    training_seconds: Number | None
+    """Seconds of training, over all sessions of the run."""
+    total_seconds: Number | None
+    """Seconds in total since the run was last started."""
+    steps_per_second: Number | None
+    """Steps per second of training."""
+    samples_per_second: Number | None
+    """Steps per second times the expected batch size."""
+
+
+class Machine(Part):
+    """The machine that the run ended on."""
+
+    device: str
+    """cpu, or the name of the GPU."""
+    system: str
+    """Operating system."""
+    processor: str
+    """Its architecture."""
+    physical_batch: Count
+    """Number of samples to process at a time, as set. It does not change the guarantee."""
+
+
+class Report(Facts):
+    """Report of a run.
+
+    It holds public values and values computed after the noise, and nothing computed from the
+    training records without noise. A key is null where it does not apply; each description says
+    what null means.
+    """
+
+    state: PrintableText
+    """How the run ended: it took all its steps (finished), it was stopped (interrupted), or epsilon
+    would have exceeded --max-epsilon (budget-spent)."""
+    test: Scores
+    """Scores of the published model on the test records. They are not protected unless
+    covered_scores is present; then this holds the released scores, and null for the rest."""
+    hyperparameters: Hyperparameters
+    """Settings of training, including those of the optimizer that have an effect."""
+    recipe: dict[str, Any]
+    """Training recipe besides the optimizer, by the names of its settings
+    (docs/configuration.md). None of it changes epsilon."""
+    post_noise: dict[str, float]
+    """Quantities at the end of training, computed from noisy values alone and so at no privacy
+    cost: noise_norm, the expected norm of the noise in the next private mean, ||b|| sigma / B; for
+    an estimated clipping region share_h1 and share_h2, the fractions of coordinates whose
+    estimated variance equals h1 and h2, and centre_over_scale_norm, ||m / b||."""
+    timings: Timings
+    """Measured on the machine. Not covered by the guarantee."""
+    versions: dict[str, str]
+    """Versions of the software that matters to the result."""
+    machine: Machine
+    """The machine that the run ended on."""
+
+    @property
+    def score(self) -> tuple[EvaluationMetric, float | None]:
+        """Return the headline metric of the task, and its value; None if it is not defined."""
+        metric = self.task.headline
+        return metric, getattr(self.test, metric.key)
+
+
+class _Versioned(BaseModel):
+    schema_version: int
+
+
+def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: str) -> T:
+    """Parse the JSON text of a file as ``kind``, a model above or a dataclass.
+
+    Validation is strict: numbers are finite, and no value is converted to another type. Messages
+    contain the file, the complaint, the first fault in brackets, and the remedy.
+
+    Raises:
+        InputError: a key is missing or has a value that dpmac does not write, or a newer version
+            wrote it.
+    """
+    try:
+        version = _Versioned.model_validate_json(text, strict=True).schema_version
+        if version <= SCHEMA_VERSION:
+            return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as failure:
+        first = failure.errors()[0]
+        fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        fault = fault.replace("Value error, ", "")
+        raise InputError(f"{file} {complaint} ({fault}). {remedy}") from failure
+    raise InputError(
+        f"{file} was written by a newer dpmac (format {version}; this version supports "
+        f"{SCHEMA_VERSION}). Upgrade dpmac."
+    )
+
+
+def read_report(path: Path) -> Report:
+    """Read the report of a run from its folder or from the file itself.
+
+    Raises:
+        InputError: it is missing, cannot be read, or is not a report of this version.
+    """
+    remedy = f"Use a run folder of dpmac train, or the {folder.REPORT} in it."
+    file, text = folder.read_run_file(path, folder.REPORT, remedy)
+    return parse_file(Report, text, file, "is not a valid report of dpmac", remedy)
+
+
+def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
+    """Return the events of a run, or the planned events if it was killed.
+
+    ``attempts`` adds the attempts that it replaced in a study. Raises InputError if neither report
+    nor ledger can be read.
+    """
+    found = ledger.read_spent(run)
+    there = (run / folder.SUMS).exists()
+    if found is not None and there and not folder.vouched(run, folder.REPORT):
+        # The report is damaged, or from before the run was resumed.
+        return (*(found.abandoned if attempts else ()), *found.earlier, found.event)
+    return read_report(run).privacy.training_events(attempts=attempts)

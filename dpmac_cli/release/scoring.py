@@ -16,7 +16,7 @@ from dpmac_cli.data.table_schema import TableSchema, schema_of
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import load_model, read_facts, text_reader
-from dpmac_cli.release.report_file import Facts
+from dpmac_cli.release.report import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.training.evaluation import Evaluation, evaluate
@@ -82,7 +82,7 @@ def score(
         result=_evaluated(released.model, facts, data, known),
         dataset=plan.found.name,
         path=file,
-        covered=facts.covered_scores is not None,
+        covered=facts.privacy.covered_scores is not None,
         held_out=plan.found.held_out,
     )
 
@@ -90,31 +90,32 @@ def score(
 def _evaluated(model: nn.Module, facts: Facts, data: Data, known: Dataset) -> Evaluation:
     """Evaluate a model on test records, read as those that it was trained on."""
     device = data.gain.device
-    gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
+    gain, offset = standardisation(facts.input.levels, facts.input.mean, facts.input.std, device)
     data = replace(data, gain=gain, offset=offset)
     if known.own:
-        data = data.in_form(facts.form)
+        data = data.in_form(facts.input.record)
     return evaluate(model, data, data.test)
 
 
 def _chosen(file: Path, facts: Facts, given: dict[str, Any]) -> DataPlan:
     """Return the data to score on. Raises InputError and ModelError."""
     dataset, beside = given["dataset"], file.parent / CONFIG
-    schema = None if facts.table is None else schema_of(facts.table, f"{file}: its schema")
-    if facts.own and beside.is_file():
+    trained_on, table = facts.dataset.name, facts.dataset.table
+    schema = None if table is None else schema_of(table, f"{file}: its schema")
+    if facts.dataset.own and beside.is_file():
         # A run's config.yaml records how your own data was read and split.
         plan = resolve_data(given, beside, text_reader(file, facts), schema)
         _check_columns(plan, file, schema)
         return plan
-    if dataset is None and facts.own:
+    if dataset is None and facts.dataset.own:
         raise InputError(
-            f"{file} was trained on your own data, {facts.dataset}. Set --dataset to its path."
+            f"{file} was trained on your own data, {trained_on}. Set --dataset to its path."
         )
-    if dataset is None and facts.dataset not in DATASETS:
+    if dataset is None and trained_on not in DATASETS:
         raise ModelError(
-            f"{file} was trained on {facts.dataset}, which this version does not support."
+            f"{file} was trained on {trained_on}, which this version does not support."
         )
-    given = {**given, "dataset": facts.dataset if dataset is None else dataset}
+    given = {**given, "dataset": trained_on if dataset is None else dataset}
     plan = resolve_data(given, texts=text_reader(file, facts), schema=schema)
     _check_columns(plan, file, schema)
     if plan.found.held_out:

@@ -20,7 +20,6 @@ from dpmac_cli.config.yaml_file import HEADER
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.storage.files import PART, PRIVATE_FOLDER, PRIVATE_MODE, write_atomically
-from dpmac_cli.storage.report_keys import ReportKeys
 
 #: Folder of runs without --out.
 RUNS = Path("runs")
@@ -106,7 +105,7 @@ def reported_steps(run: Path) -> int:
     if not vouched(run, REPORT):
         return 0
     try:
-        report: ReportKeys = json.loads((run / REPORT).read_bytes())
+        report: Any = json.loads((run / REPORT).read_bytes())
         return int(report["hyperparameters"]["steps"])
     except BROKEN:
         return 0

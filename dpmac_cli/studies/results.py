@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
+from typing import Any
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.release.report_file import events_of
+from dpmac_cli.release.report import events_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
-from dpmac_cli.storage.report_keys import ReportKeys
 from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.tasks.task import EvaluationMetric
@@ -115,12 +115,12 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
     )
 
 
-def finished_report(run: Run) -> ReportKeys | None:
+def finished_report(run: Run) -> Mapping[str, Any] | None:
     """Return a run's report if it and the metrics are intact and the run took all its steps."""
     taken = folder.reported_steps(run.folder)
     if taken < run.plan.privacy.steps or not folder.vouched(run.folder, folder.METRICS):
         return None
-    report: ReportKeys = json.loads((run.folder / folder.REPORT).read_bytes())
+    report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
     return report if report.get("state") == "finished" else None
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +16,6 @@ from dpmac_cli.plots import means
 from dpmac_cli.release.page import web_page
 from dpmac_cli.runs import folder
 from dpmac_cli.storage.files import finite_or_none, to_csv, to_json, write_atomically
-from dpmac_cli.storage.report_keys import StudyKeys
 from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison
 from dpmac_cli.tasks.known import METRICS
@@ -125,7 +125,7 @@ def study_page(out: Path) -> str:
     _, table = folder.read_run_file(out, COMPARE_MD, remedy)
     file, values = folder.read_run_file(out, COMPARE_JSON, remedy)
     try:
-        study: StudyKeys = json.loads(values)
+        study: Mapping[str, Any] = json.loads(values)
         known = study["schema_version"] == SCHEMA_VERSION
     except folder.BROKEN as failure:
         raise InputError(f"{file} is not a comparison of dpmac ({failure}). {remedy}") from failure

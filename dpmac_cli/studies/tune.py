@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.data.dataset import Data
@@ -23,7 +23,6 @@ from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.storage import files
-from dpmac_cli.storage.report_keys import ReportKeys
 from dpmac_cli.studies.search import RUNNING, SearchSpace, plan_search
 from dpmac_cli.tasks.known import METRICS
 
@@ -123,7 +122,7 @@ def covered_score(report: Mapping[str, Any], metric: str) -> float:
 
     Raises ValueError if it is not covered: then the choice by it would reveal test records.
     """
-    if not (cast(ReportKeys, report)["privacy"]["covered_scores"] or {}).get("released"):
+    if not (report["privacy"]["covered_scores"] or {}).get("released"):
         raise ValueError("a search needs covered scores")
     value = report["test"][METRICS[metric].key]
     return -math.inf if value is None else METRICS[metric].better(float(value))

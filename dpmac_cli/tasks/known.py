@@ -1,9 +1,8 @@
 """All tasks, their metrics and losses, and how a file describes a task. Loads nothing slow."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-from dpmac_cli.storage.report_keys import ReportKeys
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
 from dpmac_cli.tasks.regression import Counts, Regression
 from dpmac_cli.tasks.several_numbers import SeveralNumbers
@@ -24,13 +23,6 @@ LOSSES = tuple(dict.fromkeys(loss for task in TASKS for loss in task.losses))
 def is_loss_of_a_task(loss: str) -> bool:
     """Return whether a loss is one of a task, not a user-supplied function."""
     return any(task.fits(loss) for task in TASKS)
-
-
-def task_in(report: Mapping[str, Any]) -> Task:
-    """Return the task of a report. Raises ValueError if there is none."""
-    found = cast(ReportKeys, report)
-    several, target = found["dataset"]["multilabel"], found.get("target")  # none in old reports
-    return task_of({"classes": found["classes"], "multilabel": several, "target": target})
 
 
 def headline_in(line: Mapping[str, Any]) -> EvaluationMetric:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dpmac_cli.cli.runs import _print, _table, age
+from dpmac_cli.cli.runs import _print, age
 from dpmac_cli.config.yaml_file import HEADER
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.release import run
@@ -82,13 +82,13 @@ def test_every_run_is_listed_as_it_ended(study: Path) -> None:
     for name in ("run-2", "run-10", "spent", "stopped"):
         report = json.loads((study / name / "report.json").read_text())
         assert found[name]["epsilon"] == report["privacy"]["epsilon"]
-        assert found[name]["accuracy"] == report["test"]["accuracy"]
+        assert found[name]["score"] == report["test"][found[name]["metric"]]
         assert found[name]["optimizer"] == report["optimizer"]
         assert (found[name]["delta"]) == 1e-5
         assert found[name]["seeded"] is (name == "run-10")
     line = files.read_lines(study / "killed" / "metrics.jsonl")[-1]
     assert found["killed"]["epsilon"] == line["epsilon"]
-    assert found["killed"]["accuracy"] == line["test_accuracy"]
+    assert found["killed"]["score"] == line["test_accuracy"]
     assert found["killed"]["seeded"] is None
     baseline = found["baseline"]
     assert (baseline["private"], baseline["epsilon"], baseline["delta"]) == (False, None, None)
@@ -320,7 +320,8 @@ LONGEST = ListedRun(
     private=True,
     epsilon=0.123456,
     delta=1e-5,
-    accuracy=1.0,
+    metric="accuracy",
+    score=1.0,
     seeded=True,
     audit=True,
 )
@@ -392,13 +393,7 @@ def test_ages(seconds: float, words: str) -> None:
     assert age(seconds) == words
 
 
-def test_the_column_of_a_run_that_predicts_numbers_is_not_called_accuracy(tmp_path: Path) -> None:
-    """As the table of runs heads it."""
-    runs = [ListedRun(folder=tmp_path / "a", state="finished", changed=0.0, mae=3.5, dataset="d")]
-    heads = [column.header for column in _table(runs, [tmp_path], ["accuracy"]).columns]
-    assert "score" in heads
-    assert "accuracy" not in heads
-    runs = [replace(runs[0], mae=None, accuracy=0.5)]
-    assert "accuracy" in [
-        column.header for column in _table(runs, [tmp_path], ["accuracy"]).columns
-    ]
+def test_the_score_of_a_run_that_predicts_numbers_is_named() -> None:
+    other = replace(LONGEST, metric="mae", score=3.5)
+    assert "MAE 3.500" in shown([LONGEST, other], 200)
+    assert "100.00%" in shown([LONGEST, other], 200)
