@@ -8,14 +8,12 @@ from typer.core import TyperCommand
 
 from dpmac_cli.cli.failures import reports_failures
 from dpmac_cli.cli.switches import plain_switches
-from dpmac_cli.config.fields import options
 from dpmac_cli.config.flags import other_names
 from dpmac_cli.config.gone import instead
 from dpmac_cli.config.settings import SETTINGS
-from dpmac_cli.studies.grid import StudyFlags
 
 #: Names of options in torch, Opacus and TensorFlow Privacy, and other common names.
-OTHER_NAMES = {**other_names(SETTINGS), **other_names(options(StudyFlags))}
+OTHER_NAMES = {**other_names(SETTINGS), "optimizer": "optimizers", "seed": "seeds"}
 
 #: Options of earlier versions, and what to type instead.
 REMOVED = {

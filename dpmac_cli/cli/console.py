@@ -5,15 +5,17 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich import progress
 from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
 from dpmac_cli.errors import InputError, explain_os_error
 from dpmac_cli.storage.progress import LISTENER, Computing
+
+if TYPE_CHECKING:
+    from rich import progress
 
 #: Style for important messages. In many terminals yellow, green and cyan are too faint on white,
 #: and blue is too faint on black.
@@ -119,34 +121,35 @@ def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def bar(
-    *columns: str | progress.ProgressColumn, console: Console, **more: Any
-) -> progress.Progress:
+    *columns: "str | progress.ProgressColumn", console: Console, **more: Any
+) -> "progress.Progress":
     """Return a transient progress bar with the remaining time, only shown on a terminal."""
+    from rich import progress  # noqa: PLC0415  (help need not wait for it)
+
     off, left = console.quiet or not console.is_terminal, progress.TimeRemainingColumn(compact=True)
     return progress.Progress(*columns, left, console=console, transient=True, disable=off, **more)
-
-
-class _Speed(progress.ProgressColumn):
-    """Records per second."""
-
-    def render(self, task: progress.Task) -> Text:
-        """Return the speed of the last steps; "" before the first."""
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f}/s", "progress.data.speed")
 
 
 @contextlib.contextmanager
 def waiting(quiet: bool, first: str = "") -> Iterator[None]:
     """Show the progress of computations on a terminal's stderr, and ``first`` before they start."""
-    columns = "{task.description}", progress.BarColumn(), progress.MofNCompleteColumn(), _Speed()
+    from rich import progress  # noqa: PLC0415  (help need not wait for it)
+
+    columns = (
+        *("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn()),
+        progress.TextColumn("{task.fields[speed]}", "progress.data.speed"),
+    )
     console = _console(sys.stderr, quiet or os.environ.get("RANK", "0") != "0")
     shown = bar(*columns, console=console)
-    task = shown.add_task(first, total=None)
+    task = shown.add_task(first, total=None, speed="")
     if first:
         shown.start()
 
     def show(event: Computing) -> None:
         shown.update(task, description=event.what, total=event.records, completed=event.done)
+        of = shown.tasks[0]  # records per second, of the last steps
+        speed = of.finished_speed or of.speed
+        shown.update(task, speed="" if speed is None else f"{speed:,.0f}/s")
         (shown.start if event.done < event.records else shown.stop)()
 
     token = LISTENER.set(show)

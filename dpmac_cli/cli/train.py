@@ -12,11 +12,9 @@ from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
 from dpmac_cli.config.fields import Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OUTPUT, SETTINGS, TASK, DisplayFlags, Settings
 from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
-from dpmac_cli.runs.folder import check_run_folder, fork_command, resume_command
 from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.storage.files import to_json
 
@@ -103,6 +101,8 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     else:
         shown = take(DisplayFlags, dict(flags))
         with console.waiting(shown.quiet, "settings"):
+            from dpmac_cli.config.resolve import resolve  # noqa: PLC0415  (help need not wait)
+
             resolved = resolve(flags, start.config)
         settings = resolved.settings
         if not settings.quiet:
@@ -132,21 +132,25 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
 
 def _check(start: Start, run: Path) -> None:
     """Reject flags that contradict the run to resume or fork, or a folder that has none."""
+    from dpmac_cli.runs import folder  # noqa: PLC0415  (help need not wait for it)
+
     if start.resume and start.fork:
         raise InputError("--resume and --fork contradict each other: give one.")
     way = "--resume" if start.resume else "--fork"
     if start.config:
         raise InputError(f"{way} uses the settings of the run: leave out --config.")
-    check_run_folder(run, way)
+    folder.check_run_folder(run, way)
 
 
 def _end(finished: "Finished") -> None:
     """Exit with the code of a run that ended before its last step, and say how to go on."""
+    from dpmac_cli.runs import folder  # noqa: PLC0415  (help need not wait for it)
+
     where, kept = finished.folder, f"the run so far is in {finished.folder}."
     if finished.state == "interrupted":
-        stop(f"interrupted; {kept} To resume: {resume_command(where)}", INTERRUPTED)
+        stop(f"interrupted; {kept} To resume: {folder.resume_command(where)}", INTERRUPTED)
     if finished.state == "budget-spent":
-        more = fork_command(where, ["--max-epsilon MORE"])
+        more = folder.fork_command(where, ["--max-epsilon MORE"])
         stop(f"epsilon would exceed --max-epsilon; {kept} To train longer: {more}", BUDGET)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpmac_cli.storage.files import catalogue
+from dpmac_cli.storage.files import table
 
 HERE = Path(__file__).parent
 #: Recipes without a file: the run of the paper, and the best run for a budget.
@@ -31,7 +31,7 @@ class NamedRecipe:
         return " ".join(filter(None, ("dpmac", self.command, "--recipe", name, self.with_flags)))
 
 
-RECIPES: Mapping[str, NamedRecipe] = catalogue(NamedRecipe, HERE / "named.toml")
+RECIPES: Mapping[str, NamedRecipe] = table(NamedRecipe, HERE / "named.toml")
 
 
 def file_of(name: str) -> Path:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from dpmac_cli.data.wordpiece import SPECIAL, WordPiece, scale_of
 from dpmac_cli.errors import InputError, raise_errors
-from dpmac_cli.storage.files import catalogue
+from dpmac_cli.storage.files import table
 
 HERE = Path(__file__).parent
 CONFIG, WEIGHTS, VOCABULARY = "config.json", "model.safetensors", "vocab.txt"
@@ -44,7 +44,7 @@ class EncoderKind:
     corpora: str  # texts that it was trained on
 
 
-ENCODERS: Mapping[str, EncoderKind] = catalogue(EncoderKind, HERE / "encoders.toml")
+ENCODERS: Mapping[str, EncoderKind] = table(EncoderKind, HERE / "encoders.toml")
 
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
 

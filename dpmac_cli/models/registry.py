@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dpmac_cli.models.encoders import TextEncoder
-from dpmac_cli.storage.files import catalogue
+from dpmac_cli.storage.files import table
 
 HERE = Path(__file__).parent
 
@@ -59,7 +59,7 @@ class NetworkKind:
 #: Number of pixels of a CIFAR-10 image.
 SMALL = 32 * 32
 
-MODELS: Mapping[str, NetworkKind] = catalogue(NetworkKind, HERE / "networks.toml")
+MODELS: Mapping[str, NetworkKind] = table(NetworkKind, HERE / "networks.toml")
 #: Fixed, public features of images, computed by :mod:`dpmac_cli.models.features`.
 FEATURES: Mapping[str, str] = {
     "scatter": "wavelet scattering with two octaves and eight angles, and group norm",
@@ -123,7 +123,7 @@ class BackboneKind:
     top1: float  # published accuracy on ImageNet's validation set
 
 
-BACKBONES: Mapping[str, BackboneKind] = catalogue(BackboneKind, HERE / "backbones.toml")
+BACKBONES: Mapping[str, BackboneKind] = table(BackboneKind, HERE / "backbones.toml")
 #: Smallest side in pixels of images that a backbone accepts.
 LEAST_SIDE = 8
 

@@ -8,11 +8,9 @@ import math
 import os
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-
-from pydantic import TypeAdapter
 
 Kind = TypeVar("Kind")
 
@@ -88,7 +86,18 @@ def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
+def table(kind: Callable[..., Kind], file: Path) -> Mapping[str, Kind]:
+    """Return the entries of a TOML file by name, each as a dataclass of plain values."""
+    entries = tomllib.loads(file.read_text("utf-8"))
+    return {
+        name: kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in entry.items()})
+        for name, entry in entries.items()
+    }
+
+
 def catalogue(kind: type[Kind], file: Path) -> Mapping[str, Kind]:
     """Return the entries of a TOML file by name, each as a dataclass of type ``kind``."""
+    from pydantic import TypeAdapter  # noqa: PLC0415  (not needed for plain values)
+
     entries = tomllib.loads(file.read_text("utf-8"))
     return TypeAdapter(dict[str, kind]).validate_python(entries)  # type: ignore[valid-type]
