@@ -7,6 +7,7 @@ what the program computed, not of what exact arithmetic would have.
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.clipping.clipped_sum import (
+    LEAST_WEIGHT,
     ROOM,
     SLACK_SHARE,
     SMALL,
@@ -526,3 +528,41 @@ def test_chunks_are_added_up_in_float64() -> None:
     total = clipped_sum(*range(40))
     assert (alone.dtype, total.dtype) == (torch.float32, torch.float64)
     torch.testing.assert_close(total, alone.double().sum(0), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("weight", [LEAST_WEIGHT, 2 * LEAST_WEIGHT, 1.0])
+def test_no_last_bit_of_a_norm_decides_whether_a_sample_counts(weight: float) -> None:
+    norms = torch.tensor([1 - 1e-6, 1 + 1e-6], dtype=torch.float64) / weight
+    nothing = torch.zeros_like(norms)
+    c, _ = clip_weights(SquaredNorms(norms.square(), nothing, nothing), 1.0)
+    before, after = (c * norms).tolist()
+    assert abs(before - after) < 1e-5
+
+
+@pytest.mark.privacy
+def test_no_last_bit_of_a_bound_decides_how_a_norm_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = [1 - 1e-9, 1 + 1e-9, 2 - 1e-9, 2.001, 9, math.inf, math.nan]
+    shares = SLACK_SHARE * torch.tensor(times, dtype=torch.float64)
+    subject = prepare(nn.Sequential(nn.Linear(1, 1)))
+    rough = RegionMetric(ball(1.0, subject.theta))
+
+    class Form:
+        def select(self, rows: Tensor) -> Tensor:
+            return rows
+
+    def norms(gradients: Any, metric: RegionMetric) -> SquaredNorms:
+        if metric is rough:
+            return SquaredNorms(torch.full_like(shares, 4), 4 * shares, torch.zeros_like(shares))
+        exact = torch.full((int(gradients[0][1].sum()),), 3.0, dtype=torch.float64)
+        return SquaredNorms(exact, 0 * exact, 0 * exact)
+
+    monkeypatch.setattr(per_sample, "total_squared_norms", norms)
+    gradients: Any = [(None, Form())]
+    found = subject.clipped_sum._squared_norms(gradients, rough)
+    upper = (found.value + found.slack).tolist()
+    assert upper[0] == pytest.approx(upper[1], abs=1e-6)
+    assert upper[2] == pytest.approx(upper[3], abs=1e-6)
+    assert upper[3:] == [3.0] * 4

@@ -28,7 +28,8 @@ from dpmac_cli.torch_errors import code_of_network
 FEW = 1024
 #: Margin: 2.5 times the largest rounding error found by a search over adversarial batches.
 ROOM = 6e-4
-#: Rows whose rounding bound exceeds this fraction of their squared norm are computed in float64.
+#: Rows whose rounding bound exceeds this fraction of their squared norm are computed in float64,
+#: those of twice as much with nothing else.
 SLACK_SHARE = 0.01
 #: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32,
 #: for a batch of :data:`FEW` samples.
@@ -38,7 +39,8 @@ SMALL = 16
 #: c_i R_i above which a sample is added in float64, see :class:`SquaredNorms`: its clipped norm is
 #: at most 1, but the terms of the sum that it consists of may be larger.
 REACH = 8.0
-#: c_i below which a sample adds nothing, because float32 has few digits left for it.
+#: c_i below which a sample adds nothing, because float32 has few digits left for it. Up to twice as
+#: much, it adds less than its clipped gradient, so that no last bit decides whether it counts.
 LEAST_WEIGHT = 1e-30
 
 #: Computes per-sample losses, shape (samples,), and every layer's uses, or its gradients.
@@ -167,15 +169,25 @@ class ClippedChunkSum:
 
     def _squared_norms(self, gradients: ByLayer, metric: RegionMetric) -> SquaredNorms:
         squared = total_squared_norms(gradients, metric)
-        # Rows that are not clipped even with the slack need no more precise norm.
-        clipped = squared.value + squared.slack > self._limit**2
-        rows = clipped & (squared.slack > SLACK_SHARE * squared.value)
+        upper, value = squared.value + squared.slack, squared.value.clamp(min=0)
+        # The precise norm counts in part where slack begins to matter: at a jump, a last bit, which
+        # may depend on the other rows, would decide. Rows that are not clipped do not need it.
+        share = (squared.slack / (SLACK_SHARE * value) - 1).clamp(0, 1)
+        share = torch.where(upper.isfinite(), share, 1.0).masked_fill_(upper <= self._limit**2, 0)
+        rows = share > 0
         if bool(rows.any()):
             chosen = [(layer, form.select(rows)) for layer, form in gradients]
             exact = total_squared_norms(chosen, RegionMetric(metric.region, torch.float64))
-            squared.value[rows] = exact.value
-            squared.slack[rows] = exact.slack
+            part = share[rows]
+            squared.value[rows] = _blended(squared.value[rows], exact.value, part)
+            squared.slack[rows] = _blended(squared.slack[rows], exact.slack, part)
+            squared.reach[rows] = exact.reach
         return squared
+
+
+def _blended(rough: Tensor, exact: Tensor, part: Tensor) -> Tensor:
+    """Return a bit of both numbers; ``rough``, which may not be finite, not at all for 1."""
+    return torch.where(part == 1, exact, rough + part * (exact - rough))
 
 
 def _called(layers: Sequence[Layer]) -> set[nn.Module]:
@@ -210,9 +222,11 @@ def clip_weights(squared: SquaredNorms, limit: float) -> tuple[Tensor, Tensor]:
     """Return c_i = min(1, limit / ||w_i||) for the largest ||w_i|| within the rounding bound.
 
     Returns:
-        c, float64, shape (samples,), 0 where the norm is not finite; and the mask of finite norms.
+        c, less near :data:`LEAST_WEIGHT`, float64, shape (samples,), 0 where the norm is not
+        finite; and the mask of finite norms.
     """
     upper = squared.value.clamp(min=0) + squared.slack
     valid = torch.isfinite(upper)
     c = (limit / upper.sqrt()).clamp(max=1.0)
-    return torch.where(valid & (c > LEAST_WEIGHT), c, 0.0), valid
+    fading = (c / LEAST_WEIGHT - 1).clamp(0, 1)
+    return torch.where(valid & (fading > 0), c * fading, 0.0), valid
