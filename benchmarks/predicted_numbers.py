@@ -382,7 +382,7 @@ class Study:
         """Return what is known of a split, and its records, which are read once."""
         if (found := self._read.get((name, seed))) is None:
             plan = resolve({**self._flags(name, seed), "sigma": 9.0}).plan.data
-            data = load_data(plan.source, self._folder, torch.device("cpu"), facts=plan.facts)
+            data = load_data(plan.source, self._folder, torch.device("cpu"), found=plan.found)
             found = self._read[name, seed] = plan, data
         return found
 

@@ -15,8 +15,7 @@ from dpmac_cli.config.fields import options
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import user_data
 from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.data.registry import Dataset
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
@@ -295,8 +294,8 @@ def classes(*shape: int) -> Structure:
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 
-def load(source: Source, facts: Dataset | None = None) -> tuple[Arrays, Arrays]:
+def load(source: Source, found: DataFacts | None = None) -> tuple[Arrays, Arrays]:
     """Training and test records of a dataset of your own, read from their file."""
-    (x, y, _), (x_test, y_test, _) = outcome(user_data.load(source, facts))
+    (x, y, _), (x_test, y_test, _) = outcome(user_data.load(source, found))
     records = (part.read() if isinstance(part, Rows) else part for part in (x, x_test))
     return (next(records), y), (next(records), y_test)

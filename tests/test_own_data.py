@@ -451,7 +451,7 @@ def test_a_file_that_is_written_while_a_run_begins_is_named(tmp_path: Path) -> N
     picture(tmp_path / "cat" / "0.png", 77)
     os.utime(tmp_path / "cat" / "0.png", (1, 1))
     with pytest.raises(InputError, match=r"cat/0\.png changed while the run began"):
-        load(plan.data.source, plan.data.facts)
+        load(plan.data.source, plan.data.found)
 
 
 def test_a_single_number_is_no_array_of_records(tmp_path: Path) -> None:

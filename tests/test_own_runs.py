@@ -4,11 +4,13 @@ import importlib
 import json
 import math
 import os
+import pickle
 import random
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -770,7 +772,8 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it(what: str) -> N
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("kind", ["folder", "npz"])
-def test_records_that_changed_before_they_were_loaded_are_refused(kind: str) -> None:
+def test_records_that_are_read_again_are_those_that_were_priced(kind: str) -> None:
+    """Those that are still at hand are used, whatever became of their files."""
     data = wine("wine.npz") if kind == "npz" else photos("photos")
     config = resolve(dataset=data, steps=2, batch_size=8, sigma=4, device="cpu", out="run").plan
     if kind == "npz":
@@ -778,9 +781,11 @@ def test_records_that_changed_before_they_were_loaded_are_refused(kind: str) -> 
         np.savez(data, **{**arrays, "x": arrays["x"][:-1], "y": arrays["y"][:-1]})
     else:
         shutil.copy("photos/train/digit-1/1.png", "photos/train/digit-1/new.png")
+    elsewhere = replace(config, data=pickle.loads(pickle.dumps(config.data)))
     with pytest.raises(InputError, match="changed while it was being read"):
-        finish(train(config))
+        finish(train(elsewhere))
     assert not Path("run").exists()
+    assert finish(train(config)).report["dataset"]["train_size"] == config.data.facts.train_size
 
 
 def test_the_file_of_a_network_may_change_during_its_run() -> None:

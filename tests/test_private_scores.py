@@ -550,7 +550,7 @@ def test_data_without_the_units_of_its_test_records_is_refused() -> None:
     y, unit = np.arange(400) % 2, np.arange(400) // 8
     np.savez("visits.npz", x=np.ones((400, 3)), y=y, unit=unit, low=-5, high=5)
     plan = resolve(dataset="visits.npz", cover_scores=True, sigma=4, steps=1, batch_size=5).plan
-    data = load_data(plan.data.source, Path(), torch.device("cpu"), facts=plan.data.facts)
+    data = load_data(plan.data.source, Path(), torch.device("cpu"), found=plan.data.found)
     make_trainer(plan, data=data)
     with pytest.raises(InputError, match="test records or units, but scores are covered for"):
         make_trainer(plan, data=replace(data, test=replace(data.test, units=None)))

@@ -82,7 +82,7 @@ def test_records_are_freed_with_their_plan() -> None:
     before = len(readers())
     plan = a_plan()
     assert len(readers()) == before + 1
-    data = load_data(plan.data.source, plan.data.folder, torch.device("cpu"), facts=plan.data.facts)
+    data = load_data(plan.data.source, plan.data.folder, torch.device("cpu"), found=plan.data.found)
     assert len(readers()) == before + 1  # read once
     del plan
     assert len(readers()) == before

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -51,7 +50,7 @@ def photos(root: Path, count: int = 40) -> Path:
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows that this process decodes."""
     seen: list[int] = []
 
@@ -64,8 +63,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     plain = decoding.decode_into
     monkeypatch.setattr(decoding, "decode_into", watched)
     monkeypatch.setattr(decoding, "FEW", 1000)
-    yield seen
-    user_data._READERS.clear()
+    return seen
 
 
 def plan_of(out: str = "run") -> TrainPlan:
@@ -94,7 +92,6 @@ def test_images_are_decoded_once_and_kept_for_their_owner_alone(
     photos(Path("photos"))
     first = load(Source(Path("photos")))
     assert sorted(decoded) == list(range(40))
-    user_data._READERS.clear()  # as in another process
     second = load(Source(Path("photos")))
     assert len(decoded) == 40
     np.testing.assert_array_equal(first[0][0], second[0][0])
@@ -109,7 +106,6 @@ def test_other_files_or_settings_are_decoded_again(what: str, decoded: list[int]
     """Also a file of the same name, size and time of writing as before."""
     root = photos(Path("photos"))
     load(Source(root))
-    user_data._READERS.clear()
     path = root / "cat" / "0002.png"
     if what == "contents":
         facts = path.stat()
@@ -200,7 +196,6 @@ def test_a_damaged_row_ends_the_run_and_is_decoded_again(
     size = 40 * 64
     content[rows.HEADER + (size // 2 if place == "row" else size + 640)] ^= 1
     file.write_bytes(content)
-    user_data._READERS.clear()
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
     args = ("train", "--dataset", "photos", "--out", "run", "--steps", "8", "--sigma", "9")
     result = dpmac(*args, "--batch-size", "20", "--device", "cpu")
@@ -208,7 +203,6 @@ def test_a_damaged_row_ends_the_run_and_is_decoded_again(
     assert f"{file} is damaged in row 20 and has been removed. Run the command again" in (
         result.output.replace("\n", " ")
     )
-    user_data._READERS.clear()
     assert dpmac(*args, "--batch-size", "20", "--device", "cpu", "--force").exit_code == 0
 
 
@@ -276,7 +270,6 @@ def test_with_skip_bad_images_are_decoded_once_all_the_same(
     (x, _), (x_test, _) = load(source)
     assert 4 not in np.concatenate([x, x_test])
     assert len(decoded) == 40
-    user_data._READERS.clear()
     assert user_data.inspect(source) == found
     assert len(decoded) == 40
     with pytest.raises(InputError, match=r"0004\.png cannot be read as an image"):
@@ -391,7 +384,6 @@ def test_a_run_is_resumed_with_the_images_that_it_began_with() -> None:
     first = finish(train(plan_of(), after(2)))
     assert first.state == "interrupted"
     Image.fromarray(np.full((8, 8), 200, np.uint8)).save("photos/cat/0002.png")
-    user_data._READERS.clear()
     with pytest.raises(InputError, match="The records are not those that the run started with"):
         list(resume("run"))
 
@@ -410,7 +402,6 @@ def test_processes_of_a_study_read_the_file_by_themselves(monkeypatch: pytest.Mo
 def test_a_file_of_another_user_is_not_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photos(Path("photos"))
     load(Source(Path("photos")))
-    user_data._READERS.clear()
     file = next(cache.rglob(f"*{WHOLE}"))
     assert whole(file) is not None
     monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)

@@ -91,7 +91,7 @@ def refused(dataset: str | InMemoryData = "notes.csv", **more: Any) -> str:
 def inputs(of: TrainPlan) -> Tensor:
     """Training and test records as the network sees them."""
     source, folder = of.data.source, of.data.folder
-    data = load_data(source, folder, torch.device("cpu"), facts=of.data.facts)
+    data = load_data(source, folder, torch.device("cpu"), found=of.data.found)
     images = torch.cat([data.train.images, data.test.images])
     return data.standardised(images)[:, :, 0, 0]
 

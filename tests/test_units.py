@@ -200,7 +200,7 @@ def write_table() -> None:
 
 @pytest.mark.privacy
 def test_a_unit_is_trained_on_or_tested_on() -> None:
-    train, test = outcome(user_data.load(Source(write_npz()), None))
+    train, test = outcome(user_data.load(Source(write_npz())))
     x, _, unit = patients()
     owner = {row.astype(np.float32).tobytes(): u for row, u in zip(x, unit, strict=True)}
     sides = [
@@ -215,10 +215,10 @@ def test_a_unit_is_trained_on_or_tested_on() -> None:
 @pytest.mark.privacy
 def test_another_unit_moves_no_unit_to_the_other_side() -> None:
     x, y, unit = patients()
-    _, test = outcome(user_data.load(Source(write_npz()), None))
+    _, test = outcome(user_data.load(Source(write_npz())))
     kept = unit != unit[0]
     np.savez("less.npz", x=x[kept], y=y[kept], unit=unit[kept], low=-4, high=4, classes=["n", "y"])
-    _, less = outcome(user_data.load(Source(Path("less.npz")), None))
+    _, less = outcome(user_data.load(Source(Path("less.npz"))))
     before, after = ({row.tobytes() for row in np.asarray(part.x)} for part in (test, less))
     assert after <= before
 
@@ -281,7 +281,7 @@ def test_units_of_images_are_told_by_their_paths() -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draws.integers(0, 256, (8, 8), dtype=np.uint8)).save(place)
     source = Source(Path("photos"), unit=r"patient(\d+)", test_fraction=0.3)
-    train, test = outcome(user_data.load(source, None))
+    train, test = outcome(user_data.load(source))
     assert train.units is not None
     assert len(train.units) + len(test.y) == 60
     assert user_data.inspect(source).facts.train_size == len(set(train.units.tolist())) < 12
@@ -307,7 +307,7 @@ def in_folders(persons: int = 24) -> Path:
 @pytest.mark.privacy
 def test_records_of_a_folder_are_one_unit_at_any_depth_and_in_every_class() -> None:
     source = Source(in_folders(), unit="folder", test_fraction=0.3)
-    train, test = outcome(user_data.load(source, None))
+    train, test = outcome(user_data.load(source))
     assert train.units is not None
     assert test.units is not None
     assert len(train.y) + len(test.y) == 72
@@ -424,7 +424,7 @@ def test_a_run_in_units_resumes_exactly_but_not_with_other_units() -> None:
     run.finish(run.train(whole))
     run.finish(run.train(stopped, after(6)))
     kept = Path("scans.npz").read_bytes()
-    train, _ = outcome(user_data.load(Source(Path("scans.npz")), None))
+    train, _ = outcome(user_data.load(Source(Path("scans.npz"))))
     assert train.units is not None
     one, other = np.unique(train.units)[:2]
     unit = patients()[2]

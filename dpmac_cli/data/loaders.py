@@ -11,8 +11,8 @@ import torch
 
 from dpmac_cli.data.array_file import channels_first
 from dpmac_cli.data.dataset import Data, Split, fingerprint, split_of, standardisation
-from dpmac_cli.data.registry import DATASETS, Dataset
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.splits import Records
 from dpmac_cli.data.units import units_of
 from dpmac_cli.data.user_data import inspect
@@ -28,10 +28,10 @@ def load_data(
     device: torch.device,
     *,
     download: bool = True,
-    facts: Dataset | None = None,
+    found: DataFacts | None = None,
 ) -> Data:
     """Load a dataset onto a device. Arguments and errors are those of :func:`loading`."""
-    return outcome(loading(chosen, data_dir, device, download=download, facts=facts))
+    return outcome(loading(chosen, data_dir, device, download=download, found=found))
 
 
 def loading(
@@ -40,22 +40,22 @@ def loading(
     device: torch.device,
     *,
     download: bool = True,
-    facts: Dataset | None = None,
+    found: DataFacts | None = None,
 ) -> Generator[Computing, None, Data]:
     """Load a dataset onto a device, and report progress if images are decoded.
 
     Args:
         chosen: a key of :data:`dpmac_cli.data.registry.DATASETS`, or your own dataset.
         data_dir: folder of registered datasets, also for downloads if ``download``.
-        facts: facts of your own dataset, read when the run was configured.
+        found: facts of your own dataset, read when the run was configured.
 
     Raises:
         InputError: files are missing and cannot be downloaded, are damaged, are not the published
-            ones, or do not match ``facts``.
+            ones, or do not match ``found``.
     """
     if isinstance(chosen, Source):
-        facts = facts or inspect(chosen).facts
-        records = yield from load_own(chosen, facts)
+        found = found or inspect(chosen)
+        facts, records = found.facts, (yield from load_own(chosen, found))
     else:
         facts = DATASETS[chosen]
         records = _from_torchvision(chosen, data_dir, download) if facts.torchvision else _digits()

@@ -5,15 +5,11 @@ Never imports torch. All faults of the files are reported together.
 
 from collections.abc import Generator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
-from dpmac_cli.data.class_folders import tree
 from dpmac_cli.data.complaints import left_out
 from dpmac_cli.data.image_folder import ImageFolder
-from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import TABLES, DataFacts, Source
 from dpmac_cli.data.splits import Records
 from dpmac_cli.data.text_folder import read_folder
@@ -24,45 +20,39 @@ from dpmac_cli.storage.progress import Computing
 
 def inspect(source: Source) -> DataFacts:
     """Return the facts of a dataset from names and headers. Raises InputError with all faults."""
-    reader = _reader_of(source)
+    reader = _read(source)
     return replace(reader.found, reader=reader)
 
 
-def load(source: Source, facts: Dataset | None) -> Generator[Computing, None, list[Records]]:
-    """Return training and test records, after checking that their facts are unchanged.
+def load(
+    source: Source, found: DataFacts | None = None
+) -> Generator[Computing, None, list[Records]]:
+    """Return training and test records: those that were found when the run was configured.
 
     Records are uint8, shape (records, channels, height, width), in a file if they were decoded; or
-    float32, shape (records, columns, 1, 1). Labels are int64, shape (records,). Raises InputError.
+    float32, shape (records, columns, 1, 1). Labels are int64, shape (records,).
+
+    Args:
+        source: the dataset.
+        found: its facts. With their reader, its records are returned, whatever became of the files;
+            without it, such as in another process, the dataset is read again.
+
+    Raises:
+        InputError: the dataset is read again and has other facts.
     """
-    reader = _reader_of(source)
-    if facts is not None and reader.found.facts != facts:
-        now, before = (f"{f.train_size:,} + {f.test_size:,}" for f in (reader.found.facts, facts))
-        raise InputError(
-            f"{source.path} changed while it was being read ({before} training and test records "
-            f"before, {now} now). Run the command again once nothing writes to it."
-        )
+    reader = found.reader if found is not None else None
+    if not isinstance(reader, ImageFolder | ArrayFile):
+        reader = _read(source)
+        if found is not None and reader.found.facts != found.facts:
+            parts = (reader.found.facts, found.facts)
+            now, before = (f"{part.train_size:,} + {part.test_size:,}" for part in parts)
+            raise InputError(
+                f"{source.path} changed while it was being read ({before} training and test "
+                f"records before, {now} now). Run the command again once nothing writes to it."
+            )
     if isinstance(reader, ImageFolder):
         return (yield from reader.load())
     return reader.load()
-
-
-def _reader_of(source: Source) -> ImageFolder | ArrayFile:
-    """Return a dataset's reader: that of facts that are still held, unless its folders changed."""
-    path = source.path.resolve()
-    # A folder's time changes when a file is added or removed.
-    places = [folder for folder, _ in tree(path, [], {})] if path.is_dir() else [path]
-    changed = max((place.stat().st_mtime_ns for place in places if place.exists()), default=0)
-    key = (source, path, changed)
-    if (reader := _READERS.get(key)) is None:
-        reader = _READERS[key] = _read(source)
-    return reader
-
-
-#: Readers by dataset, its path and the time of its last change. The facts of a dataset hold them,
-#: because scanning takes seconds, and records must not outlive the plan that they were read for.
-_READERS: WeakValueDictionary[tuple[Source, Path, int], ImageFolder | ArrayFile] = (
-    WeakValueDictionary()
-)
 
 
 def _read(source: Source) -> ImageFolder | ArrayFile:

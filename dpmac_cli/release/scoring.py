@@ -72,7 +72,7 @@ def score(
         factory=factory,
         network=network,
     )
-    data = load_data(plan.source, plan.folder, where, facts=known)
+    data = load_data(plan.source, plan.folder, where, found=plan.found)
     if plan.own and known.task != facts.task:
         raise ModelError(
             f"{plan.dataset} has {known.task.summary}, but {file} was trained on "

@@ -91,7 +91,7 @@ def prepare(
         _check_precision(network, facts, model, form)
     fingerprints = {**built.fingerprints, **declared_sums(plan.data, data)}
     if data is None:
-        data = yield from loading(plan.data.source, plan.data.folder, device, facts=facts)
+        data = yield from loading(plan.data.source, plan.data.folder, device, found=plan.data.found)
     if plan.data.own:
         fingerprints |= record_sums(data)
     if facts.own:

@@ -99,7 +99,7 @@ def share_data(runs: Sequence[Run]) -> dict[str | Source, Data]:
     cpu = torch.device("cpu")
     plans = {run.plan.data.source: run.plan.data for run in runs}
     return {
-        source: load_data(source, plan.folder, cpu, facts=plan.facts)
+        source: load_data(source, plan.folder, cpu, found=plan.found)
         for source, plan in plans.items()
     }
 

@@ -67,7 +67,7 @@ def carry_out(space: SearchSpace, stop: Callable[[], bool] = lambda: False) -> I
     folder.make_folder(out)
     with folder.locked(out):
         device = choose_device(first.run.device)
-        data = load_data(first.data.source, first.data.folder, device, facts=first.data.facts)
+        data = load_data(first.data.source, first.data.folder, device, found=first.data.found)
         with _secret_folder(secret):
             with _silence():
                 best = _best(space, secret / "trial", stop, data)
