@@ -414,7 +414,7 @@ def ours(
             steps_per_epoch=100,
             physical_batch=config.run.gpu_batch if data.gain.is_cuda else config.run.physical_batch,
         ),
-        randomness=Randomness(keys=keys, sampler=sampler, noise=noise),
+        randomness=Randomness(sampler=sampler, noise=noise),
         ranks=ranks,
     )
     return trainer.step

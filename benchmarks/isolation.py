@@ -126,7 +126,6 @@ def ours(task: Task, data: Data, batch: int, *, isolated: bool, loop: bool = Fal
             isolated=isolated,
         ),
         randomness=Randomness(
-            keys=keys,
             sampler=KeyedSampler("poisson", size=RECORDS, batch=batch, key=keys.sampler),
             noise=Noise(keys.noise),
         ),

@@ -60,7 +60,6 @@ def build(width: int, sigma: float, kappa: Any) -> Trainer:
         mechanism=GaussianMechanism(sigma, BATCH),
         plan=StepPlan(steps=STEPS, steps_per_epoch=STEPS, physical_batch=RECORDS),
         randomness=Randomness(
-            keys=keys,
             sampler=KeyedSampler("poisson", size=facts.train_size, batch=BATCH, key=keys.sampler),
             noise=Noise(keys.noise),
         ),

@@ -234,7 +234,6 @@ def make_trainer(
         mechanism=mechanism,
         plan=plan,
         randomness=Randomness(
-            keys=keys,
             sampler=sampler if leads else None,
             noise=(noise or Noise(keys.noise)) if leads else None,
             layers=LayerDraws(keys.layers) if plan.recipe.augmented or data.train.units else None,

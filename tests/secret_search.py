@@ -23,11 +23,9 @@ from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.randomness.keystream import STREAMS, Keys, KeyStream, make_keys
 from dpmac_cli.randomness.noise import SeededNormals
-from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import folder
 from dpmac_cli.training.trainer import Trainer
 
-#: What is not published: private by its name and by its mode.
-PRIVATE = (checkpoint.FOLDER,)
 #: Bytes of two neighbouring numbers: so many never agree by chance.
 PAIRS = (8, 16)
 NUMBER = re.compile(rb"(?<![\w.])-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?(?!\w|\.[0-9])")
@@ -125,10 +123,8 @@ def _text(path: Path, content: bytes) -> bytes:
 
 
 def published(where: Path) -> Iterator[Path]:
-    """Every file of a run folder that is not private, in branches too."""
-    for path in sorted(where.rglob("*")):
-        if path.is_file() and not set(path.relative_to(where).parts) & set(PRIVATE):
-            yield path
+    """Every file of a run folder, checkpoints among them, in branches too."""
+    return filter(Path.is_file, sorted(where.rglob("*")))
 
 
 def record(
@@ -171,10 +167,11 @@ def _record_surroundings(secrets: Secrets, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch, instead: int) -> None:
-    unseeded = itertools.count(UNSEEDED + 1000 * instead)
+    unseeded, made = itertools.count(UNSEEDED + 1000 * instead), list[Keys]()
 
-    def recorded(seed: int | None, base: int = 0) -> Keys:
-        keys = make_keys(next(unseeded) if seed is None else seed, base)
+    def recorded(seed: int | None, base: int = 0, part: int = 0) -> Keys:
+        keys = make_keys(next(unseeded) if seed is None else seed, base, part)
+        made.append(keys)
         for name in STREAMS:
             key, what = getattr(keys, name), f"the {name} key"
             secrets.word(int.from_bytes(key, "little"), what)
@@ -189,7 +186,7 @@ def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch, instea
 
     def drawn(trainer: Trainer, batch: Any) -> Tensor:
         """Before a step's noise: who was drawn, and by which seed."""
-        for key in (trainer.state.keys.sampler, trainer.state.keys.layers):
+        for key in (made[-1].sampler, made[-1].layers):
             stretch = KeyStream(key).at(trainer.state.step + 1)
             for word in stretch.generate_state(4, np.uint64).tolist():
                 secrets.word(word, "the sampler's seed")

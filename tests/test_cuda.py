@@ -22,7 +22,6 @@ from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.runs.session import Started
 from dpmac_cli.training.schedules import Recipe, StepPlan
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
@@ -173,9 +172,7 @@ def test_a_run_says_what_it_ran_on_and_can_be_scored() -> None:
 @pytest.mark.privacy
 def test_a_run_that_was_stopped_is_resumed_with_new_keys() -> None:
     stopped = train_events(digits_config(device="cuda", steps=9, out="run"), after(5))[1]
-    started, *_, last = run.resume(stopped.folder, {})
-    assert isinstance(started, Started)
-    assert started.fresh_noise == "steps on a GPU cannot be repeated bit for bit"
+    *_, last = run.resume(stopped.folder, {})
     assert isinstance(last, Finished)
     assert [event["steps"] for event in last.report["privacy"]["events"]] == [5, 4]
 

@@ -16,20 +16,20 @@ from dpmac_cli.release import run, scoring
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent
 from dpmac_cli.release.scoring import score
-from dpmac_cli.runs import checkpoint, folder, ledger, prepare
+from dpmac_cli.runs import folder, ledger, prepare
 from dpmac_cli.runs.session import Started
 from dpmac_cli.storage import files
 from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Run, plan
-from tests.digits_runs import after, digits, digits_config, same_weights
+from tests.digits_runs import after, digits, digits_config
 from tests.tiers import rest_long
 
 PLACES = 12
 STOPPED, STEPS = 14, 16
 NEWEST, BEFORE = "checkpoint/step-000000014.safetensors", "checkpoint/step-000000012.safetensors"
 LEDGER = f"checkpoint/{ledger.FILE}"
-FILES = (*folder.PUBLISHED, folder.SUMS, NEWEST, BEFORE, LEDGER, f"checkpoint/{checkpoint.NOTE}")
+FILES = (*folder.PUBLISHED, folder.SUMS, NEWEST, BEFORE, LEDGER)
 #: What a run is compared by, beside its weights.
 Result = dict[str, Any]
 
@@ -125,8 +125,8 @@ def test_a_flipped_byte_changes_no_score(name: str, runs: Path) -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", rest_long(beginning_with(LEDGER)))
-def test_a_flipped_byte_changes_no_resumed_run(name: str, runs: Path) -> None:
-    expected = result(runs / "whole")
+def test_a_flipped_byte_makes_no_resumed_run_cheaper(name: str, runs: Path) -> None:
+    whole = result(runs / "whole")["privacy"]
     refused = noted = 0
     for where in flipped(runs / "stopped", name, seed=2):
         try:
@@ -135,9 +135,11 @@ def test_a_flipped_byte_changes_no_resumed_run(name: str, runs: Path) -> None:
             refused += f"{folder.CONFIG} and its checksum in {folder.SUMS}" in str(failure)
             (where / folder.CONFIG).unlink()  # as the message says
             started, finished = finish(run.resume(where, {}))
-        noted += any("damaged" in note for note in started.notes)
-        assert same_weights(finished.folder, runs / "whole")
-        assert result(finished.folder) == expected
+        damaged = any("damaged" in note for note in started.notes)
+        noted += damaged
+        privacy = finished.report["privacy"]
+        assert (privacy["steps"], privacy["epsilon"]) >= (whole["steps"], whole["epsilon"])
+        assert privacy["steps"] == STEPS or damaged or name == folder.METRICS
         assert all(folder.vouched(where, published) for published in folder.PUBLISHED)
     count = count_of(runs / "stopped" / name)
     # A checksum file has a line for each of four files, of which the configuration's counts.

@@ -2,20 +2,16 @@
 
 import math
 import os
-import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import run
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
-from tests.digits_runs import after, contents, digits_config, train_digits, train_events
+from tests.digits_runs import contents, train_digits
 
 
 @pytest.mark.parametrize("failing", ["fsync", "chmod", "replace"])
@@ -131,7 +127,7 @@ def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> Non
 
 
 def test_what_a_failed_start_leaves_can_be_replaced(tmp_path: Path) -> None:
-    kept = folder.private_folder(tmp_path)
+    kept = folder.checkpoints(tmp_path)
     folder.check_chosen_folder(tmp_path, force=False)
     (kept / folder.LEDGER).write_text("{}")
     with pytest.raises(InputError, match="add --force"):
@@ -148,44 +144,6 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     before = os.umask(request.param)
     yield request.param
     os.umask(before)
-
-
-@pytest.mark.privacy
-@pytest.mark.usefixtures("umask")
-def test_what_is_private_is_its_owners_alone_under_any_umask() -> None:
-    config = digits_config(out="run", checkpoint_every="1")
-    first = train_events(config, after(2))[1]
-    (first.folder / checkpoint.FOLDER).chmod(0o755)  # as a copy may have left it
-    assert run.finish(run.resume(first.folder, {})).state == "finished"
-    *_, last = run.fork(first.folder, {"steps": "5", "out": "forked"})
-    assert isinstance(last, Finished)
-    found = 0
-    for path in (*first.folder.rglob("*"), *last.folder.rglob("*")):
-        if path.name == checkpoint.FOLDER:
-            assert path.stat().st_mode & 0o777 == 0o700, path
-        elif path.name == folder.LOCK or path.parent.name == checkpoint.FOLDER:
-            assert path.stat().st_mode & 0o777 == 0o600, path
-            found += 1
-    # Of each run the lock, two checkpoints, the ledger and a note.
-    assert found == 2 * (1 + 4)
-
-
-@pytest.mark.privacy
-@pytest.mark.usefixtures("umask")
-def test_a_checkpoint_is_never_open_to_others_while_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modes: dict[bool, list[int]] = {True: [], False: []}
-    fsync = os.fsync
-
-    def watch(handle: int) -> None:
-        about = os.fstat(handle).st_mode
-        modes[stat.S_ISDIR(about)].append(about & 0o777)
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", watch)
-    checkpoint.save(tmp_path, 3, {"theta": torch.ones(2)}, {"state": {}})
-    assert modes == {False: [0o600, 0o600], True: [0o700, 0o700]}
 
 
 def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.unchanged import Unchanged
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import finish, resume, train
+from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.session import Started
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.training.trainer import Trainer
-from tests.digits_runs import after, same_weights
 from tests.networks import CLASSES, Perceptron, WhitenedIfLarge
 from tests.tiers import rest_long
 from tests.typed import dpmac
@@ -129,16 +128,6 @@ def test_a_network_that_broadcasts_its_own_parameters_need_not_be_isolated(image
     assert_a_record_moves_the_sum_by_at_most_one(without_dropout(trainer))
 
 
-@pytest.mark.long
-def test_an_isolated_run_with_dropout_resumes_exactly(images: Path) -> None:
-    chosen = settings(images, "VisionTransformer", steps=6)
-    whole = finish(train(resolve(**chosen, out=images.parent / "whole").plan))
-    part = finish(train(resolve(**chosen, out=images.parent / "part").plan, stop=after(3)))
-    again = finish(resume(part.folder, {"model": chosen["model"]}))
-    assert len(again.report["privacy"]["events"]) == 1
-    assert same_weights(whole.folder, again.folder)
-
-
 RANDOM = pytest.mark.parametrize("model", ["RandomByTorch", "RandomByNumPy", "RandomByPython"])
 
 
@@ -163,18 +152,6 @@ def test_the_draws_of_a_record_differ_from_step_to_step_and_run_to_run(images: P
     one.state.step += 1
     sums.append(one._clip_and_sum(rows).clone())
     assert len({tuple(each.tolist()) for each in sums}) == 3
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("model", rest_long(["RandomByNumPy", "RandomByTorch", "RandomByPython"]))
-def test_a_resumed_run_repeats_the_draws_of_its_network(images: Path, model: str) -> None:
-    """Other draws would be other gradients, under the same noise."""
-    chosen = settings(images, model, steps=6, isolate=True)
-    whole = finish(train(resolve(**chosen, out=images.parent / "whole").plan))
-    part = finish(train(resolve(**chosen, out=images.parent / "part").plan, stop=after(3)))
-    again = finish(resume(part.folder, {"model": chosen["model"]}))
-    assert len(again.report["privacy"]["events"]) == 1
-    assert same_weights(whole.folder, again.folder)
 
 
 @pytest.mark.privacy

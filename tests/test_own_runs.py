@@ -1,6 +1,5 @@
 """A person's own data and network, from the command line to the last score."""
 
-import importlib
 import json
 import math
 import os
@@ -282,13 +281,11 @@ def test_an_outsiders_network_trains_resumes_and_is_scored(name: str) -> None:
     for file in ("report.json", "model.safetensors", "SHA256SUMS", "model-card.md"):
         (half / file).unlink()
     (half / "checkpoint" / "step-000000004.safetensors").unlink()
-    torch.manual_seed(99)  # as a new process would find another state
     done("train", "--resume", "half", "--model", factory)
     one, other = (
         safetensors.torch.load_file(f"{run}/model.safetensors") for run in ("whole", "half")
     )
     assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
     assert "not imported automatically" in refused("eval", "whole", code=4)
     scored = json.loads(done("eval", "whole", "--model", factory, "--json"))
     assert scored["accuracy"] == report_of("whole")["test"]["accuracy"]
@@ -498,8 +495,8 @@ def interrupted(data: str, *flags: str) -> Finished:
     [("--resume", "run"), ("--fork", "run", "--steps", "9", "--out", "fork")],
     ids=["resume", "fork"],
 )
-@pytest.mark.parametrize("what", ["more", "fewer", "others"])
-def test_a_run_goes_on_with_the_records_that_it_began_with(
+@pytest.mark.parametrize("what", ["more", "fewer"])
+def test_a_run_goes_on_with_as_many_records_as_it_began_with(
     what: str, flags: tuple[str, ...]
 ) -> None:
     data = Path(wine("wine.npz"))
@@ -509,11 +506,10 @@ def test_a_run_goes_on_with_the_records_that_it_began_with(
     found = {
         "more": {"x": np.concatenate([x, x]), "y": np.concatenate([y, y])},
         "fewer": {"x": x[:-1], "y": y[:-1]},
-        "others": {"x": x[::-1], "y": y[::-1]},
     }[what]
     np.savez(data, **{**arrays, **found})
     said = refused("train", *flags)
-    assert "not those that the run started with" in said
+    assert "records is not the one that the run started with" in said
     assert report_of("run")["privacy"] == before
     assert not Path("fork").exists()
 
@@ -525,7 +521,7 @@ def test_a_run_goes_on_with_the_records_that_it_began_with(
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("kind", ["npz", "folder"])
-def test_data_that_has_moved_is_named_anew_and_the_run_goes_on_exactly(kind: str) -> None:
+def test_data_that_has_moved_is_named_anew_and_the_run_goes_on(kind: str) -> None:
     data, moved = ("wine.npz", "there/vino.npz") if kind == "npz" else ("photos", "there/pictures")
     if kind == "npz":
         wine(data)
@@ -533,7 +529,7 @@ def test_data_that_has_moved_is_named_anew_and_the_run_goes_on_exactly(kind: str
         photos(data, split=False)
     settings = {"model": "mlp-small", "steps": "8", "batch_size": "64", "sigma": "4"}
     common = {"dataset": data, "device": "cpu", "seed": "5", **settings}
-    whole = finish(train(resolve(common, out="whole").plan))
+    list(train(resolve(common, out="whole").plan))  # else decoding is interrupted
     finish(train(resolve(common, out="run").plan, after(3)))
     Path("there").mkdir()
     Path(data).rename(moved)
@@ -541,29 +537,22 @@ def test_data_that_has_moved_is_named_anew_and_the_run_goes_on_exactly(kind: str
     assert f"{data} was not found" in said
     assert "set --dataset to its new path" in said
 
-    output = done("train", "--resume", "run", "--dataset", moved)
-    assert "with new noise" not in output
-    report = report_of("run")
-    assert report["privacy"]["events"] == whole.report["privacy"]["events"]
-    assert report["test"]["accuracy"] == whole.report["test"]["accuracy"]
-    one, other = (
-        safetensors.torch.load_file(f"{run}/model.safetensors") for run in ("whole", "run")
-    )
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    done("train", "--resume", "run", "--dataset", moved)
+    assert report_of("run")["privacy"]["steps"] == 8
     assert f"dataset: {moved}" in Path("run/config.yaml").read_text()
     done("eval", "run")
     assert "is finished" in refused("train", "--resume", "run")
 
 
 @pytest.mark.privacy
-def test_only_the_same_records_may_be_named_anew() -> None:
+def test_only_as_many_records_may_be_named_anew() -> None:
     interrupted(wine("wine.npz"))
     before = Path("run/config.yaml").read_bytes()
     arrays = dict(np.load("wine.npz"))
-    np.savez("other.npz", **{**arrays, "x": arrays["x"][::-1]})
+    np.savez("other.npz", **{**arrays, "x": arrays["x"][1:], "y": arrays["y"][1:]})
     for flags in (("--resume", "run"), ("--fork", "run", "--steps", "9")):
         said = refused("train", *flags, "--dataset", "other.npz")
-        assert "not those that the run started with" in said
+        assert "records is not the one that the run started with" in said
     assert "cannot change" in refused("train", "--resume", "run", "--dataset", "digits")
     assert Path("run/config.yaml").read_bytes() == before
     finish(train(resolve(dataset="digits", steps=2, sigma=4, out="digits").plan, after(1)))
@@ -571,60 +560,33 @@ def test_only_the_same_records_may_be_named_anew() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("what", ["low", "high", "classes"])
-def test_records_are_read_as_they_were_in_a_run_that_goes_on_exactly(what: str) -> None:
+def test_classes_are_named_as_they_were_in_a_run_that_goes_on() -> None:
     interrupted(wine("wine.npz"))
     arrays = dict(np.load("wine.npz"))
-    wider = {"low": arrays["low"] - 1, "high": arrays["high"] + 1}
     renamed = np.array(["other", *arrays["classes"][1:]])
-    np.savez(
-        "wine.npz",
-        **{
-            **arrays,
-            **wider,
-            "classes": renamed,
-            **{name: arrays[name] for name in {"low", "high", "classes"} - {what}},
-        },
-    )
+    np.savez("wine.npz", **{**arrays, "classes": renamed})
     said = refused("train", "--resume", "run")
-    assert "not those that the run started with" in said
+    assert "The names of the classes" in said
     np.savez("wine.npz", **arrays)
     done("train", "--resume", "run")
 
 
 @pytest.mark.privacy
-def test_another_network_is_for_a_fork() -> None:
+def test_a_network_may_change_if_its_parameters_keep_their_shapes() -> None:
     made = NETWORKS["recurrent"]
     Path("net_own.py").write_text(made)
     interrupted(wine("wine.npz"), "model", "net_own.py:make")
-    resume = ("train", "--resume", "run", "--model")
-    Path("net_own.py").write_text(made.replace("sigmoid", "tanh"))
-    assert "of --model is not the one" in refused(*resume, "net_own.py:make")
-    Path("net_own.py").write_text(made)
-    Path("net_two.py").write_text(f"{made}\ntwo = make\n")
-    assert "of --model is not the one" in refused(*resume, "net_two.py:make")
-    Path("net_two.py").write_text(made)
-    assert "has no callable 'two'" in refused(*resume, "net_two.py:two")
-    done(*resume, "net_two.py:make")  # the same one, at another place
-    assert len(report_of("run")["privacy"]["events"]) == 1
     Path("net_own.py").write_text(made.replace("sigmoid", "tanh"))
     fork = ("train", "--fork", "run", "--model", "net_own.py:make", "--steps", "9")
-    assert "with new noise: a fork of run" in done(*fork, "--out", "fork")
+    assert "with new noise" in done(*fork, "--out", "fork")
     assert len(report_of("fork")["privacy"]["events"]) == 2
     smaller = "nn.Sequential(nn.Flatten(), nn.Linear(13, 3))"
     Path("net_own.py").write_text(f"from torch import nn\n\ndef make():\n    return {smaller}\n")
     said = refused(*fork, "--out", "smaller", code=4)
     assert "The checkpoint belongs to another model or optimizer" in said
     assert not Path("smaller").exists()
-
-
-@pytest.mark.privacy
-def test_another_factory_of_the_same_file_is_another_network() -> None:
-    Path("net_own.py").write_text(f"{NETWORKS['recurrent']}\ntwo = make\n")
-    interrupted(wine("wine.npz"), "model", "net_own.py:make")
-    assert "of --model is not the one" in refused(
-        "train", "--resume", "run", "--model", "net_own.py:two"
-    )
+    Path("net_two.py").write_text(made)
+    done("train", "--resume", "run", "--model", "net_two.py:make")
 
 
 #: A network with a part that it draws when it is built, and does not train.
@@ -654,7 +616,7 @@ def buffer_of(run: str) -> Tensor:
 @pytest.mark.privacy
 @pytest.mark.parametrize("drawn", ["torch.randn(())", "np.random.normal()", "random.random()"])
 def test_what_a_network_draws_and_does_not_train_stays(drawn: str) -> None:
-    """Otherwise an exact resume adds the same noise to other gradients."""
+    """The rest of the state was trained with it."""
     Path("net_own.py").write_text(DRAWING.format(drawn=drawn))
     interrupted(wine("wine.npz"), "model", "net_own.py:Net")
     shutil.copytree("run", "again")
@@ -664,38 +626,9 @@ def test_what_a_network_draws_and_does_not_train_stays(drawn: str) -> None:
         random.seed()
         done("train", "--resume", run, *model)
     first, again = (safetensors.torch.load_file(f"{r}/model.safetensors") for r in ("run", "again"))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert torch.equal(first["drawn"], again["drawn"])
     done("train", "--fork", "run", *model, "--steps", "9", "--out", "fork")
     assert torch.equal(buffer_of("fork"), first["drawn"])
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("drawn", ["secrets.randbelow(9**9)", "np.random.default_rng().normal()"])
-def test_a_network_that_is_another_when_it_is_built_again_is_not_resumed(drawn: str) -> None:
-    Path("net_own.py").write_text(DRAWING.format(drawn=drawn))
-    interrupted(wine("wine.npz"), "model", "net_own.py:Net")
-    said = refused("train", "--resume", "run", "--model", "net_own.py:Net")
-    assert "buffers, frozen parameters, other values or code of --model are not those" in said
-
-
-@pytest.mark.privacy
-def test_code_that_the_file_of_a_network_imports_may_not_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    for factor in (1, 2):
-        Path("parts_own.py").write_text(f"def cos(x):\n    return {factor} * x.cos()\n")
-        Path("net_own.py").write_text(
-            DRAWING.format(drawn=1)
-            .replace("torch.cos", "parts_own.cos")
-            .replace("import random", "import parts_own")
-        )
-        sys.modules.pop("parts_own", None)
-        importlib.invalidate_caches()
-        if factor == 1:
-            interrupted(wine("wine.npz"), "model", "net_own.py:Net")
-    said = refused("train", "--resume", "run", "--model", "net_own.py:Net")
-    assert "buffers, frozen parameters, other values or code of --model are not those" in said
 
 
 @pytest.mark.privacy
@@ -861,7 +794,7 @@ def test_a_run_with_a_declared_schema_resumes_and_is_scored_without_a_class() ->
         said = refused("train", "--fork", "run", f"--{name}", value)
         assert f"--{name} cannot change in a fork" in said
     done("train", "--resume", "run")
-    assert len(report_of("run")["privacy"]["events"]) == 1
+    assert report_of("run")["privacy"]["steps"] == 8
     scored = json.loads(done("eval", "run", "--json"))
     assert scored["accuracy"] == report_of("run")["test"]["accuracy"]
 

@@ -37,7 +37,7 @@ from dpmac_cli.training import trainer as training
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.private_scores import PrivateScore, counts, release_score
-from tests.digits_runs import SEED, after, digits_config, same_weights, train_digits, train_events
+from tests.digits_runs import SEED, after, digits_config, train_digits, train_events
 from tests.helpers import class_task
 from tests.kinks import at_kinks
 from tests.test_replaced import killed_at
@@ -322,23 +322,20 @@ def test_every_run_and_every_score_has_noise_of_its_own() -> None:
 
 
 @pytest.mark.privacy
-def test_an_interrupted_run_releases_no_score_and_is_resumed_exactly() -> None:
+def test_an_interrupted_run_releases_no_score() -> None:
     settings = {**COVERED, "seed": SEED}
-    whole = train_digits(**settings, out="whole")
     stopped = train_events(digits_config(**settings, out="stopped"), after(20))[1]
     assert stopped.report["test"]["accuracy"] is None
     assert stopped.report["test"]["accuracy_interval"] is None
     assert stopped.report["privacy"]["covered_scores"]["released"] == 0
     assert [line["test_accuracy"] for line in lines(Path("stopped"))] == [None, None]
     resumed = run.finish(run.resume("stopped", {}))
-    assert same_weights(Path("whole"), Path("stopped"))
-    assert resumed.report["test"] == whole.report["test"]
     assert resumed.report["privacy"]["covered_scores"]["released"] == 1
 
 
 @pytest.mark.privacy
 def test_a_score_is_saved_before_it_is_shown() -> None:
-    """Or a resume with other noise would release another one in its place."""
+    """Or a resume would release another one in its place."""
     for event in run.train(digits_config(**COVERED, score_every="1", out="run")):
         if isinstance(event, Update) and isinstance(event.event, Evaluated):
             break
@@ -347,14 +344,11 @@ def test_a_score_is_saved_before_it_is_shown() -> None:
 
 @pytest.mark.privacy
 @pytest.mark.long
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("first", [1, 2])
 def test_no_score_is_released_twice_whatever_is_killed(
-    elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+    first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At changes of the disk: what was shown stays, and another score is another release.
-
-    Of two changes in a row, one is where the machine stays the same, and the other elsewhere.
-    """
+    """At changes of the disk: what was shown stays, and another score is another release."""
     flags: dict[str, Any] = {"cover_scores": True, "score_every": 1, "batch_size": 720, "epochs": 2}
 
     def watched(events: Any, seen: dict[int, set[float]]) -> None:
@@ -367,26 +361,22 @@ def test_no_score_is_released_twice_whatever_is_killed(
         for line in read_lines(Path(out, "metrics.jsonl")):
             seen.setdefault(line["step"], set()).add(line["test_accuracy"])
 
-    for call in range(1 + elsewhere, 100, 2):
+    for call in range(first, 100, 2):
         out, shown = f"run-{call}", dict[int, set[float]]()
         with killed_at(call, monkeypatch) as calls:
             watched(run.train(digits_config(out=out, **flags)), shown)
         written(out, shown)
         if calls[0] >= 0:
             return
-        with monkeypatch.context() as patched:
-            if elsewhere:
-                patched.setattr("torch.backends.cpu.get_cpu_capability", lambda: "others")
-            try:
-                watched(run.resume(out, {}), shown)
-            except InputError as failure:
-                assert "is finished" in str(failure) or not shown  # noqa: PT017
-                continue
+        try:
+            watched(run.resume(out, {}), shown)
+        except InputError as failure:
+            assert "is finished" in str(failure) or not shown  # noqa: PT017
+            continue
         written(out, shown)
         report = json.loads(Path(out, "report.json").read_text())
         released = sum(e["steps"] for e in report["privacy"]["events"] if e["records"] == "test")
         assert sum(map(len, shown.values())) <= released
-        assert elsewhere or all(len(scores) == 1 for scores in shown.values())
     pytest.fail("it never ended")
 
 

@@ -3,13 +3,9 @@
 import copy
 import functools
 import itertools
-import json
 import multiprocessing
 import os
 import pickle
-import random
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +33,10 @@ from dpmac_cli import (
     total_epsilon,
 )
 from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
 from dpmac_cli.randomness.noise import SeededNormals
+from dpmac_cli.randomness.sampling import KeyedSampler
+from dpmac_cli.runs import private_step
 from tests.tiers import one_in
 
 WORDS, LENGTH, RECORDS, BATCH = 20, 6, 200, 12
@@ -424,92 +423,22 @@ def test_workers_change_nothing() -> None:
 
 
 class Dropping(Reader):
-    """With dropout, whose random numbers are repeated too."""
+    """With dropout."""
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         logits = super().forward(**inputs)["logits"]
         return {"logits": nn.functional.dropout(logits, 0.3, self.training)}
 
 
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("isolate", "optimizer"),
-    one_in(3, itertools.product([False, True], ["dp-macadam", "dp-sgd"])),
-)
-def test_a_training_that_was_killed_goes_on_exactly(optimizer: str, isolate: bool) -> None:
-    settings: dict[str, Any] = {**SETTINGS, "steps": 20, "optimizer": optimizer, "seed": None}
-
-    def made(**changes: Any) -> PrivateStep:
-        torch.manual_seed(0)
-        chosen = {**settings, **changes}
-        return PrivateStep(Dropping(), loss, sampling=POISSON, isolate=isolate, **chosen)
-
-    step, saved = made(), []
-    for batch in step.loader(Turned()):
-        if step(batch) % 7 == 0:
-            saved.append(copy.deepcopy(step.state_dict()))
-    for state in saved:
-        again = made()
-        again.load_state_dict(state)
-        assert again.taken == state["begun"]
-        assert trained(again, Turned()).equal(weights(step.model))
-        assert again.epsilon == step.epsilon
-    with pytest.raises(InputError, match="sigma is 2"):
-        made(sigma=2.0).load_state_dict(saved[0])
-    again = made()
-    again.load_state_dict(saved[0])
-    with pytest.raises(InputError, match="not the one that this training began with"):
-        again.loader(Notes())
-
-
-# The noise of a step is never added to two different sums.
-
-WEIGHT = 1.0
-CHANCE = random.Random(0)
-
-
-def weighted(model: nn.Module, batch: dict[str, Tensor], *, power: float = 1.0) -> Tensor:
-    """A loss with a global, a default value, a helper and a set of constants."""
-    known = {name for name in batch if name in {"input_ids", "attention_mask"}}
-    return scaled(loss(model, batch)) ** power * WEIGHT * len(known)
-
-
-def scaled(losses: Tensor) -> Tensor:
-    return losses * 1.0
-
-
-def twice(losses: Tensor) -> Tensor:
-    return losses * 2.0
-
-
-def halved(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    return cross_entropy(model(**inputs)["logits"], batch["labels"], reduction="none") / 2
-
-
-def undecided(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return loss(model, batch) * (1.0 if CHANCE is None else 2.0)
-
-
-def slow(theta: Tensor, eta: float, private: Any, moments: Any) -> None:
-    theta.sub_(private.value, alpha=eta / 2)
-
-
-def forward_otherwise(self: Any, *, input_ids: Tensor, attention_mask: Tensor) -> Any:
-    mask = attention_mask.unsqueeze(2).float()
-    mean = (self.words(input_ids) * mask).sum(1) / mask.sum(1).clamp(min=1)
-    return {"logits": self.head(torch.sin(mean))}
-
-
 def made(**changes: Any) -> PrivateStep:
-    return PrivateStep(reader(), weighted, sampling=POISSON, **{**SETTINGS, **changes})
+    return PrivateStep(reader(), loss, sampling=POISSON, **{**SETTINGS, **changes})
 
 
 def saved_after(step: PrivateStep, steps: int) -> dict[str, Any]:
     for batch in step.loader(Notes()):
         if step(batch) == steps:
             break
-    return step.state_dict()
+    return copy.deepcopy(step.state_dict())
 
 
 @functools.cache
@@ -523,207 +452,143 @@ def saved() -> dict[str, Any]:
     return copy.deepcopy(after_two())
 
 
-def continued(saved: dict[str, Any], **changes: Any) -> PrivateStep:
-    step = made(**changes)
-    step.load_state_dict(copy.deepcopy(saved))
-    return step
-
-
 @pytest.mark.privacy
-def test_a_state_is_refused_by_other_code(
-    saved: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("isolate", "optimizer"),
+    one_in(3, itertools.product([False, True], ["dp-macadam", "dp-sgd"])),
+)
+def test_a_training_that_was_killed_goes_on_and_counts_the_lost_steps(
+    optimizer: str, isolate: bool
 ) -> None:
-    """Whatever computes the sums: code, globals, defaults, class attributes, software, rules."""
-    here = sys.modules[__name__]
-    changes: list[tuple[Any, str, Any, str]] = [
-        (here, "loss", halved, "loss.global loss"),
-        (here, "scaled", twice, "loss.global scaled"),
-        (here, "WEIGHT", 2.0, "loss.global WEIGHT"),
-        (weighted, "__kwdefaults__", {"power": 2.0}, "loss.__kwdefaults__"),
-        (weighted, "__code__", loss.__code__, "loss"),
-        (Reader, "forward", forward_otherwise, "forward"),
-        (Reader, "bias", 0.5, "class Reader"),
-        (torch, "__version__", "0.1", "torch"),
-        (nn.Linear, "forward", lambda layer, x: x @ layer.weight.T, "class Linear"),
-    ]
-    for owner, name, value, said in changes:
-        with monkeypatch.context() as changed:
-            changed.setattr(owner, name, value, raising=False)
-            with pytest.raises(InputError, match="without any noise") as caught:
-                continued(saved)
-            assert said in str(caught.value), said
-    with pytest.raises(InputError, match="without any noise"):
-        continued(saved, rule=slow)
-    network = reader()
-    network.register_forward_pre_hook(lambda *_: None)
-    with pytest.raises(InputError, match="_forward_pre_hooks"):
-        PrivateStep(network, weighted, sampling=POISSON, **SETTINGS).load_state_dict(saved)
-    continued(saved)
+    settings: dict[str, Any] = {"steps": 20, "optimizer": optimizer, "isolate": isolate}
+
+    def begun() -> PrivateStep:
+        return PrivateStep(Dropping(), loss, sampling=POISSON, **{**SETTINGS, **settings})
+
+    first, again = begun(), begun()
+    state = saved_after(first, 7)
+    for batch in itertools.islice(first.loader(Notes()), 3):
+        first(batch)
+    again.load_state_dict(state, taken=10)
+    assert again.taken == 7
+    assert weights(again.model).equal(state["tensors"]["theta"])
+    assert again.epsilon == first.epsilon == total_epsilon((POISSON.event(SIGMA, 10),), again.delta)
+    trained(again, Notes())
+    assert again.taken == len(again) == 20
+    assert again.epsilon == total_epsilon((POISSON.event(SIGMA, 23),), again.delta)
 
 
 @pytest.mark.privacy
-def test_a_state_is_refused_by_another_constant_in_a_closure_or_a_network() -> None:
-    def started_with(factor: Tensor, shift: float) -> PrivateStep:
-        network = reader()
-        network.register_buffer("shift", torch.full((1,), shift), persistent=False)
-
-        def own(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-            return loss(model, batch) * factor
-
-        return PrivateStep(network, own, sampling=POISSON, **SETTINGS)
-
-    state = saved_after(started_with(torch.ones(1), 0.0), 1)
-    with pytest.raises(InputError, match=r"loss\.factor"):
-        started_with(torch.full((1,), 2.0), 0.0).load_state_dict(state)
-    with pytest.raises(InputError, match=r"network\.shift"):
-        started_with(torch.ones(1), 1.0).load_state_dict(state)
-    started_with(torch.ones(1), 0.0).load_state_dict(state)
-    one, two = (
-        PrivateStep(reader(), own, sampling=POISSON, **SETTINGS)
-        for own in (lambda m, b: loss(m, b) * 2.0, lambda m, b: loss(m, b) * 3.0)
-    )
-    with pytest.raises(InputError, match="without any noise"):
-        two.load_state_dict(saved_after(one, 1))
-
-
-@pytest.mark.privacy
-def test_code_that_cannot_be_compared_is_not_saved() -> None:
-    step = PrivateStep(reader(), undecided, sampling=POISSON, **SETTINGS)
-    with pytest.raises(InputError, match=r"loss\.global CHANCE cannot be compared"):
-        saved_after(step, 1)
-
-
-ELSEWHERE = """
-import sys, torch
-from tests.test_private_step import Notes, continued, trained
-torch.set_num_threads(1)
-print(trained(continued(torch.load(sys.argv[1], weights_only=False)), Notes()).tolist())
-"""
-
-
-@pytest.mark.privacy
-@pytest.mark.long
-def test_another_process_has_the_same_code(saved: dict[str, Any], tmp_path: Path) -> None:
-    """Whatever its hash seed and its addresses."""
-    torch.save(saved, tmp_path / "state")
-    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "state")]
-    run = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONHASHSEED": "7"},
-        cwd=Path(__file__).parents[1],
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == trained(continued(saved), Notes()).tolist()
-
-
-def noise_of(step: PrivateStep, *, lr: float | None = None, write: float = 0.0) -> list[Tensor]:
-    """The noise of the remaining steps, after the learning rate or a weight was set."""
-    drawn: list[Tensor] = []
-    standard_normal = SeededNormals.standard_normal
+@pytest.mark.parametrize("seed", [None, 3])
+def test_no_noise_and_no_batch_is_drawn_again(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whatever continues from a state, from a seed or not; and no key is in the state."""
+    noise, batches, keys = list[Tensor](), list[tuple[int, ...]](), list[Keys]()
+    standard_normal, draw = SeededNormals.standard_normal, KeyedSampler.draw
 
     def spied(self: SeededNormals, *given: Any) -> Tensor:
-        drawn.append(standard_normal(self, *given))
-        return drawn[-1].clone()
+        noise.append(standard_normal(self, *given))
+        return noise[-1].clone()
 
-    if lr is not None:
-        step.lr = lr
-    with torch.no_grad():
-        next(step.model.parameters()).data[0, 0] += write
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SeededNormals, "standard_normal", spied)
-        trained(step, Notes())
-    return drawn
+    def drawn(self: KeyedSampler, step: int) -> Any:
+        found = draw(self, step)
+        batches.append(tuple(found))
+        return found
 
+    def kept(*given: Any, **options: Any) -> Keys:
+        keys.append(make_keys(*given, **options))
+        return keys[-1]
 
-def shared(one: list[Tensor], other: list[Tensor]) -> list[bool]:
-    """Whether the noise of each step is the same; otherwise no number of it is."""
-    pairs = list(zip(one, other, strict=True))
-    same = [a.equal(b) for a, b in pairs]
-    assert [bool(a.eq(b).any()) for a, b in pairs] == same
-    return same
-
-
-@pytest.mark.privacy
-def test_continuations_share_noise_only_where_their_sums_are_the_same(
-    saved: dict[str, Any],
-) -> None:
-    """A learning rate changes the sums after its step; a weight that is written, this sum too."""
-    plain = noise_of(continued(saved))
-    assert shared(plain, noise_of(continued(saved), lr=SETTINGS["lr"])) == [True] * 4
-    fast, faster = (noise_of(continued(saved), lr=lr) for lr in (0.02, 0.04))
-    assert shared(fast, noise_of(continued(saved, lr=0.5), lr=0.02)) == [True] * 4
-    for one, other in ((plain, fast), (plain, faster), (fast, faster)):
-        assert shared(one, other) == [True, False, False, False]
-    written, more = (noise_of(continued(saved), write=by) for by in (0.5, 0.75))
-    for one, other in ((plain, written), (plain, more), (written, more)):
-        assert shared(one, other) == [False] * 4
+    monkeypatch.setattr(SeededNormals, "standard_normal", spied)
+    monkeypatch.setattr(KeyedSampler, "draw", drawn)
+    monkeypatch.setattr(private_step, "make_keys", kept)
+    first, again = made(seed=seed), made(seed=seed)
+    state = saved_after(first, 2)
+    again.load_state_dict(state, taken=2)
+    trained(again, Notes())
+    assert not any(a.eq(b).any() for a, b in itertools.combinations(noise, 2))
+    assert len({*batches}) == len(batches) == 6
+    written = pickle.dumps(state) + repr(state).encode()
+    for each in keys:
+        for name in STREAMS:
+            key = getattr(each, name)
+            assert key not in written
+            assert key.hex().encode() not in written
 
 
 @pytest.mark.privacy
-def test_a_step_in_which_memory_ran_out_has_noise_of_its_own(saved: dict[str, Any]) -> None:
-    """Its sum is that of other chunks, which rounds differently under the same noise."""
-
-    def short_of_memory(state: dict[str, Any]) -> PrivateStep:
-        step = continued(state)
-        assert step._engine is not None
-        of, failures = step._engine.sums.clipped_sum.of, iter([MemoryError])
-
-        def failing(*given: Any) -> None:
-            for failure in failures:
-                raise failure
-            of(*given)
-
-        step._engine.sums.clipped_sum.of = failing  # type: ignore[assignment,method-assign]
-        return step
-
-    step = short_of_memory(saved)
-    found = noise_of(step)
-    assert step._engine is not None
-    assert step._engine.descent.state.chunk < continued(saved).state_dict()["numbers"]["chunk"]
-    for other in (noise_of(continued(saved)), noise_of(short_of_memory(saved))):
-        assert shared(found, other) == [False] * 4
+@pytest.mark.parametrize("sampling", [RandomAllocation, Cyclic])
+def test_a_continued_training_begins_an_epoch(sampling: Any) -> None:
+    """A record is in one batch of each epoch that is counted."""
+    drawn = sampling(n=RECORDS, batch_size=BATCH)
+    settings: dict[str, Any] = {**SETTINGS, "steps": 2 * drawn.steps_per_epoch}
+    first, again = (PrivateStep(reader(), loss, sampling=drawn, **settings) for _ in range(2))
+    again.load_state_dict(saved_after(first, 1), taken=1)
+    rows = []
+    for batch in again.loader(Notes()):
+        rows.append(len(batch["labels"]))
+        again(batch)
+    assert sum(rows[: drawn.steps_per_epoch]) == RECORDS
+    counted = (drawn.event(SIGMA, 1), drawn.event(SIGMA, settings["steps"] - 1))
+    assert again.epsilon == total_epsilon(counted, again.delta)
 
 
 @pytest.mark.privacy
-def test_a_state_remembers_what_was_set(saved: dict[str, Any]) -> None:
-    """Saved right after a rate and a weight were set, or a step later, it continues exactly."""
-    step, states = continued(saved), []
+def test_a_training_for_an_epsilon_keeps_to_it() -> None:
+    settings: dict[str, Any] = {**SETTINGS, "steps": 20, "epsilon": 2.0}
+    del settings["sigma"]
+    first, again = (PrivateStep(reader(), loss, sampling=POISSON, **settings) for _ in range(2))
+    again.load_state_dict(saved_after(first, 7), taken=10)
+    assert len(again) == 17
+    trained(again, Notes())
+    assert 1.9 < again.epsilon <= 2.0
+    done = made(epsilon=2.0, sigma=None, steps=20)
+    done.load_state_dict(saved_after(made(epsilon=2.0, sigma=None, steps=20), 7), taken=20)
+    assert len(done) == done.taken == 7
+    with pytest.raises(BudgetError):
+        done(Notes()[0])
+
+
+@pytest.mark.privacy
+def test_a_state_may_be_loaded_with_other_settings(saved: dict[str, Any]) -> None:
+    other = OwnLoader(Poisson(n=20 * RECORDS, batch_size=BATCH))
+    step = PrivateStep(reader(), loss, sampling=other, **{**SETTINGS, "sigma": 2.0})
+    step.load_state_dict(saved, taken=3)
+    step(torch.utils.data.default_collate([Notes()[i] for i in range(BATCH)]))
+    events = (POISSON.event(SIGMA, 3), other.event(2.0, 1))
+    assert step.epsilon == total_epsilon(events, step.delta)
+    new = PrivateStep(step.model, loss, sampling=POISSON, **SETTINGS)
+    assert new.epsilon == total_epsilon((*events, POISSON.event(SIGMA, 0)), new.delta)
+
+
+def test_a_state_keeps_the_rate_that_was_set() -> None:
+    step = made()
     step.lr = 0.05
-    with torch.no_grad():
-        next(step.model.parameters())[0, 0] += 0.5
-    states.append(copy.deepcopy(step.state_dict()))
-    for batch in step.loader(Notes()):
-        step(batch)
-        states.append(copy.deepcopy(step.state_dict()))
-    for state in states[:2]:
-        again = continued(state)
-        assert again.lr == 0.05
-        assert trained(again, Notes()).equal(weights(step.model))
+    again = made()
+    again.load_state_dict(saved_after(step, 1), taken=1)
+    assert again.lr == 0.05
 
 
 @pytest.mark.privacy
-def test_steps_that_cannot_be_repeated_get_new_noise(saved: dict[str, Any]) -> None:
-    """On another machine, and with a loader that may draw other batches."""
-    other = {**saved, "environment": {**saved["environment"], "threads": 77}}
-    step = continued(other)
-    assert "threads" in step.notes[-1]
-    assert "does not count" in step.notes[-1]
-    assert shared(noise_of(step), noise_of(continued(saved))) == [False] * 4
+def test_a_state_is_loaded_with_the_steps_that_were_taken(saved: dict[str, Any]) -> None:
+    for taken in (1, 7):
+        with pytest.raises(InputError, match=f"taken is {taken}, but the state holds 2 of 6"):
+            made().load_state_dict(saved, taken=taken)
+    step = made()
+    step.load_state_dict(saved, taken=2)
+    with pytest.raises(InputError, match="into a new PrivateStep"):
+        step.load_state_dict(saved, taken=2)
+    with pytest.raises(ModelError, match="belongs to another model or optimizer"):
+        made(optimizer="dp-sgd").load_state_dict(saved, taken=2)
 
-    def own() -> PrivateStep:
-        return PrivateStep(reader(), weighted, sampling=OwnLoader(POISSON), **SETTINGS)
 
-    batch = torch.utils.data.default_collate([Notes()[i] for i in range(BATCH)])
-    first, second = own(), own()
-    first(batch)
-    second.load_state_dict(first.state_dict())
-    assert "your own loader" in second.notes[-1]
-    first(batch)
-    second(batch)
-    assert not weights(first.model).equal(weights(second.model))
+def test_what_is_not_a_state_is_refused(saved: dict[str, Any]) -> None:
+    parts = {name: value for name, value in saved.items() if name != "trainings"}
+    odd: list[Any] = [reader().state_dict(), {}, parts, None, [1], "state.pt"]
+    for given in odd:
+        with pytest.raises(InputError, match="This is not a state of PrivateStep"):
+            started().load_state_dict(given, taken=2)
 
 
 def own(n: int = RECORDS, batch_size: int = BATCH) -> OwnLoader:
@@ -731,113 +596,7 @@ def own(n: int = RECORDS, batch_size: int = BATCH) -> OwnLoader:
 
 
 def sampled(sampling: Any) -> PrivateStep:
-    return PrivateStep(reader(), weighted, sampling=sampling, delta=1e-5, **SETTINGS)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("saved_with", "loaded_with"),
-    [
-        (own(), own(n=20 * RECORDS)),  # a smaller rate for steps that were taken at a larger one
-        (own(), POISSON),  # the same noise for other batches
-        (POISSON, own()),
-        (own(), OwnLoader(RandomAllocation(n=RECORDS, batch_size=BATCH))),
-    ],
-)
-def test_a_state_is_refused_by_another_sampling(saved_with: Any, loaded_with: Any) -> None:
-    first = sampled(saved_with)
-    if saved_with is POISSON:
-        state = saved_after(first, 1)
-    else:
-        first(torch.utils.data.default_collate([Notes()[i] for i in range(BATCH)]))
-        state = first.state_dict()
-    with pytest.raises(InputError, match=r"is .*(Poisson|Random|random).* in the saved state"):
-        sampled(loaded_with).load_state_dict(state)
-
-
-@pytest.mark.privacy
-def test_a_state_that_is_refused_leaves_none_of_its_keys() -> None:
-    """A program that goes on after the error would add the same noise to other sums."""
-
-    def scaled_by(number: float) -> PrivateStep:
-        model = reader()
-        model.register_buffer("scale", torch.tensor(number))
-        return PrivateStep(model, weighted, sampling=POISSON, **{**SETTINGS, "seed": None})
-
-    state, other = saved_after(scaled_by(1.0), 1), scaled_by(2.0)
-    with pytest.raises(InputError, match="frozen parameters or buffers"):
-        other.load_state_dict(state)
-    trained(other, Notes())
-    keys, saved = other.state_dict()["numbers"]["keys"], state["numbers"]["keys"]
-    assert not {*keys.values()} - {0} & {*saved.values()}
-    assert other.event.steps == 6
-
-
-@pytest.mark.privacy
-def test_steps_compute_with_the_threads_that_their_state_tells() -> None:
-    """A program that changes them between steps does not change how steps round."""
-    threads, step = torch.get_num_threads(), made()
-    try:
-        for batch in step.loader(Notes()):
-            step(batch)
-            torch.set_num_threads(threads + 1)
-        state = step.state_dict()
-    finally:
-        torch.set_num_threads(threads)
-    assert state["environment"]["threads"] == threads
-
-
-@pytest.mark.privacy
-def test_steps_with_other_settings_of_torch_get_new_noise(saved: dict[str, Any]) -> None:
-    set_onednn: Any = torch._C._set_mkldnn_enabled  # flags() warns
-    set_onednn(False)
-    try:
-        step = continued(saved)
-    finally:
-        set_onednn(True)
-    assert "settings of torch" in step.notes[-1]
-
-
-@pytest.mark.privacy
-def test_a_network_with_saved_parameters_carries_their_cost(saved: dict[str, Any]) -> None:
-    step = continued(saved)
-    network = reader()
-    for taken in (1, 7):
-        with pytest.raises(InputError, match=f"taken is {taken}"):
-            PrivateStep.load_parameters(network, saved, taken=taken)
-    PrivateStep.load_parameters(network, saved, taken=4)
-    assert weights(network).equal(weights(step.model))
-    new = PrivateStep(network, loss, sampling=POISSON, **SETTINGS)
-    assert new.epsilon == total_epsilon((POISSON.event(SIGMA, 4),), new.delta) > step.epsilon
-    with pytest.raises(ModelError, match="belongs to another network"):
-        PrivateStep.load_parameters(nn.Linear(2, 2), saved, taken=4)
-
-
-def test_what_is_not_a_state_is_refused(saved: dict[str, Any]) -> None:
-    network = reader()
-    parts = {name: value for name, value in saved.items() if name != "training"}
-    odd: list[Any] = [network.state_dict(), {}, parts, None, [1], "state.pt"]
-    loads: list[Callable[[Any], None]] = [
-        lambda given: PrivateStep.load_parameters(network, given, taken=2),
-        lambda given: started().load_state_dict(given),
-    ]
-    for given in odd:
-        for load in loads:
-            with pytest.raises(InputError, match="This is not a state of PrivateStep"):
-                load(given)
-
-
-@pytest.mark.privacy
-def test_a_state_keeps_its_number_of_steps() -> None:
-    """Of what the budget left after earlier training, which the new PrivateStep does not know."""
-    first = made()
-    trained(first, Notes())
-    limited: dict[str, Any] = {"steps": 40, "max_epsilon": first.epsilon * 1.3, "seed": 4}
-    second = PrivateStep(first.model, weighted, sampling=POISSON, **{**SETTINGS, **limited})
-    again = made(**limited)
-    assert len(second) < len(again)
-    again.load_state_dict(saved_after(second, 1))
-    assert len(again) == len(second)
+    return PrivateStep(reader(), loss, sampling=sampling, delta=1e-5, **SETTINGS)
 
 
 class Made(Dataset[dict[str, Tensor]]):
@@ -945,7 +704,7 @@ def test_what_the_network_was_trained_for_before_is_paid_for_too() -> None:
     both = (first.event, second.event)
     assert second.epsilon == total_epsilon(both, second.delta) > first.epsilon
     again = started()
-    again.load_state_dict(second.state_dict())
+    again.load_state_dict(second.state_dict(), taken=6)
     assert again.epsilon == second.epsilon, "a saved state carries earlier training"
     waiting = PrivateStep(again.model, loss, sampling=POISSON, **SETTINGS)
     other = PrivateStep(again.model, loss, sampling=POISSON, **SETTINGS)

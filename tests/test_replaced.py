@@ -23,7 +23,7 @@ from tests.tiers import rest_long
 from tests.typed import dpmac
 
 #: Files that hold nothing of a run.
-NOTHING = (folder.LOCK, "PRIVATE.txt")
+NOTHING = (folder.LOCK,)
 
 
 def older(out: Path) -> dict[str, bytes]:

@@ -14,7 +14,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import grimp
 import numpy as np
 import pytest
 import torch
@@ -24,7 +23,6 @@ import dpmac_cli
 from dpmac_cli import ArrayData, InputError, TrainingEvent, load_data, resolve, total_epsilon
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.array_file import ArrayFile
-from dpmac_cli.runs.environment import WITHOUT_STEPS
 from tests.conftest import every_optimizer
 from tests.helpers import make_trainer
 
@@ -217,16 +215,3 @@ def test_what_is_called_frozen_is_not_changed_by_a_step(name: str) -> None:
     assert before
     trainer.step()
     assert [of for of, part, version in before if part._version != version] == []
-
-
-def test_what_steps_do_not_depend_on_is_imported_by_nothing_that_computes_them() -> None:
-    graph = grimp.build_graph("dpmac_cli", cache_dir=None)
-    left_out = {f"dpmac_cli.{name}" for name in WITHOUT_STEPS}
-
-    def is_left_out(module: str) -> bool:
-        return ".".join(module.split(".")[:2]) in left_out
-
-    for module in graph.modules:
-        if not is_left_out(module) and module not in ("dpmac_cli", "dpmac_cli.__main__"):
-            found = filter(is_left_out, graph.find_modules_directly_imported_by(module))
-            assert list(found) == [], module

@@ -28,8 +28,7 @@ from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import events_of
 from dpmac_cli.release.run import RunEvent, finish
-from dpmac_cli.runs import checkpoint, environment, folder, ledger, prepare
-from dpmac_cli.runs.session import Started
+from dpmac_cli.runs import checkpoint, folder, ledger, prepare
 from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Grid, plan
@@ -66,10 +65,7 @@ class Killed(BaseException):
 
 
 class Truth:
-    """What was really released, and a kill at a chosen release or write.
-
-    A step that is done again exactly releases the same bytes: nothing more is learnt from it.
-    """
+    """What was really released, and a kill at a chosen release or write."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.released: dict[str, float] = {}
@@ -160,7 +156,7 @@ def test_epsilon_is_never_below_what_was_spent(
     seed: int, scores: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw, truth = random.Random(seed), Truth(monkeypatch)
-    kills, lost, steps, where, here = 0, False, STEPS, RUN, environment.environment
+    kills, lost, steps, where = 0, False, STEPS, RUN
     begin: Callable[[], Iterator[RunEvent]] = functools.partial(run.train, start(**scores))
     for attempt in range(6):
         ended: Finished | None = None
@@ -186,9 +182,6 @@ def test_epsilon_is_never_below_what_was_spent(
         if not has_checkpoint(where):
             return
         lost |= draw.random() < 0.5 and lose(draw, where)
-        monkeypatch.setattr(
-            "dpmac_cli.runs.train.environment", draw.choice([here, lambda *_: {"threads": 77}])
-        )
         longer = {"steps": str(steps := steps + 4)}
         change = draw.choice([{}, {}, {"lr": "0.01"}, {"sigma": draw.choice("78")}, longer])
         stop = after(draw.randrange(1, 9)) if draw.random() < 0.5 else lambda: False
@@ -259,14 +252,12 @@ def test_an_altered_ledger_is_not_believed() -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(("lost", "left"), [(False, 15), (True, STEPS)])
-def test_an_exact_resume_is_charged_what_was_begun_before(
-    lost: bool, left: int, killed: Truth
-) -> None:
+def test_a_resume_is_charged_what_was_begun_before(lost: bool, left: int, killed: Truth) -> None:
     if lost:
         LEDGER.unlink()
     stopped = finish(run.resume(RUN, {}, after(1)))
     assert stopped.report["hyperparameters"]["steps"] == 13
-    assert [event["steps"] for event in stopped.report["privacy"]["events"]] == [left]
+    assert [event["steps"] for event in stopped.report["privacy"]["events"]] == [left, 1]
     last = finish(run.fork(RUN, FORK))
     assert last.report["privacy"]["events"][0]["steps"] == left
 
@@ -281,15 +272,12 @@ def test_a_session_that_only_the_ledger_knows_is_charged(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", killed)
-        patch.setattr("dpmac_cli.runs.train.environment", lambda *_: {"threads": 77})
         with pytest.raises(Killed):
             finish(run.resume(RUN, {}))
     spent = ledger.read_spent(RUN)
     assert spent is not None
     ledger.Ledger(RUN, spent).write(8)
-    started, *_, last = run.resume(RUN, {})
-    assert isinstance(started, Started)
-    assert started.fresh_noise == "the checkpoint of the last session is lost"
+    *_, last = run.resume(RUN, {})
     assert isinstance(last, Finished)
     assert [event["steps"] for event in last.report["privacy"]["events"]] == [6, 2, STEPS - 6]
 
@@ -319,7 +307,7 @@ def test_a_step_is_reserved_before_it_begins(
 
 
 def test_reservations_take_about_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 1,000 steps a second and then at 10; and never more than an eighth ahead."""
+    """At 1,000 steps a second and then at 10; and never more than a hundredth ahead."""
     now = [0.0]
     writes: list[int] = []
     event = TrainingEvent(RATE, SIGMA, 100_000, "poisson", EPOCH)
@@ -344,8 +332,10 @@ def study(tmp_path: Path) -> Grid:
     return plan({**settings, "seeds": "1", "device": "cpu", "model": "mlp-small"}, None, tmp_path)
 
 
-def attempt(study: Grid, threads: int, monkeypatch: pytest.MonkeyPatch, kill: int = 0) -> None:
-    """Carry out a study's run, and kill it in a step."""
+def attempt(study: Grid, monkeypatch: pytest.MonkeyPatch, kill: int = 0) -> None:
+    """Carry out a study's run from the start, without its checkpoints, and kill it in a step."""
+    if (study.runs[0].folder / checkpoint.FOLDER).exists():
+        checkpoint.discard(study.runs[0].folder)
     steps, release = itertools.count(1), GaussianMechanism.release
 
     def released(*args: Any) -> Any:
@@ -353,7 +343,6 @@ def attempt(study: Grid, threads: int, monkeypatch: pytest.MonkeyPatch, kill: in
             raise Killed
         return release(*args)
 
-    torch.set_num_threads(threads)
     with monkeypatch.context() as patch, suppress(Killed):
         patch.setattr(GaussianMechanism, "release", released)
         list(local._events(study.runs[0], digits(), lambda: False))
@@ -373,13 +362,13 @@ def counted_in(study: Grid) -> list[int]:
 def test_a_study_is_charged_for_attempts_begun_again(
     study: Grid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another number of threads rounds in another way, so a run is not resumed but begun again."""
+    """A run whose checkpoints are lost is not resumed but begun again."""
     where = study.runs[0].folder
-    attempt(study, 1, monkeypatch, kill=15)
+    attempt(study, monkeypatch, kill=15)
     assert counted_in(study) == [STEPS]
-    attempt(study, 2, monkeypatch, kill=5)
+    attempt(study, monkeypatch, kill=5)
     assert counted_in(study) == [15, STEPS]
-    attempt(study, 1, monkeypatch)
+    attempt(study, monkeypatch)
     assert counted_in(study) == [15, 5, STEPS]
     comparison = collect(study, {})
     [cell] = comparison.cells
@@ -391,7 +380,7 @@ def test_a_study_is_charged_for_attempts_begun_again(
     (where / checkpoint.FOLDER / ledger.FILE).unlink()
     assert counted_in(study) == [15, 5, STEPS]  # as in the report
     (where / folder.REPORT).unlink()
-    attempt(study, 1, monkeypatch)  # which writes the report again
+    attempt(study, monkeypatch)  # which writes the report again
     assert counted_in(study) == [15, 5, STEPS]
 
 
@@ -402,7 +391,7 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
     """Before each file that is moved to its place or removed."""
     where = study.runs[0].folder
     checkpoints = where / checkpoint.FOLDER
-    attempt(study, 1, monkeypatch, kill=15)
+    attempt(study, monkeypatch, kill=15)
     calls, kill, replaced = 0, 0, False
     while calls >= kill:
         calls, kill = 0, kill + 1
@@ -424,7 +413,7 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", killing(os.replace))
             patch.setattr(Path, "unlink", killing(Path.unlink))
-            attempt(study, 2 + kill % 2, monkeypatch, kill=1)
+            attempt(study, monkeypatch, kill=1)
         begun = ledger.attempts(where, study.runs[0].plan.privacy.event)
         assert begun[0].steps == 15
         found = ledger.read_spent(where)
@@ -440,18 +429,18 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
 def test_an_attempt_whose_ledger_is_lost_is_charged_in_full(
     name: str | None, study: Grid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt(study, 1, monkeypatch, kill=15)
+    attempt(study, monkeypatch, kill=15)
     kept = study.runs[0].folder / checkpoint.FOLDER
     if name is None:
         shutil.rmtree(kept)
     else:
         (kept / name).unlink()
     assert counted_in(study) == [STEPS]
-    attempt(study, 2, monkeypatch, kill=5)
+    attempt(study, monkeypatch, kill=5)
     assert counted_in(study) == [STEPS, STEPS]
     (kept / ledger.FILE).unlink()
     assert counted_in(study) == [STEPS, STEPS]
-    attempt(study, 1, monkeypatch)
+    attempt(study, monkeypatch)
     assert counted_in(study) == [STEPS, STEPS, STEPS]
 
 
@@ -461,10 +450,8 @@ def test_a_killed_run_beside_a_study_is_charged_with_all_that_it_inherits(
 ) -> None:
     """Its report is from before it was resumed."""
     finish(run.train(start(), after(6)))
-    with monkeypatch.context() as patch:
-        patch.setattr("dpmac_cli.runs.train.environment", lambda *_: {"threads": 77})
-        events = run.resume(RUN, {})
-        next(events)
+    events = run.resume(RUN, {})
+    next(events)
     events.close()  # type: ignore[attr-defined]
     assert [event.steps for event in events_of(RUN)] == [6, STEPS - 6]
     finish(run.resume(RUN, {}, after(2)))
@@ -472,4 +459,4 @@ def test_a_killed_run_beside_a_study_is_charged_with_all_that_it_inherits(
     events = run.resume(RUN, {})
     next(events)
     events.close()  # type: ignore[attr-defined]
-    assert [event.steps for event in events_of(RUN)] == [6, STEPS - 6]
+    assert [event.steps for event in events_of(RUN)] == [6, 2, STEPS - 8]

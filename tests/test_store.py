@@ -25,14 +25,13 @@ from dpmac_cli.data import dataset, decoding, user_data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError, RunError
-from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.runs.session import Started
 from dpmac_cli.storage import rows
 from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files, whole
 from dpmac_cli.storage.progress import LISTENER, Computing, outcome, until
 from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 from dpmac_cli.studies.local import share_data
-from tests.digits_runs import a_run, after, same_weights, train_events
+from tests.digits_runs import a_run, same_weights, train_events
 from tests.helpers import PLAN, Batches, load, make_trainer
 from tests.typed import dpmac
 
@@ -375,17 +374,6 @@ def test_every_chunk_of_a_step_is_read_once(monkeypatch: pytest.MonkeyPatch) -> 
     make_trainer("dp-sgd", plan=plan, data=data, model=model, sampler=Batches(whole)).step()
     assert len(reads) > 2
     assert sorted(record for chunk in reads for record in chunk) == whole
-
-
-@pytest.mark.privacy
-def test_a_run_is_resumed_with_the_images_that_it_began_with() -> None:
-    """As many, of the same names and shape, are not enough."""
-    load(Source(photos(Path("photos"))))  # else decoding is interrupted
-    first = finish(train(plan_of(), after(2)))
-    assert first.state == "interrupted"
-    Image.fromarray(np.full((8, 8), 200, np.uint8)).save("photos/cat/0002.png")
-    with pytest.raises(InputError, match="The records are not those that the run started with"):
-        list(resume("run"))
 
 
 def test_processes_of_a_study_read_the_file_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

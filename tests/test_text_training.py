@@ -408,7 +408,7 @@ def test_canaries_are_coordinates_of_what_is_trained() -> None:
     assert trainer.state.theta.numel() < sum(p.numel() for p in trainer.model.parameters())
     trainer.step()
     (canaries,) = trainer.hooks
-    assert int(canaries.tensors()["canary_coordinates"].max()) < len(trainer.state.theta)
+    assert int(canaries._coordinates.max()) < len(trainer.state.theta)
 
 
 def test_each_text_may_run_alone() -> None:

@@ -25,6 +25,8 @@ from dpmac_cli import (
     resolve,
     total_epsilon,
 )
+from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.release.private import PrivateTraining
 from dpmac_cli.training.lineage import carried_by
 from tests.digits_runs import digits_network as network
 
@@ -168,17 +170,23 @@ def test_max_epsilon_counts_earlier_steps() -> None:
     assert cost <= 1.0
 
 
+def drawn_first(training: PrivateTraining) -> Tensor:
+    """The noise of a training's first step, from its key."""
+    noise = training._trainer.randomness.noise
+    assert noise is not None
+    return Noise(bytes(noise._keys._cipher.key)).at(1).standard_normal(torch.zeros(8))
+
+
 @pytest.mark.privacy
 def test_a_seed_gives_the_second_training_other_noise() -> None:
     net = network()
     first = make_private(net, "digits", seed=1, **SETTINGS)
     first.step()
     second = make_private(net, "digits", seed=1, **SETTINGS)
-    assert first._trainer.randomness.keys != second._trainer.randomness.keys
-    assert (
-        first._trainer.randomness.keys
-        == make_private(network(), "digits", seed=1, **SETTINGS)._trainer.randomness.keys
-    )
+    alike = make_private(network(), "digits", seed=1, **SETTINGS)
+    noise = [drawn_first(each) for each in (first, second, alike)]
+    assert noise[0].equal(noise[2])
+    assert not noise[0].equal(noise[1])
     unseeded = make_private(net, "digits", **SETTINGS)
     assert unseeded._spent().seeded
     assert not make_private(network(), "digits", **SETTINGS)._spent().seeded

@@ -57,8 +57,8 @@ class Trainer:
         where = plan.run.folder.path
         assert not where.exists()
         folder.make_folder(where)
-        folder.private_folder(where)
-        (where / folder.CHECKPOINTS / "step").write_text("keys")
+        folder.checkpoints(where)
+        (where / folder.CHECKPOINTS / "step").write_text("state")
         self.rates.append(str(plan.optimizer.hyper.lr))
         if stop():
             yield Finished({}, where, "interrupted")

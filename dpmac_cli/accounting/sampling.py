@@ -49,15 +49,21 @@ class BatchSampling:
         rate = self.batch_size / self.n
         return TrainingEvent(rate, sigma, steps, self.sampler, self.steps_per_epoch)
 
-    def draws(self, key: bytes, *, secure: bool = False) -> KeyedSampler:
+    def draws(self, key: bytes, *, secure: bool = False, base: int = 0) -> KeyedSampler:
         """Return the batches of each step as increasing record numbers, a function of the key.
 
         Args:
             key: secret key, 32 bytes, such as ``secrets.token_bytes(32)``.
             secure: draw with a cipher.
+            base: steps that were taken before, with another key.
         """
         return KeyedSampler(
-            self.sampler, size=self.n, batch=self.batch_size, key=key, secure=secure
+            self.sampler,
+            size=self.n,
+            batch=self.batch_size,
+            key=key,
+            secure=secure,
+            base=base,
         )
 
 

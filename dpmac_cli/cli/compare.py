@@ -168,7 +168,6 @@ def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[i
 
         # Nothing is written if the data or the cluster is not available.
         data = local.share_data([grid.runs[number] for number in _missing(grid)])
-        raise_errors(local.other_records(grid.runs, data))
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         asked = held.enter_context(stop_request())
@@ -190,7 +189,6 @@ def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[i
             display.show(event)
             if isinstance(event, Ended) and event.failure:
                 failures[event.number] = event.failure
-        raise_errors(local.other_records(grid.runs, data))  # other machines load their own
         return failures, asked()
 
 

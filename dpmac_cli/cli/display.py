@@ -194,9 +194,7 @@ def _heading(event: Started) -> Iterator[Text]:
             style=ATTENTION,
         )
     if event.done:
-        fresh = event.fresh_noise
-        how = f"with new noise: {fresh}" if fresh else "exactly as it would have"
-        yield Text(f"continuing after step {event.done}, {how}", style=ATTENTION)
+        yield Text(f"continuing after step {event.done}, with new noise", style=ATTENTION)
     for note in event.notes:
         yield Text(f"note: {note}", style=ATTENTION)
     yield Text(f"writing {event.folder}", style="dim")

@@ -1,5 +1,6 @@
 """Plan of a training run: settings resolved to plain values, in parts by who needs them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,6 +99,7 @@ class PrivacyPlan:
         max_epsilon: epsilon to stop before; infinite for no limit.
         unit: unit of privacy, in words.
         scores: noise of test scores, which covers the test records; None for exact scores.
+        target: epsilon that the noise was calibrated for; None if the noise was given.
     """
 
     private: bool
@@ -108,6 +110,7 @@ class PrivacyPlan:
     unit: str
     scores: Scores | None
     audit: AuditPlan
+    target: float | None = None
 
     @property
     def sigma(self) -> float:
@@ -163,14 +166,27 @@ class ChosenFolder:
 
 @dataclass(frozen=True)
 class CheckpointInterval:
-    """Steps and seconds between checkpoints; 0 and infinite for no limit."""
+    """Steps and seconds between checkpoints; 0 and infinite for no limit.
+
+    Attributes:
+        share: largest fraction of the time that may be spent on checkpoints that are due by their
+            steps.
+    """
 
     steps: int
     seconds: float
+    share: float = math.inf
 
-    def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due at a step, whenever the last one was saved."""
+    def at(self, step: int) -> bool:
+        """Return whether a checkpoint is due by its step."""
         return self.steps > 0 and step % self.steps == 0
+
+    def due(self, step: int, seconds: float, cost: float) -> bool:
+        """Return whether a checkpoint, which takes ``cost`` seconds, is due at a step.
+
+        ``seconds`` have passed since the last one.
+        """
+        return seconds >= self.seconds or (self.at(step) and cost <= self.share * seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -203,7 +203,8 @@ def _calibrated(
     privacy = plan.privacy
     if privacy.private and settings.epsilon is not None:
         sigma = calibrate_noise(privacy.event, privacy.delta, settings.epsilon, earlier=earlier)
-        privacy = replace(privacy, event=replace(privacy.event, noise_multiplier=sigma))
+        event = replace(privacy.event, noise_multiplier=sigma)
+        privacy = replace(privacy, event=event, target=settings.epsilon)
         found = settings.replace(sigma=sigma, epsilon=None)
         plan = replace(plan, recorded=_recorded(found, own=own))
     if privacy.scores is not None:
@@ -218,20 +219,18 @@ def make_plan(settings: Complete, data: DataPlan) -> TrainPlan:
     """Return the plan of :func:`completed` settings, before noise is calibrated."""
     stem = f"{data.found.name}-{settings.optimizer}{'-no-dp' if settings.no_dp else ''}"
     out = settings.out
+    unit = unit_of_privacy(data.found, covered=settings.cover_scores)
+    privacy = _privacy(settings, data.facts.train_size, unit)
     return TrainPlan(
         data=data,
         network=_network(settings, data),
-        privacy=_privacy(
-            settings,
-            data.facts.train_size,
-            unit_of_privacy(data.found, covered=settings.cover_scores),
-        ),
+        privacy=privacy,
         optimizer=_optimizer(settings),
         recipe=_recipe(settings, settings.records_per_unit if data.found.unit else 1),
         run=_by_name(
             RunPlan,
             settings,
-            checkpoints=_interval(settings.checkpoint_every),
+            checkpoints=_interval(settings.checkpoint_every, privacy.steps),
             folder=NewFolder(stem) if out is None else ChosenFolder(out, settings.force),
         ),
         recorded=_recorded(settings, own=data.own),
@@ -320,7 +319,13 @@ def _recipe(settings: Complete, records: int = 1) -> Recipe:
     )
 
 
-def _interval(text: str) -> CheckpointInterval:
+#: Checkpoints by default: every minute, and every fiftieth of the steps if they take little time.
+SECONDS, PARTS, SHARE = 60.0, 50, 0.05
+
+
+def _interval(text: str | None, steps: int) -> CheckpointInterval:
+    if text is None:
+        return CheckpointInterval(math.ceil(steps / PARTS), SECONDS, SHARE)
     if text.endswith("s"):
         return CheckpointInterval(steps=0, seconds=float(text[:-1]))
     return CheckpointInterval(steps=int(text), seconds=math.inf)

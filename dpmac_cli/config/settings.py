@@ -668,11 +668,16 @@ class Settings(Flags, frozen=True):
         Flag(OUTPUT, otherwise="unknown", studied=False, labels=False, comma=True),
     ] = None
     checkpoint_every: Annotated[
-        str,
+        str | None,
         Pattern(r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)"),
         Field(description="Save a checkpoint every N steps (100) or seconds (60s)."),
-        Flag(OUTPUT, metavar="N", recorded=False),
-    ] = "60s"
+        Flag(
+            OUTPUT,
+            metavar="N",
+            recorded=False,
+            otherwise="every minute, and every fiftieth of the steps",
+        ),
+    ] = None
     out: Annotated[
         SomePath | None,
         Field(description="Folder of the run."),

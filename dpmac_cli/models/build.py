@@ -1,6 +1,5 @@
 """Build and validate a built-in or user-supplied network."""
 
-import hashlib
 import importlib
 import inspect
 import sys
@@ -155,12 +154,6 @@ def built_by(model: UserModel, signature: Signature) -> str:
     factory = getattr(sys.modules[_module_name(model.place)], model.factory)
     arguments = ", ".join(map(repr, _arguments(factory, signature)))
     return f"{Path(model.place).name}:{model.factory}({arguments})"
-
-
-def source_sum(model: UserModel) -> str:
-    """Return the SHA-256 of a factory's source file, without its imports. Raises OSError."""
-    file = inspect.getfile(sys.modules[_module_name(model.place)])
-    return hashlib.sha256(Path(file).read_bytes() + f"\n{model.factory}".encode()).hexdigest()
 
 
 def _arguments(factory: Callable[..., Any], signature: Signature) -> tuple[Any, ...]:

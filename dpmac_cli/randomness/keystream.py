@@ -1,9 +1,8 @@
 """Secret keys of a run, and random bits as a function of a key and the step."""
 
-import hmac
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,10 @@ class Keys:
     """Secret keys of a run, or of a part of it: 256 bits per stream of random numbers.
 
     The random numbers of one stream reveal nothing about those of another. A stream without a key
-    (b"") cannot be used.
+    (b"") cannot be used. They are never written to disk: a resumed run draws new ones.
     """
 
-    init: bytes = b""  # initial parameters
+    init: bytes = b""  # initial parameters, which no record changes; not secret
     sampler: bytes = b""  # batches
     noise: bytes = b""  # Gaussian noise
     canaries: bytes = b""  # contents of canaries
@@ -36,26 +35,6 @@ class Keys:
     layers: bytes = b""  # augmented views and dropout
     scores: bytes = b""  # noise of covered scores
     base: int = 0  # previous steps, from which the epochs of a sampler are counted
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the keys as JSON values, as secret as the keys."""
-        return {n: v.hex() if isinstance(v, bytes) else v for n, v in asdict(self).items()}
-
-    def diverged(self, step: int, value: bytes) -> "Keys":
-        """Return keys whose noise is independent of this one's, by a value that a step had.
-
-        Continuations from one state then share the noise of further steps only if they had the same
-        values in the same steps. The noise key is a keyed hash, HMAC-SHA-256.
-        """
-        return replace(
-            self, noise=hmac.digest(self.noise, step.to_bytes(8, "big") + value, "sha256")
-        )
-
-    @classmethod
-    def of_json(cls, saved: Mapping[str, Any]) -> "Keys":
-        """Return the keys from the result of :meth:`as_json`."""
-        keys = {name: bytes.fromhex(saved[name]) for name in STREAMS if name in saved}
-        return cls(base=saved.get("base", 0), **keys)
 
 
 #: Names of the streams. A stream's index is part of its seed.
@@ -65,7 +44,8 @@ STREAMS = tuple(field.name for field in fields(Keys) if field.name != "base")
 def make_keys(seed: int | None, base: int = 0, part: int = 0) -> Keys:
     """Return new keys: from the seed or, for None, from the operating system's random bits.
 
-    Keys of different parts have nothing in common, even for one seed.
+    Keys of different parts have nothing in common, even for one seed: session k of a run has the
+    keys of (seed, k).
     """
     if seed is None:
         return Keys(base=base, **{name: secrets.token_bytes(KEY_BYTES) for name in STREAMS})

@@ -105,10 +105,6 @@ class Noise(Unshared):
         super().__init__()
         self._keys, self._secure, self._last = KeyStream(key), secure, -1
 
-    def with_key(self, key: bytes) -> "Noise":
-        """Return draws of the same kind from another key."""
-        return Noise(key, secure=self._secure)
-
     def at(self, step: int) -> SeededNormals:
         """Return the draws of a step.
 

@@ -1,5 +1,6 @@
 """Privacy guarantee of a run: what its report says that epsilon covers, and what it does not."""
 
+import math
 from collections.abc import Sequence
 
 from dpmac_cli.accounting import statements
@@ -30,7 +31,9 @@ def privacy(case: Case) -> Privacy:
     part, events = plan.privacy, spent.events
     search = None if plan.search is None else plan.search.search
     cost = price(events, part.delta, unit=part.unit, search=search)
-    whole = part.event_of(part.steps - spent.base)
+    whole = spent.event
+    if not math.isinf(part.max_epsilon):
+        whole = part.event_of(part.steps - spent.base)
     planned = total_epsilon((*spent.earlier, whole), part.delta)
     risk = assess_risk(cost.done, plan.data.facts.train_size, part.unit)
     return Privacy(

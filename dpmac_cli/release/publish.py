@@ -1,5 +1,6 @@
 """Publish a run: its model, report, card and audit, and their checksums."""
 
+import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,8 +57,7 @@ def publish(session: Session, total_seconds: float) -> Finished:
     written = _report(session, facts, exact, total_seconds)
     files.write_atomically(where / folder.CARD, model_card(written, task.model).encode())
     files.write_atomically(where / folder.REPORT, files.to_json(written.values()).encode())
-    if written.state != "interrupted":  # it includes coins: only for runs that cannot be resumed
-        _write_audit(session, written)
+    _write_audit(session, written)
     session.write_metrics()
     folder.seal(where)
     return Finished(written.values(), where, _state_of(session))
@@ -139,7 +139,7 @@ def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
         lora_rank=recorded.get("lora_rank"),
         lora_alpha=recorded.get("lora_alpha"),
         pretrained=None if network.pretrained is None else network.pretrained.name,
-        sha256=task.fingerprints.get("pretrained"),
+        sha256=task.pretrained,
         train=recorded.get("train"),
         trained_parameters=trained,
         statement=statement,
@@ -216,7 +216,9 @@ def _state_of(session: Session) -> State:
     """Return how a run ended."""
     if session.trainer.state.step < session.steps:
         return "interrupted"
-    return "finished" if session.steps == session.plan.privacy.steps else "budget-spent"
+    privacy = session.plan.privacy
+    whole = session.steps == privacy.steps or math.isinf(privacy.max_epsilon)
+    return "finished" if whole else "budget-spent"
 
 
 def _write_audit(session: Session, written: report.Report) -> None:

@@ -177,8 +177,7 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     (
         "seeds",
         lambda c: c.private and not c.spent.seeded,
-        "All seeds came from the operating system, one for each purpose, and were not saved. The "
-        "keys derived from them are only in checkpoint/, which is private.",
+        "All keys came from the operating system, one for each purpose, and were not saved.",
     ),
     ("randomness", lambda c: not c.private, NO_SECRETS),
     (

@@ -1,16 +1,15 @@
-"""Checkpoints: the complete state of a run, to resume it exactly, and the state of a new session.
+"""Checkpoints: the state of a run after some step, from which it is resumed or forked.
 
 A checkpoint is one safetensors file with the tensors and, in its header, a JSON record of
-everything else, including the secret keys. Anyone who has the keys can subtract the noise, so only
-the owner can read the folder and its files. Pickle is never used.
+everything else. All of it is computed after noise or public, and no secret key is in it: a run that
+continues from it draws new noise and batches. Pickle is never used.
 """
 
-import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -24,50 +23,21 @@ from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, unpacked
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.runs.ledger import Spent
+from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.storage import files
 from dpmac_cli.storage.digest import digest
 
 FOLDER = folder.CHECKPOINTS
-NOTE = "PRIVATE.txt"
-NOTE_TEXT = """\
-These files are private. They contain the keys of the noise and of the batches: anyone who has them
-can subtract the noise from everything that the run publishes, now or later. Do not share, publish
-or back them up where others can read. The model to publish is model.safetensors, one folder up.
-"""
 #: Number of checkpoints to keep: if the newest is damaged, the previous one is used.
 KEPT = 2
-VERSION = 5
-#: Fingerprints that must not change.
-#: What must be unchanged to resume a run.
-Fingerprint = Literal[
-    "data",
-    "units",
-    "test units",
-    "classes",
-    "constants",
-    "network",
-    "fixed values",
-    "pretrained",
-    "features",
-]
-_SAME: Mapping[Fingerprint, str] = {
-    "data": "The records are not those",
-    "units": "The units that the records belong to are not those",
-    "test units": "The units that the test records belong to are not those",
-    "classes": "The names of the classes, or the range of the target, are not those",
+VERSION = 6
+#: Public facts that must be unchanged for a run to continue.
+_SAME = {
+    "records": "The number of training records is not the one",
+    "tested": "The number of test records is not the one",
+    "declared": "The names of the classes, or the range of the target, are not those",
     "pretrained": "The file of public weights is not the one",
-    "constants": "The ranges low and high are not those",
-    "network": "The factory or the file of --model is not the one",
-    "fixed values": "The buffers, frozen parameters, other values or code of --model are not those",
-    "features": "The features are not those",
 }
-#: Fingerprints that may change if noise is drawn with new keys.
-EXACT: tuple[Fingerprint, ...] = ("constants", "network", "fixed values", "features")
-SPENT = "The privacy cost so far is for the original. Restore it, or start a new run."
-NOT_EXACTLY = (
-    "An exact resume repeats the noise, which must not be added to other gradients. Restore the "
-    "original, fork the run to draw new noise, or start a new run."
-)
 
 
 @dataclass(frozen=True)
@@ -76,7 +46,7 @@ class Checkpoint:
 
     Attributes:
         tensors: tensors by name, see :meth:`dpmac_cli.training.state.TrainState.tensors`.
-        record: JSON values: the step, keys, configuration, history, ledger.
+        record: JSON values: the step, configuration, history, ledger.
         damaged: newer damaged checkpoints, each with its name and the fault.
     """
 
@@ -97,14 +67,11 @@ class Checkpoint:
 
 def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
     """Write a checkpoint, then remove all except the last two. Raises OSError."""
-    where = folder.private_folder(run)
-    if not (where / NOTE).exists():
-        files.write_atomically(where / NOTE, NOTE_TEXT.encode(), files.PRIVATE_MODE)
     stored = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     sealed = {"version": VERSION, "sha256": digest(stored, record), "record": record}
     header = {CHECKPOINT_HEADER: json.dumps(sealed, allow_nan=False)}
-    path = where / f"step-{step:09d}.safetensors"
-    files.write_atomically(path, safetensors.torch.save(stored, header), files.PRIVATE_MODE)
+    path = folder.checkpoints(run) / f"step-{step:09d}.safetensors"
+    files.write_atomically(path, safetensors.torch.save(stored, header))
     for old in _files(run)[KEPT:]:
         old.unlink(missing_ok=True)
     return path
@@ -125,16 +92,6 @@ def newest(run: Path) -> Checkpoint:
         f"{why}, so the run cannot be resumed. Start a new one, or replace it with "
         f"--force --out {run}."
     )
-
-
-def fingerprints(run: Path) -> dict[Fingerprint, str]:
-    """Return the fingerprints of a run's newest checkpoint, unverified; empty if there is none."""
-    for path in _files(run):
-        with contextlib.suppress(safetensors.SafetensorError, *folder.BROKEN):
-            with safetensors.safe_open(path, "numpy") as opened:  # reads only the header
-                sealed = json.loads(opened.metadata()[CHECKPOINT_HEADER])
-            return dict(sealed["record"]["fingerprints"])
-    return {}
 
 
 def last_step(run: Path) -> int | None:
@@ -170,30 +127,22 @@ class Inherited:
 
     Attributes:
         saved: the checkpoint; None for a new run.
-        spent: budget spent by all previous sessions; its event is the one that continues.
+        spent: budget spent by all previous sessions, and the part that begins.
         notes: messages for the user.
-        fresh_noise: reason for new keys; "" for those of the checkpoint.
+        before: budget of the run as it was; None for a new run and a fork.
     """
 
     saved: Checkpoint | None
     spent: Spent
     notes: tuple[str, ...] = ()
-    fresh_noise: str = ""
-
-    def with_new_keys(self, why: str) -> "Inherited":
-        """Return a copy with new keys, for which steps that may have begun are a separate event."""
-        assert self.saved is not None  # noqa: S101
-        step = self.saved.step
-        spent = replace(self.spent, earlier=self.spent.events, base=step, begun=step)
-        return replace(self, spent=spent, fresh_noise=why)
+    before: Spent | None = None
 
 
 def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
-    """Return the state inherited from a run, charged for the largest number of steps on record."""
+    """Return what a new part of a run inherits: a state, and the steps that may have begun."""
     kept, found, step = saved.spent, ledger.read_spent(run), saved.step
     notes = [*notes, *(f"{name} is damaged; resuming from step {step}." for name in saved.damaged)]
-    same = found is not None and replace(found, begun=kept.begun) == kept
-    if found is not None and (same or len(found.earlier) > len(kept.earlier)):
+    if found is not None and found.follows(kept):
         shown = [line.get("step") for line in files.read_lines(run / folder.METRICS)]
         steps = [step for step in shown if isinstance(step, int)]
         begun = max(found.begun, step, folder.reported_steps(run), *steps)
@@ -204,7 +153,7 @@ def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
             f"{FOLDER}/{ledger.FILE} is missing or damaged, so the number of steps taken is "
             f"unknown. All {kept.event.steps} planned steps are charged."
         )
-    return Inherited(saved=saved, spent=spent, notes=tuple(notes))
+    return Inherited(saved, spent.continued(step), tuple(notes), spent)
 
 
 def check_changes(
@@ -244,12 +193,22 @@ def check_changes(
             )
 
 
-def check_same(
-    now: Mapping[Fingerprint, str], before: Mapping[Fingerprint, str], *, exactly: bool
-) -> None:
-    """Reject changed records (their number sets the rate), and networks in an exact resume."""
+def public_facts(task: PreparedRun) -> dict[str, Any]:
+    """Return the facts of a run's data and weights that are compared, as JSON values."""
+    data = task.data
+    declared = json.loads(json.dumps(data.task.declared))
+    return {
+        "records": data.train.size,
+        "tested": data.test.size,
+        "declared": declared,
+        "pretrained": task.pretrained,
+    }
+
+
+def check_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Reject other numbers of records, other classes or other public weights."""
     raise_errors(
-        f"{_SAME[of]} that the run started with. {NOT_EXACTLY if of in EXACT else SPENT}"
+        f"{_SAME[of]} that the run started with. Restore it, or start a new run."
         for of in _SAME
-        if (exactly or of not in EXACT) and now.get(of) != before.get(of)
+        if now[of] != before[of]
     )

@@ -1,12 +1,10 @@
-"""Devices, and the software and hardware that a bitwise identical resume depends on."""
+"""Devices, and the software and hardware that all ranks of a run must have in common."""
 
-import ast
 import functools
 import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,27 +57,17 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def repeatable(device: torch.device) -> bool:
-    """Return whether repeating a step is bitwise deterministic; GPUs add in any order."""
-    return device.type == "cpu"
-
-
-def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Return everything that must be equal at every rank for a bitwise identical resume."""
+def environment() -> dict[str, Any]:
+    """Return what decides how this process rounds, which must be equal at every rank."""
     return {
-        **({} if ranks is None else {"ranks": ranks.posted()}),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "dpmac": __version__,
-        "source of dpmac": _source(),
-        "device": device_name(device),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
-        "inter-op threads": torch.get_num_interop_threads(),
         "settings of torch": Arithmetic.now().switches,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "build of torch": _sum(torch.__config__.show().encode()),
-        "parallel libraries": _sum(torch.__config__.parallel_info().encode()),
         **{
             name: value
             for name, value in os.environ.items()
@@ -88,12 +76,7 @@ def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, A
     }
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
-    """Return the keys in which two environments differ."""
-    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
-
-
-def check_ranks(device: torch.device, ranks: Ranks) -> None:
+def check_ranks(ranks: Ranks) -> None:
     """Reject ranks that may round the gradients of a record differently from rank 0.
 
     Devices are compared later, because only rank 0 knows the plan's.
@@ -102,9 +85,10 @@ def check_ranks(device: torch.device, ranks: Ranks) -> None:
         InputError: lists every difference, by rank.
         RunError: a rank does not answer.
     """
-    here, faults = environment(device), []
-    for rank, machine in enumerate(ranks.posted(), start=1):
-        if names := sorted(differences(here, machine) - {"device"}):
+    here, faults = environment(), []
+    for rank, there in enumerate(ranks.posted(), start=1):
+        both = here.keys() | there.keys()
+        if names := sorted(name for name in both if here.get(name) != there.get(name)):
             faults.append(f"rank {rank} differs from rank 0 in {listed(names)}")
     if faults:
         raise InputError(
@@ -123,41 +107,6 @@ def _processor() -> str:
     lines = set(Path("/proc/cpuinfo").read_bytes().splitlines())
     starts = tuple(map(str.encode, PROCESSOR_LINES))
     return _sum(b"\n".join(sorted(line for line in lines if line.startswith(starts))))
-
-
-@functools.cache
-def _source(root: Path = Path(__file__).parents[1]) -> str:
-    """Return a digest of the source files of dpmac that a step can depend on."""
-    files = sorted(file for file in root.rglob("*") if file.suffix in (".py", ".toml"))
-    content = b""
-    for file in files:
-        name = file.relative_to(root)
-        if name.parts[0] not in WITHOUT_STEPS:
-            source = file.read_bytes()
-            content += bytes(name) + (executed(source) if file.suffix == ".py" else source)
-    return _sum(content)
-
-
-#: Packages that no step depends on: those that compute steps do not import them.
-WITHOUT_STEPS = ("cli", "studies", "release")
-#: Arguments of ``Field`` and ``Flag`` that are text for a person.
-HELP = ("description", "otherwise", "also", "metavar")
-#: Parts of a module that may have a docstring.
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-def executed(source: bytes) -> bytes:
-    """Return a module without comments, docstrings, layout, and the help texts of flags.
-
-    Defaults and limits stay: a resumed run may take a default from this version.
-    """
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            node.keywords = [part for part in node.keywords if part.arg not in HELP]
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            node.body[0] = ast.Pass()
-    return ast.unparse(tree).encode()
 
 
 def _sum(content: bytes) -> str:

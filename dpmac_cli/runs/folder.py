@@ -19,7 +19,7 @@ from dpmac_cli.config.sources import is_setting
 from dpmac_cli.config.yaml_file import HEADER
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import UserModel, parse_model
-from dpmac_cli.storage.files import PART, PRIVATE_FOLDER, PRIVATE_MODE, write_atomically
+from dpmac_cli.storage.files import PART, PRIVATE_MODE, write_atomically
 
 #: Folder of runs without --out.
 RUNS = Path("runs")
@@ -51,11 +51,10 @@ LOOKS, A_LOOK = 5, 0.05
 BROKEN = (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError)
 
 
-def private_folder(run: Path) -> Path:
-    """Create the folder of a run's checkpoints, accessible only by its owner. Raises OSError."""
+def checkpoints(run: Path) -> Path:
+    """Create the folder of a run's checkpoints. Raises OSError."""
     where = run / CHECKPOINTS
-    where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-    where.chmod(where.stat().st_mode & PRIVATE_FOLDER)  # a copy may have other permissions
+    where.mkdir(exist_ok=True)
     return where
 
 

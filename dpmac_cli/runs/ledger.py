@@ -15,14 +15,15 @@ from dpmac_cli.storage import files
 FILE = folder.LEDGER
 #: Seconds of training that a reservation should last, because syncing it to disk takes time.
 SECONDS = 1.0
+#: Largest reservation, as a part of all steps: those not taken are counted if the run is killed.
+RESERVED = 100
 
 
 @dataclass(frozen=True)
 class Spent:
     """Steps that a run may have taken, in all its parts.
 
-    A part uses one set of keys. A fork starts a new part, and so does a resume that cannot repeat
-    steps exactly.
+    A part uses one set of keys. Every resume and every fork starts a new part.
 
     Attributes:
         earlier: events of previous parts.
@@ -31,6 +32,7 @@ class Spent:
         seeded: whether any part used a chosen seed. secure: whether all parts used --secure.
         abandoned: events of previous attempts at the same run of a study.
         scores: scores of the test records, if they are covered.
+        target: epsilon that was asked for, which a resumed run keeps to; None without.
     """
 
     earlier: tuple[TrainingEvent, ...]
@@ -41,6 +43,7 @@ class Spent:
     secure: bool
     abandoned: tuple[TrainingEvent, ...] = ()
     scores: Scores | None = None
+    target: float | None = None
 
     @property
     def end(self) -> int:
@@ -48,12 +51,29 @@ class Spent:
         return self.base + self.event.steps
 
     @property
+    def planned(self) -> tuple[TrainingEvent, ...]:
+        """Return events of all parts, with all planned steps of this one."""
+        return (*self.earlier, self.event)
+
+    @property
     def events(self) -> tuple[TrainingEvent, ...]:
         """Events of all parts, up to the last step that may have begun."""
-        done = (*self.earlier, replace(self.event, steps=self.begun - self.base))
+        part = replace(self.event, steps=self.begun - self.base)
+        done = (*self.earlier, part) if part.steps or not self.earlier else self.earlier
         if self.scores is None:
             return done
         return (*done, self.scores.event(self.begun, self.end, self.base))
+
+    def continued(self, step: int) -> "Spent":
+        """Return what was spent as a new part begins after a step: all that began, kept or not."""
+        earlier = tuple(event for event in self.events if event.steps)
+        return replace(self, earlier=earlier, base=step, begun=step)
+
+    def follows(self, other: "Spent") -> bool:
+        """Return whether this is of the same part of a run as ``other``, or of a later one."""
+        count = len(other.earlier)
+        same = (self.base, self.event) == (other.base, other.event)
+        return self.earlier[:count] == other.earlier and (same or len(self.earlier) > count)
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Spent":
@@ -117,11 +137,11 @@ class Ledger:
         """Record on disk that steps up to ``begun`` may have begun, with sync. Raises OSError."""
         self.spent = replace(self.spent, begun=begun)
         text = files.to_json({"sha256": _sum(asdict(self.spent)), "spent": asdict(self.spent)})
-        path = folder.private_folder(self._run) / FILE
-        files.write_atomically(path, text.encode(), files.PRIVATE_MODE)
+        path = folder.checkpoints(self._run) / FILE
+        files.write_atomically(path, text.encode())
 
     def before(self, step: int) -> None:
-        """Reserve the next step and more: for one second, or an eighth of all steps."""
+        """Reserve the next step and more: for one second, at most a hundredth of all steps."""
         if step <= self.spent.begun:
             return
         seconds = time.perf_counter() - self._since
@@ -129,7 +149,7 @@ class Ledger:
             self._block *= 2
         elif seconds > 2 * SECONDS:
             self._block = max(1, self._block // 2)
-        self._block = min(self._block, 1 + (step - self.spent.base) // 8)
+        self._block = min(self._block, 1 + self.spent.event.steps // RESERVED)
         self.write(min(self.spent.end, step + self._block - 1))
         self._since = time.perf_counter()
 

@@ -1,20 +1,19 @@
-"""Network and data of a run: load, build, validate and fingerprint them."""
+"""Network and data of a run: load, build and validate them."""
 
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, TrainPlan
-from dpmac_cli.data.dataset import Data, fingerprint
+from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import loading
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import build, text_encoder
 from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.class_names import SIGNAL, begin_at_names, signal_of_class
-from dpmac_cli.models.code_digests import fixed_sum
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, WithHead, cut_before_head, head_of
@@ -25,8 +24,6 @@ from dpmac_cli.models.trial import Trial
 from dpmac_cli.models.validation import check_model, check_precision, form_of
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
-from dpmac_cli.runs.checkpoint import Fingerprint
-from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.tasks.classification import Classification
@@ -41,9 +38,9 @@ class PreparedRun:
         trained: the part that is trained on ``data``, without frozen features.
         independence: reason why the network is independent across samples. why: reason why it runs
             on each sample alone, if that was not asked for.
-        fingerprints: SHA-256 of everything that must be unchanged to resume a run: your own
-            records with their classes and constants, your own network, the file of public weights,
-            and the features. Private, like the records. notes: messages for the user.
+        pretrained: SHA-256 of the file of public weights; None without. notes: messages for the
+            user.
+        start: seed of the initial weights and of frozen values that are drawn, which is public.
         built_by: call that built a user-supplied network, as code; its file may change later.
     """
 
@@ -51,7 +48,8 @@ class PreparedRun:
     trained: nn.Module
     data: Data
     independence: Independence
-    fingerprints: Mapping[Fingerprint, str] = field(default_factory=dict)
+    pretrained: str | None = None
+    start: int = 0
     notes: tuple[str, ...] = ()
     built_by: str = ""
     why: str = ""
@@ -89,11 +87,8 @@ def prepare(
     kind, why = independence_of(network, facts, model, parts, form, own=own)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(network, facts, model, form)
-    fingerprints = {**built.fingerprints, **declared_sums(plan.data, data)}
     if data is None:
         data = yield from loading(plan.data.source, plan.data.folder, device, found=plan.data.found)
-    if plan.data.own:
-        fingerprints |= record_sums(data)
     if facts.own:
         data = data.in_form(form)
     trained = model
@@ -101,14 +96,15 @@ def prepare(
         # On a CPU, each text is processed at its own length.
         parts.separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
         parts.isolated = network.features is None and kind == "isolated"
-        data, sha256 = yield from featured(parts, data, _of_features(network), cache_folder())
-        trained, fingerprints["features"] = parts.head, sha256
+        data, _ = yield from featured(parts, data, _of_features(network), cache_folder())
+        trained = parts.head
     return PreparedRun(
         model=model,
         trained=trained,
         data=data,
         independence=kind,
-        fingerprints=fingerprints,
+        pretrained=built.pretrained,
+        start=_start_of(keys),
         notes=(*built.notes, ALONE.format(why)) if why else built.notes,
         built_by=built.built_by,
         why=why,
@@ -120,7 +116,7 @@ class _Built:
     """A network, and what :class:`PreparedRun` says of how it was built."""
 
     model: nn.Module
-    fingerprints: Mapping[Fingerprint, str] = field(default_factory=dict)
+    pretrained: str | None = None
     notes: tuple[str, ...] = ()
     built_by: str = ""
 
@@ -150,16 +146,6 @@ def _of_features(network: NetworkPlan) -> dict[str, object]:
     """Return the settings that cached features depend on."""
     settings = {"isolate": network.isolate, **vars(network.trained)}
     return settings if network.features is None else settings | network.features.values
-
-
-def record_sums(data: Data) -> dict[Fingerprint, str]:
-    """Return checksums of user-supplied records and of their assignment to units."""
-    sums: dict[Fingerprint, str] = {"data": fingerprint(data.train, data.test)}
-    if data.train.units is not None:
-        sums["units"] = data.train.units.sha256()
-    if data.test.units is not None:
-        sums["test units"] = data.test.units.sha256()
-    return sums
 
 
 def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
@@ -213,25 +199,27 @@ def _build(plan: TrainPlan, keys: Keys) -> _Built:
     model = build.build_model(
         network.model,
         signature,
-        int.from_bytes(keys.init[:4], "little"),
+        _start_of(keys),
         fix_norm=network.fix_norm,
         features=network.features,
         trained=network.trained if network.starts_public else None,
         isolated=network.isolate,
     )
     check_publishable(model)
-    sums, notes, built_by = dict[Fingerprint, str](), tuple[str, ...](), ""
+    pretrained, notes, built_by = None, tuple[str, ...](), ""
     if isinstance(network.model, UserModel):
-        sums["network"] = build.source_sum(network.model)
-        own = model if network.features is None else model.get_submodule("head")
-        sums["fixed values"] = fixed_sum(own)
         seen = build.seen_by_network(facts.signature, network.features)
         built_by = build.built_by(network.model, seen)
     if network.starts_public:
         weights, adopted = _start(plan, model)
-        sums["pretrained"] = weights.sha256
+        pretrained = weights.sha256
         notes = (*_doubts(weights, plan.data, private=plan.privacy.private), *adopted)
-    return _Built(model=model, fingerprints=sums, notes=notes, built_by=built_by)
+    return _Built(model=model, pretrained=pretrained, notes=notes, built_by=built_by)
+
+
+def _start_of(keys: Keys) -> int:
+    """Return the seed of the initial weights."""
+    return int.from_bytes(keys.init[:4], "little")
 
 
 def forms_of(plan: TrainPlan, *, own: bool) -> tuple[tuple[int, ...], ...]:
@@ -263,22 +251,6 @@ def _check_passed_in(plan: TrainPlan, model: object) -> nn.Module:
     form = form_of(model, forms_of(plan, own=True), outputs)
     check_model(model, form, outputs, isolated=network.isolate)
     return model
-
-
-def declared_sums(plan: DataPlan, data: Data | None) -> dict[Fingerprint, str]:
-    """Return checksums of what is declared of user-supplied data: classes and constants.
-
-    For records passed in as ``data`` under a registered name, return that of the records.
-    """
-    facts, sums = plan.facts, dict[Fingerprint, str]()
-    if plan.own:
-        sums["classes"] = digest({}, facts.task.declared)
-        sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
-    elif data is not None and facts.sha256 is not None:
-        found = fingerprint(data.train, data.test)
-        if found != facts.sha256:  # user-supplied records under a registered name
-            sums["data"] = found
-    return sums
 
 
 def independence_of(

@@ -1,7 +1,8 @@
 """Train any network with any loss privately, on the batches of a program."""
 
-import secrets
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,11 @@ from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.plan import PrivacyPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.config.sources import by_flag, by_setting
 from dpmac_cli.dp.clipping.batches import Batch, Structure, check_rows, samples_in
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.models.trial import BatchLoss, Objective
-from dpmac_cli.randomness.keystream import KEY_BYTES, Keys, make_keys
+from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.sampling import Indices, Sampler
 from dpmac_cli.runs import step_state
 from dpmac_cli.runs.fixed_settings import FixedSettings
@@ -42,9 +42,9 @@ from dpmac_cli.training.loading import (
     Drawn,
     KeyedLoader,
     OneByOne,
+    check_reread,
     collate_of,
     first_row,
-    records_fingerprint,
 )
 
 
@@ -106,7 +106,7 @@ class PrivateStep(FixedSettings):
         self._keys = make_keys(self._plan.run.seed, part=len(self._earlier))
         self._drawn: Drawn | None = None
         self._engine: StepEngine | None = None
-        self._records, self._program = "", dict[str, str]()  # of the dataset, and of the code
+        self._base = 0  # steps of the state that was loaded
         if example is not None:
             self._prepare(Structure(checked_example(example, device_of(model)), keep=True))
 
@@ -132,11 +132,11 @@ class PrivateStep(FixedSettings):
     @property
     def taken(self) -> int:
         """Return the number of steps that were taken."""
-        return 0 if self._engine is None else self._engine.descent.state.step
+        return self._base if self._engine is None else self._engine.descent.state.step
 
     @property
     def event(self) -> TrainingEvent:
-        """Return the privacy event of all steps that have begun."""
+        """Return the privacy event of all steps that have begun, without earlier training."""
         return self.privacy.event_of(self._begun)
 
     @property
@@ -204,20 +204,15 @@ class PrivateStep(FixedSettings):
         check_size(size := len(dataset), self._sampling)
         records = OneByOne(dataset, collate_of(collate_fn), self._keys.layers)
         row = first_row(records)
-        known = records_fingerprint(records, size)
-        if self._records not in ("", known):
-            raise InputError(
-                "The dataset is not the one that this training began with, whose noise would be "
-                "used again for other records. Start from a new PrivateStep, whose epsilon also "
-                "counts the steps so far."
-            )
-        self._records = known
+        check_reread(records, size)
         engine = self._engine or self._prepare(Structure.of(row).to(device_of(self._model)))
         return self._batches(KeyedLoader(records, self._draws(), engine.structure, workers))
 
     def _draws(self) -> Sampler:
         assert isinstance(self._sampling, BatchSampling)  # noqa: S101
-        return self._sampling.draws(self._keys.sampler, secure=self._plan.run.secure)
+        return self._sampling.draws(
+            self._keys.sampler, secure=self._plan.run.secure, base=self._base
+        )
 
     def _batches(self, loader: KeyedLoader) -> Iterator[Batch]:
         for drawn in loader.batches(self.taken + 1, self._steps):
@@ -239,7 +234,7 @@ class PrivateStep(FixedSettings):
                 on these records.
             RunError: memory ran out with a single record, or the device failed.
         """
-        if self._begun >= self._steps:
+        if self._base + self._begun >= self._steps:
             raise BudgetError(
                 f"All {self._steps} steps have been taken, and epsilon is "
                 f"{format_epsilon(self.epsilon)}. To train longer, start from a new PrivateStep "
@@ -252,47 +247,32 @@ class PrivateStep(FixedSettings):
         return number
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the next steps follow from, for ``torch.save``.
+        """Return the state of the training after its last step, for ``torch.save``.
 
-        It holds secret keys: who has it can remove the noise. Keep it where the records are. Frozen
-        parameters and buffers are not included.
+        It was computed after noise, and no key is in it: to show it costs no more than epsilon.
+        Frozen parameters and buffers are not included.
 
         Raises InputError if no step was taken yet.
         """
         if self._engine is None:
             raise InputError("There is no state before the first step. Save it after a step.")
-        step_state.check_readable(self._program)
-        return {
-            **step_state.saved_of(self._model, self._engine),
-            "begun": self._begun,
-            "earlier": [training.as_json() for training in self._earlier],
-            "settings": by_flag(self._plan.recorded),
-            "sampling": repr(self._sampling),
-            "lr": self.lr,
-            "steps": self._steps,
-            "program": self._program,
-            "records": self._records,
-        }
+        return dict(step_state.state_of(self._engine, self._earlier, self.lr))
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue a training exactly: further steps equal those of the program that saved it.
+    def load_state_dict(self, saved: Mapping[str, Any], *, taken: int) -> None:
+        """Continue a training with new noise and batches.
 
-        The same noise is used again, and where it is added to two different sums, their difference
-        reveals records without any noise. So software, settings, and the code and values of
-        network, loss and rule are compared. **The records must be the same too, and nothing but 16
-        of them is compared**: do not change the dataset, its transforms or ``collate_fn``.
-
-        A learning rate that is set, or a parameter that is written, gives further steps other
-        noise than without. On a GPU, on another machine and with your own loader, steps cannot be
-        repeated exactly, so they get new noise, with a note. Steps that another program took after
-        it saved the state are then not counted: see :meth:`load_parameters`. Only continue once.
+        Epsilon then counts all steps that were ``taken`` before, kept in the state or not, and
+        those to come. A training for an ``epsilon`` ends earlier by the steps that were lost.
+        Settings may differ from those of the saved training, except for the optimizer.
 
         Args:
             saved: a state of :meth:`state_dict`.
+            taken: number of steps that the saved training took in all, also after it was saved:
+                if they were not counted, an upper bound.
 
         Raises:
-            InputError: ``saved`` is no such state, this training has begun, or has other settings,
-                software or code, or the network is not the same in what is not trained.
+            InputError: ``saved`` is no such state, this training has begun, or ``taken`` is not
+                possible.
             ModelError: the network has other parameters.
         """
         if self._begun or self._earlier:
@@ -301,66 +281,28 @@ class PrivateStep(FixedSettings):
                 "before. Create both again."
             )
         state = step_state.checked_state(saved)
-        program = step_state.program_of(self._model, self._loss, self._rule)
-        step_state.check_program(program, state["program"])
-        before = dict(vars(self))
-        try:
-            self._continue(state)
-        except BaseException:
-            vars(self).update(before)  # keys of the saved noise must not serve another training
-            raise
-
-    def _continue(self, state: step_state.SavedStep) -> None:
-        """Take over a saved training. For errors see :meth:`load_state_dict`."""
-        self._take_plan(state)
-        structure = Structure(state["structure"], state["public"])
-        device, drawn = device_of(self._model), isinstance(self._sampling, BatchSampling)
-        engine = self._prepare(structure.to(device))
-        if step_state.fixed_of(self._model, engine.sums.trained) != state["fixed"]:
+        *earlier, last = map(Training.of_json, state["trainings"])
+        if not last.begun <= taken <= last.event.steps:
             raise InputError(
-                "The frozen parameters or buffers of the network are not those of the saved state. "
-                "Build the network as in the program that saved it."
+                f"taken is {taken}, but the state holds {last.begun} of {last.event.steps} steps. "
+                "Set it to the number of steps that were taken, also after the state was saved."
             )
+        self._earlier = (*earlier, replace(last, begun=taken))
+        check_composable(self._earlier, RECORD_UNIT)
+        privacy, step = self.privacy, state["numbers"]["step"]
+        rest = privacy.event_of(max(0, self._steps - step))
+        counted = tuple(training.done for training in self._earlier)
+        budget = min(privacy.max_epsilon, privacy.target or math.inf)
+        with suppress(BudgetError):
+            self._steps = step
+            self._steps += affordable_steps(rest, privacy.delta, budget, counted)
+        self._base, self.lr = step, state["lr"]
+        self._keys = make_keys(self._plan.run.seed, base=step, part=len(self._earlier))
+        structure = Structure(state["structure"], state["public"])
+        engine = self._prepare(structure.to(device_of(self._model)))
         for training in self._earlier:
             attach(self._model, training)
-        engine.training.begun = state["begun"]  # before its parameters are in the network
-        engine.descent.state.restore(state["tensors"], state["numbers"], exactly=True)
-        engine.history.rate = state["last_lr"]
-        engine.history.remember()
-        if why := step_state.why_not_repeated(device, state["environment"], drawn=drawn):
-            engine.history.diverge(secrets.token_bytes(KEY_BYTES))
-            self._notes = (*self._notes, step_state.new_noise_note(why, self.taken))
-
-    def _take_plan(self, state: step_state.SavedStep) -> None:
-        """Take what a saved training was planned with. Raises InputError for other settings."""
-        self._earlier = tuple(map(Training.of_json, state["earlier"]))
-        free = {"lr"} | ({"sigma"} if self._earlier else set())  # it covers earlier events
-        mine, saved = by_flag(self._plan.recorded), state["settings"]
-        mine["sampling"], saved = repr(self._sampling), {**saved, "sampling": state["sampling"]}
-        step_state.check_settings(mine, saved, free)
-        sigma = by_setting(state["settings"])["sigma"]
-        event = replace(self.privacy.event, noise_multiplier=sigma)
-        self._plan = replace(self._plan, privacy=replace(self.privacy, event=event))
-        self.lr, self._steps = state["lr"], state["steps"]
-        self._keys, self._records = Keys.of_json(state["numbers"]["keys"]), state["records"]
-
-    @staticmethod
-    def load_parameters(model: nn.Module, saved: Mapping[str, Any], *, taken: int) -> None:
-        """Copy the parameters of a saved training into a network, with their privacy cost.
-
-        A new :class:`PrivateStep` on the network then trains it further with new noise, and its
-        epsilon also counts the steps taken: with any other loss, code or settings.
-
-        Args:
-            model: network with the trained parameters of the saved one.
-            saved: a state of :meth:`state_dict`.
-            taken: number of steps that were taken, also by programs after they saved the state.
-
-        Raises:
-            InputError: ``saved`` is no such state, it has more steps, or the training fewer.
-            ModelError: the network has other parameters.
-        """
-        step_state.load_parameters(model, saved, taken)
+        engine.descent.state.restore(state["tensors"], state["numbers"])
 
     @property
     def _begun(self) -> int:
@@ -386,7 +328,6 @@ class PrivateStep(FixedSettings):
         """Validate the network and the loss, and build what takes the steps."""
         self.check_process()
         check_counted(self._model, self._loss, self._earlier)
-        self._program = step_state.program_of(self._model, self._loss, self._rule)
         self._engine = build_engine(
             Objective(self._model, self._loss),
             self._plan,

@@ -14,8 +14,8 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.sources import by_flag
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.errors import DivergedError
+from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs import checkpoint, folder, workers
-from dpmac_cli.runs.environment import environment
 from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import PreparedRun
@@ -34,7 +34,6 @@ class Started:
     Attributes:
         parameters: number d of trained parameters, and of all parameters.
         done: steps taken before. steps: last step, limited by --max-epsilon.
-        fresh_noise: reason for drawing noise and batches with new keys; "" if they are not.
         notes: messages for the user.
     """
 
@@ -43,7 +42,6 @@ class Started:
     parameters: tuple[int, int]
     done: int
     steps: int
-    fresh_noise: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -73,7 +71,10 @@ class Reduced:
 
 @dataclass(kw_only=True)
 class Session:
-    """A run in training, at ``trainer.state.step`` after ``seconds`` of training."""
+    """A run in training, at ``trainer.state.step`` after ``seconds`` of training.
+
+    ``shared`` has the keys that all ranks have.
+    """
 
     plan: TrainPlan
     task: PreparedRun
@@ -81,9 +82,9 @@ class Session:
     where: Path
     ledger: Ledger
     ranks: Ranks | None = None
+    shared: Keys = field(default_factory=Keys)
     history: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
-    fresh_noise: str = ""
     notes: tuple[str, ...] = ()
     scored: Evaluation | None = None
 
@@ -114,8 +115,8 @@ class Session:
             "searched": self.plan.search is not None,
             "history": self.history,
             "seconds": self.seconds,
-            "fingerprints": dict(self.task.fingerprints),
-            "environment": environment(state.theta.device, self.ranks),
+            "facts": checkpoint.public_facts(self.task),
+            "start": self.task.start,
         }
         return checkpoint.save(self.where, state.step, state.tensors(), record)
 
@@ -128,11 +129,10 @@ class Session:
             parameters=(self.trainer.state.theta.numel(), self.task.parameters),
             done=self.trainer.state.step,
             steps=self.steps,
-            fresh_noise=self.fresh_noise,
             notes=self.notes,
         )
         if self.ranks is not None:
-            workers.brief_workers(self.ranks, self.plan, self.task, self.trainer, self.where)
+            workers.brief_workers(self.ranks, self)
         try:
             yield from self._updates(stop)
         except DivergedError as failure:
@@ -152,6 +152,7 @@ class Session:
         """Train, save checkpoints when they are due, and report progress."""
         plan, trainer, interval = self.plan, self.trainer, self.plan.run.checkpoints
         saved, chunk, spent = time.perf_counter(), trainer.state.chunk, self.ledger.spent
+        cost = 0.0  # seconds of the last checkpoint
 
         with ThreadPoolExecutor(1) as pool:
             # Privacy costs are computed in the background, so they do not delay training.
@@ -162,7 +163,7 @@ class Session:
                 plan.privacy.steps_per_epoch,
                 spent.earlier,
             )
-            for event in fit(trainer, stop, interval.due, self.seconds, self.ledger.before):
+            for event in fit(trainer, stop, interval.at, self.seconds, self.ledger.before):
                 self.seconds = event.seconds
                 scored = isinstance(event, Evaluated)
                 schedule = costs.result() if scored or costs.done() else None
@@ -174,21 +175,17 @@ class Session:
                     self.history.append(metrics_line(event, epsilon, plan))
                 # Save no step before its score: a run that resumed after it would never score it.
                 scores = event.step % plan.privacy.steps_per_epoch == 0 or event.step == self.steps
-                settled = scored or not scores
-                # Repeating a step with another chunk size would round the sum differently under
-                # the same noise: nothing of it may be shown before this is saved.
-                reduced = settled and trainer.state.chunk < chunk
-                late = time.perf_counter() - saved >= interval.seconds
-                # No other score may be released instead of one that was shown, either.
+                late = interval.due(event.step, time.perf_counter() - saved, cost)
+                # No other score may be released instead of one that was shown.
                 released = scored and plan.privacy.scores is not None
-                if reduced or released or (settled and (late or interval.due(event.step))):
-                    kept = self.save()
+                if released or (late and (scored or not scores)):
+                    began = time.perf_counter()
+                    self.save()
                     saved = time.perf_counter()
-                    if reduced:  # nor may an earlier checkpoint with larger chunks be used
-                        checkpoint.discard(self.where, but=kept)
+                    cost = saved - began
                 if scored:
                     self.write_metrics()
-                if reduced:
+                if trainer.state.chunk < chunk:
                     chunk = trainer.state.chunk
                     yield Reduced(event.step, chunk)
                 planned = schedule.points[-1][1] if schedule else None

@@ -45,8 +45,8 @@ def make_trainer(
     Args:
         plan: plan of the run.
         steps, device: None for the plan's.
-        keys: keys of a run that is resumed exactly; None for those of the plan's seed, or new
-            keys. Ranks other than the first only use the key of the layers.
+        keys: secret keys; None for those of the plan's seed, or new keys. Ranks other than the
+            first only use the key of the layers.
         data: data on the device; None to load it. ranks: the processes of the run.
         task: result of :func:`prepare`; None to make it from ``data`` and ``model``.
         model: a network to train in place, instead of the plan's.
@@ -178,7 +178,7 @@ def _randomness(plan: TrainPlan, keys: Keys, task: PreparedRun, *, rank: int) ->
     drawn = own or plan.recipe.augmented or plan.data.found.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None
     if rank > 0:
-        return Randomness(keys=Keys(layers=keys.layers), sampler=None, noise=None, layers=layers)
+        return Randomness(sampler=None, noise=None, layers=layers)
     privacy, secure = plan.privacy, plan.run.secure
     sampler = KeyedSampler(
         privacy.event.sampler,
@@ -191,4 +191,4 @@ def _randomness(plan: TrainPlan, keys: Keys, task: PreparedRun, *, rank: int) ->
     )
     noise = Noise(keys.noise, secure=secure)
     scores = Noise(keys.scores, secure=True) if privacy.scores else None
-    return Randomness(keys=keys, sampler=sampler, noise=noise, layers=layers, scores=scores)
+    return Randomness(sampler=sampler, noise=noise, layers=layers, scores=scores)

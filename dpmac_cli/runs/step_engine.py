@@ -1,9 +1,6 @@
 """Engine of a private step: a validated network, and the descent on its batches."""
 
-import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,14 +12,12 @@ from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.models.independence import validated_network
 from dpmac_cli.models.trial import Objective
-from dpmac_cli.randomness.keystream import KEY_BYTES, Keys
+from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Indices
-from dpmac_cli.runs.environment import environment
 from dpmac_cli.runs.setup import mechanism_of, steps_of, training_of
 from dpmac_cli.runs.step_arguments import RECORD_UNIT, device_of
-from dpmac_cli.storage.digest import digest, identical
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.chunks import BatchSum, Running
 from dpmac_cli.training.descent import Descent
@@ -42,67 +37,14 @@ class Given:
         return self.records
 
 
-class History:
-    """Values that a program may set between steps, which the noise of further steps depends on.
-
-    Two programs that continue from one state then have the same noise only in steps with the same
-    sums, whose releases are the same. The noise is as without a history while the learning rate is
-    that of the settings, and no parameter is written.
-
-    Args:
-        descent: takes the steps.
-        rate: learning rate of the settings.
-
-    Attributes:
-        rate: learning rate of the last step.
-    """
-
-    def __init__(self, descent: Descent, rate: float) -> None:
-        self._descent, self.rate = descent, rate
-        descent.when_reduced = self.reduced
-        self._theta = descent.state.theta.detach().clone()
-
-    def diverge(self, value: bytes) -> None:
-        """Draw the noise of further steps from a new key, which depends on a value."""
-        state, randomness = self._descent.state, self._descent.randomness
-        assert randomness.noise is not None  # noqa: S101
-        state.keys = state.keys.diverged(state.step, value)
-        noise = randomness.noise.with_key(state.keys.noise)
-        self._descent.randomness = replace(randomness, keys=state.keys, noise=noise)
-
-    def before_step(self) -> None:
-        """Notice parameters that were written since the last step, which change the next sum."""
-        theta = self._descent.state.theta.detach()
-        if not identical(theta, self._theta):
-            self.diverge(f"parameters {digest({'theta': theta.cpu()}, {})}".encode())
-            self._theta.copy_(theta)
-
-    def reduced(self) -> None:
-        """Draw new noise for a step in which memory ran out: its sum is that of other chunks."""
-        self.diverge(secrets.token_bytes(KEY_BYTES))
-
-    def after_step(self) -> None:
-        """Notice another learning rate, which changes all sums after that of the step."""
-        rate = self._descent.algorithm.hyper.lr
-        if rate != self.rate:
-            self.diverge(f"lr {rate!r}".encode())
-            self.rate = rate
-        self.remember()
-
-    def remember(self) -> None:
-        """Remember the parameters as they are."""
-        self._theta.copy_(self._descent.state.theta.detach())
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepEngine:
     """A network in private training on batches that it is given.
 
     Attributes:
         descent: takes the steps. sums: clipped sum of a batch. given: records of a batch.
-        training: counts the steps that use records. history: values set between steps.
+        training: counts the steps that use records.
         structure: structure of a record, which was validated.
-        environment: software, hardware and settings with which steps compute.
         notes: how the network is run.
     """
 
@@ -110,9 +52,7 @@ class StepEngine:
     sums: BatchSum
     given: Given
     training: Training
-    history: History
     structure: Structure
-    environment: Mapping[str, Any]
     notes: tuple[str, ...] = field(default=())
 
     def step(self, batch: Batch, records: Indices) -> int:
@@ -121,9 +61,7 @@ class StepEngine:
         descent = self.descent
         try:
             with torch_failures_explained(), torch.inference_mode(False):
-                self.history.before_step()
                 descent.step()
-                self.history.after_step()
                 if descent.state.step % descent.plan.steps_per_epoch == 0:
                     descent.check_finite()
                     descent.check_network()
@@ -172,7 +110,6 @@ def build_engine(
             mechanism=mechanism_of(plan.privacy, secure=plan.run.secure),
             plan=step_plan,
             randomness=Randomness(
-                keys=keys,
                 sampler=given,
                 noise=Noise(keys.noise, secure=plan.run.secure),
                 layers=layers,
@@ -185,8 +122,6 @@ def build_engine(
         sums=sums,
         given=given,
         training=training,
-        history=History(descent, float(plan.recorded["lr"])),
         structure=structure,
-        environment=environment(device_of(objective)),
         notes=(*why, *sums.notes),
     )

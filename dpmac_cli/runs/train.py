@@ -1,31 +1,30 @@
-"""Sessions of new, resumed and forked runs, up to the last step of each."""
+"""Sessions of new, resumed and forked runs, up to the last step of each.
 
+A resumed run is a fork into the same folder: it continues from the state of a checkpoint with new
+keys, and its events are those of all steps that may have begun, kept or not, and of those to come.
+"""
+
+import math
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import by_setting, parse_settings
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.errors import BudgetError, InputError, ModelError
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.runs import checkpoint, folder, ledger
-from dpmac_cli.runs.checkpoint import Inherited, check_changes, check_same, inherited
-from dpmac_cli.runs.environment import (
-    check_ranks,
-    choose_device,
-    differences,
-    environment,
-    repeatable,
-)
+from dpmac_cli.runs.checkpoint import Inherited, check_changes, inherited
+from dpmac_cli.runs.environment import check_ranks, choose_device
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.session import Session, SessionEvent
@@ -45,7 +44,16 @@ def new_run(
     """Train a new run up to its last step; see :func:`dpmac_cli.release.run.train`."""
     with torch_failures_explained():
         folder.check_place(plan.run.folder)
-        spent = Spent((), plan.privacy.event, 0, 0, False, True, abandoned)
+        spent = Spent(
+            earlier=(),
+            event=plan.privacy.event,
+            base=0,
+            begun=0,
+            seeded=False,
+            secure=True,
+            abandoned=abandoned,
+            target=plan.privacy.target,
+        )
         session = yield from _session(plan, Inherited(None, spent), stop, data, ranks)
         yield from _first(session, stop)
 
@@ -78,13 +86,11 @@ def resumed_run(
     where = Path(where)
     folder.check_run_folder(where)
     with folder.locked(where), torch_failures_explained():
-        plan, before = _resumed(where, parse_settings(flags), ranks)
+        plan, before = _resumed(where, parse_settings(flags))
         session = yield from _session(plan, before, stop, data, ranks)
-        # Write the ledger first: after a kill here, the run has no checkpoint with the new keys,
-        # and its next resume charges for them.
+        # Without the ledger, an older checkpoint would not know of the steps that are not kept.
         session.ledger.write(session.ledger.spent.begun)
-        if session.trainer.state.step == before.spent.base:  # remove older keys
-            checkpoint.discard(where, but=session.save())
+        checkpoint.discard(where, but=session.save())
         session.begin_files()  # removes the checksums of files that will change
         yield from session.drive(stop)
 
@@ -116,45 +122,79 @@ def _session(
     device = choose_device(plan.run.device, ranks)
     plan = plan.on(str(device))
     if ranks is not None:
-        _check_parallel(plan, device, ranks)
-    privacy, spent, saved = plan.privacy, before.spent, before.saved
-    rest = privacy.event_of(privacy.steps - spent.base)
-    budget = (privacy.delta, privacy.max_epsilon, spent.earlier, privacy.scores, spent.base)
-    steps = spent.base + affordable_steps(rest, *budget)
-    exact = saved is not None and not before.fresh_noise
-    keys = make_keys(plan.run.seed, base=spent.base)
-    if saved is not None:
-        kept = Keys.of_json(saved.record["state"]["keys"])
-        # A network that draws frozen values when it is built was trained with these.
-        keys = kept if exact else replace(keys, init=kept.init)
+        _check_parallel(plan, ranks)
+    saved, steps = before.saved, _last_step(plan, before)
+    spent = _spent(plan, before.spent, steps)
+    keys = make_keys(plan.run.seed, base=spent.base, part=len(spent.earlier))
+    if saved is not None:  # a network that draws frozen values when it is built keeps these
+        keys = replace(keys, init=saved.record["start"].to_bytes(4, "little"))
     task = yield from until(stop, prepare(plan, device, keys, data))
-    if privacy.scores is not None:
+    if plan.privacy.scores is not None:
         _check_scored(task)
     if saved is not None:
-        check_same(task.fingerprints, saved.record["fingerprints"], exactly=exact)
+        checkpoint.check_same(checkpoint.public_facts(task), saved.record["facts"])
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
     if saved is not None:
-        trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
+        trainer.state.restore(saved.tensors, saved.record["state"])
     where = folder.make_place(plan.run.folder)
     return Session(
         plan=plan,
         task=task,
         trainer=trainer,
         where=where,
-        ledger=Ledger(where, _spent(plan, spent, steps)),
+        ledger=Ledger(where, spent),
         ranks=ranks,
+        shared=Keys(init=keys.init, layers=keys.layers),
         history=[] if saved is None else list(saved.record["history"]),
         seconds=0.0 if saved is None else saved.record["seconds"],
-        notes=(*before.notes, *task.notes, *trainer.notes),
-        fresh_noise=before.fresh_noise,
+        notes=(*before.notes, *_lost(plan, before, spent), *task.notes, *trainer.notes),
     )
 
 
-def _check_parallel(plan: TrainPlan, device: torch.device, ranks: Ranks) -> None:
+def _last_step(plan: TrainPlan, before: Inherited) -> int:
+    """Return the last step that the budget allows.
+
+    A run that was calibrated for an epsilon keeps to it when it is resumed: it ends as many steps
+    earlier as were lost, at once if there are none left.
+    """
+    privacy, spent = plan.privacy, before.spent
+    rest = privacy.event_of(privacy.steps - spent.base)
+    target = spent.target if spent.earlier and spent.target is not None else math.inf
+    budget = min(privacy.max_epsilon, target)
+    earlier, scores = spent.earlier, privacy.scores
+    try:
+        steps = affordable_steps(rest, privacy.delta, budget, earlier, scores, spent.base)
+    except BudgetError:
+        if before.before is None:
+            raise
+        steps = 0
+    return spent.base + steps
+
+
+def _lost(plan: TrainPlan, before: Inherited, spent: Spent) -> tuple[str, ...]:
+    """Return a note on the cost of an interruption; () if it cost nothing."""
+    privacy, was = plan.privacy, before.before
+    if was is None or not privacy.private:
+        return ()
+    parts = (was.begun - was.base, privacy.steps - spent.base, privacy.steps - was.base)
+    done, rest, planned = (privacy.event_of(steps).compositions for steps in parts)
+    if (count := done + rest - planned) == 0:
+        return ()
+    of = privacy.event.compositions
+    what = "epochs" if privacy.event.sampling.once_an_epoch else "steps"
+    said = f"{count} of {of:,} {what} {'is' if count == 1 else 'are'} counted twice"
+    if spent.end < privacy.steps:
+        return (f"{said}: training ends after step {spent.end:,}, to stay within the budget.",)
+    whole = (*was.earlier, privacy.event_of(privacy.steps - was.base))
+    old, new = total_epsilon(whole, privacy.delta), total_epsilon(spent.planned, privacy.delta)
+    return (f"{said}: epsilon {format_epsilon(old)} -> {format_epsilon(new)}.",)
+
+
+def _check_parallel(plan: TrainPlan, ranks: Ranks) -> None:
     """Reject a run that several processes cannot share. Raises InputError."""
     if plan.privacy.audit.canaries:
         raise InputError("--canaries needs a run with one process. Leave it out.")
-    check_ranks(device, ranks)
+    check_ranks(ranks)
 
 
 def _check_scored(task: PreparedRun) -> None:
@@ -192,38 +232,31 @@ def _newest(where: Path) -> checkpoint.Checkpoint:
     return saved
 
 
-def _resumed(
-    where: Path, given: Mapping[str, Any], ranks: Ranks | None
-) -> tuple[TrainPlan, Inherited]:
+def _resumed(where: Path, given: Mapping[str, Any]) -> tuple[TrainPlan, Inherited]:
     saved = _newest(where)
     recorded, step = saved.record["config"], saved.step
     check_changes(where, recorded, given, "--resume", ("dataset", "model"))
     resolved = change(recorded, given)
     plan, privacy = resolved.plan, resolved.plan.privacy
     _check_unchanged(where, plan, recorded, given)
-    device = choose_device(plan.run.device, ranks)
+    _check_audit(where, plan)
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
-    if step >= privacy.steps and told and folder.reported_steps(where) >= step:
+    if step >= saved.spent.end and told and folder.reported_steps(where) >= step:
         raise InputError(
             f"{where} is finished: it took {step} of {privacy.steps} steps. To train longer: "
             f"{folder.fork_command(where, ['--epochs N'])} "
             f"(N above {step // privacy.steps_per_epoch})"
         )
-    before = inherited(where, saved, resolved.notes)
-    changed = sorted(differences(saved.record["environment"], environment(device, ranks)))
-    reasons = [f"the machine or its software changed ({', '.join(changed)})"] if changed else []
-    if not repeatable(device) and before.spent.end > step:
-        reasons.append("steps on a GPU cannot be repeated bit for bit")
-    if len(before.spent.earlier) > len(saved.spent.earlier):
-        reasons.append("the checkpoint of the last session is lost")
-    if reasons and privacy.audit.canaries:
+    return plan.placed(ChosenFolder(where)), inherited(where, saved, resolved.notes)
+
+
+def _check_audit(run: Path, plan: TrainPlan) -> None:
+    """Reject an audit run, whose canaries would be others. Raises InputError."""
+    if plan.privacy.audit.canaries:
         raise InputError(
-            f"{where} is an audit run, which can only be resumed exactly ({'; '.join(reasons)}): "
-            "an audit tests one guarantee with one set of coins. Start a new run."
+            f"{run} is an audit run, which can neither be resumed nor forked: an audit tests one "
+            "guarantee with one set of canaries. Start a new run."
         )
-    if reasons:
-        before = before.with_new_keys("; ".join(reasons))
-    return plan.placed(ChosenFolder(where)), before
 
 
 def _check_unchanged(
@@ -231,8 +264,7 @@ def _check_unchanged(
 ) -> None:
     """Raise InputError for settings that differ from those of the run."""
     placed: tuple[str, ...] = ("out", "force")
-    here: tuple[str, ...] = ("seed", *placed)
-    changes: dict[str, str] = {name: f"--{name}" for name in here if name in given}
+    changes: dict[str, str] = {name: f"--{name}" for name in placed if name in given}
     before = by_setting(recorded)
     for name, value in plan.recorded.items():
         # A dataset or model at another path is compared by its fingerprint.
@@ -262,25 +294,11 @@ def _forked(parent: Path, given: Mapping[str, Any]) -> tuple[TrainPlan, Inherite
     if isinstance(out, ChosenFolder) and out.path.resolve() == parent.resolve():
         raise InputError(f"--out {out.path} is the run to fork. Use a new folder.")
     folder.check_place(out)
-    if plan.privacy.audit.canaries:
-        raise InputError(
-            f"{parent} is an audit run, which cannot be forked: an audit tests one guarantee. "
-            "Start a new run."
-        )
+    _check_audit(parent, plan)
     if plan.privacy.steps <= step:
         raise InputError(
             f"{parent} has already taken {step} steps, but {plan.privacy.steps} are requested. Set "
             f"--epochs (above {step // plan.privacy.steps_per_epoch}) or --steps (above {step})."
         )
-    before = inherited(parent, saved, resolved.notes).with_new_keys(f"a fork of {parent}")
-    return plan, before
-
-
-def resumes_exactly(where: Path, device: str) -> bool:
-    """Return whether a run can be resumed exactly on this device. Raises InputError."""
-    try:
-        saved = checkpoint.newest(where)
-    except InputError:
-        return False
-    here, over = choose_device(device), saved.step >= saved.spent.end
-    return saved.record["environment"] == environment(here) and (repeatable(here) or over)
+    found = inherited(parent, saved, resolved.notes)
+    return plan, replace(found, spent=replace(found.spent, target=None), before=None)

@@ -3,31 +3,29 @@
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.config.sources import by_flag
+from dpmac_cli.data.dataset import Data, fingerprint
 from dpmac_cli.data.schema import listed
 from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys
-from dpmac_cli.runs.checkpoint import Fingerprint
 from dpmac_cli.runs.environment import choose_device, device_name, environment
 from dpmac_cli.runs.folder import resume_command
 from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.trainer import Trainer
 
-#: Fingerprints that must be the same at every rank.
-SHARED: tuple[Fingerprint, ...] = (
-    *("data", "units", "classes", "constants"),
-    *("network", "fixed values", "pretrained", "features"),
-)
+if TYPE_CHECKING:
+    from dpmac_cli.runs.session import Session
 
 
 class Brief(TypedDict):
@@ -37,23 +35,21 @@ class Brief(TypedDict):
     folder: str
     steps: int
     numbers: dict[str, Any]
-    keys: dict[str, Any]
+    keys: dict[str, str]
 
 
-def brief_workers(
-    ranks: Ranks, plan: TrainPlan, task: PreparedRun, trainer: Trainer, where: Path
-) -> None:
+def brief_workers(ranks: Ranks, session: "Session") -> None:
     """Send the run's plan, progress and folder to the other ranks, without secrets."""
-    numbers = trainer.state.numbers()
+    plan, trainer, shared = session.plan, session.trainer, session.shared
     brief: Brief = {
         "config": by_flag(plan.recorded),
-        "folder": str(where),
+        "folder": str(session.where),
         "steps": trainer.plan.steps,
-        "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star")},
-        "keys": {name: numbers["keys"][name] for name in ("layers", "init")},
+        "numbers": trainer.state.numbers(),
+        "keys": {name: getattr(shared, name).hex() for name in ("layers", "init")},
     }
     ranks.brief(brief)
-    _agree(ranks, task, trainer)
+    _agree(ranks, plan, session.task, trainer)
 
 
 def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
@@ -65,15 +61,18 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
     said = None
     try:
         with torch_failures_explained():
-            ranks.post(environment(choose_device(local.get("device", "auto"), ranks)))
+            choose_device(local.get("device", "auto"), ranks)
+            ranks.post(environment())
             said = cast(Brief, ranks.brief())
-            plan, keys = change(said["config"], local).plan, Keys.of_json(said["keys"])
+            plan = change(said["config"], local).plan
+            init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
+            keys = Keys(init=init, layers=layers)
             device = choose_device(plan.run.device, ranks)
             task = outcome(prepare(plan, device, keys))
             trainer = make_trainer(
                 plan, steps=said["steps"], device=device, keys=keys, task=task, ranks=ranks
             )
-            _agree(ranks, task, trainer)
+            _agree(ranks, plan, task, trainer)
             trainer.state.go_to(said["numbers"])
             while True:
                 trainer.step()
@@ -87,14 +86,19 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
         ) from failure
 
 
-def _agree(ranks: Ranks, task: PreparedRun, trainer: Trainer) -> None:
+def _agree(ranks: Ranks, plan: TrainPlan, task: PreparedRun, trainer: Trainer) -> None:
     """Synchronise the state of all ranks, and reject different records, which could count twice.
 
     Different devices are rejected too, because they round differently.
     """
     device = sha256(device_name(trainer.state.theta.device).encode()).hexdigest()
-    compared: dict[str, str] = {name: task.fingerprints.get(name, "0") for name in SHARED}
-    compared["device"] = device
+    kept = task.model.state_dict(keep_vars=True).items()
+    values = {name: t.detach().cpu() for name, t in kept if not t.requires_grad}
+    compared = {
+        "records": _records(plan, task.data),
+        "network": digest(values, {}),
+        "device": device,
+    }
     sums = [int(sha[:15], 16) for sha in compared.values()]
     same = ranks.alike(torch.tensor(sums)).tolist()
     others = [name for name, alike in zip(compared, same, strict=True) if not alike]
@@ -106,3 +110,14 @@ def _agree(ranks: Ranks, task: PreparedRun, trainer: Trainer) -> None:
         )
     for _, tensor in sorted(trainer.state.tensors().items()):
         ranks.broadcast(tensor)
+
+
+def _records(plan: TrainPlan, data: Data) -> str:
+    """Return the SHA-256 of records or features, their units, and what is declared of them."""
+    facts, units = plan.data.facts, (data.train.units, data.test.units)
+    record = {
+        "records": fingerprint(data.train, data.test),
+        "units": [None if each is None else each.sha256() for each in units],
+        "declared": [facts.task.declared, facts.mean, facts.std],
+    }
+    return digest({}, record)

@@ -6,9 +6,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,23 +19,19 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.decoding import usable_cores
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
-from dpmac_cli.errors import DpmacError, explain_os_error, named_as_flags
+from dpmac_cli.errors import DpmacError, InputError, explain_os_error, named_as_flags
 from dpmac_cli.release.run import RunEvent, resume, train
-from dpmac_cli.runs.checkpoint import Fingerprint, fingerprints
+from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.memory import keep_freed_memory
-from dpmac_cli.runs.prepare import record_sums
 from dpmac_cli.runs.session import Started, Update
-from dpmac_cli.runs.train import resumes_exactly
 from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.torch_errors import what_failed
 
 #: Signals that ask a job to stop.
 REQUESTS = (signal.SIGINT, signal.SIGTERM)
-#: Fingerprints of a run that must be the same in a whole study.
-RECORDS: tuple[Fingerprint, ...] = ("data", "units", "test units")
 #: Processes are forked from one that has only imported torch.
 CONTEXT = processes.get_context("forkserver")
 
@@ -59,7 +56,7 @@ def train_job(run: Run, threads: int, data: Data | None = None) -> Result:
 
 @named_as_flags()  # the command that started this process shows its failures
 def train_run(run: Run, data: Data | None, stop: Callable[[], bool]) -> tuple[str | None, int]:
-    """Train a run, or resume it if that is exact.
+    """Train a run, or resume it.
 
     Args:
         data: data on the run's device; None to load it.
@@ -84,12 +81,12 @@ def train_run(run: Run, data: Data | None, stop: Callable[[], bool]) -> tuple[st
 
 
 def _events(run: Run, data: Data | None, stop: Callable[[], bool]) -> Iterator[RunEvent]:
-    """Train a run, resuming it if that is exact."""
+    """Train a run, resuming it from its checkpoint if it has one."""
     plan, where = run.plan, run.folder
-    if resumes_exactly(where, plan.run.device):
-        flags = {"device": plan.run.device, "model": plan.recorded["model"]}
+    if plan.search is None and _has_checkpoint(where):
+        flags = {"device": plan.run.device, "model": plan.recorded["model"], "seed": plan.run.seed}
         return resume(where, flags, stop, data)
-    # This run cannot be resumed here: its earlier steps still count towards the privacy cost.
+    # The epsilon of a search covers no steps besides those of its trials, so a trial begins again.
     before = attempts(where, plan.privacy.event) if plan.privacy.private else ()
     return train(plan, stop, data, abandoned=before)
 
@@ -104,24 +101,11 @@ def share_data(runs: Sequence[Run]) -> dict[str | Source, Data]:
     }
 
 
-def other_records(runs: Iterable[Run], data: SharedData) -> Iterator[str]:
-    """Yield a fault for each run that was trained on other records or units than the others.
-
-    The files of a dataset may change between two commands, and epsilons of other units do not add
-    up. Runs are compared with ``data`` or, if nothing was loaded, with each other.
-    """
-    known = {source: record_sums(held) for source, held in data.items()}
-    for run in runs:
-        source, found = run.plan.data.source, fingerprints(run.folder)
-        if not isinstance(source, Source) or not found:
-            continue
-        expected = known.setdefault(source, found)
-        if any(found.get(name) != expected.get(name) for name in RECORDS):
-            yield (
-                f"{run.folder} was trained on other records or units than the rest of this study, "
-                "so no epsilon covers all of its runs. Restore the original data, or use "
-                "another --out."
-            )
+def _has_checkpoint(where: Path) -> bool:
+    with contextlib.suppress(InputError):
+        checkpoint.newest(where)
+        return True
+    return False
 
 
 @dataclass

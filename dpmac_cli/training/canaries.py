@@ -74,14 +74,6 @@ class Canaries:
         self._added, self._seen = torch.zeros_like(self.scores), torch.zeros_like(self.scores)
         self._met = np.empty(0, np.int64)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name. The coins are secret."""
-        return {
-            "canary_coins": self.coins,
-            "canary_scores": self.scores,
-            "canary_coordinates": self._coordinates,
-        }
-
     def records(self, drawn: Indices) -> Indices:
         """Return the drawn records without canaries, which :meth:`add` handles."""
         # Leaving out absent canaries does not change the probabilities of other records.

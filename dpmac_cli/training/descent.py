@@ -1,6 +1,6 @@
 """Private gradient descent: the steps of Algorithm 1 on one state. Prints nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -40,7 +40,6 @@ class Descent:
 
     Attributes:
         notes: messages about how the network is run.
-        when_reduced: called if memory ran out in a step, before its noise is drawn.
 
     Raises:
         ModelError: there are too many parameters for the mechanism.
@@ -61,7 +60,6 @@ class Descent:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("noise needs clipping, which is turned off without privacy")
         self.training: Training | None = None  # counts the steps that use records
-        self.when_reduced: Callable[[], None] = _nothing
         self._arithmetic = sums.arithmetic
         self.model, self.algorithm = model, algorithm
         self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
@@ -77,9 +75,7 @@ class Descent:
             region=region,
             spread=spread,
             chunk=sums.chunk,
-            keys=randomness.keys,
             average=theta.clone() if plan.recipe.ema else None,
-            extra={name: t for hook in hooks for name, t in hook.tensors().items()},
         )
         self._metric = RegionMetric(region)
         self._blocks = blocks(theta.numel(), theta.device)
@@ -118,10 +114,7 @@ class Descent:
             part, chunk = self._sums.of(batch, step, self._metric, state.chunk)
         self._unchanged.check(DURING)
         # Equal on all ranks, so differences in rounding between runs depend on public numbers.
-        least = self._ranks.least(chunk)
-        if least < state.chunk:
-            self.when_reduced()
-        state.chunk = least
+        state.chunk = self._ranks.least(chunk)
         clipped = self._ranks.reduce(part)
         for hook in self.hooks:
             clipped = hook.add(step, clipped, self._sums.clipped_sum, self._metric)
@@ -201,10 +194,6 @@ class Descent:
             ratio = (region.centre / region.scale).double().norm().item()
             values |= {"share_h1": low, "share_h2": high, "centre_over_scale_norm": ratio}
         return values
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:

