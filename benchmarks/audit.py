@@ -23,7 +23,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.dp.clipping.clipped_sum import clip_weights
 from dpmac_cli.dp.clipping.norms import SquaredNorms
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.release import run
 from dpmac_cli.release.audit import read_audit

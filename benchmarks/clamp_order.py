@@ -9,7 +9,7 @@ log(b_t / b_{t-1}) over the coordinates, and how its norm does.
 """
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from sittings import Setting, carry_on, product, results
-from torch import Tensor
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.dp.geometry import MacAdam, Spread, _scale
+from dpmac_cli.dp.geometry import MacAdam, Spread, _scaled
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
-from dpmac_cli.dp.rules import Moments
+from dpmac_cli.dp.moments import Moments
+from dpmac_cli.optim.dp_macadam import DPMacAdam
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.training.evaluation import evaluate
 from dpmac_cli.training.trainer import Trainer
@@ -42,16 +42,16 @@ class ClampBefore(MacAdam):
         assert spread is not None
         spread.kappa = 1 - self.beta1**step
 
-    def estimate(
+    def next(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
-    ) -> Tensor:
+    ) -> Ellipsoid:
         """Clamp, then average, then correct."""
         assert spread is not None
         assert spread.kappa is not None
-        m_hat = region.centre.copy_(moments.m_hat())
+        m_hat = moments.m_hat(self.beta1, out=region.centre)
         variance = private.without_noise((private.value - m_hat).square_())
         spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta1)
-        return _scale((spread.s / spread.kappa).clamp_(self.h1, self.h2), region)
+        return _scaled(region, (spread.s / spread.kappa).clamp_(self.h1, self.h2))
 
 
 def build(setting: Setting) -> tuple[TrainPlan, Trainer]:
@@ -60,13 +60,9 @@ def build(setting: Setting) -> tuple[TrainPlan, Trainer]:
     config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", **flags}).plan
     trainer = make_trainer(config, device=torch.device("cpu"))
     if setting["order"] == "before":
-        geometry = ClampBefore(
-            config.optimizer.hyper.beta1,
-            config.optimizer.hyper.h1,
-            config.optimizer.hyper.h2,
-            "paper",
-        )
-        trainer.algorithm = replace(trainer.algorithm, geometry=geometry)
+        p = config.optimizer
+        assert isinstance(p, DPMacAdam)
+        trainer.geometry = ClampBefore(p.beta1, p.h1, p.h2, "paper")
     return config, trainer
 
 

@@ -26,11 +26,10 @@ from torchvision.models.resnet import BasicBlock
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS, Dataset
-from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
-from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.build import build_network
 from dpmac_cli.models.registry import MODELS
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Indices, KeyedSampler
@@ -407,7 +406,7 @@ def ours(
     trainer = Trainer(
         model=size.build().to(data.gain.device),
         data=data,
-        algorithm=build_algorithm(config.optimizer.method, config.optimizer.hyper),
+        optimizer=config.optimizer,
         mechanism=mechanism,
         plan=StepPlan(
             steps=10**6,

@@ -33,12 +33,14 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from dpmac_cli.dp import optimizers
 from dpmac_cli.dp.clipping import clipped_sum
 from dpmac_cli.dp.clipping.norms import SquaredNorms
-from dpmac_cli.dp.geometry import GEOMETRIES, Geometry, Spread
+from dpmac_cli.dp.geometry import Geometry, Spread
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
-from dpmac_cli.dp.rules import RULES, Adam, Moments
+from dpmac_cli.dp.moments import Moments
+from dpmac_cli.optim import Optimizer, register_optimizer
+from dpmac_cli.optim.dp_adam import DPAdam
+from dpmac_cli.optim.optimizer import Variance
 
 TUNING_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
 #: Where the search for a rate begins.
@@ -66,21 +68,23 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class CentredBall(Geometry):
-    """A ball of radius C about m-hat."""
+    """A ball of radius C about m-hat. The factor is d, the sum of the sizes of the blocks."""
 
     clip_norm: float
+    beta1: float
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread | None]:
         """A ball about the origin, as vectors."""
-        inverse = torch.full_like(like, self.clip_norm**-2)
-        return Ellipsoid(torch.zeros_like(like), inverse, torch.ones_like(like[0])), None
+        d = torch.tensor(like.numel(), dtype=like.dtype)
+        inverse = d * torch.full_like(like, self.clip_norm**-2)
+        return Ellipsoid(torch.zeros_like(like), inverse, d), None
 
-    def estimate(
+    def next(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
-    ) -> Tensor:
+    ) -> Ellipsoid:
         """The next centre; the scale stays."""
-        region.centre.copy_(moments.m_hat())
-        return region.factor
+        centre = moments.m_hat(self.beta1, out=region.centre)
+        return replace(region, centre=centre, factor=torch.full_like(centre[0], len(centre)))
 
 
 NOISE: dict[int, Tensor] = {}
@@ -90,44 +94,42 @@ NOISE: dict[int, Tensor] = {}
 class Preconditioned(Geometry):
     """b = C sqrt(max(v-hat - phi, h1)), about the origin; phi is the noise's share of v-hat.
 
-    :data:`NOISE` has the average behind phi for each block of coordinates.
+    :data:`NOISE` has the average behind phi for each block of coordinates. The factor is d.
     """
 
     clip_norm: float
     h1: float
+    beta2: float
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread | None]:
         """A ball of radius C times the root of h1."""
-        inverse = torch.full_like(like, 1 / self.h1)
-        factor = torch.full_like(like[0], self.clip_norm**2)
-        return Ellipsoid(torch.zeros_like(like), inverse, factor), None
+        d = torch.tensor(like.numel(), dtype=like.dtype)
+        inverse = d * torch.full_like(like, 1 / (self.h1 * self.clip_norm**2))
+        return Ellipsoid(torch.zeros_like(like), inverse, d), None
 
-    def estimate(
+    def next(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
-    ) -> Tensor:
+    ) -> Ellipsoid:
         """The next scale."""
         key = region.inverse.data_ptr()
         before = NOISE.get(key, torch.zeros_like(private.value))
-        NOISE[key] = before.lerp(private.noise_variance, 1 - moments.beta2)
-        phi = NOISE[key] / (1 - moments.beta2**moments.step)
-        signal = moments.v_hat().sub_(phi).clamp_(min=self.h1)
-        torch.reciprocal(signal, out=region.inverse)
-        return region.factor
+        NOISE[key] = before.lerp(private.noise_variance, 1 - self.beta2)
+        phi = NOISE[key] / (1 - self.beta2**moments.step)
+        signal = moments.v_hat(self.beta2).sub_(phi).clamp_(min=self.h1)
+        inverse = torch.div(region.factor / self.clip_norm**2, signal, out=region.inverse)
+        return replace(region, inverse=inverse, factor=torch.full_like(signal[0], len(signal)))
 
 
 FILTERED: dict[int, tuple[Tensor, Tensor, float]] = {}
 
 
-@dataclass(frozen=True)
-class Doppler:
+class Doppler(DPAdam, frozen=True):
     """Adam behind y_t = 0.9 y_{t-1} + 0.05 (x_t + x_{t-1}), divided by its response to a constant.
 
     :data:`FILTERED` has y, x and that response for each block of coordinates.
     """
 
-    gamma: float
-
-    def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+    def update(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""
         key = theta.data_ptr()
         x, zero = private.value, torch.zeros_like(private.value)
@@ -135,7 +137,42 @@ class Doppler:
         y = 0.9 * y + 0.05 * (x + before)
         response = 0.9 * response + 0.05 * (2 if moments.step > 1 else 1)
         FILTERED[key] = y, x.clone(), response
-        Adam(self.gamma)(theta, eta, replace(private, value=y / response), moments)
+        super().update(theta, eta, replace(private, value=y / response), moments)
+
+
+class CentredAdam(DPAdam, frozen=True):
+    """DP-Adam in a ball about m-hat."""
+
+    def geometry(self) -> Geometry:
+        """The ball."""
+        return CentredBall(self.clip_norm, self.beta1)
+
+
+class ScaleThenPrivatise(DPAdam, frozen=True):
+    """DP-Adam, with noise that is isotropic where Adam takes its step."""
+
+    h1: Variance
+
+    def geometry(self) -> Geometry:
+        """The ellipsoid."""
+        return Preconditioned(self.clip_norm, self.h1, self.beta2)
+
+
+class AutoS(DPAdam, frozen=True):
+    """DP-Adam, whose gradients are weighted by :func:`automatic`."""
+
+
+class Averaged(DPAdam, frozen=True):
+    """DP-Adam, whose parameters are averaged."""
+
+
+OTHERS: Mapping[str, type[Optimizer]] = {
+    "centred-adam": CentredAdam,
+    "auto-s": AutoS,
+    "doppler": Doppler,
+    "scale-then-privatise": ScaleThenPrivatise,
+    "ema": Averaged,
+}
 
 
 def automatic(squared: SquaredNorms, limit: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -146,27 +183,9 @@ def automatic(squared: SquaredNorms, limit: float = 1.0) -> tuple[Tensor, Tensor
 
 
 def offer_others() -> None:
-    """Add rows to the table of optimizers. Must come before anything else of dpmac is loaded."""
-    table: Any = optimizers.OPTIMIZERS
-    settings: Any = optimizers.GEOMETRY_SETTINGS
-    geometries: Any = GEOMETRIES
-    rules: Any = RULES
-    rule_settings: Any = optimizers.RULE_SETTINGS
-    geometries |= {"centred": CentredBall, "preconditioned": Preconditioned}
-    settings |= {
-        "centred": frozenset({"clip_norm"}),
-        "preconditioned": frozenset({"clip_norm", "h1"}),
-    }
-    rules["doppler"] = Doppler
-    rule_settings["doppler"] = rule_settings["adam"]
-    ball = table["dp-adam"]
-    table |= {
-        "centred-adam": replace(ball, geometry="centred"),
-        "auto-s": ball,
-        "doppler": replace(ball, rule="doppler"),
-        "scale-then-privatise": replace(ball, geometry="preconditioned"),
-        "ema": ball,
-    }
+    """Register the other optimizers."""
+    for name, kind in OTHERS.items():
+        register_optimizer(name)(kind)
 
 
 def accuracy(config: Path, optimizer: str, sigma: float, lr: float, seed: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from sittings import Setting, main, product
 
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.dp.mechanism import ellipsoid
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.training.loop import Evaluated, fit
 from dpmac_cli.training.state import TrainState
@@ -106,8 +107,8 @@ def start_from(state: TrainState, variance: float) -> None:
     """Begin with the same s_0^2 in every coordinate."""
     assert state.spread is not None
     state.spread.s.fill_(variance)
-    state.region.inverse.fill_(variance**-0.5)
-    state.region.factor.fill_(variance**0.5 * state.theta.numel())
+    b = variance**0.25 * (variance**0.5 * state.theta.numel()) ** 0.5
+    state.region = ellipsoid(state.region.centre, torch.full_like(state.theta, b))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS, Signature
-from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.models.build import build_network
@@ -117,7 +116,7 @@ def ours(task: Task, data: Data, batch: int, *, isolated: bool, loop: bool = Fal
     trainer = Trainer(
         model=task.build().to(data.gain.device),
         data=data,
-        algorithm=build_algorithm(config.optimizer.method, config.optimizer.hyper),
+        optimizer=config.optimizer,
         mechanism=GaussianMechanism(1.0, batch),
         plan=StepPlan(
             steps=10**6,

@@ -31,10 +31,10 @@ import torch
 from dpmac_cli.__main__ import main
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.dp.mechanism import GaussianMechanism
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
 from dpmac_cli.runs import ledger, train
 
-OPTIMIZERS = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
 SETTINGS = ("--dataset", "digits", "--sigma", "6", "--epochs", "40")
 #: Kills of one run before it may end.
 KILLS_A_RUN = 4

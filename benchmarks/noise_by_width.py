@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
@@ -56,7 +55,7 @@ def build(width: int, sigma: float, kappa: Any) -> Trainer:
     return Trainer(
         model=model,
         data=load_data("mnist", data_folder(None), torch.device("cpu")),
-        algorithm=build_algorithm(config.optimizer.method, config.optimizer.hyper),
+        optimizer=config.optimizer,
         mechanism=GaussianMechanism(sigma, BATCH),
         plan=StepPlan(steps=STEPS, steps_per_epoch=STEPS, physical_batch=RECORDS),
         randomness=Randomness(

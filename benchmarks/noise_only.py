@@ -8,10 +8,10 @@ shares of coordinates on h1 and h2 at an even and an odd step.
 
 import torch
 
-from dpmac_cli.dp.geometry import MacAdam, pinned_shares
+from dpmac_cli.dp.geometry import MacAdam, joined
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.dp.optimizers import Kappa
-from dpmac_cli.dp.rules import Moments
+from dpmac_cli.dp.moments import Moments
+from dpmac_cli.optim.dp_macadam import Kappa
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 
@@ -25,18 +25,19 @@ def shares(sigma: float, kappa: Kappa) -> list[tuple[float, float]]:
     theta = torch.zeros(PARAMETERS)
     geometry = MacAdam(0.9, H1, H2, kappa)
     region, spread = geometry.start(theta)
-    moments = Moments(0.9, 0.999, torch.zeros_like(theta), torch.zeros_like(theta), False)
+    moments = Moments(torch.zeros_like(theta), torch.zeros_like(theta))
     mechanism = GaussianMechanism(sigma, BATCH)
     noise = Noise(make_keys(0).noise)
     seen = []
     for step in range(1, STEPS + 1):
         private = mechanism.release(torch.zeros_like(theta), region, noise.at(step))
         moments.step = step
-        moments.update(private)
+        moments.update(private.value, 0.9, 0.999)
         geometry.begin(step, spread)
-        region.factor.copy_(geometry.estimate(private, moments, region, spread))
+        region = joined(region, [geometry.next(private, moments, region, spread)])
         if step > STEPS - 2:
-            seen.append(pinned_shares(region, H1, H2))
+            low, high = geometry.measures(region).values()
+            seen.append((low, high))
     return seen
 
 

@@ -43,7 +43,7 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.clipping import clipped_sum
 from dpmac_cli.dp.clipping.clipped_sum import clip_weights
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.release import run

@@ -1,5 +1,6 @@
 """Write the reference pages from the program and its schemas: ``python docs/generate.py``."""
 
+import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,9 +23,9 @@ from dpmac_cli.config.sources import EXCLUSIVE, INCOMPATIBLE
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import Records, data_facts
-from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.independence import ALONE
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
 from dpmac_cli.tasks.classification import Classification
 
@@ -179,7 +180,7 @@ CHOICES = {
     },
     "Features": FEATURES,
     "Samplers": {name: sampling.summary for name, sampling in SAMPLERS.items()},
-    "Optimizers": {name: row.summary for name, row in OPTIMIZERS.items()},
+    "Optimizers": {name: kind.summary for name, kind in OPTIMIZERS.items()},
 }
 #: Settings whose defaults a data set brings, by the names of both.
 OF_DATA = ("model", "sigma", "batch_size", "epochs", "clip_norm", "h1", "h2", "physical_batch")
@@ -409,12 +410,8 @@ def _own(records: int, shape: tuple[int, int, int], *, levels: int = 255) -> Dat
 
 def learning_rates() -> str:
     """Of each optimizer on each data set."""
-
-    def rate(optimizer: str, dataset: str) -> str:
-        chosen = OPTIMIZERS[optimizer]
-        return shown(chosen.lr_on.get(dataset, chosen.lr))
-
-    rows = ((f"`{name}`", *(rate(o, name) for o in OPTIMIZERS)) for name in DATASETS)
+    kinds = OPTIMIZERS.values()
+    rows = ((f"`{name}`", *(shown(kind.default_lr(name)) for kind in kinds)) for name in DATASETS)
     return table(("", *(f"`{name}`" for name in OPTIMIZERS)), rows)
 
 
@@ -439,11 +436,12 @@ def by_best() -> str:
 
 def by_optimizer() -> str:
     """Which settings have an effect on which optimizer, and their defaults on MNIST."""
-    names = sorted(set().union(*(row.settings for row in OPTIMIZERS.values())))
+    names = sorted(set().union(*(kind.used() for kind in OPTIMIZERS.values())))
     rows = []
-    for optimizer, row in OPTIMIZERS.items():
-        hyper = resolve(dataset="mnist", optimizer=optimizer, recipe="paper").plan.optimizer.hyper
-        cells = [shown(getattr(hyper, name)) if name in row.settings else "" for name in names]
+    for optimizer in OPTIMIZERS:
+        plan = resolve(dataset="mnist", optimizer=optimizer, recipe="paper").plan
+        values = plan.optimizer.model_dump()
+        cells = [shown(values[name]) if name in values else "" for name in names]
         rows.append((f"`{optimizer}`", *cells))
     head = ("", *(f"`--{flag_name(name)}`" for name in names))
     return f"Of the recipe `paper` on MNIST; an empty cell has no effect.\n\n{table(head, rows)}"
@@ -609,6 +607,21 @@ def times(found: Mapping[str, Any]) -> str:
     return f"{said}; {machine['threads']} threads, torch {machine['torch']}:\n\n{made}\n"
 
 
+def optimizers() -> str:
+    """Return the page of optimizers, with a section of each from its docstring."""
+    sections = []
+    for name, kind in OPTIMIZERS.items():
+        settings = ", ".join(
+            f"`--{flag_name(n)}`" + (f" ({field.default:g})" if n.startswith("beta") else "")
+            for n, field in kind.model_fields.items()
+        )
+        sections.append(f"## `{name}`\n\n{inspect.getdoc(kind)}\n\nSettings: {settings}.\n\n")
+    page = (DOCS / "optimizers.md").read_text(encoding="utf-8")
+    begin, end = (f"<!-- optimizers {word} -->\n" for word in ("begins", "ends"))
+    before, after = page.partition(begin)[0], page.partition(end)[2]
+    return f"{before}{begin}\n{''.join(sections)}{end}{after}"
+
+
 #: Pages by name, and what makes them.
 PAGES = {
     "configuration.md": configuration,
@@ -620,6 +633,7 @@ PAGES = {
     "own-network.md": own_network,
     "comparison.md": comparison,
     "performance.md": performance,
+    "optimizers.md": optimizers,
 }
 
 if __name__ == "__main__":

@@ -38,10 +38,7 @@ from .dp.mechanism import PrivateMean as PrivateMean
 from .dp.mechanism import SecureMechanism as SecureMechanism
 from .dp.mechanism import ball as ball
 from .dp.mechanism import ellipsoid as ellipsoid
-from .dp.optimizers import OPTIMIZERS as OPTIMIZERS
-from .dp.optimizers import Optimizer as Optimizer
-from .dp.rules import Moments as Moments
-from .dp.rules import Rule as Rule
+from .dp.moments import Moments as Moments
 from .errors import BudgetError as BudgetError
 from .errors import DivergedError as DivergedError
 from .errors import DpmacError as DpmacError
@@ -49,6 +46,9 @@ from .errors import InputError as InputError
 from .errors import ModelError as ModelError
 from .errors import RunError as RunError
 from .models.registry import MODELS as MODELS
+from .optim import OPTIMIZERS as OPTIMIZERS
+from .optim import Optimizer as Optimizer
+from .optim import register_optimizer as register_optimizer
 from .randomness.noise import Noise as Noise
 from .release.model_file import Released as Released
 from .release.model_file import load_model as load_model

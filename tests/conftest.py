@@ -15,11 +15,12 @@ from dpmac_cli.data import loaders
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.errors import named_as_flags
 from dpmac_cli.models.features import FrozenFeatures
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.runs import prepare
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.studies import search
 
-OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
+OPTIMIZER_NAMES = tuple(OPTIMIZERS)
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 
@@ -86,6 +87,15 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _one_thread() -> None:
     """Several threads on tiny tensors cost more than they bring, above all on a busy machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    """Optimizers that a test registers are of that test alone."""
+    known = dict(OPTIMIZERS)
+    yield
+    OPTIMIZERS.clear()
+    OPTIMIZERS.update(known)
 
 
 REAL_FILES = ("MNIST/raw/train-images-idx3-ubyte", "cifar-10-batches-py/data_batch_1")

@@ -16,11 +16,10 @@ from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import user_data
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.schema import DataFacts, Source
-from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
-from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
+from dpmac_cli.optim import OPTIMIZERS, Optimizer
 from dpmac_cli.randomness.keystream import generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, SeededNormals
@@ -42,18 +41,24 @@ CLASSES, SIDE, WIDTH = 4, 3, 5
 #: The number of parameters of :func:`tiny_model`.
 DIMENSION = (SIDE**2 + 1) * WIDTH + (WIDTH + 1) * CLASSES
 
-HYPER = Hyperparameters(
-    lr=0.05,
-    clip_norm=2.5,  # some samples of the tiny task are clipped by it and some are not
-    beta1=0.9,
-    beta2=0.99,
-    gamma=1e-8,
-    gamma_prime=1e-4,
-    h1=1e-6,
-    h2=1e-2,
-    kappa="paper",
-    phi="paper",
-)
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Hyperparameters of all optimizers on the tiny task, by the paper's symbols."""
+
+    lr: float = 0.05
+    clip_norm: float = 2.5  # some samples of the tiny task are clipped by it and some are not
+    beta1: float = 0.9
+    beta2: float = 0.99
+    gamma: float = 1e-8
+    gamma_prime: float = 1e-4
+    h1: float = 1e-6
+    h2: float = 1e-2
+    kappa: str = "paper"
+    phi: str = "paper"
+
+
+HYPER = Hyperparameters()
 MECHANISM = GaussianMechanism(1.0, 8)
 #: The norm that small steps are clipped to.
 CLIP_LIMIT = clip_limit(1)
@@ -163,14 +168,13 @@ class KeptNoise(Noise):
 
 
 def copied(region: Ellipsoid) -> Ellipsoid:
-    """The region as it is now: a step changes it in place."""
+    """A region in memory of its own: the next step reuses that of a run."""
     return Ellipsoid(region.centre.clone(), region.inverse.clone(), region.factor.clone())
 
 
 def place(trainer: Trainer, region: Ellipsoid) -> None:
     """Have the next step clip to a region."""
-    for mine, given in zip(vars(trainer.state.region).values(), vars(region).values(), strict=True):
-        mine.copy_(given)
+    trainer.state.region = copied(region)
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,12 @@ class SecureSpy(Spy, SecureMechanism):
         return total
 
 
+def optimizer_of(name: str, **hyper: Any) -> Optimizer:
+    """An optimizer with the hyperparameters of :data:`HYPER`, some of them changed."""
+    kind, known = OPTIMIZERS[name], vars(HYPER) | hyper
+    return kind(**{field: known[field] for field in kind.used() if field in known})
+
+
 def make_trainer(
     name: str,
     mechanism: GaussianMechanism = MECHANISM,
@@ -230,7 +240,7 @@ def make_trainer(
     return Trainer(
         model=model or tiny_model(dtype),
         data=data,
-        algorithm=build_algorithm(OPTIMIZERS[name], replace(HYPER, **hyper), private=plan.private),
+        optimizer=optimizer_of(name, **hyper),
         mechanism=mechanism,
         plan=plan,
         randomness=Randomness(

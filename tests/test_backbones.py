@@ -20,7 +20,6 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.models import backbones
 from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
@@ -28,6 +27,7 @@ from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import AT_A_TIME, featured
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze
 from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone, BuiltIn, Trained
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.run import finish, resume, train
 from tests.digits_runs import after, digits_config, of, refused, train_digits
@@ -349,7 +349,7 @@ def test_a_head_needs_no_settings(size: int, batch: int) -> None:
         batch,
         240,
     )
-    assert (plan.optimizer.name, plan.optimizer.hyper.lr, plan.recipe.ema) == (
+    assert (plan.optimizer.name, plan.optimizer.lr, plan.recipe.ema) == (
         "dp-adam",
         0.003,
         0.95,
@@ -358,7 +358,7 @@ def test_a_head_needs_no_settings(size: int, batch: int) -> None:
     assert 2.9 < total_epsilon((plan.privacy.event,), plan.privacy.delta) <= 3
     other = resolve({"dataset": name, "backbone": LITE0, "optimizer": "dp-sgd", "sigma": 2}).plan
     chosen = OPTIMIZERS["dp-sgd"]
-    assert (other.privacy.sigma, other.optimizer.hyper.lr) == (2, chosen.lr_on.get(name, chosen.lr))
+    assert (other.privacy.sigma, other.optimizer.lr) == (2, chosen.lr_on.get(name, chosen.lr))
     whole = resolve({"dataset": name, "backbone": LITE0, "train": "norm"}).plan
     assert (whole.recipe.ema, whole.optimizer.name, whole.privacy.steps) == (0.95, "dp-adam", 240)
     assert whole.run.physical_batch == 16

@@ -12,6 +12,7 @@ from scipy.stats import binom, norm
 from torch import Tensor
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
+from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.mechanism import GaussianMechanism, ellipsoid
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.randomness.keystream import generator, make_keys
@@ -139,7 +140,7 @@ def test_every_other_canary_is_far_beyond_the_bound(name: str) -> None:
     trainer = spied(name, gradients(), [0, 1, 40])
     walk(trainer, 3)
     region, canaries = trainer.state.region, canaries_of(trainer)
-    out = trainer._metric.centre_norm(trainer._sums.clipped_sum.layers)
+    out = RegionMetric(region).centre_norm(trainer._sums.clipped_sum.layers)
     heights = canaries.heights(4, region, out)
     norms = canaries.squared_norms(heights, region, out).sqrt()
     assert (norms[::2] >= FAR - 1).all()

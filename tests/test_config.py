@@ -25,8 +25,8 @@ from dpmac_cli.config.settings import RECIPE, Complete, Count, Settings
 from dpmac_cli.config.sources import by_flag, parse_settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.errors import InputError
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.studies.grid import plan
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import limits_of
@@ -130,6 +130,8 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "backbone_size": {"backbone": "efficientnet-lite1"},
     "backbone_flips": {"backbone": "efficientnet-lite1"},
     "train": {"pretrained": __file__},
+    "clip_norm": {"optimizer": "dp-sgd"},
+    **{name: {"optimizer": "dp-macadambc"} for name in ("gamma_prime", "phi")},
     **{name: {"pretrained": __file__, "train": "lora"} for name in ("lora_rank", "lora_alpha")},
 }
 BOUNDED = [name for name, setting in SETTINGS.items() if setting.bounds]
@@ -155,7 +157,7 @@ _FIELDS = {
     "canaries": "privacy.audit.canaries",
     "guesses": "privacy.audit.guesses",
     "optimizer": "optimizer.name",
-    **{part.name: f"optimizer.hyper.{part.name}" for part in fields(Hyperparameters)},
+    **{name: f"optimizer.{name}" for kind in OPTIMIZERS.values() for name in kind.used()},
     "records_per_unit": "recipe.records",
     "lr_schedule": "recipe.schedule",
     "warmup_steps": "recipe.warmup",
@@ -297,7 +299,7 @@ def test_flags_win_over_the_file(file: Path) -> None:
     body = {"sigma": 2.0, "lr": 0.5, "optimizer": "dp-sgd", "batch-size": 32}
     config = from_file(file, body, sigma="3", optimizer="dp-adam").plan
     assert (config.privacy.sigma, config.optimizer.name) == (3.0, "dp-adam")
-    assert (config.optimizer.hyper.lr, config.privacy.batch_size) == (0.5, 32)
+    assert (config.optimizer.lr, config.privacy.batch_size) == (0.5, 32)
 
 
 @pytest.mark.parametrize(
@@ -666,25 +668,24 @@ def test_no_noise_must_be_asked_for_by_name() -> None:
 def test_defaults_are_the_data_sets_by_optimizer(optimizer: str) -> None:
     for name, dataset in DATASETS.items():
         config = resolve({"dataset": name, "optimizer": optimizer}).plan
-        defaults, hyper = dataset.defaults, config.optimizer.hyper
-        row = OPTIMIZERS[optimizer]
-        assert hyper.lr == row.lr_on.get(name, row.lr), name
+        defaults, hyper = dataset.defaults, config.optimizer
+        kind, of_data = OPTIMIZERS[optimizer], ("clip_norm", "h1", "h2")
+        assert hyper.lr == kind.lr_on.get(name, kind.model_fields["lr"].default), name
         assert (config.privacy.sigma, config.privacy.steps) == (
             defaults.sigma,
             defaults.epochs * config.privacy.steps_per_epoch,
         )
-        assert (config.privacy.batch_size, hyper.h1, hyper.h2) == (
-            defaults.batch_size,
-            defaults.h1,
-            defaults.h2,
-        )
-        betas = (0.99, 0.9) if optimizer == "adaclip" else (0.9, 0.999)
-        assert (hyper.beta1, hyper.beta2) == betas
+        assert config.privacy.batch_size == defaults.batch_size
+        for setting in kind.used():
+            if setting in of_data:
+                assert getattr(hyper, setting) == getattr(defaults, setting), setting
+            elif setting not in {"lr", "gamma_prime"}:
+                assert getattr(hyper, setting) == kind.model_fields[setting].default, setting
 
 
 def test_the_papers_settings_for_mnist() -> None:
     config = resolve({}).plan
-    hyper = config.optimizer.hyper
+    hyper: Any = config.optimizer
     assert (config.data.dataset, config.optimizer.name, config.network.model.name) == (
         "mnist",
         "dp-macadam",
@@ -695,20 +696,23 @@ def test_the_papers_settings_for_mnist() -> None:
         5 * 235,
         1e-5,
     )
-    assert (hyper.lr, hyper.h1, hyper.h2, hyper.clip_norm) == (1e-3, 1e-9, 1e-6, 1)
-    assert resolve({"optimizer": "dp-sgd"}).plan.optimizer.hyper.lr == 0.1
-    assert (hyper.kappa, hyper.phi) == ("tracked", "tracked")
+    assert (hyper.lr, hyper.h1, hyper.h2) == (1e-3, 1e-9, 1e-6)
+    assert (hyper.beta1, hyper.beta2, hyper.gamma) == (0.9, 0.999, 1e-8)
+    assert resolve({"optimizer": "dp-sgd"}).plan.optimizer.lr == 0.1
+    assert hyper.kappa == "tracked"
+    other: Any = resolve({"optimizer": "dp-macadambc"}).plan.optimizer
+    assert (other.kappa, other.phi) == ("tracked", "tracked")
+    others = {name: resolve({"optimizer": name}).plan.optimizer for name in ("dp-adam", "adaclip")}
+    assert others["dp-adam"].model_dump()["clip_norm"] == 1
+    assert {"beta1": 0.99, "beta2": 0.9}.items() <= others["adaclip"].model_dump().items()
 
 
 @pytest.mark.parametrize("name", ["table1-mnist", "table1-quick", "table2-cifar10"])
 def test_tables_of_the_paper_are_of_its_own_estimates(name: str) -> None:
     for run in plan({}, SAMPLES / f"{name}.yaml").runs:
-        hyper = run.plan.optimizer.hyper
-        if "kappa" in run.plan.optimizer.method.settings:
-            assert hyper.kappa == "paper"
-        if "phi" in run.plan.optimizer.method.settings:
-            assert hyper.phi == "paper"
-        assert hyper.gamma_prime == 1e-8
+        hyper = run.plan.optimizer.model_dump()
+        expected = {"kappa": "paper", "phi": "paper", "gamma_prime": 1e-8}
+        assert hyper == {**hyper, **{name: expected[name] for name in expected if name in hyper}}
 
 
 def test_the_floor_of_adambc_goes_with_its_estimate() -> None:
@@ -720,12 +724,12 @@ def test_the_floor_of_adambc_goes_with_its_estimate() -> None:
         ("cifar10", "dp-adambc", None): 1e-8,
     }
     for (dataset, optimizer, phi), floor in expected.items():
-        hyper = resolve(
+        hyper: Any = resolve(
             {"dataset": dataset, "optimizer": optimizer, "phi": phi}
-        ).plan.optimizer.hyper
+        ).plan.optimizer
         assert hyper.gamma_prime == floor
     given = resolve({"dataset": "cifar10", "optimizer": "dp-macadambc", "gamma_prime": 1e-6})
-    assert given.plan.optimizer.hyper.gamma_prime == 1e-6
+    assert given.plan.optimizer.model_dump()["gamma_prime"] == 1e-6
 
 
 @pytest.mark.privacy
@@ -808,11 +812,17 @@ def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -
     assert "smaller --delta" in note
 
 
-@pytest.mark.parametrize("part", [RunPlan, Hyperparameters])
-def test_parts_that_are_filled_in_by_name_have_the_types_of_the_settings(part: type) -> None:
+def test_a_plan_of_a_run_has_the_types_of_the_settings() -> None:
     known, others = get_type_hints(Complete), ("checkpoints", "folder")
-    for name, kind in get_type_hints(part).items():
+    for name, kind in get_type_hints(RunPlan).items():
         assert name in others or kind == known[name], name
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_hyperparameters_have_the_types_of_the_settings(name: str) -> None:
+    known = get_type_hints(Complete)
+    for setting, field in OPTIMIZERS[name].model_fields.items():
+        assert field.annotation == known[setting], setting
 
 
 def test_no_plan_has_what_is_only_shown() -> None:

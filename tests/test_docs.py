@@ -21,7 +21,7 @@ from dpmac_cli.config.account_flags import AccountFlags
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Settings
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.optim import OPTIMIZERS
 from tests.tiers import one_in
 from tests.typed import dpmac
 
@@ -223,7 +223,7 @@ def test_the_optimizers_page_has_every_optimizer_and_its_settings() -> None:
     text = (ROOT / "docs" / "optimizers.md").read_text()
     headings = re.findall(r"^## `(.+)`$", text, re.MULTILINE)
     assert sorted(headings) == sorted(OPTIMIZERS)
-    for name in set().union(*(row.settings for row in OPTIMIZERS.values())):
+    for name in set().union(*(kind.used() for kind in OPTIMIZERS.values())):
         assert f"`--{name.replace('_', '-')}`" in text
         assert name in SETTINGS
 
@@ -260,7 +260,7 @@ def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
     model, batch, *told = row.split(" | ")
     share = round(500 / math.ceil(500 / int(batch.removeprefix("n/"))))
     assert (one.recorded["model"], one.privacy.batch_size) == (model, math.ceil(600 / share))
-    values = (one.recorded["epochs"], one.optimizer.hyper.lr, one.recipe.ema)
+    values = (one.recorded["epochs"], one.optimizer.lr, one.recipe.ema)
     assert values == tuple(map(float, told))
     said = " ".join((ROOT / "docs" / "own-data.md").read_text().split())
     assert "for epsilon 3, at delta 1e-5 or n^-1.1" in said

@@ -30,7 +30,7 @@ def test_every_combination_is_run_with_every_seed() -> None:
     assert study.column == "sigma"
     assert study.seeds == (0, 1, 2)
     seen = {
-        (r.plan.optimizer.name, r.plan.privacy.sigma, r.plan.optimizer.hyper.lr, r.seed)
+        (r.plan.optimizer.name, r.plan.privacy.sigma, r.plan.optimizer.lr, r.seed)
         for r in study.runs
     }
     assert len(seen) == 24
@@ -40,7 +40,7 @@ def test_every_combination_is_run_with_every_seed() -> None:
         assert run.column == run.plan.privacy.sigma
         assert dict(run.labels) == {
             "optimizer": run.plan.optimizer.name,
-            "lr": f"{run.plan.optimizer.hyper.lr:g}",
+            "lr": f"{run.plan.optimizer.lr:g}",
         }
 
 

@@ -130,7 +130,8 @@ def moves(trainer: Any, rows: int = 12, rounds: int = 4) -> float:
         sums = [
             trainer._clip_and_sum(torch.arange(n, rows).numpy()).double().clone() for n in (0, 1)
         ]
-        found.append(float((sums[0] - sums[1]).norm()) / trainer.algorithm.hyper.clip_norm)
+        radius: Any = trainer.optimizer.model_dump()["clip_norm"]
+        found.append(float((sums[0] - sums[1]).norm()) / radius)
     return max(found, default=0.0)
 
 
@@ -300,7 +301,7 @@ def test_constants_of_the_network_are_no_part_of_the_gradient(isolated: bool) ->
     found = trainer._clip_and_sum(torch.arange(5).numpy()).clone()
     x = trainer.data.standardised(trainer.data.train.images[:5])
     total = torch.zeros_like(found)
-    limit, bound = trainer._sums.clipped_sum._limit, trainer.algorithm.hyper.clip_norm
+    limit, bound = trainer._sums.clipped_sum._limit, trainer.optimizer.model_dump()["clip_norm"]
     for row, label in zip(x, trainer.data.train.labels[:5], strict=True):
         value = loss(net(row[None]), label[None])
         g = torch.cat([p.flatten() for p in torch.autograd.grad(value, list(net.parameters()))])

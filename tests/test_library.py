@@ -22,6 +22,7 @@ from dpmac_cli import (
     InputError,
     ModelError,
     Moments,
+    Optimizer,
     PrivateMean,
     Settings,
     Split,
@@ -33,13 +34,14 @@ from dpmac_cli import (
     make_private,
     make_trainer,
     plan,
+    register_optimizer,
     resolve,
     resume,
     score,
     train,
 )
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.dp.rules import sgd
+from dpmac_cli.dp.geometry import Ball, Geometry
 from dpmac_cli.errors import named, named_as_flags
 from tests.conftest import every_optimizer
 from tests.digits_runs import SIGMA, digits_config, dpmac
@@ -315,15 +317,24 @@ def test_a_frozen_part_is_for_networks_that_are_named() -> None:
         make_trainer(digits_config(features="scatter"), model=net())
 
 
-def test_a_rule_of_ones_own_moves_theta() -> None:
+def test_an_optimizer_of_ones_own_is_registered_and_moves_theta() -> None:
     told: list[tuple[float, float, int]] = []
 
-    def halved(theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
-        told.append((eta, private.noise_ratio, moments.step))
-        sgd(theta, eta / 2, private, moments)
+    @register_optimizer("halved", lr_on={"digits": 0.25})
+    class Halved(Optimizer, frozen=True):
+        """Half a step."""
 
-    config = digits_config(optimizer="dp-sgd", seed=1, lr=0.25)
-    ours = make_trainer(config, rule=halved)
+        lr: float = 1.0
+        clip_norm: float
+
+        def geometry(self) -> Geometry:
+            return Ball(self.clip_norm)
+
+        def update(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+            told.append((eta, private.noise_ratio, moments.step))
+            theta.sub_(private.value, alpha=eta / 2)
+
+    ours = make_trainer(digits_config(optimizer="halved", seed=1))
     double = make_trainer(digits_config(optimizer="dp-sgd", seed=1, lr=0.125))
     for _ in range(3):
         ours.step()

@@ -436,14 +436,14 @@ def test_defaults_by_rule() -> None:
     records = found.data.facts.train_size
     assert (found.privacy.batch_size, found.privacy.steps) == (math.ceil(records / 3), 60)
     assert (found.network.model.name, found.optimizer.name) == ("linear", "dp-adam")
-    assert (found.optimizer.hyper.lr, found.recipe.ema) == (0.03, 0.9)
+    assert (found.optimizer.lr, found.recipe.ema) == (0.03, 0.9)
     assert (resolved.settings.epsilon, found.privacy.delta) == (3.0, 1e-5)
     assert total_epsilon((found.privacy.event,), found.privacy.delta) <= 3.0
     assert resolve({"dataset": "wine.npz", "max_epsilon": 1.0}).settings.epsilon == 1.0
     assert resolve({"dataset": "wine.npz", "sigma": 2.0}).plan.privacy.sigma == 2.0
     assert resolve({"dataset": "wine.npz", "steps": 7}).plan.privacy.steps == 7
     other = resolve({"dataset": "wine.npz", "optimizer": "dp-macadam"}).plan
-    assert other.optimizer.hyper.lr == 0.01
+    assert other.optimizer.lr == 0.01
 
 
 @pytest.mark.long

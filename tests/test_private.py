@@ -24,7 +24,8 @@ from dpmac_cli import (
     resolve,
     total_epsilon,
 )
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.optim import OPTIMIZERS, register_optimizer
+from dpmac_cli.optim.dp_sgd import DPSGD
 from tests.digits_runs import digits_network as network
 from tests.digits_runs import train_digits, weights
 from tests.kinks import largest_move
@@ -102,16 +103,20 @@ def test_a_step_that_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.privacy
-def test_a_rule_sees_no_sum_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next block of the sum has no noise yet, in the memory that the block is a part of."""
+def test_an_optimizer_sees_no_sum_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next block of the sum has no noise yet: the memory of a private mean is its own."""
     monkeypatch.setattr("dpmac_cli.dp.clipping.layers.BLOCK", 100)
     seen = []
 
-    def rule(theta: Tensor, eta: float, private: Any, moments: Any) -> None:
-        seen.append((private.value.numel(), private.value.untyped_storage().nbytes()))
-        theta.sub_(private.value, alpha=eta)
+    @register_optimizer("watching")
+    class Watching(DPSGD, frozen=True):
+        """A step of DP-SGD, and the size of the memory that it can see."""
 
-    private = make_private(network(), "digits", rule=rule, **SETTINGS)
+        def update(self, theta: Tensor, eta: float, private: Any, moments: Any) -> None:
+            seen.append((private.value.numel(), private.value.untyped_storage().nbytes()))
+            super().update(theta, eta, private, moments)
+
+    private = make_private(network(), "digits", optimizer="watching", **SETTINGS)
     private.step()
     assert len(seen) > 5
     assert all(size == 4 * count for count, size in seen)

@@ -32,7 +32,7 @@ from dpmac_cli import (
     make_private,
     total_epsilon,
 )
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler

@@ -23,7 +23,7 @@ from dpmac_cli.config.resolve import change, resolve
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.config.sources import by_flag
 from dpmac_cli.data.augmentation import views_of
-from dpmac_cli.dp.algorithm import NO_CLIPPING
+from dpmac_cli.dp.geometry import NO_CLIPPING
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import MODELS

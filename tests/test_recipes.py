@@ -216,7 +216,7 @@ def test_flags_and_files_take_precedence_over_a_recipe() -> None:
     assert (privacy.steps, privacy.sigma, privacy.batch_size) == (36, 2, 5000)
     Path("mine.yaml").write_text("recipe: mnist-scatter\nlr: 0.5\n")
     plan = resolve({"epochs": 4}, Path("mine.yaml")).plan
-    assert (plan.optimizer.hyper.lr, plan.privacy.steps) == (0.5, 48)
+    assert (plan.optimizer.lr, plan.privacy.steps) == (0.5, 48)
     assert plan.recorded["recipe"] == "best"
 
 

@@ -11,7 +11,7 @@ from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.guarantee import privacy
 from dpmac_cli.release.report import SCHEMA_VERSION
 from dpmac_cli.release.sentences import Case
@@ -123,9 +123,9 @@ def test_versions_of_everything_that_matters(report: dict[str, Any]) -> None:
 def test_hyperparameters_are_those_with_an_effect(optimizer: str) -> None:
     finished = train_digits(optimizer=optimizer, steps=1)
     used = finished.report["hyperparameters"]
-    assert used.keys() == {"steps", "epochs", "batch_size"} | OPTIMIZERS[optimizer].settings
     chosen = OPTIMIZERS[optimizer]
-    assert used["lr"] == chosen.lr_on.get("digits", chosen.lr)
+    assert used.keys() == {"steps", "epochs", "batch_size", *chosen.used()}
+    assert used["lr"] == chosen.default_lr("digits")
 
 
 def spent(steps: int, seeded: bool = False) -> Spent:

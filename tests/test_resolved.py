@@ -32,7 +32,7 @@ def numbers_of(plan: TrainPlan) -> dict[str, Any]:
         "delta": plan.privacy.delta,
         "batch": plan.privacy.batch_size,
         "optimizer": plan.optimizer.name,
-        "hyper": asdict(plan.optimizer.hyper),
+        "hyper": plan.optimizer.model_dump(),
         "recipe": json.loads(json.dumps(asdict(plan.recipe))),
         "model": plan.network.model.name,
         "features": None if plan.network.features is None else str(plan.network.features),
@@ -51,11 +51,10 @@ def of_study(file: Path) -> list[list[Any]]:
     """Return labels, column and deciding numbers of each cell of a study, and its seeds."""
     study, found = grid({"device": "cpu"}, file), list[list[Any]]()
     for run in study.runs[:: len(study.seeds)]:
-        privacy, hyper = run.plan.privacy, run.plan.optimizer.hyper
-        event = privacy.event
+        event = run.plan.privacy.event
         labels = [list(label) for label in run.labels]
         numbers = [event.sampling_rate, event.noise_multiplier, event.steps]
-        rest = [*asdict(hyper).values(), run.plan.network.model.name]
+        rest = [run.plan.optimizer.model_dump(), run.plan.network.model.name]
         found.append([labels, run.column, *numbers, *rest])
     return [[*study.seeds], *found]
 

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
 from dpmac_cli.config.plan import ChosenFolder
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
 from dpmac_cli.release.run import finish, fork, train
 from dpmac_cli.storage.files import to_json

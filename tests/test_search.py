@@ -111,7 +111,7 @@ def test_without_settings_to_draw_the_rate_is_drawn_near_its_default(
             plan_search({**given, **own}, path)
         return
     space = plan_search({**given, **own}, path)
-    rate = resolve(given).plan.optimizer.hyper.lr
+    rate = resolve(given).plan.optimizer.lr
     (only,) = space.dimensions
     assert (only.name, only.between, space.search.trials.mean) == ("lr", True, mean)
     assert list(map(float, only.values)) == pytest.approx([rate / 2, rate * 2], rel=1e-3)
@@ -215,7 +215,7 @@ def test_a_search_by_name_is_its_file() -> None:
     assert by_name.search.trials == trials_of(5)
     mixed = plan_search({"device": "cpu"}, written("recipe: tune-digits\nlr: 0.5\nepochs: [3, 4]"))
     assert settings(mixed) == ["clip-norm=0.1,1,10", "epochs=3,4"]
-    assert mixed.plans[0].optimizer.hyper.lr == 0.5
+    assert mixed.plans[0].optimizer.lr == 0.5
 
 
 @pytest.mark.privacy

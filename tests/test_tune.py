@@ -59,7 +59,7 @@ class Trainer:
         folder.make_folder(where)
         folder.checkpoints(where)
         (where / folder.CHECKPOINTS / "step").write_text("state")
-        self.rates.append(str(plan.optimizer.hyper.lr))
+        self.rates.append(str(plan.optimizer.lr))
         if stop():
             yield Finished({}, where, "interrupted")
             return

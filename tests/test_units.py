@@ -26,8 +26,8 @@ from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
-from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release import run
 from dpmac_cli.release.audit import read_audit
 from dpmac_cli.storage.progress import outcome

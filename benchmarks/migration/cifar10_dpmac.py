@@ -1,14 +1,24 @@
 """CIFAR-10 in dpmac, with the settings of Opacus's own example."""
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
-from dpmac_cli import Moments, PrivateMean, make_private
+from dpmac_cli import Moments, PrivateMean, make_private, register_optimizer
+from dpmac_cli.optim.dp_sgd import DPSGD
 
 
-def momentum(theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
-    """Step by torch's momentum."""
-    moments.update(private)
-    theta.sub_(moments.m, alpha=eta / (1 - moments.beta1))  # m is an average, torch's is a sum
+@register_optimizer("dp-momentum")
+class Momentum(DPSGD, frozen=True):
+    """Fixed clipping norm, gradient descent with torch's momentum."""
+
+    keeps: ClassVar[str] = "m"
+
+    beta1: float = 0.9
+
+    def update(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+        """Take a step."""
+        theta.sub_(moments.m.mul_(self.beta1).add_(private.value), alpha=eta)
 
 
 def run(net: nn.Module, folder: str, epochs: int) -> tuple[float, float]:
@@ -17,8 +27,7 @@ def run(net: nn.Module, folder: str, epochs: int) -> tuple[float, float]:
         net,
         "cifar10",
         data_dir=folder,
-        optimizer="dp-adam",  # whose moments the rule takes
-        rule=momentum,
+        optimizer="dp-momentum",
         beta1=0.9,
         lr=0.1,
         batch_size=2000,

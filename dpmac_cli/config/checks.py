@@ -15,6 +15,8 @@ from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.data.schema import TABLES, DataFacts, LeftOut, Source, listed
 from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
+from dpmac_cli.optim.adaclip import AdaClip
+from dpmac_cli.optim.dp_macadam import InEllipsoid
 from dpmac_cli.tasks.known import is_loss_of_a_task
 from dpmac_cli.training.schedules import LossKind, Recipe
 
@@ -41,9 +43,9 @@ def faults_of_steps(plan: StepsPlan, records: int, of: str, epochs: int | None) 
     Each is a sentence with a remedy. ``of`` names the records. ``epochs`` is None if a number of
     steps was given instead.
     """
-    privacy, hyper = plan.privacy, plan.optimizer.hyper
-    if hyper.h1 > hyper.h2:
-        yield f"--h1 ({hyper.h1:g}) must not be above --h2 ({hyper.h2:g})."
+    privacy, optimizer = plan.privacy, plan.optimizer
+    if isinstance(optimizer, AdaClip | InEllipsoid) and optimizer.h1 > optimizer.h2:
+        yield f"--h1 ({optimizer.h1:g}) must not be above --h2 ({optimizer.h2:g})."
     yield from misfits(of, records, privacy.batch_size, [] if epochs is None else [epochs])
     if plan.recipe.warmup >= privacy.steps:
         yield (
@@ -249,7 +251,7 @@ def _without_effect(idle: Mapping[str, str], flags: Mapping[str, SettingValue]) 
 
 def _idle_rules(plan: StepsPlan) -> dict[str, str]:
     """Return the settings of optimizers that have no effect with the one of a plan."""
-    used = {*plan.optimizer.method.settings, "optimizer"}
+    used = {*plan.optimizer.used(), "optimizer"}
     of_optimizers = (name for name, option in SETTINGS.items() if option.flag.group == OPTIMIZER)
     return {name: plan.optimizer.name for name in of_optimizers if name not in used}
 

@@ -8,8 +8,8 @@ from dpmac_cli.config.named import BEST
 from dpmac_cli.config.recipes import of_recipe
 from dpmac_cli.config.settings import DELTA, SETTINGS, Complete, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset, Defaults
-from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, MODELS, SMALL, Trained
+from dpmac_cli.optim import OPTIMIZERS
 
 #: Samples to process at a time if only a head is trained.
 ROWS_AT_A_TIME = 1024
@@ -67,8 +67,8 @@ def _delta(records: int) -> float:
 
 def _depending(given: Settings, defaults: Defaults) -> dict[str, Any]:
     """Return defaults that depend on those of a dataset, or on other settings."""
-    adaclip, chosen = given.optimizer == "adaclip", OPTIMIZERS[given.optimizer]
-    tracked = "phi" in chosen.settings and given.phi == "tracked"
+    chosen = OPTIMIZERS[given.optimizer]
+    tracked = "phi" in chosen.used() and given.phi == "tracked"
     noise = given.no_dp or given.epsilon is not None
     found: dict[str, Any] = {
         "model": defaults.model,
@@ -80,9 +80,9 @@ def _depending(given: Settings, defaults: Defaults) -> dict[str, Any]:
         "h2": defaults.h2,
         # v-hat minus the noise is about as large as h1, so its lower bound must be, too.
         "gamma_prime": max(GAMMA_PRIME, 2 * defaults.h1) if tracked else GAMMA_PRIME,
-        "lr": chosen.lr_on.get(str(given.dataset), chosen.lr),
-        "beta1": 0.99 if adaclip else 0.9,
-        "beta2": 0.9 if adaclip else 0.999,
+        "lr": chosen.default_lr(str(given.dataset)),
+        "beta1": chosen.default("beta1", 0.9),
+        "beta2": chosen.default("beta2", 0.999),
     }
     if given.features is not None:
         found["model"] = "linear"

@@ -1,7 +1,7 @@
 """Fields of pydantic models that are flags: their metadata, and what is read from it."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -76,7 +76,7 @@ class Choice:
         noun: what one of them is, if the name of the flag does not say so.
     """
 
-    names: tuple[str, ...]
+    names: Collection[str]
     besides: tuple[Callable[[str], bool], str] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     instances: type | tuple[()] = ()
@@ -166,7 +166,7 @@ class Option:
     @property
     def choices(self) -> tuple[str, ...]:
         """Return its registered names."""
-        return self.choice.names if self.choice else self.flag.suggests
+        return tuple(self.choice.names) if self.choice else self.flag.suggests
 
     @property
     def known(self) -> str:

@@ -12,9 +12,9 @@ from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.wordpiece import TextReader
-from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import Backbone, BuiltIn, Features, Trained, UserModel
+from dpmac_cli.optim import Optimizer
 from dpmac_cli.training.schedules import Recipe
 
 
@@ -132,23 +132,6 @@ class PrivacyPlan:
         return replace(self.event, steps=steps)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerPlan:
-    """A key of :data:`~dpmac_cli.dp.optimizers.OPTIMIZERS`, and its hyperparameters."""
-
-    name: str
-    hyper: Hyperparameters
-
-    @property
-    def method(self) -> Optimizer:
-        """The optimizer's row in the table."""
-        return OPTIMIZERS[self.name]
-
-    def with_lr(self, rate: float) -> "OptimizerPlan":
-        """Return the plan with another learning rate."""
-        return replace(self, hyper=replace(self.hyper, lr=float(rate)))
-
-
 @dataclass(frozen=True)
 class NewFolder:
     """The first folder of runs/STEM-1, -2, ... that does not exist."""
@@ -247,7 +230,7 @@ class StepsPlan:
     """
 
     privacy: PrivacyPlan
-    optimizer: OptimizerPlan
+    optimizer: Optimizer
     recipe: Recipe
     run: ComputePlan
     recorded: Mapping[str, Any] = field(hash=False, repr=False)

@@ -23,7 +23,6 @@ from dpmac_cli.config.plan import (
     DataPlan,
     NetworkPlan,
     NewFolder,
-    OptimizerPlan,
     PrivacyPlan,
     RunPlan,
     StepsPlan,
@@ -42,10 +41,10 @@ from dpmac_cli.config.sources import (
     validated,
 )
 from dpmac_cli.config.yaml_file import read_settings
-from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError, named, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.optim import OPTIMIZERS, Optimizer
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.schedules import LossKind, Recipe
 
@@ -243,8 +242,9 @@ def _by_name(part: "type[Part]", settings: Complete, **others: Any) -> "Part":
     return part(**{name: getattr(settings, name) for name in names}, **others)
 
 
-def _optimizer(settings: Complete) -> OptimizerPlan:
-    return OptimizerPlan(name=settings.optimizer, hyper=_by_name(Hyperparameters, settings))
+def _optimizer(settings: Complete) -> Optimizer:
+    kind = OPTIMIZERS[settings.optimizer]
+    return kind(**{name: getattr(settings, name) for name in kind.used()})
 
 
 def _privacy(settings: Complete, records: int, unit: str) -> PrivacyPlan:

@@ -20,10 +20,13 @@ from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.data.column_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import STANDARDS, TABLES, UTF8, InMemoryData, is_encoding
-from dpmac_cli.dp.optimizers import OPTIMIZERS, Kappa
 from dpmac_cli.models.encoders import ENCODERS
 from dpmac_cli.models.encoders import FOLDER as ENCODER_FOLDER
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
+from dpmac_cli.optim import OPTIMIZERS, defaults_of
+from dpmac_cli.optim.dp_macadam import Kappa
+from dpmac_cli.optim.dp_macadambc import Phi
+from dpmac_cli.optim.optimizer import Decay, Scale, Stability, Variance
 from dpmac_cli.tasks.known import LOSSES, METRICS
 from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 
@@ -48,13 +51,9 @@ RECIPE, AUDIT, RUN, OUTPUT = "Recipe", "Audit", "Run", "Output"
 
 Positive = Annotated[float, Field(gt=0)]
 NoiseMultiplier = Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
-# Squares and fourth roots of these, and quotients by them, fit into float32.
-Scale = Annotated[float, Field(ge=1e-10, le=1e10)]
-Variance = Annotated[float, Field(ge=1e-30, le=1e10)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Length = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(gt=0, lt=1)]
 MeanTrials = Annotated[float, Field(ge=LEAST_MEAN, le=MOST_MEAN)]
 
@@ -425,7 +424,7 @@ class Settings(Flags, frozen=True):
     # Optimizer
     optimizer: Annotated[
         str,
-        Choice(tuple(OPTIMIZERS)),
+        Choice(OPTIMIZERS),
         Field(description="Clipping and update method. Your own data: dp-adam."),
         Flag(OPTIMIZER, also=("optimizers",), fixed=True, studied=False, of_step=True),
     ] = "dp-macadam"
@@ -452,16 +451,16 @@ class Settings(Flags, frozen=True):
     beta1: Annotated[
         Decay | None,
         Field(description="Decay rate of the first moment."),
-        Flag(OPTIMIZER, otherwise="0.9; adaclip 0.99", of_step=True),
+        Flag(OPTIMIZER, otherwise=defaults_of("beta1"), of_step=True),
     ] = None
     beta2: Annotated[
         Decay | None,
         Field(description="Decay rate of the second moment."),
-        Flag(OPTIMIZER, otherwise="0.999; adaclip 0.9", of_step=True),
+        Flag(OPTIMIZER, otherwise=defaults_of("beta2"), of_step=True),
     ] = None
     gamma: Annotated[
-        float,
-        Field(ge=0, le=1, description="Adam's stability constant."),
+        Stability,
+        Field(description="Adam's stability constant."),
         Flag(OPTIMIZER, of_step=True),
     ] = 1e-08
     gamma_prime: Annotated[
@@ -486,8 +485,8 @@ class Settings(Flags, frozen=True):
         Flag(OPTIMIZER, of_step=True),
     ] = "tracked"
     phi: Annotated[
-        str,
-        Choice(("paper", "tracked")),
+        Phi,
+        Choice(get_args(Phi)),
         Field(description="Noise estimate of DP-MacAdamBC."),
         Flag(OPTIMIZER, of_step=True),
     ] = "tracked"

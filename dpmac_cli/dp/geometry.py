@@ -1,22 +1,23 @@
 """Geometries: compute the next step's clipping ellipsoid from post-noise values only.
 
-By its signature, ``estimate`` is post-processing and has no privacy cost (Proposition 1). It works
-per coordinate, except for one sum, so a step can process vectors in blocks that stay in cache.
+By its signature, ``next`` is post-processing and has no privacy cost (Proposition 1). It works per
+coordinate, except for one sum, so a step can process vectors in blocks that stay in cache.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball, ellipsoid
-from dpmac_cli.dp.optimizers import Kappa
-from dpmac_cli.dp.rules import Moments
+from dpmac_cli.dp.moments import Moments
 
 LEAST_KAPPA = 1e-6
+#: Radius of a ball that clips nothing; a power of two, so scaling by it is exact.
+NO_CLIPPING = 2.0**40
 
 
 @dataclass
@@ -40,6 +41,16 @@ def part_of(kept: Kept, block: slice) -> Kept:
     return replace(kept, **vectors)
 
 
+def joined(region: Ellipsoid, parts: Sequence[Ellipsoid]) -> Ellipsoid:
+    """Return the next region, whose blocks :meth:`Geometry.next` wrote to the memory of ``region``.
+
+    A ball has no blocks: it is the same for all of them.
+    """
+    if region.is_ball:
+        return parts[0]
+    return replace(region, factor=torch.stack([part.factor for part in parts]).sum())
+
+
 class Geometry(Protocol):
     """Chooses the clipping ellipsoid."""
 
@@ -51,15 +62,22 @@ class Geometry(Protocol):
         """Advance all scalar state to step t."""
         del step, spread
 
-    def estimate(
+    def next(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
-    ) -> Tensor:
-        """Compute the next centre and ``inverse`` of a block, in place: lines 16 to 20.
+    ) -> Ellipsoid:
+        """Return a block of the region of the next step: lines 16 to 20.
 
-        Returns the block's part of the next ``factor``, shape (). By default, nothing changes.
+        ``region``, the block of this step, is consumed: a new centre and ``inverse`` are written to
+        its memory. ``factor`` is the block's part of a sum. By default, nothing changes, which only
+        a ball may do.
         """
         del private, moments, spread
-        return region.factor
+        return region
+
+    def measures(self, region: Ellipsoid) -> dict[str, float]:
+        """Return post-noise quantities for logs. Synchronises with the device."""
+        del region
+        return {}
 
 
 @dataclass(frozen=True)
@@ -86,18 +104,21 @@ class AdaClip(Geometry):
         """Return the centre m = 0 and the scale of s^2 = sqrt(h1 h2)."""
         s_squared = torch.full_like(like, (self.h1 * self.h2) ** 0.5)
         region = ellipsoid(torch.zeros_like(like), torch.ones_like(like))
-        region.factor.copy_(_scale(s_squared, region))
-        return region, Spread(s_squared)
+        return _scaled(region, s_squared), Spread(s_squared)
 
-    def estimate(
+    def next(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
-    ) -> Tensor:
+    ) -> Ellipsoid:
         """Update m and s^2, running averages of g~ and clamp((g~ - m)^2 - noise, h1, h2)."""
         assert spread is not None  # noqa: S101
         region.centre.lerp_(private.value, 1 - self.beta1)
         variance = private.without_noise(_squares(private.value, region.centre))
         spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta2)
-        return _scale(spread.s, region)
+        return _scaled(region, spread.s)
+
+    def measures(self, region: Ellipsoid) -> dict[str, float]:
+        """Return the fractions of coordinates whose variance equals h1 and h2."""
+        return pinned_shares(region, self.h1, self.h2)
 
 
 @dataclass(frozen=True)
@@ -113,7 +134,7 @@ class MacAdam(Geometry):
     beta1: float  # decay rate of s, that of the moments, in [0, 1)
     h1: float  # bounds of the estimated variance, 0 < h1 <= h2
     h2: float
-    kappa: Kappa
+    kappa: Literal["paper", "exact", "tracked"]
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
         """Line 1: m-hat_0 = 0, s_0 = 0, b_0 = 1/d."""
@@ -129,12 +150,13 @@ class MacAdam(Geometry):
         spread.kappa = kappa if kappa > LEAST_KAPPA else None
         spread.share = (1 - newest_weight(step, beta)) ** 2
 
-    def estimate(
+    def next(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
-    ) -> Tensor:
+    ) -> Ellipsoid:
         """Lines 16 to 20; the next centre is m-hat_t."""
         assert spread is not None  # noqa: S101
-        m_hat, b, beta = moments.m_hat(out=region.centre), private.scale, self.beta1
+        b, beta = private.scale, self.beta1
+        m_hat = moments.m_hat(beta, out=region.centre)
         spread.s.lerp_(_squares(private.value, m_hat), 1 - beta)  # lines 16, 17
         if self.kappa == "tracked":  # psi has the weights of s, so the difference is one average
             share = (1 - beta) * spread.share * private.noise_ratio**2
@@ -143,15 +165,15 @@ class MacAdam(Geometry):
         # so small that both are lost in rounding.
         kappa = spread.kappa
         if self.kappa == "tracked" and kappa is not None:  # kappa times the variance: a pass less
-            return _scale(spread.s.clamp(kappa * self.h1, kappa * self.h2), region) / kappa
+            return _scaled(region, spread.s.clamp(kappa * self.h1, kappa * self.h2), kappa)
         variance = torch.zeros_like(b) if kappa is None else spread.s / kappa
         if self.kappa != "tracked":
             private.without_noise(variance)
-        return _scale(variance.clamp_(self.h1, self.h2), region)  # lines 19, 20
+        return _scaled(region, variance.clamp_(self.h1, self.h2))  # lines 19, 20
 
-
-#: Geometries by their names in the table.
-GEOMETRIES: Mapping[str, type[Geometry]] = {"ball": Ball, "adaclip": AdaClip, "macadam": MacAdam}
+    def measures(self, region: Ellipsoid) -> dict[str, float]:
+        """Return the fractions of coordinates whose variance equals h1 and h2."""
+        return pinned_shares(region, self.h1, self.h2)
 
 
 def _squares(x: Tensor, y: Tensor) -> Tensor:
@@ -159,13 +181,13 @@ def _squares(x: Tensor, y: Tensor) -> Tensor:
     return mse_loss(x, y, reduction="none")
 
 
-def _scale(variance: Tensor, region: Ellipsoid) -> Tensor:
-    """Compute line 20 for a block: b^2 = variance^(1/2) * (sum of variance^(1/2)).
+def _scaled(region: Ellipsoid, variance: Tensor, times: float = 1.0) -> Ellipsoid:
+    """Return a block with the scale of line 20: b^2 = variance^(1/2) * (sum of variance^(1/2)).
 
-    Writes variance^(-1/2) to ``region.inverse`` and returns the block's part of the sum, shape ().
-    For k times the variance, the sum divided by k gives the same b.
+    ``variance`` may be given ``times`` a constant: the sum divided by it gives the same b.
     """
-    return variance.dot(torch.rsqrt(variance, out=region.inverse))
+    inverse = torch.rsqrt(variance, out=region.inverse)
+    return replace(region, inverse=inverse, factor=variance.dot(inverse) / times)
 
 
 def paper_kappa(t: int, beta: float) -> float:
@@ -191,14 +213,14 @@ def kappa_star(t: int, beta: float, previous: float) -> float:
     return beta * previous + (1 - beta) * (1 - 2 * c + squares)
 
 
-def pinned_shares(region: Ellipsoid, h1: float, h2: float) -> tuple[float, float]:
+def pinned_shares(region: Ellipsoid, h1: float, h2: float) -> dict[str, float]:
     """Return the fractions of coordinates whose clamped variance equals h1 and h2.
 
     Computed from b, so post-noise and public. Synchronises with the device.
     """
     squares = region.scale.double().square_()
     s_hat = squares.square() / squares.sum()  # b^2 = s-hat^(1/2) times the sum of s-hat^(1/2)
-    return (
-        (s_hat <= h1 * (1 + 1e-4)).double().mean().item(),
-        (s_hat >= h2 * (1 - 1e-4)).double().mean().item(),
-    )
+    return {
+        "share_h1": (s_hat <= h1 * (1 + 1e-4)).double().mean().item(),
+        "share_h2": (s_hat >= h2 * (1 - 1e-4)).double().mean().item(),
+    }

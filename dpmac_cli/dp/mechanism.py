@@ -14,13 +14,12 @@ from dpmac_cli.randomness.noise import SeededNormals
 GRID = 2.0**-40
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Ellipsoid:
     """Clipping region {g : ||(g - m) / b||_2 <= 1}, public before a step begins.
 
     Stored as A = 1/b^2, which norms need. As in line 20 of Algorithm 1, it is a vector and a
-    factor, so changing the factor needs no pass over the vector. Not frozen: geometries compute the
-    region of the next step in its place, which takes half the time of new vectors or less.
+    factor, so another factor needs no pass over the vector.
     """
 
     centre: Tensor  # m, (d,); or () and 0 for a ball about the origin
@@ -102,7 +101,8 @@ class GaussianMechanism:
 
         Args:
             clipped: sum over the batch of c_i (g_i - m), shape (d,), with every
-                ||c_i (g_i - m) / b|| <= 1; or a block of it that matches ``region``. Consumed.
+                ||c_i (g_i - m) / b|| <= 1; or a block of it that matches ``region``. Consumed. Its
+                memory is not that of the result: other blocks may have no noise yet.
                 In float64 if chunks were added up: it is rounded after the noise is added.
             region: ellipsoid that the sum was clipped to.
             noise: fresh random numbers, used only here.
@@ -110,8 +110,8 @@ class GaussianMechanism:
         value, b = clipped, region.scale
         self._add_noise(value, b, noise)
         # b w-tilde_t, line 10, kept in gradient space, and line 11.
-        torch.add(region.centre, value, alpha=1 / self.expected_batch, out=value)
-        return PrivateMean(value.to(b.dtype), b, self.noise_multiplier / self.expected_batch)
+        mean = torch.add(region.centre, value, alpha=1 / self.expected_batch)
+        return PrivateMean(mean.to(b.dtype), b, self.noise_multiplier / self.expected_batch)
 
     def placeholder(self, region: Ellipsoid, like: Tensor) -> PrivateMean:
         """Return a private mean to receive a value that another process released."""

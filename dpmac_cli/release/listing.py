@@ -6,15 +6,15 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.errors import InputError
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import PrintableText, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
@@ -28,7 +28,7 @@ DAMAGE = (*folder.BROKEN, InputError)
 #: Settings with a column of their own, and those that do not change the result.
 NOT_TOLD = frozenset({"dataset", "optimizer", "delta", "device", "physical-batch", "data-dir"})
 #: Hyperparameters as config.yaml writes them, which lists those of all optimizers.
-OF_OPTIMIZERS = frozenset(f.name.replace("_", "-") for f in fields(Hyperparameters))
+OF_OPTIMIZERS = frozenset(n.replace("_", "-") for kind in OPTIMIZERS.values() for n in kind.used())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +223,6 @@ def varied_settings(runs: Sequence[ListedRun]) -> list[dict[str, Any]]:
 def _effective(run: ListedRun) -> dict[str, Any]:
     """Return the settings of a run that had an effect on its result."""
     optimizer = OPTIMIZERS.get(run.optimizer or "")
-    used = set() if optimizer is None else {n.replace("_", "-") for n in optimizer.settings}
+    used = set() if optimizer is None else {n.replace("_", "-") for n in optimizer.used()}
     left_out = NOT_TOLD | (OF_OPTIMIZERS - used)
     return {name: value for name, value in run.settings.items() if name not in left_out}

@@ -19,7 +19,6 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
-from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.publish import Finished, publish
@@ -53,8 +52,6 @@ class PrivateTraining(FixedSettings):
         loss: name of a loss, or a function ``loss(output, target)`` of tensors of one sample, shape
             (1, classes) and (1,), that returns its loss. It runs on each sample separately, and
             must not store or print its inputs, which are private.
-        rule: update rule that replaces the optimizer's; see
-            :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
         keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
             optimizer="dp-macadam"``.
 
@@ -87,7 +84,6 @@ class PrivateTraining(FixedSettings):
         settings: Settings | None = None,
         *,
         loss: str | Loss | None = None,
-        rule: Rule | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__()
@@ -119,7 +115,7 @@ class PrivateTraining(FixedSettings):
         keys = make_keys(plan.run.seed, part=len(self._earlier))
         self._task = outcome(prepare(plan, device, keys, model=model))
         self._trainer = make_trainer(
-            plan, steps=steps, device=device, keys=keys, task=self._task, loss=own, rule=rule
+            plan, steps=steps, device=device, keys=keys, task=self._task, loss=own
         )
         self._steps, self._seconds = steps, 0.0
         self._target = resolved.settings.epsilon or math.inf
@@ -211,15 +207,15 @@ class PrivateTraining(FixedSettings):
 
         It has no privacy cost if it depends only on public values, including test scores.
         """
-        return self._trainer.algorithm.hyper.lr
+        return self._trainer.optimizer.lr
 
     @lr.setter
     def lr(self, rate: float) -> None:
         Settings(lr=rate)  # raises InputError
         optimizer = self.plan.optimizer.with_lr(rate)
-        recorded: dict[str, Any] = {**self.plan.recorded, "lr": optimizer.hyper.lr}
+        recorded: dict[str, Any] = {**self.plan.recorded, "lr": optimizer.lr}
         self._plan = replace(self.plan, optimizer=optimizer, recorded=recorded)
-        self._trainer.algorithm = replace(self._trainer.algorithm, hyper=optimizer.hyper)
+        self._trainer.optimizer = optimizer
 
     def standardise(self, x: Tensor) -> Tensor:
         """Standardise records of the dataset, as for the network's inputs."""

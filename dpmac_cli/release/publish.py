@@ -152,8 +152,7 @@ def _report(
 ) -> report.Report:
     """Return the complete report; ``exact`` are test metrics as JSON values."""
     plan, trainer = session.plan, session.trainer
-    steps, method = trainer.state.step, plan.optimizer.method
-    used = method.settings if plan.privacy.private else method.settings_without_clipping
+    steps, used = trainer.state.step, plan.optimizer.used(private=plan.privacy.private)
     return report.Report(
         **dict(facts),
         state=_state_of(session),
@@ -162,7 +161,7 @@ def _report(
             steps=steps,
             epochs=steps / plan.privacy.steps_per_epoch,
             batch_size=plan.privacy.batch_size,
-            **{name: getattr(plan.optimizer.hyper, name) for name in sorted(used)},
+            **{name: getattr(plan.optimizer, name) for name in used},
         ),
         recipe={name: plan.recorded.get(name, d) for name, d in RECIPE_DEFAULTS.items()},
         post_noise=trainer.public_values(),

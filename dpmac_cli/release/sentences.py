@@ -15,6 +15,7 @@ from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
+from dpmac_cli.optim.optimizer import InBall
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.tasks.task import EvaluationMetric
 
@@ -150,7 +151,7 @@ class Case:
     @property
     def ball(self) -> bool:
         """Return whether gradients are clipped to a fixed ball."""
-        return "clip_norm" in self.plan.optimizer.method.settings
+        return isinstance(self.plan.optimizer, InBall)
 
 
 def said(topic: str, case: Case) -> list[str]:
@@ -351,7 +352,7 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
         "mechanism",
         lambda c: c.ball,
         "In each step the gradients of a random batch are clipped to a ball of radius "
-        "{c.optimizer.hyper.clip_norm:g}, one unit of privacy at a time, and the Gaussian "
+        "{c.optimizer.clip_norm:g}, one unit of privacy at a time, and the Gaussian "
         "mechanism releases their sum.",
     ),
     (

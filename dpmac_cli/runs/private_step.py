@@ -18,7 +18,6 @@ from dpmac_cli.config.plan import PrivacyPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.dp.clipping.batches import Batch, Structure, check_rows, samples_in
-from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.models.trial import BatchLoss, Objective
 from dpmac_cli.randomness.keystream import make_keys
@@ -68,7 +67,6 @@ class PrivateStep(FixedSettings):
         example: a public batch of at least one row, with the shapes and types of the records. Its
             integers are used to validate the network. By default they are 0 and 1, and the shapes
             those of the first record.
-        rule: update rule that replaces the optimizer's.
         keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10``.
 
     Raises:
@@ -87,12 +85,11 @@ class PrivateStep(FixedSettings):
         *,
         sampling: BatchSampling | OwnLoader,
         example: Batch | None = None,
-        rule: Rule | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__()
         check_arguments(model, loss, sampling, keywords)
-        self._model, self._loss, self._sampling, self._rule = model, loss, sampling, rule
+        self._model, self._loss, self._sampling = model, loss, sampling
         self._earlier = carried_by(model, loss)
         check_composable(self._earlier, RECORD_UNIT)
         counted = tuple(training.done for training in self._earlier)
@@ -166,7 +163,7 @@ class PrivateStep(FixedSettings):
 
         It has no privacy cost if it depends only on public values.
         """
-        return self._plan.optimizer.hyper.lr
+        return self._plan.optimizer.lr
 
     @lr.setter
     def lr(self, rate: float) -> None:
@@ -174,8 +171,7 @@ class PrivateStep(FixedSettings):
         optimizer = self._plan.optimizer.with_lr(rate)
         self._plan = replace(self._plan, optimizer=optimizer)
         if self._engine is not None:
-            descent = self._engine.descent
-            descent.algorithm = replace(descent.algorithm, hyper=optimizer.hyper)
+            self._engine.descent.optimizer = optimizer
 
     def loader(
         self, dataset: Any, collate_fn: Collate | None = None, *, workers: int = 0
@@ -334,7 +330,6 @@ class PrivateStep(FixedSettings):
             structure,
             steps=self._steps,
             keys=self._keys,
-            rule=self._rule,
         )
         self._notes = (*self._notes, *self._engine.notes)
         return self._engine

@@ -7,10 +7,8 @@ from dpmac_cli.accounting.statements import short
 from dpmac_cli.config.plan import ComputePlan, DataPlan, PrivacyPlan, StepsPlan, TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import Dataset
-from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.losses import Loss, alone
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
-from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
@@ -37,7 +35,6 @@ def make_trainer(
     task: PreparedRun | None = None,
     ranks: Ranks | None = None,
     model: nn.Module | None = None,
-    rule: Rule | None = None,
     loss: Loss | None = None,
 ) -> Trainer:
     """Build the trainer of a run, ready for its first step.
@@ -50,7 +47,6 @@ def make_trainer(
         data: data on the device; None to load it. ranks: the processes of the run.
         task: result of :func:`prepare`; None to make it from ``data`` and ``model``.
         model: a network to train in place, instead of the plan's.
-        rule: see :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
         loss: loss of one output, shape (1, classes), and its label, instead of the plan's. It runs
             on each sample separately.
 
@@ -63,7 +59,6 @@ def make_trainer(
     keys = keys or make_keys(plan.run.seed)
     task = task or outcome(prepare(plan, device, keys, data, model=model))
     _check_size(plan.data, plan.privacy, task.data)
-    method, hyper, private = plan.optimizer.method, plan.optimizer.hyper, plan.privacy.private
     if loss is not None:
         loss = _checked(loss, plan.data.facts, task.trained, device)
     steps = plan.privacy.steps if steps is None else steps
@@ -71,7 +66,7 @@ def make_trainer(
     trainer = Trainer(
         model=task.trained,
         data=task.data,
-        algorithm=build_algorithm(method, hyper, private=private, rule=rule),
+        optimizer=plan.optimizer,
         mechanism=mechanism_of(plan.privacy, secure=plan.run.secure),
         plan=steps_of(plan, steps, device, isolated=isolated, loss=loss),
         randomness=_randomness(plan, keys, task, rank=0 if ranks is None else ranks.rank),

@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 import torch
 
 from dpmac_cli.config.plan import BatchPlan
-from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.clipping.batches import NOTHING, Batch, Structure
 from dpmac_cli.dp.losses import returned
 from dpmac_cli.dp.precision import full_float32
-from dpmac_cli.dp.rules import Rule
 from dpmac_cli.models.independence import validated_network
 from dpmac_cli.models.trial import Objective
 from dpmac_cli.randomness.keystream import Keys
@@ -77,7 +75,6 @@ def build_engine(
     *,
     steps: int,
     keys: Keys,
-    rule: Rule | None,
 ) -> StepEngine:
     """Validate a network and its loss, and build what takes the steps.
 
@@ -87,7 +84,6 @@ def build_engine(
         structure: structure of a record, on the device of the network.
         steps: number of steps, at most the plan's.
         keys: secret keys.
-        rule: update rule that replaces the optimizer's.
 
     Raises:
         ModelError: they cannot be clipped.
@@ -106,7 +102,7 @@ def build_engine(
         descent = Descent(
             model=objective,
             sums=sums,
-            algorithm=build_algorithm(plan.optimizer.method, plan.optimizer.hyper, rule=rule),
+            optimizer=plan.optimizer,
             mechanism=mechanism_of(plan.privacy, secure=plan.run.secure),
             plan=step_plan,
             randomness=Randomness(

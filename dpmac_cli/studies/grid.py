@@ -21,8 +21,8 @@ from dpmac_cli.config.sources import (
     by_flag,
     is_setting,
 )
-from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.studies.values import faults_of_values, read_values, typed_value
 
 #: Group of the flags of a study in the help.
@@ -54,8 +54,8 @@ class StudyFlags(Flags, frozen=True):
 
     optimizers: Annotated[
         Several[str] | None,
-        Field(description="Optimizers to compare, or all."),
-        Flag(STUDY, also=("optimizer",), otherwise="all", suggests=("all", *OPTIMIZERS)),
+        Field(description="Optimizers to compare, paper for those of the paper, or all."),
+        Flag(STUDY, also=("optimizer",), otherwise="paper", suggests=("paper", "all", *OPTIMIZERS)),
     ] = None
     seeds: Annotated[
         str | None,
@@ -139,7 +139,7 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     """
     errors: list[str] = []
     given = read_values(flags, None if file is None else Path(file), KNOWN, errors)
-    one = given.pop("optimizer", ["all"])  # as in the file of a single run
+    one = given.pop("optimizer", ["paper"])  # as in the file of a single run
     errors += _faults_of_several(given)
     optimizers = _optimizers(given.pop("optimizers", one), errors)
     seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
@@ -158,13 +158,16 @@ def _faults_of_several(given: Mapping[str, list[str]]) -> Iterator[str]:
 
 
 def _optimizers(names: Sequence[str], errors: list[str]) -> list[str]:
+    """Return the names of the optimizers to compare, with sets of them replaced by their names."""
+    paper = [name for name, kind in OPTIMIZERS.items() if kind.paper]
+    known = {"paper": paper, "all": list(OPTIMIZERS)} | {name: [name] for name in OPTIMIZERS}
     errors.extend(
         f"--optimizers: there is no optimizer '{name}'.{near(name, OPTIMIZERS)} "
-        f"Known: all, {', '.join(OPTIMIZERS)}."
+        f"Known: {', '.join(known)}."
         for name in names
-        if name not in (*OPTIMIZERS, "all")
+        if name not in known
     )
-    return list(OPTIMIZERS) if "all" in names else list(dict.fromkeys(names))
+    return list(dict.fromkeys(one for name in names for one in known.get(name, ())))
 
 
 def _seeds(texts: Sequence[str], errors: list[str]) -> tuple[int, ...]:
@@ -225,7 +228,7 @@ def _combinations(
     for values in itertools.product(*given.values()):
         flags: dict[str, Any] = dict(zip(given, map(typed_value, given, values), strict=True))
         labels = {name: str(flags[name]) for name in axes}
-        used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
+        used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].used()}
         for name in axes:
             if SETTINGS[name].flag.group == OPTIMIZER and name not in used:
                 flags.pop(name)

@@ -202,7 +202,7 @@ def near_default(shared: Mapping[str, Any]) -> Dimension:
         raise_errors(
             ["A search needs a setting to draw, such as --lr 1e-4:0.1, or no --lr to draw it."]
         )
-    rate = resolve(shared).plan.optimizer.hyper.lr
+    rate = resolve(shared).plan.optimizer.lr
     ends = (f"{rate / NEAR:.{DIGITS}g}", f"{rate * NEAR:.{DIGITS}g}")
     return Dimension("lr", ends, between=True)
 

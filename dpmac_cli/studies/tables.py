@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
+from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.plots import means
 from dpmac_cli.release.page import web_page
 from dpmac_cli.runs import folder

@@ -6,15 +6,15 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.algorithm import Algorithm
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.dp.clipping.norms import RegionMetric
-from dpmac_cli.dp.geometry import part_of, pinned_shares
-from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
+from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, joined, part_of
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import DivergedError, ModelError
 from dpmac_cli.models.unchanged import DURING
+from dpmac_cli.optim import Optimizer
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import Indices
 from dpmac_cli.training.canaries import Canaries
@@ -50,7 +50,7 @@ class Descent:
         *,
         model: nn.Module,
         sums: ChunkedSum,
-        algorithm: Algorithm,
+        optimizer: Optimizer,
         mechanism: GaussianMechanism,
         plan: StepPlan,
         randomness: Randomness,
@@ -61,23 +61,24 @@ class Descent:
             raise ValueError("noise needs clipping, which is turned off without privacy")
         self.training: Training | None = None  # counts the steps that use records
         self._arithmetic = sums.arithmetic
-        self.model, self.algorithm = model, algorithm
+        self.model, self.optimizer = model, optimizer
+        self.geometry = optimizer.geometry() if plan.private else Ball(NO_CLIPPING)
         self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
         self.randomness, self._ranks = randomness, ranks or Ranks()
         self._sums = sums
         theta, self.notes = sums.theta, sums.notes
         self._unchanged = sums.unchanged
         _check_rounding(mechanism, theta.numel())
-        region, spread, moments = algorithm.start(theta)
+        region, spread = self.geometry.start(theta)
         self.state = TrainState(
             theta=theta,
-            moments=moments,
+            moments=optimizer.start(theta),
             region=region,
             spread=spread,
             chunk=sums.chunk,
             average=theta.clone() if plan.recipe.ema else None,
         )
-        self._metric = RegionMetric(region)
+        self._scratch = torch.empty_like(region.centre)
         self._blocks = blocks(theta.numel(), theta.device)
 
     @torch.no_grad()
@@ -109,15 +110,15 @@ class Descent:
     def _clip_and_sum(self, batch: Indices) -> Tensor:
         """Sum the clipped, centred gradients over all ranks, shape (d,): lines 4 to 8."""
         state, layers, step = self.state, self.randomness.layers, self.state.step + 1
-        self._metric.refresh()
+        metric = RegionMetric(state.region, scratch=self._scratch)
         with nullcontext() if layers is None else layers.of(step):
-            part, chunk = self._sums.of(batch, step, self._metric, state.chunk)
+            part, chunk = self._sums.of(batch, step, metric, state.chunk)
         self._unchanged.check(DURING)
         # Equal on all ranks, so differences in rounding between runs depend on public numbers.
         state.chunk = self._ranks.least(chunk)
         clipped = self._ranks.reduce(part)
         for hook in self.hooks:
-            clipped = hook.add(step, clipped, self._sums.clipped_sum, self._metric)
+            clipped = hook.add(step, clipped, self._sums.clipped_sum, metric)
         return clipped
 
     def _begin(self) -> SeededNormals | None:
@@ -125,7 +126,7 @@ class Descent:
         state, source = self.state, self.randomness.noise
         state.step += 1
         state.moments.step = state.step
-        self.algorithm.geometry.begin(state.step, state.spread)
+        self.geometry.begin(state.step, state.spread)
         return None if source is None else source.at(state.step)
 
     def _release(self, clipped: Tensor, block: slice, noise: SeededNormals | None) -> PrivateMean:
@@ -140,25 +141,24 @@ class Descent:
             hook.hear(private, region, block)
         return private
 
-    def _update(self, private: PrivateMean, block: slice) -> Tensor:
-        """Update some coordinates, lines 12 to 20; return their part of the sum in line 20."""
-        state, algorithm = self.state, self.algorithm
+    def _update(self, private: PrivateMean, block: slice) -> Ellipsoid:
+        """Update some coordinates, lines 12 to 20; return their part of the next region."""
+        state = self.state
         region, moments = part_of(state.region, block), part_of(state.moments, block)
         spread = None if state.spread is None else part_of(state.spread, block)
         theta, recipe = state.theta[block], self.plan.recipe
-        eta = algorithm.hyper.lr * recipe.rate(state.step, self.plan.steps)
+        eta = self.optimizer.lr * recipe.rate(state.step, self.plan.steps)
         if recipe.weight_decay:
             theta.mul_(1 - eta * recipe.weight_decay)
-        algorithm.rule(theta, eta, private, moments)  # lines 12 to 15
-        return algorithm.geometry.estimate(private, moments, region, spread)  # lines 16 to 20
+        self.optimizer.update(theta, eta, private, moments)  # lines 12 to 15
+        return self.geometry.next(private, moments, region, spread)  # lines 16 to 20
 
-    def _end(self, sums: list[Tensor]) -> None:
-        """Set the factor of line 20, and average theta."""
+    def _end(self, parts: list[Ellipsoid]) -> None:
+        """Set the next region, whose parts are given, and average theta."""
         state = self.state
         if state.average is not None:
             state.average.lerp_(state.theta, 1 - self.plan.recipe.decay(state.step))
-        if state.spread is not None:
-            state.region.factor.copy_(torch.stack(sums).sum())
+        state.region = joined(state.region, parts)
         for hook in self.hooks:
             hook.end()
         if state.step % self.plan.steps_per_epoch == 0:
@@ -184,15 +184,14 @@ class Descent:
         ``noise_norm`` is the expected norm of the noise in the next private mean,
         ||b|| sigma / B: a function of public values, unlike the norm of the actual noise.
         """
-        state, mechanism, hyper = self.state, self.mechanism, self.algorithm.hyper
+        state, mechanism = self.state, self.mechanism
         region, d = state.region, state.theta.numel()
         scale = region.scale.double().square().sum().item() * (d if region.is_ball else 1)
         ratio = mechanism.noise_multiplier / mechanism.expected_batch
         values = {"noise_norm": scale**0.5 * ratio if ratio else 0.0}
-        if state.spread is not None and state.step > 0:
-            low, high = pinned_shares(region, hyper.h1, hyper.h2)
-            ratio = (region.centre / region.scale).double().norm().item()
-            values |= {"share_h1": low, "share_h2": high, "centre_over_scale_norm": ratio}
+        if not region.is_ball and state.step > 0:
+            values |= self.geometry.measures(region)
+            values["centre_over_scale_norm"] = (region.centre / region.scale).double().norm().item()
         return values
 
 

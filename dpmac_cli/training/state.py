@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dpmac_cli.dp.geometry import Spread
 from dpmac_cli.dp.mechanism import Ellipsoid
-from dpmac_cli.dp.rules import Moments
+from dpmac_cli.dp.moments import Moments
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from torch import nn
 
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.dp.algorithm import Algorithm
 from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.precision import full_float32
+from dpmac_cli.optim import Optimizer
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.descent import Descent
@@ -39,7 +39,7 @@ class Trainer(Descent):
         *,
         model: nn.Module,
         data: Data,
-        algorithm: Algorithm,
+        optimizer: Optimizer,
         mechanism: GaussianMechanism,
         plan: StepPlan,
         randomness: Randomness,
@@ -50,7 +50,7 @@ class Trainer(Descent):
         super().__init__(
             model=model,
             sums=DataSum(model, data, plan, mechanism.expected_batch, randomness.layers),
-            algorithm=algorithm,
+            optimizer=optimizer,
             mechanism=mechanism,
             plan=plan,
             randomness=randomness,

@@ -13,8 +13,8 @@ from dpmac_cli.cli.app import COMMANDS, app
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import MODELS
+from dpmac_cli.optim import OPTIMIZERS
 from tests.typed import ENVIRONMENT, loading
 
 

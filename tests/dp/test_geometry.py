@@ -14,14 +14,15 @@ from dpmac_cli.dp.geometry import (
     Geometry,
     MacAdam,
     Spread,
+    joined,
     kappa_star,
     newest_weight,
     paper_kappa,
     pinned_shares,
 )
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
-from dpmac_cli.dp.optimizers import Kappa
-from dpmac_cli.dp.rules import Moments
+from dpmac_cli.dp.moments import Moments
+from dpmac_cli.optim.dp_macadam import Kappa
 from tests.helpers import DIMENSION, HYPER, copied, make_trainer, walk
 
 KAPPAS: tuple[Kappa, ...] = ("paper", "exact", "tracked")
@@ -40,8 +41,8 @@ def kappa_stars(steps: int, beta: float) -> list[float]:
     return values
 
 
-def fresh_moments(like: Tensor, beta1: float = 0.9) -> Moments:
-    return Moments(beta1, 0.99, torch.zeros_like(like), torch.zeros_like(like), tracks_noise=False)
+def fresh_moments(like: Tensor) -> Moments:
+    return Moments(torch.zeros_like(like), torch.zeros_like(like))
 
 
 def advance(
@@ -50,14 +51,13 @@ def advance(
     moments: Moments,
     region: Ellipsoid,
     spread: Spread | None,
-) -> None:
-    """What the engine does with a private mean, in one block."""
+    beta1: float = 0.9,
+) -> Ellipsoid:
+    """The next region, as the engine computes it from a private mean, in one block."""
     moments.step += 1
-    moments.update(private)
+    moments.update(private.value, beta1, 0.99)
     geometry.begin(moments.step, spread)
-    root_sum = geometry.estimate(private, moments, region, spread)
-    if spread is not None:
-        region.factor.copy_(root_sum)
+    return joined(region, [geometry.next(private, moments, region, spread)])
 
 
 def noisy(value: Tensor, deviation: Tensor | float) -> PrivateMean:
@@ -105,7 +105,7 @@ def chains() -> dict[int, Tensor]:
     region, spread = geometry.start(like)
     for t in range(1, 61):
         draw = torch.randn(like.shape, generator=generator, dtype=like.dtype)
-        advance(geometry, noisy(5 + 3 * draw, 0.0), moments, region, spread)
+        region = advance(geometry, noisy(5 + 3 * draw, 0.0), moments, region, spread)
         if t in STAR:
             found[t] = spread.s / 9
     return found
@@ -130,14 +130,16 @@ def test_psi_is_the_share_of_noise_in_s_however_b_varies() -> None:
     generator = torch.Generator().manual_seed(1)
     like = torch.zeros(20_000, dtype=torch.float64)
     geometries = MacAdam(0.9, 1e-9, 1.0, "exact"), MacAdam(0.9, 1e-9, 1.0, "tracked")
-    states = [(geometry, fresh_moments(like), *geometry.start(like)) for geometry in geometries]
+    states = [(geometry, fresh_moments(like)) for geometry in geometries]
+    kept_by = [geometry.start(like) for geometry in geometries]
     for t in range(1, 31):
         deviation = torch.full_like(like, 10 ** np.sin(t))
         noise = deviation * torch.randn(like.shape, generator=generator, dtype=like.dtype)
         kept = []
-        for geometry, moments, region, spread in states:
+        for i, (geometry, moments) in enumerate(states):
+            region, spread = kept_by[i]
             private = noisy(region.centre + noise, deviation)
-            advance(geometry, private, moments, region, spread)
+            kept_by[i] = advance(geometry, private, moments, region, spread), spread
             assert spread is not None
             kept.append(spread.s.clone())
         if t == 1:
@@ -183,7 +185,7 @@ def test_a_ball_never_changes() -> None:
     for _ in range(2):
         assert region.scale == 2
         assert region.centre == 0
-        advance(Ball(2.0), noisy(torch.ones(3), 1.0), fresh_moments(like), region, spread)
+        region = advance(Ball(2.0), noisy(torch.ones(3), 1.0), fresh_moments(like), region, spread)
 
 
 # Any run.
@@ -247,11 +249,11 @@ def test_every_ellipsoid_has_the_stated_axes(
     h1, h2 = 10**low, 10 ** (low + span)
     like = torch.zeros(d, dtype=dtype)
     geometry = geometry_of(kind, beta1, h1, h2)
-    moments = fresh_moments(like, beta1)
+    moments = fresh_moments(like)
     region, spread = geometry.start(like)
     assert spread is not None
     for private in some_private_means(seed, 10**size, 10**noise, like):
-        advance(geometry, private, moments, region, spread)
+        region = advance(geometry, private, moments, region, spread, beta1)
         b = region.scale
         assert (b > 0).all()
         assert torch.isfinite(b).all()
@@ -270,12 +272,14 @@ def test_pinned_shares_count_coordinates() -> None:
     h1, h2 = 1e-6, 1e-2
     s_hat = torch.tensor([h1, h1, 1e-4, h2, 2e-6], dtype=torch.float64)
     region = Ellipsoid(torch.zeros(5), s_hat.rsqrt(), s_hat.sqrt().sum())
-    assert pinned_shares(region, h1, h2) == pytest.approx((0.4, 0.2))
+    assert pinned_shares(region, h1, h2) == pytest.approx({"share_h1": 0.4, "share_h2": 0.2})
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("kind", ["ball", "adaclip", *KAPPAS])
-def test_estimate_reads_its_arguments_and_changes_none_but_region_and_spread(kind: str) -> None:
+def test_the_next_region_changes_no_argument_but_spread_and_the_last(
+    kind: str,
+) -> None:
     """What it computes is a function of post-noise values: the same twice over."""
     like = torch.zeros(6, dtype=torch.float64)
     geometry = geometry_of(kind, 0.9, 1e-6, 1e-2)
@@ -285,12 +289,11 @@ def test_estimate_reads_its_arguments_and_changes_none_but_region_and_spread(kin
         region, spread = geometry.start(like)
         for private in some_private_means(3, 0.1, 0.01, like):
             moments.step += 1
-            moments.update(private)
+            moments.update(private.value, 0.9, 0.99)
+            geometry.begin(moments.step, spread)
             read = (private.value, private.scale, moments.m, moments.v)
             before = [x.clone() for x in read]
-            geometry.begin(moments.step, spread)
-            root_sum = geometry.estimate(private, moments, region, spread)
-            region.factor.copy_(root_sum)
+            region = joined(region, [geometry.next(private, moments, region, spread)])
             assert all(map(torch.equal, read, before))
             regions.append(copied(region))
         return regions

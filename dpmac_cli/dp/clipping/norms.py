@@ -41,12 +41,11 @@ class SquaredNorms:
         return SquaredNorms(*map(torch.cat, fields))
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerMetric:
     """Whitened metric of one layer. Norms computed with A must be divided by ``factor``.
 
-    A ball has one A for all coordinates and no centre. Not frozen: ``inverse`` and ``centre`` are
-    views of the ellipsoid, so the metric holds until that changes.
+    A ball has one A for all coordinates and no centre.
     """
 
     inverse: Tensor  # A = factor / b^2, (d_layer,), or () for a ball
@@ -70,19 +69,20 @@ class LayerMetric:
 class RegionMetric:
     """Metrics of all layers for one step's ellipsoid, computed once and used by every chunk.
 
-    By default in the dtype of the ellipsoid.
+    Args:
+        region: the ellipsoid.
+        dtype: dtype of the metrics; None for that of the ellipsoid.
+        scratch: memory for m A, of the shape of the centre; None to allocate it.
     """
 
-    def __init__(self, region: Ellipsoid, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, region: Ellipsoid, dtype: torch.dtype | None = None, scratch: Tensor | None = None
+    ) -> None:
         dtype = dtype or region.inverse.dtype
         self.region = region
         self._centre, self._inverse = region.centre.to(dtype), region.inverse.to(dtype)
-        self._centre_inverse = torch.empty_like(self._centre)
+        self._centre_inverse = torch.empty_like(self._centre) if scratch is None else scratch
         self._layers: dict[str, LayerMetric] = {}
-
-    def refresh(self) -> None:
-        """Read the ellipsoid again after it has changed in place."""
-        self._layers.clear()
 
     def of(self, layer: Layer) -> LayerMetric:
         """Return the metric of one layer."""
