@@ -24,8 +24,8 @@ from dpmac_cli.randomness.keystream import generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
+from dpmac_cli.storage.cache import Rows
 from dpmac_cli.storage.progress import outcome
-from dpmac_cli.storage.rows import Rows
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.classified import Classified
 from dpmac_cli.tasks.metrics import Answers

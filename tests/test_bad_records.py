@@ -30,8 +30,8 @@ from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
+from dpmac_cli.storage.cache import Rows
 from dpmac_cli.storage.progress import outcome
-from dpmac_cli.storage.rows import Rows
 from tests.helpers import load
 
 COUNT, CLASSES = 60, ("a", "b")

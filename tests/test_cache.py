@@ -1,10 +1,6 @@
 """The cache of features: what a killed process leaves, what is removed, and its command."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +14,18 @@ from torch import Tensor, nn
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import InputError
-from dpmac_cli.models import feature_cache
 from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files, make_room
-from dpmac_cli.storage.rows import HEADER, DamagedError, RowFile, open_incomplete
+from dpmac_cli.storage.cache import (
+    BEGUN,
+    HEADER,
+    WHOLE,
+    RowFile,
+    Rows,
+    _begun,
+    kept_files,
+    make_room,
+)
 from tests.digits_runs import dpmac, of, train_digits
 
 RUN: Mapping[str, Any] = {"features": "scatter"}
@@ -48,8 +51,31 @@ def work() -> tuple[Counted, FrozenFeatures, Data]:
     return counted, parts, load_data("digits", Path(), torch.device("cpu"))
 
 
-def test_what_was_computed_before_an_end_is_not_computed_again(cache: Path) -> None:
-    counted, parts, data = work()
+@pytest.mark.privacy
+@pytest.mark.parametrize("harm", ["cut", "changed", "row not written", "fault"])
+def test_a_damaged_file_is_computed_again(harm: str, cache: Path) -> None:
+    expected = features_of(cache)[1]
+    [whole] = kept_files(cache)
+    content = bytearray(whole.read_bytes())
+    if harm == "cut":
+        content = content[:-5]
+    elif harm == "changed":
+        content[HEADER + 100] ^= 1  # of the first row
+    elif harm == "fault":
+        content = content.replace(b'"faults": {}', b'"faults": {"0": ""}')
+    else:
+        content[HEADER + RowFile(whole).values.nbytes + 5] = 0
+    whole.write_bytes(content)
+    seen, found = features_of(cache)
+    assert seen >= 1797
+    assert torch.equal(found, expected)
+    assert features_of(cache)[0] == 0
+
+
+@pytest.mark.privacy
+def test_what_a_process_began_is_computed_again(cache: Path) -> None:
+    """Whatever it left: its rows have no checksum yet."""
+    _, parts, data = work()
     events = featured(parts, data, {}, cache)
     while next(events).done < 512:
         pass
@@ -57,46 +83,28 @@ def test_what_was_computed_before_an_end_is_not_computed_again(cache: Path) -> N
     [begun] = kept_files(cache)
     assert begun.suffix == BEGUN
     assert begun.stat().st_mode & 0o777 == 0o600
-    counted.seen = 0
-    _, sha256 = of(featured(parts, data, {}, cache))
-    every, whole_parts, _ = work()
-    assert sha256 == of(featured(whole_parts, data, {}, cache.parent / "other"))[1]
-    assert 0 < counted.seen <= every.seen - 512
-    [whole] = kept_files(cache)
-    assert whole.suffix == WHOLE
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("harm", ["cut", "changed", "grown"])
-def test_a_damaged_beginning_is_computed_again(harm: str, cache: Path) -> None:
-    _, parts, data = work()
-    events = featured(parts, data, {}, cache)
-    while next(events).done < 768:
-        pass
-    events.close()
-    [begun] = kept_files(cache)
     content = bytearray(begun.read_bytes())
-    if harm == "cut":
-        content = content[:-5]
-    elif harm == "changed":
-        content[HEADER + 100] ^= 1  # of the first row
-    else:
-        content += b"\0" * 100
+    content[HEADER + 100] ^= 1
     begun.write_bytes(content)
-    expected = of(featured(work()[1], data, {}, cache.parent / "other"))
-    found = of(featured(parts, data, {}, cache))
-    assert found[1] == expected[1]
-    assert torch.equal(found[0].train.images, expected[0].train.images)
+    seen, found = features_of(cache)
+    assert seen >= 1797
+    assert torch.equal(found, data.standardised(data.train.at(slice(1))[0])[0].half() * 2)
+    assert [file.suffix for file in kept_files(cache)] == [WHOLE]
 
 
 # Files that somebody else has laid.
 
 
 def poisoned(path: Path, like: RowFile) -> None:
-    """Lay a complete file of other features, with checksums that match them."""
-    file = open_incomplete(path, len(like), like.shape, like.dtype)
-    for row in range(len(like)):
-        file.write(row, np.full(like.shape, 7, like.dtype))
+    """Lay a complete file of other features, with a checksum that matches them."""
+    lay(path, len(like), like.shape, like.dtype, 7)
+
+
+def lay(path: Path, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any], value: int) -> None:
+    file = _begun(path.with_suffix(".laid"), rows, shape, dtype)
+    for row in range(rows):
+        file.write(row, np.full(shape, value, dtype))
+    file.finish(path, {})
 
 
 def features_of(cache: Path) -> tuple[int, Tensor]:
@@ -182,14 +190,13 @@ def test_other_content_under_the_name_is_computed_again(
     file, expected = known
     file.path.unlink()
     rows, shape, dtype = len(file), file.shape, file.dtype
-    laid = open_incomplete(
+    lay(
         file.path,
         rows - 10 * (change == "rows"),
         (shape[0], 1, 64) if change == "shape" else shape,
         np.dtype(np.float64) if change == "dtype" else dtype,
+        0,
     )
-    for row in range(len(laid)):
-        laid.write(row, np.zeros(laid.shape, laid.dtype))
     seen, found = features_of(cache)
     assert seen >= rows
     assert torch.equal(found, expected)
@@ -197,17 +204,10 @@ def test_other_content_under_the_name_is_computed_again(
 
 @pytest.mark.privacy
 def test_a_file_swapped_after_it_was_opened_is_not_read(known: tuple[RowFile, Tensor]) -> None:
-    """Neither another under its name, nor other content in it."""
     file, expected = known
-    moved = file.path.with_name("away")
-    file.path.rename(moved)
+    file.path.rename(file.path.with_name("away"))
     poisoned(file.path, file)
-    assert torch.equal(torch.from_numpy(file.read(np.array([0]))[0]), expected)
-    with moved.open("r+b") as opened:
-        opened.seek(HEADER)
-        opened.write(bytes(8 * len(file)))
-    with pytest.raises(DamagedError):
-        file.read(np.arange(len(file)))
+    assert torch.equal(torch.from_numpy(Rows(file, np.array([0])).read()[0]), expected)
 
 
 @pytest.mark.privacy
@@ -230,49 +230,6 @@ def test_a_folder_behind_a_link_of_another_user_is_not_used(
     with pytest.raises(InputError, match="the folder belongs to another user"):
         features_of(cache)
     assert (tmp_path / "home").stat().st_mode & 0o777 == 0o755
-
-
-def rows_left(cache: Path) -> int:
-    """How many rows the file that is being written lacks; all, before there is one."""
-    try:
-        return len(RowFile(kept_files(cache)[0]).missing())
-    except (IndexError, ValueError):
-        return 1797
-
-
-@pytest.mark.long
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, cache: Path) -> None:
-    """By SIGKILL, which no process can answer."""
-    slow = (
-        "import time\nfrom dpmac_cli.models import feature_cache as c\nplain = c._features\n"
-        "def slow(*a):\n    time.sleep(0.3)\n    return plain(*a)\nc._features = slow\n"
-        "from dpmac_cli.cli.app import app\napp()\n"
-    )
-    args = ("train", "--dataset", "digits", "--features", "scatter", "--steps", "2", "--sigma", "6")
-    command = [sys.executable, "-c", slow, *args, "--device", "cpu", "--out", "run"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
-    end = time.monotonic() + 60
-    while rows_left(cache) > 1797 - feature_cache.AT_A_TIME:  # a whole batch is kept
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    [begun] = kept_files(cache)
-    missing, computed = len(RowFile(begun).missing()), 0
-
-    def watched(parts: FrozenFeatures, images: Tensor) -> Tensor:
-        nonlocal computed
-        computed += len(images)
-        return plain(parts, images)
-
-    plain = feature_cache._features
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(feature_cache, "_features", watched)
-        assert train_digits(**RUN, steps=2).state == "finished"
-    assert missing <= computed < missing + feature_cache.AT_A_TIME
-    assert computed < 1797
-    assert [file.suffix for file in kept_files(cache)] == [WHOLE]
 
 
 def test_the_files_used_longest_ago_are_removed(

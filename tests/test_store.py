@@ -2,11 +2,9 @@
 
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import threading
-import time
+from collections.abc import Generator
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -26,10 +24,17 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.runs.session import Started
-from dpmac_cli.storage import rows
-from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files, whole
+from dpmac_cli.storage.cache import (
+    BEGUN,
+    HEADER,
+    WHOLE,
+    RowFile,
+    Rows,
+    complete,
+    kept_file,
+    kept_files,
+)
 from dpmac_cli.storage.progress import LISTENER, Computing, outcome, until
-from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 from dpmac_cli.studies.local import share_data
 from tests.digits_runs import a_run, same_weights, train_events
 from tests.helpers import PLAN, Batches, load, make_trainer
@@ -122,42 +127,6 @@ def test_other_files_or_settings_are_decoded_again(what: str, decoded: list[int]
         assert 99 in found[0][0] or 99 in found[1][0]
 
 
-def unwritten(cache: Path) -> list[int]:
-    """The rows that are missing from the file that is being written; none before there is one."""
-    try:
-        return list(RowFile(kept_files(cache)[0]).missing())
-    except (IndexError, ValueError):
-        return []
-
-
-@pytest.mark.long
-def test_a_kill_loses_no_image_that_was_decoded(
-    tmp_path: Path, cache: Path, decoded: list[int]
-) -> None:
-    photos(Path("photos"), 300)
-    slow = (
-        "import time\nfrom pathlib import Path\n"
-        "from dpmac_cli.data import decoding as d, user_data\n"
-        "from dpmac_cli.data.schema import Source\nd.FEW = 1000\n"
-        "plain = d.decode\ndef decode(*a):\n    time.sleep(0.01)\n    return plain(*a)\n"
-        "d.decode = decode\nlist(user_data.load(Source(Path('photos')), None))\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", slow], cwd=tmp_path)
-    end = time.monotonic() + 60
-    while not 0 < len(unwritten(cache)) <= 200:
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    [begun] = kept_files(cache)
-    assert begun.suffix == BEGUN
-    missing = unwritten(cache)
-    assert 0 < len(missing) <= 200
-    load(Source(Path("photos")))
-    assert decoded == missing
-
-
 def test_processes_share_the_work_and_two_runs_share_one_file(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,25 +153,16 @@ def test_processes_share_the_work_and_two_runs_share_one_file(
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("place", ["row", "checksum"])
-def test_a_damaged_row_ends_the_run_and_is_decoded_again(
-    place: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_file_is_decoded_again(cache: Path, decoded: list[int]) -> None:
     photos(Path("photos"))
-    load(Source(Path("photos")))
+    before = load(Source(Path("photos")))
     [file] = kept_files(cache)
     content = bytearray(file.read_bytes())
-    size = 40 * 64
-    content[rows.HEADER + (size // 2 if place == "row" else size + 640)] ^= 1
+    content[HEADER + 20 * 64] ^= 1
     file.write_bytes(content)
-    monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    args = ("train", "--dataset", "photos", "--out", "run", "--steps", "8", "--sigma", "9")
-    result = dpmac(*args, "--batch-size", "20", "--device", "cpu")
-    assert result.exit_code == 2
-    assert f"{file} is damaged in row 20 and has been removed. Run the command again" in (
-        result.output.replace("\n", " ")
-    )
-    assert dpmac(*args, "--batch-size", "20", "--device", "cpu", "--force").exit_code == 0
+    after = load(Source(Path("photos")))
+    assert len(decoded) == 80
+    np.testing.assert_array_equal(before[0][0], after[0][0])
 
 
 def test_a_full_disk_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,31 +260,23 @@ def test_progress_is_shown_with_its_place(cache: Path) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("harm", ["row", "order"])
-def test_rows_are_what_was_written_or_an_error(harm: str, tmp_path: Path) -> None:
+def test_rows_are_what_was_written(cache: Path) -> None:
     values = np.random.default_rng(0).integers(0, 256, (10, 2, 3), dtype=np.uint8)
-    file = rows.open_incomplete(tmp_path / "a.begun", 10, (2, 3), np.dtype(np.uint8))
-    for row in (3, 0, 1, 2, 4, 5, 6, 7, 8):
-        file.write(row, values[row])
-    assert file.missing().tolist() == [9]
-    file.write(9, values[9])
-    file.finish(tmp_path / "a.rows", {"3": "strange"})
-    whole = RowFile(tmp_path / "a.rows")
-    assert whole.notes() == {"3": "strange"}
+
+    def fill(file: RowFile) -> Generator[Computing, None, dict[int, str]]:
+        for row in (3, 0, 1, 2, 4, 5, 6, 7, 8):
+            file.write(row, values[row])
+        assert file.missing().tolist() == [9]
+        yield Computing(9, 10, cache)
+        return {9: "strange"}
+
+    kept = outcome(kept_file(cache / "a.rows", 10, (2, 3), np.dtype(np.uint8), fill))
+    assert kept.faults == {9: "strange"}
     some = np.array([7, 0, 7])
-    np.testing.assert_array_equal(whole.read(some), values[some])
-    one, two = Rows(whole, some), Rows(whole, some[::-1][:2])
+    one, two = Rows(kept, some), Rows(kept, some[::-1][:2])
+    np.testing.assert_array_equal(one.read(), values[some])
+    np.testing.assert_array_equal(one.read(slice(1, 2)), values[:1])
     assert one.sha256() != two.sha256()
-    content = bytearray((tmp_path / "a.rows").read_bytes())
-    start = rows.HEADER + 7 * 6
-    if harm == "row":
-        content[start] ^= 1
-    else:
-        content[start : start + 6] = values[6].tobytes()
-    (tmp_path / "a.rows").write_bytes(content)
-    with pytest.raises(DamagedError, match="damaged in row 7"):
-        RowFile(tmp_path / "a.rows").read(some)
-    assert not (tmp_path / "a.rows").exists()
 
 
 def test_the_command_lists_images_too(cache: Path) -> None:
@@ -391,8 +343,8 @@ def test_a_file_of_another_user_is_not_read(cache: Path, monkeypatch: pytest.Mon
     photos(Path("photos"))
     load(Source(Path("photos")))
     file = next(cache.rglob(f"*{WHOLE}"))
-    assert whole(file) is not None
+    assert complete(file) is not None
     monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
-    assert whole(file) is None
+    assert complete(file) is None
     with pytest.raises(InputError, match="the folder belongs to another user"):
         load(Source(Path("photos")))

@@ -27,9 +27,9 @@ from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.storage.cache import RowFile
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import outcome
-from dpmac_cli.storage.rows import RowFile
 from dpmac_cli.studies.search import plan_search
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import after, same_weights
@@ -357,7 +357,7 @@ def test_the_cache_contains_no_tokens() -> None:
     """A text could be read from their numbers as it is."""
     trained(train="last")
     (file,) = cache_folder().glob("*.rows")
-    found = RowFile(file).read(np.arange(80))[:, :, 0, 0]
+    found = np.array(RowFile(file).values)[:, :, 0, 0]
     assert found.shape == (80, 16 * WIDTH + 16 + WRITTEN)
     assert set(np.unique(found[:, 16 * WIDTH : 16 * WIDTH + 16])) == {0.0, 1.0}
 

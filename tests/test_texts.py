@@ -36,8 +36,8 @@ from dpmac_cli.models.registry import Trained
 from dpmac_cli.models.text_encoder import Bert
 from dpmac_cli.release import sentences
 from dpmac_cli.release.run import finish, resume, train
+from dpmac_cli.storage.cache import RowFile
 from dpmac_cli.storage.paths import cache_folder
-from dpmac_cli.storage.rows import RowFile
 from tests.test_report import spent
 from tests.test_wordpiece import TEXTS
 from tests.tiny_bert import WIDTH, notes, text_inputs, write_encoder
@@ -330,7 +330,7 @@ def test_features_do_not_depend_on_other_records(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path(name).absolute()))
         trained(ArrayData([t for t, _ in kept], [k for _, k in kept]), tokens=16, force=True)
         (file,) = cached()
-        return RowFile(file).read(np.arange(len(kept)))[:, :, 0, 0]
+        return np.array(RowFile(file).values)[:, :, 0, 0]
 
     rows = list(dict(rows).items())
     whole, less = features(rows, "whole"), features(rows[1:], "less")

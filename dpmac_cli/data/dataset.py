@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpmac_cli.data.units import Units
-from dpmac_cli.storage.rows import Rows
+from dpmac_cli.storage.cache import Rows
 from dpmac_cli.tasks.task import Task
 
 Places = slice | NDArray[np.int64]
@@ -47,7 +47,7 @@ class Split:
         return len(self if self.units is None else self.units)
 
     def at(self, places: Places) -> tuple[Tensor, Tensor]:
-        """Return some images and their labels, on the device. Raises DamagedError."""
+        """Return some images and their labels, on the device."""
         rows: slice | Tensor = places if isinstance(places, slice) else torch.from_numpy(places)
         if isinstance(rows, Tensor):
             rows = rows.to(self.labels.device, non_blocking=True)
@@ -102,11 +102,11 @@ class StoredSplit(Split):
 
 
 def split_of(rows: Rows, labels: Tensor, units: Units | None, device: torch.device) -> Split:
-    """Return records of a file, in memory unless the file is too large. Raises DamagedError."""
+    """Return records of a file, in memory unless the file is too large."""
     most = IN_MEMORY
     if device.type == "cuda":
         most = max(most, GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
-    if rows.file.nbytes <= most:
+    if rows.file.values.nbytes <= most:
         return Split(torch.from_numpy(rows.read()), labels, rows.sha256(), units).to(device)
     return StoredSplit(rows, labels.to(device), units)
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.complaints import refuse
 from dpmac_cli.errors import RunError
+from dpmac_cli.storage.cache import RowFile
 from dpmac_cli.storage.progress import Computing
-from dpmac_cli.storage.rows import RowFile
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,14 +61,14 @@ class ImageFile(NamedTuple):
 
 def decoded(
     rows: RowFile, images: Sequence[ImageFile], levels: int | None = None
-) -> Generator[Computing, None, list[str]]:
-    """Decode the images that are missing from a file with one row per image.
+) -> Generator[Computing, None, dict[int, str]]:
+    """Decode images into a file with one row per image.
 
     Args:
         levels: see :func:`decode`.
 
     Returns:
-        One message for each image that could not be decoded.
+        Why images could not be decoded, by their rows.
 
     Raises:
         InputError: files changed during decoding.
@@ -76,12 +76,12 @@ def decoded(
     yield _progress(rows)
     if len(rows.missing()) > FEW:
         yield from _by_processes(rows, images, levels)
-    faults, progress = list[str](), _progress(rows)
+    faults, progress = dict[int, str](), _progress(rows)
     for row in rows.missing().tolist():  # few images, or damaged ones, to report why
         yield progress  # a listener may stop here
         if fault := decode_into(rows, row, images[row], levels):
-            faults.append(f"{images[row].path} {fault}")
-    changed = [fault for fault in faults if fault.endswith(CHANGED)]
+            faults[row] = f"{images[row].path} {fault}"
+    changed = [fault for fault in faults.values() if fault.endswith(CHANGED)]
     refuse(changed, " Run the command again once nothing writes to these files.")
     yield _progress(rows)
     return faults
@@ -89,7 +89,7 @@ def decoded(
 
 def _progress(rows: RowFile) -> Computing:
     done = len(rows) - len(rows.missing())
-    return Computing(done, len(rows), rows.path.parent, what="images", nbytes=rows.nbytes)
+    return Computing(done, len(rows), rows.path.parent, what="images", nbytes=rows.values.nbytes)
 
 
 def _by_processes(
@@ -120,7 +120,7 @@ def _by_processes(
         if worker.returncode:
             raise RunError(
                 f"A process that decodes images exited with code {worker.returncode}. If memory "
-                "ran out, free some. Run the command again: images already decoded are kept."
+                "ran out, free some, and run the command again."
             )
 
 

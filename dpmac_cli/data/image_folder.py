@@ -35,10 +35,9 @@ from dpmac_cli.data.decoding import (
 from dpmac_cli.data.schema import Signs, Source
 from dpmac_cli.data.splits import Records, check_classes, data_facts, split
 from dpmac_cli.errors import InputError, raise_errors
-from dpmac_cli.storage.cache import WHOLE, kept_file, whole
+from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, complete, kept_file
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import LISTENER, Computing, outcome
-from dpmac_cli.storage.rows import RowFile, Rows
 from dpmac_cli.tasks.classification import Classification
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -79,7 +78,7 @@ class ImageFolder:
         if not source.skip_bad:
             self._faults += complaints(self._skipped, REMEDY)
         self._path = self._decoded_file()
-        file = whole(self._path)
+        file = complete(self._path)
         self._shape: tuple[int, int, int] = self._survey() if file is None else file.shape
         names = [image.path.removeprefix(f"{source.path}{os.sep}") for image in self._images]
         labels = np.array([image.label for image in self._images], np.int64)
@@ -149,8 +148,8 @@ class ImageFolder:
             return rows
         raise_errors(self._faults)
         file = outcome(self._decoded())  # check contents, not only headers
-        self._skipped += file.notes()
-        used: NDArray[np.int64] = np.setdiff1d(rows, file.missing())
+        self._skipped += file.faults.values()
+        used: NDArray[np.int64] = np.setdiff1d(rows, [*file.faults])
         if units is None:
             return used
         used = used[units[used] != ""]
@@ -163,10 +162,12 @@ class ImageFolder:
 
     def _copies(self, rows: NDArray[np.int64]) -> int:
         """Return the number of copies: of equal pixels if they are decoded, else links of files."""
-        file = whole(self._path)
+        file = complete(self._path)
         if file is None:
             return len(rows) - len({self._images[row].inode for row in rows})
-        return len(rows) - len({(file.checksums[r].tobytes(), self._images[r].label) for r in rows})
+        sums = (hashlib.sha256(file.values[row].tobytes()).digest() for row in rows)
+        labels = (self._images[row].label for row in rows)
+        return len(rows) - len(set(zip(sums, labels, strict=True)))
 
     def _dim(self, rows: NDArray[np.int64]) -> str:
         """Return a note if a few images use a small part of the range of 8 bits; or ""."""
@@ -259,7 +260,7 @@ class ImageFolder:
         """Return training and test images, decoded."""
         file = yield from self._decoded()
         if not self._source.skip_bad:
-            refuse(file.notes(), REMEDY)
+            refuse([*file.faults.values()], REMEDY)
         return [Records(Rows(file, rows), y, units) for rows, y, units in self._sides]
 
 

@@ -18,8 +18,8 @@ from dpmac_cli.data.units import units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.data.user_data import load as load_own
 from dpmac_cli.errors import InputError
+from dpmac_cli.storage.cache import Rows
 from dpmac_cli.storage.progress import Computing, outcome
-from dpmac_cli.storage.rows import Rows
 
 
 def load_data(

@@ -4,7 +4,6 @@ Features are as private as the records that they were computed from.
 """
 
 from collections.abc import Generator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from torch import Tensor
 from dpmac_cli.data.dataset import Data, fingerprint, split_of
 from dpmac_cli.dp.clipping.batch_invariance import PERIOD, Manner, find_manner
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.storage.cache import WHOLE, kept_file
+from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, kept_file
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.progress import Computing
-from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 
 VERSION = 6
 #: Fixed number of images whose features are computed at a time.
@@ -40,19 +38,14 @@ def featured(
     features depend on besides weights and records.
     """
     like = parts.features(data.standardised(data.train.at(slice(PROBED))[0])).cpu().numpy()
-    kept = partial(
-        kept_file,
+    file = yield from kept_file(
         folder / f"{_key(parts, data, like, settings)}{WHOLE}",
         len(data.train) + len(data.test),
         like.shape[1:],
         like.dtype,
         lambda file: _computed(parts, data, file),
     )
-    file = yield from kept()
-    try:
-        return _featured(file, data)
-    except DamagedError:
-        return _featured((yield from kept()), data)
+    return _featured(file, data)
 
 
 def _featured(file: RowFile, data: Data) -> tuple[Data, str]:
@@ -75,23 +68,25 @@ def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, An
     return digest({name: tensor.detach().cpu() for name, tensor in named.items()}, record)
 
 
-def _computed(parts: FrozenFeatures, data: Data, file: RowFile) -> Generator[Computing, None, None]:
-    """Compute the features that are missing from a file, for one split after the other."""
-    missing, first = set(file.missing().tolist()), 0
+def _computed(
+    parts: FrozenFeatures, data: Data, file: RowFile
+) -> Generator[Computing, None, Mapping[int, str]]:
+    """Compute the features of a file, for one split after the other; none has a fault."""
+    first = 0
     manner = _manner(parts, data)
     count = SEPARATELY if parts.separate else AT_A_TIME
-    yield Computing(len(file) - len(missing), len(file), file.path.parent)
+    yield Computing(0, len(file), file.path.parent)
     for split in (data.train, data.test):
         for begin in range(0, len(split), count):
             rows = range(first + begin, first + min(begin + count, len(split)))
-            if not missing.isdisjoint(rows):
-                images = data.standardised(split.at(slice(begin, begin + count))[0])
-                with manner.of(parts.frozen):
-                    found = _features(parts, images).cpu().numpy()
-                for row, values in zip(rows, found, strict=True):
-                    file.write(row, values)
+            images = data.standardised(split.at(slice(begin, begin + count))[0])
+            with manner.of(parts.frozen):
+                found = _features(parts, images).cpu().numpy()
+            for row, values in zip(rows, found, strict=True):
+                file.write(row, values)
             yield Computing(rows.stop, len(file), file.path.parent)
         first += len(split)
+    return {}
 
 
 def _manner(parts: FrozenFeatures, data: Data) -> Manner:
