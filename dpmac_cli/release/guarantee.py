@@ -115,7 +115,7 @@ def _computed(case: Case) -> tuple[Computed, ...]:
         "scores of the test records": "protected" if covered else "not covered",
         "measured times": "not covered",
         "notes on the screen: records left out, untested classes, lack of memory": "not covered",
-        "state in checkpoint/, with its keys": "secret",
+        "state in checkpoint/": "secret",
     }
     return tuple(Computed(what=what, status=value) for what, value in status.items())
 
