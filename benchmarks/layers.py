@@ -29,8 +29,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dpmac_cli import ClippedSum, ball
-from dpmac_cli.dp.clipping.layer_rules import LAYER_RULES
-from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.errors import ModelError
 from dpmac_cli.training.chunks import BatchSum
 from tests.layer_cases import CASES, GROUPS, Case
@@ -58,7 +56,7 @@ def measured(case: Case) -> dict[str, Any]:
         sums = clipped.prepare(batch)
     except ModelError as failure:
         return {**known, "path": "refused", "why": str(failure).replace("network.", "")}
-    why = "" if sums.isolated is None else clipped.notes[0].replace("network.", "")
+    why = "" if sums.per_sample.vmapped else clipped.notes[0].replace("network.", "")
     steps: dict[str, Step] = {
         "plain": plain(case, batch),
         "dpmac": lambda: clipped.by_parameter(clipped(batch)),
@@ -92,14 +90,11 @@ def built(case: Case) -> nn.Module:
 
 def path_of(sums: BatchSum) -> str:
     """Return how a network is run."""
-    if sums.isolated is not None:
-        return "isolated, vmap" if sums.isolated.vmapped else "isolated, loop"
-    return "rule" if all(map(has_rule, sums.clipped_sum.layers)) else "vmap of a layer"
-
-
-def has_rule(layer: Layer) -> bool:
-    """Return whether gradients of a layer need no vmap."""
-    return layer.direct or type(layer.module) in LAYER_RULES
+    per_sample = sums.per_sample
+    if not per_sample.vmapped:
+        return "loop"
+    recorded = {layer.name for layer in per_sample.layers} == per_sample._recorded
+    return "rule" if recorded else "instantiated"
 
 
 def plain(case: Case, batch: Tensor) -> Step:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from dpmac_cli.dp.clipping.batch_invariance import PERIOD, Manner, find_manner, some_numbers
-from dpmac_cli.dp.clipping.matmul import products_by_onednn
 
 #: Largest number of rows.
 MOST = 160
@@ -52,10 +51,6 @@ class Function(nn.Module):
         return self.function(x)
 
 
-class OwnLinear(nn.Linear):
-    """A Linear layer that torch multiplies, not dpmac."""
-
-
 def recurrent(layer: nn.Module) -> nn.Module:
     """Return a recurrent layer that returns its outputs only."""
     return Function(lambda x: layer(x)[0], layer)
@@ -71,7 +66,6 @@ def layers() -> Iterator[tuple[str, Build, tuple[int, ...]]]:
     """Yield names of layers, functions that build them, and shapes of one row."""
     for ins, outs in ((64, 1), (64, 10), (784, 256), (256, 10), (512, 512), (1568, 10)):
         yield f"Linear {ins} to {outs}", partial(nn.Linear, ins, outs), (ins,)
-        yield f"own Linear {ins} to {outs}", partial(OwnLinear, ins, outs), (ins,)
     for k in (1, 2, 3, 5, 7, 8, 9, 11):
         for c, o, side, stride in ((1, 8, 14, 1), (1, 16, 28, 2), (3, 16, 16, 1), (16, 16, 12, 1)):
             yield (
@@ -115,7 +109,7 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
     all_numbers = sorted({*range(16, 36), *range(37, MOST, 11), *some_numbers(MOST)}, reverse=True)
 
     def run(x: Tensor) -> Tensor:
-        with torch.enable_grad(), products_by_onednn(network):
+        with torch.enable_grad():
             result: Tensor = network(x)
             return result
 
@@ -124,18 +118,18 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
 
     def odd(manner: Manner) -> list[int]:
         numbers = sorted({manner.rows(n, MOST) for n in all_numbers}, reverse=True)
-        with manner.of(network):
+        with manner.running():
             first = run(rows(numbers[0]))[:PERIOD].detach()
             found = {n: run(rows(n)).detach() for n in numbers}
         return [
             n for n, out in found.items() if not torch.equal(out, first[torch.arange(n) % PERIOD])
         ]
 
-    manner = find_manner(network, run, base, MOST)
+    manner = find_manner(run, base, MOST)
     result: dict[str, Any] = {"layer": name, "threads": threads, "plain": odd(Manner())}
-    if manner.alone:
+    if manner is None:
         return result | {"alone": True}
-    return result | {"ways": [*manner.ways.values()], "fill": manner.fill, "left": odd(manner)}
+    return result | {"way": manner.way, "fill": manner.fill, "left": odd(manner)}
 
 
 def main(given: list[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from dpmac_cli.config.sources import EXCLUSIVE, INCOMPATIBLE
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import Records, data_facts
-from dpmac_cli.models.independence import ALONE
+from dpmac_cli.dp.clipping.per_sample import LOOP
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
@@ -160,9 +160,8 @@ The others have 256 and are tiny, so fixed costs of a step are most of it
 #: Ways to run a network, in words.
 RUN = {
     "rule": "by rules of their layers",
-    "vmap of a layer": "with a layer that vmap differentiates",
-    "isolated, vmap": "on each sample alone by vmap",
-    "isolated, loop": "in a loop",
+    "instantiated": "with some gradients instantiated",
+    "loop": "in a loop",
     "refused": "refused",
 }
 #: Costs of a row, with the titles of their columns.
@@ -550,7 +549,8 @@ def ratio(cost: float | str) -> str:
 
 def why(row: Mapping[str, Any]) -> str:
     """Return the reason of a row without what all of its kind have in common."""
-    said = row["why"].removeprefix(ALONE.partition("{}")[0]).removesuffix(ALONE.partition("{}")[2])
+    before, _, after = LOOP.partition("{}")
+    said = row["why"].removeprefix(before).partition(after.partition("{}")[0])[0]
     return escaped(re.sub(r" at \w+\.py, line \d+", "", " ".join(said.split())))
 
 

@@ -155,7 +155,6 @@ def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unvalidated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the validation of networks, which takes seconds, where it is not what is tested."""
-    monkeypatch.setattr(prepare, "independence", lambda *_: ("traced", ""))
     monkeypatch.setattr(prepare, "check_model", lambda *_, **__: None)
 
 

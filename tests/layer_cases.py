@@ -304,7 +304,7 @@ def attentions() -> Iterator[tuple[Any, ...]]:
     )
     yield "MultiheadAttention, samples second", second, SEQUENCE
     over = partial(attention, itself, batch_first=False)
-    yield "MultiheadAttention over the batch", over, SEQUENCE, "mixes"
+    yield "MultiheadAttention over the batch", over, SEQUENCE, "computes something else for a batch"
     encoder = partial(nn.TransformerEncoderLayer, 16, 4, 32, batch_first=True)
     yield "TransformerEncoderLayer", partial(encoder, dropout=0.0), SEQUENCE
     yield (

@@ -4,9 +4,6 @@ The first kind does it in ways seen in real code; none is built to deceive. Each
 arguments, so that a test may also name it as ``networks.py:NAME``.
 """
 
-import random
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
@@ -319,7 +316,7 @@ MIXING: tuple[type[nn.Module], ...] = (
     *(GhostNormOfEvery, FunctionalBatchNorm, CentredInDropout, ExpertsWithCapacity, TopOfBatch),
     *(Contrastive, AttentionOverBatch, RunningMean, RunningMeanInState, PreviousBatch, Mixup),
     *(Shuffled, WrongReshape, MeanOverLogits, GradientNormalised, DividedBySize),
-    *(CentredIfDropping,),
+    *(CentredIfDropping, CentredInSinglePrecision),
 )
 
 
@@ -370,16 +367,6 @@ class VisionTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.embed(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.token.expand(len(x), -1, -1), tokens], 1) + self.places
-        logits: Tensor = self.head(self.encoder(self.drop(tokens))[:, 0])
-        return logits
-
-
-class ShapedTransformer(VisionTransformer):
-    """The same, but what it does is written without len(x)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.embed(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), tokens], 1) + self.places
         logits: Tensor = self.head(self.encoder(self.drop(tokens))[:, 0])
         return logits
 
@@ -667,51 +654,13 @@ INNOCENT: tuple[type[nn.Module], ...] = (
 )
 
 
-# Networks with random numbers of their own.
+# Random numbers.
 
 
-class _Random(_Linear):
+class RandomByTorch(_Linear):
     """Multiplies each sample by random numbers, after as many others as its content asks for."""
 
     def prepare(self, x: Tensor) -> Tensor:
         for _ in range(int(x.abs().sum() * 7) % 5):
-            self.draw(x)
-        return x * self.draw(x)
-
-    def draw(self, x: Tensor) -> Tensor:
-        return torch.rand_like(x)
-
-
-class RandomByTorch(_Random):
-    """With torch's global generator."""
-
-
-class RandomByNumPy(_Random):
-    """With NumPy's global generator."""
-
-    def draw(self, x: Tensor) -> Tensor:
-        return x.new_tensor(np.random.rand(*x.shape))
-
-
-class RandomByPython(_Random):
-    """With Python's global generator."""
-
-    def draw(self, x: Tensor) -> Tensor:
-        return x.new_tensor([random.random() for _ in range(x.numel())]).view_as(x)
-
-
-class RandomByChance(_Random):
-    """With a new generator each time, seeded by the operating system."""
-
-    def draw(self, x: Tensor) -> Tensor:
-        return x.new_tensor(np.random.default_rng().random(x.shape))
-
-
-class RandomByAGlobal(_Random):
-    """With a generator of the module."""
-
-    def draw(self, x: Tensor) -> Tensor:
-        return x.new_tensor(GENERATOR.random(x.shape))
-
-
-GENERATOR = np.random.default_rng(0)
+            torch.rand_like(x)
+        return x * torch.rand_like(x)

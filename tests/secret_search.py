@@ -17,9 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.clipping import clipped_sum as per_sample
-from dpmac_cli.dp.clipping.isolation import Isolated
-from dpmac_cli.dp.clipping.recorder import record_uses
+from dpmac_cli.dp.clipping import clipped_sum
+from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.randomness.keystream import STREAMS, Keys, KeyStream, make_keys
 from dpmac_cli.randomness.noise import SeededNormals
@@ -205,7 +204,7 @@ def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch, instea
 
 def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed from the records before noise is added."""
-    weights = per_sample.clip_weights
+    weights = clipped_sum.clip_weights
 
     def watched(gradients: Callable[..., Any]) -> Callable[..., Any]:
         def watch(*args: Any, **kwargs: Any) -> Any:
@@ -237,9 +236,8 @@ def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
         secrets.scalar(float(clipped.norm()), "the norm of an un-noised sum")
         return release(mechanism, clipped, region, _Overheard(noise, secrets))
 
-    monkeypatch.setattr(per_sample, "record_uses", watched(record_uses))
-    monkeypatch.setattr(Isolated, "__call__", watched(Isolated.__call__))
-    monkeypatch.setattr(per_sample, "clip_weights", clip_weights)
+    monkeypatch.setattr(PerSample, "__call__", watched(PerSample.__call__))
+    monkeypatch.setattr(clipped_sum, "clip_weights", clip_weights)
     monkeypatch.setattr(GaussianMechanism, "release", released)
 
 

@@ -93,9 +93,7 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
     data = load_data("digits", tmp_path, CPU)
     network = build_model(BuiltIn(model), config.data.facts.signature, seed=1).eval()
     like = Split(torch.zeros(1, *config.data.facts.shape), torch.zeros(1, dtype=torch.int64))
-    task = PreparedRun(
-        model=network, trained=network, data=replace(data, train=like), independence="built in"
-    )
+    task = PreparedRun(model=network, trained=network, data=replace(data, train=like))
     facts = public_facts(config, spent(steps=1), task, trained=1)
     pixels = torch.randint(0, 256, (20, *config.data.facts.shape), dtype=torch.uint8)
     given = facts.input

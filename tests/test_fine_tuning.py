@@ -12,9 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.custom_layers import ConstantNorm
-from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.layers import flatten_parameters
+from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.features import LoraLinear, freeze
 from dpmac_cli.models.registry import PARTS, Trained
@@ -169,9 +171,10 @@ def test_gradients_are_those_of_vmap(name: str, part: str) -> None:
     with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
         by_name = vmap(grad(loss), (None, 0, 0))(values, x, y)
     expected = torch.cat([by_name[n].flatten(1) for n in trained], 1)
-    layers = find_layers(model, x)
-    flatten_parameters(layers)
-    gradients = ClippedChunkSum(model, layers).gradients(x, y, ball=True)
+    per_sample = PerSample(model, Structure(x[:1]))
+    assert per_sample.vmapped, per_sample.notes
+    flatten_parameters(per_sample.layers)
+    gradients = ClippedChunkSum(per_sample).gradients(x, y, ball=True)
     for row in range(6):
         weights, out = torch.zeros(6).double(), torch.empty(expected.shape[1]).double()
         weights[row] = 1

@@ -49,7 +49,7 @@ def test_a_document_moves_the_sum_by_at_most_the_radius(lora: bool, physical: in
     net, batch = model(lora=lora), texts()
     clipped = ClippedSum(net, text_loss, ball(RADIUS), batch_size=COUNT, physical_batch=physical)
     total = clipped(batch).clone()
-    assert not clipped.notes, "proven independent across texts"
+    assert not clipped.notes, "vmap runs it"
     moved = [float((total - clipped(without(batch, i))).double().norm()) for i in range(COUNT)]
     assert 0.99 * RADIUS < max(moved) <= RADIUS
 
@@ -102,7 +102,7 @@ def test_the_program_for_hugging_face_runs(
     step = names["step"]
     assert step.taken == len(step) > 4
     assert step.epsilon <= 8
-    assert step.notes == (), "proven independent across texts"
+    assert step.notes == (), "vmap runs it"
     assert "Poisson-sampled" in capsys.readouterr().out
     sums = step._engine.sums.clipped_sum
     assert all("lora_" in layer.name or "classifier" in layer.name for layer in sums.layers)

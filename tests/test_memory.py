@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit
-from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.layers import flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric
+from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball
 from dpmac_cli.errors import RunError
 from dpmac_cli.training.chunks import first_chunk
@@ -128,11 +130,11 @@ def peak_with_views(views: int) -> int:
         nn.Flatten(),
         nn.Linear(512, CLASSES),
     )
-    layers = find_layers(model)
-    theta = flatten_parameters(layers)
-    clipped_sum = ClippedChunkSum(model, layers, 16, views=views)
-    x = torch.randn(16, views, 1, 8, 8) if views > 1 else torch.randn(16, 1, 8, 8)
-    y = torch.zeros(x.shape[:2] if views > 1 else 16, dtype=torch.long)
+    several = (views,) if views > 1 else ()
+    x, y = torch.randn(16, *several, 1, 8, 8), torch.zeros(16, *several, dtype=torch.long)
+    per_sample = PerSample(model, Structure(x[:1]), Structure(y[:1], keep=True), views)
+    theta = flatten_parameters(per_sample.layers)
+    clipped_sum = ClippedChunkSum(per_sample, 16)
     out, metric = torch.empty_like(theta), ball(1.0, theta)
     return peak_bytes(lambda: clipped_sum.of(x, y, RegionMetric(metric), out))
 

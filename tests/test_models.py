@@ -1,7 +1,6 @@
 """Model registry, and validation: models that mix samples are rejected."""
 
 import random
-import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,14 +12,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
+from dpmac_cli.dp.clipping.layers import flatten_parameters
+from dpmac_cli.dp.clipping.norms import RegionMetric
+from dpmac_cli.dp.clipping.per_sample import PerSample
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.build import build_model
-from dpmac_cli.models.independence import independence
 from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.models.validation import check_model
-from tests.helpers import Through
-from tests.tiers import rest_long
+from tests.helpers import Through, numbers
 
 IMAGE = (4, 6, 6)
 
@@ -35,10 +37,11 @@ def classifier(*middle: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 4, 1), *middle, nn.Flatten(), nn.Linear(144, 3))
 
 
-def assert_is_isolated(model: nn.Module) -> None:
-    """It is accepted, and not trusted to keep samples apart."""
-    check_model(model, IMAGE, 3)
-    assert independence(model, IMAGE, 3)[0] == "isolated"
+def assert_is_refused(model: nn.Module) -> None:
+    """It computes something else for a batch, so it is not what would be trained."""
+    with pytest.raises(ModelError, match="for a batch than for one sample at a time"):
+        check_model(model, IMAGE, 3)
+    check_model(model, IMAGE, 3, isolated=True)
 
 
 def test_the_catalog_names_what_can_be_built_and_loaded() -> None:
@@ -103,7 +106,7 @@ def test_batch_norm_is_refused_in_evaluation_mode_and_without_statistics() -> No
 @pytest.mark.privacy
 def test_running_statistics_are_refused() -> None:
     keeps = nn.InstanceNorm2d(4, track_running_stats=True)
-    with pytest.raises(ModelError, match=r"changes 1\.running_mean.*track_running_stats=False"):
+    with pytest.raises(ModelError, match=r"1\.running_mean was.*track_running_stats=False"):
         check_model(classifier(keeps), IMAGE, 3)
     check_model(classifier(nn.InstanceNorm2d(4, affine=True)), IMAGE, 3)
 
@@ -124,59 +127,11 @@ def test_running_statistics_are_refused() -> None:
         pytest.param(lambda x: x.flip(0).cumsum(0).flip(0), id="running sum from the end"),
         pytest.param(lambda x: x * (1 + torch.arange(len(x)).view(-1, 1, 1, 1)), id="position"),
         pytest.param(lambda x: x / len(x), id="batch size"),
-        pytest.param(lambda x: x * torch.bernoulli(x.sigmoid().mean(0)), id="draws by all"),
         pytest.param(lambda x: x[torch.randperm(len(x))], id="permutation"),
     ],
 )
-def test_functions_that_depend_on_the_batch_are_isolated(mix: Callable[[Tensor], Tensor]) -> None:
-    assert_is_isolated(classifier(Through(mix)))
-
-
-@pytest.mark.privacy
-def test_a_layer_that_sees_the_samples_in_another_order_is_isolated() -> None:
-    """Its rows are taken for other samples', so a large gradient escapes under a small one's c."""
-    backwards = Through(lambda x: x.flip(0))
-    assert_is_isolated(classifier(backwards, nn.Conv2d(4, 4, 1), backwards))
-
-
-class Again(nn.Module):
-    """A layer used twice, with a function in between."""
-
-    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 1)
-        self._between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(self._between(self.conv(x)))
-        return out
-
-
-def test_a_layer_used_twice_passes() -> None:
-    check_model(classifier(Again(torch.tanh)), IMAGE, 3)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("use", ["first", "second"])
-def test_each_use_of_a_layer_is_followed(use: str) -> None:
-    """Rows in another order, seen by one of the two uses only; the logits are in order."""
-    turn, model = (lambda x: x.flip(0)), Again(lambda x: x.flip(0))
-    middle = (Through(turn), model) if use == "first" else (model, Through(turn))
-    assert_is_isolated(classifier(*middle))
-
-
-@pytest.mark.privacy
-def test_a_batch_that_decides_how_often_a_layer_is_used_is_isolated() -> None:
-    class Until(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(4, 4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.conv(x)
-            return self.conv(x) if x.abs().max() > 10 else x
-
-    assert_is_isolated(classifier(Until()))
+def test_functions_that_depend_on_the_batch_are_refused(mix: Callable[[Tensor], Tensor]) -> None:
+    assert_is_refused(classifier(Through(mix)))
 
 
 @pytest.mark.parametrize(
@@ -200,42 +155,48 @@ def test_draws_by_torch_are_supported(draw: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    "draw",
-    [
-        pytest.param(lambda x: x * random.random(), id="python"),
-    ],
-)
-def test_other_draws_are_refused(draw: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(ModelError, match="Use only torch for random"):
-        check_model(classifier(Through(draw)), IMAGE, 3)
+def test_numbers_that_are_drawn_in_place_differ_between_samples() -> None:
+    """So stochastic depth is written in torchvision."""
+    dropped = Through(lambda x: x * torch.empty(len(x), 1, 1, 1).bernoulli_(0.5))
+    per_sample = PerSample(classifier(dropped), numbers(*IMAGE))
+    assert per_sample.vmapped, per_sample.notes
+    losses, _ = per_sample(torch.randn(1, *IMAGE).expand(40, -1, -1, -1), torch.zeros(40).long())
+    assert 5 < int((losses == losses[0]).sum()) < 35
+    assert len(torch.unique(losses)) == 2
 
 
-@pytest.mark.privacy
-def test_draws_of_a_generator_that_a_network_keeps_are_refused() -> None:
-    """Its seed is in the network's code."""
-    generator = torch.Generator().manual_seed(0)
-    noisy = Through(lambda x: x + torch.randn(x.shape, generator=generator))
-    with pytest.raises(ModelError, match=r"A forward pass changes 1\._function\.generator"):
-        check_model(classifier(noisy), IMAGE, 3)
-
-
-@pytest.mark.privacy
-def test_a_network_that_remembers_is_refused() -> None:
+def remembering() -> Callable[[Tensor], Tensor]:
     kept: list[Tensor] = []
 
     def remember(x: Tensor) -> Tensor:
         kept.append(x.mean((2, 3), keepdim=True)[:1])
         return x + len(kept)
 
-    with pytest.raises(ModelError, match=r"A forward pass changes 1\._function\.kept"):
-        check_model(classifier(Through(remember)), IMAGE, 3)
+    return remember
+
+
+def drawing() -> Callable[[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda x: x + torch.randn(x.shape, generator=generator)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x * random.random(), drawing(), remembering()],
+    ids=["python", "a generator of its own", "memory"],
+)
+def test_other_outputs_for_the_same_sample_are_refused(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    with pytest.raises(ModelError, match="Use only torch for random"):
+        check_model(classifier(Through(function)), IMAGE, 3, isolated=True)
 
 
 @pytest.mark.privacy
 def test_a_buffer_that_a_forward_pass_moves_is_named() -> None:
     spectral = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))
-    with pytest.raises(ModelError, match=r"changes 1\.parametrizations"):
+    with pytest.raises(ModelError, match=r"changes the network: 1\.parametrizations"):
         check_model(classifier(spectral), IMAGE, 3)
 
 
@@ -272,12 +233,22 @@ def _hooked(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         pytest.param(Recentred.apply, id="function"),
     ],
 )
-def test_a_network_that_mixes_samples_backwards_is_isolated(
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_network_that_mixes_samples_backwards_sees_one_at_a_time(
     forward: Callable[[Tensor], Tensor],
 ) -> None:
     """Each sample's gradient would be clipped, and all of them changed by one record more."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 8), Through(forward), nn.Linear(8, 3))
-    assert_is_isolated(model)
+    check_model(model, IMAGE, 3)
+    per_sample = PerSample(model, numbers(*IMAGE))
+    theta, x, y = flatten_parameters(per_sample.layers), torch.randn(6, *IMAGE), torch.arange(6) % 3
+    clipped, metric = ClippedChunkSum(per_sample, 6), RegionMetric(ball(1.0, theta))
+    sums = [torch.empty_like(theta) for _ in range(2)]
+    for row in range(6):
+        kept = torch.arange(6) != row
+        clipped.of(x, y, metric, sums[0])
+        clipped.of(x[kept], y[kept], metric, sums[1])
+        assert float((sums[0].double() - sums[1].double()).norm()) <= 1
 
 
 def test_hooks_that_treat_samples_apart_are_fine() -> None:
@@ -309,7 +280,6 @@ def test_what_training_would_fail_on_is_found_by_validation(
     model = nn.Sequential(nn.Flatten(), build())
     with pytest.raises(ModelError, match=said) if said else nullcontext():
         check_model(model, IMAGE, 3)
-        independence(model, IMAGE, 3)
 
 
 def test_weights_that_begin_as_nan_are_named() -> None:
@@ -334,14 +304,6 @@ class LastOf(nn.Module):
         return out
 
 
-@pytest.mark.privacy
-@pytest.mark.parametrize("kind", rest_long([nn.LSTM, nn.GRU]))
-def test_torchs_recurrent_layers_are_proven_independent(kind: type[nn.LSTM | nn.GRU]) -> None:
-    model = LastOf(kind)
-    check_model(model, IMAGE, 3)
-    assert independence(model, IMAGE, 3) == ("traced", "")
-
-
 class Packed(LastOf):
     """A recurrent layer that is given sequences of several lengths at once."""
 
@@ -362,55 +324,18 @@ class TimeFirst(LastOf):
         self.recur.batch_first = False
 
 
-class Unbatching(nn.Module):
-    """A layer whose output has a row for each position of each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(24))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.gain).flatten(0, 1)
-
-
-class Folding(LastOf):
-    """Uses it as if it were recurrent."""
-
-    def __init__(self, kind: type[nn.LSTM | nn.GRU]) -> None:
-        super().__init__(kind)
-        self.recur = Unbatching()  # type: ignore[assignment]
-        self.head = nn.Linear(24, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        every = self.recur(x.transpose(1, 2).flatten(2))
-        out: Tensor = self.head(every.unflatten(0, (x.shape[0], -1)).mean(1))
-        return out
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("model", [Packed, Folding])
-def test_other_uses_of_layers_are_isolated_by_name(model: type[LastOf]) -> None:
-    check_model(model(nn.LSTM), IMAGE, 3)
-    kind, why = independence(model(nn.LSTM), IMAGE, 3)
-    assert (kind, "layer recur" in why) == ("isolated", True), why
-    said = why.replace("flatten(0, 1)", "")
-    assert not re.search(r"\d", said), "sizes are private once training has begun"
-
-
-@pytest.mark.long
-def test_recurrent_layers_with_dropout_between_them_are_proven() -> None:
-    model = LastOf(nn.GRU)
-    model.recur = nn.GRU(24, 4, 2, batch_first=True, dropout=0.5)
-    check_model(model, IMAGE, 3)
-    assert independence(model, IMAGE, 3) == ("traced", "")
-    assert model.recur.dropout == 0.5, "trials use copies"
+@pytest.mark.parametrize("model", [LastOf, Packed])
+def test_recurrent_layers_are_supported(model: type[LastOf]) -> None:
+    net = model(nn.LSTM)
+    net.recur = nn.LSTM(24, 4, 2, batch_first=True, dropout=0.5)
+    check_model(net, IMAGE, 3)
+    assert net.recur.dropout == 0.5, "trials use copies"
 
 
 @pytest.mark.privacy
 def test_a_recurrent_layer_over_the_batch_is_refused_by_name() -> None:
-    check_model(TimeFirst(nn.LSTM), IMAGE, 3)
-    with pytest.raises(ModelError, match=r"mixes samples: .*layer recur"):
-        independence(TimeFirst(nn.LSTM), IMAGE, 3)
+    with pytest.raises(ModelError, match=r"The LSTM recur computes something.*batch_first=True"):
+        check_model(TimeFirst(nn.LSTM), IMAGE, 3)
 
 
 def _raises(x: Tensor) -> Tensor:

@@ -496,24 +496,34 @@ def test_the_budget_of_a_fork_pays_for_the_scores_of_its_parent(more: float) -> 
         assert report["privacy"]["covered_scores"]["released"] > 1
 
 
+class ByLargest(nn.Module):
+    """Divides by the largest number of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x.flatten(1) / x.abs().amax())
+        return logits
+
+
 @pytest.mark.privacy
-def test_scores_of_a_network_that_mixes_samples_are_not_covered() -> None:
+def test_a_test_record_is_scored_alone() -> None:
     """One test record could change the scores of all others."""
-    Path("net_mix.py").write_text(
-        "import torch\nfrom torch import nn\n\n"
-        "class Mix(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.f = nn.Linear(64, 10)\n\n"
-        "    def forward(self, x):\n"
-        "        return self.f(x.flatten(1) / x.abs().amax())\n"
-    )
-    flags = ("--dataset", "digits", "--sigma", "6", "--steps", "3", "--model", "net_mix.py:Mix")
-    assert dpmac("train", *flags, "--out", "exact").exit_code == 0
-    result = dpmac("train", *flags, "--cover-scores", "--out", "run")
-    assert result.exit_code == 4
-    assert "it could not be proven that the network treats" in " ".join(result.output.split())
-    assert not Path("run").exists()
+    images = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
+    data = dpmac_cli.ArrayData(images, np.arange(40) % 2, images[:2], [0, 1], classes=["a", "b"])
+    settings: dict[str, Any] = {"sigma": 4, "steps": 1, "batch_size": 8, "device": "cpu"}
+    plan = resolve(dataset=data, model="linear", cover_scores=True, isolate=True, **settings).plan
+    trainer = make_trainer(plan, model=ByLargest())
+
+    def logits(x: Tensor) -> Tensor:
+        split = Split(x, torch.zeros(len(x), dtype=torch.long))
+        trainer.data = replace(trainer.data, test=split)
+        return trainer.evaluate(covered=True).logits
+
+    x = torch.randint(0, 100, (9, *trainer.data.test.images.shape[1:]), dtype=torch.uint8)
+    assert torch.equal(logits(x)[0], logits(torch.cat([x[:1], 2 * x[1:].flip(0)]))[0])
 
 
 def test_exact_scores_of_a_covered_run_come_with_a_warning() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy.stats import kstest, norm
 from sklearn import metrics as sklearn
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import huber_loss, mse_loss, poisson_nll_loss
 
 from dpmac_cli import ArrayData, from_dataframe, make_trainer, predict
@@ -22,11 +22,12 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.data.user_data import inspect
+from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
-from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.layers import flatten_parameters
+from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.losses import HUBER, build_loss
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.independence import independence
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.tasks.known import METRICS, task_of
@@ -399,39 +400,22 @@ def test_per_sample_gradients_are_those_of_autograd(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
     x, y = torch.randn(7, 5, dtype=torch.float64), (2 * torch.rand(7, 1) - 1)
-    layers, loss = find_layers(model, x), build_loss(name)
+    loss = build_loss(name)
     parts = []
     for row in range(7):
         one = loss(model(x[row : row + 1]), y[row : row + 1]).sum()
         parts.append(
             torch.cat([g.flatten() for g in torch.autograd.grad(one, [*model.parameters()])])
         )
-    theta = flatten_parameters(layers)
+    labels = Structure(torch.zeros(1, 1, dtype=torch.float64), keep=True)
+    per_sample = PerSample(model, Structure(x[:1]), labels, loss=loss, rowwise=True)
+    theta = flatten_parameters(per_sample.layers)
     total = torch.empty_like(theta)
-    gradients = ClippedChunkSum(model, layers, loss=loss).gradients(x, y, ball=True)
+    gradients = ClippedChunkSum(per_sample).gradients(x, y, ball=True)
     weights = torch.rand(7, dtype=torch.float64)
     for layer, form in gradients:
         form.weighted_sum(weights, None, total[layer.start : layer.stop])
     torch.testing.assert_close(total, weights @ torch.stack(parts))
-
-
-class UsesAWeightTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1)
-        again: Tensor = (x @ self.inner.weight.T).sum(1, keepdim=True)
-        hidden: Tensor = self.outer(self.inner(x).tanh())
-        return hidden + again
-
-
-@pytest.mark.privacy
-def test_a_network_with_one_output_is_validated_like_others() -> None:
-    kind, why = independence(UsesAWeightTwice(), (4, 1, 1), 1)
-    assert kind == "isolated"
-    assert "layer inner" in why
 
 
 # Metrics.

@@ -69,8 +69,9 @@ def test_facts_are_the_catalogs(report: dict[str, Any]) -> None:
         "fix_norm": False,
         "built_by": None,
         "independence": {
-            "kind": "built in",
-            "statement": "The network is built in, and its layers are independent across samples.",
+            "kind": "isolated",
+            "statement": "The network saw one record at a time in training, so it could not mix "
+            "records.",
         },
     }
     assert report["classes"] == list(facts.task.names)

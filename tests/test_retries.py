@@ -85,7 +85,6 @@ def test_a_loop_goes_on_after_a_failure_within_its_budget(
     from dpmac_cli import BudgetError, make_private  # noqa: PLC0415
     from dpmac_cli.runs import prepare  # noqa: PLC0415
 
-    monkeypatch.setattr(prepare, "independence", lambda *_: ("traced", ""))
     monkeypatch.setattr(prepare, "check_model", lambda *_, **__: None)
     private = make_private(network(), "digits", **SETTINGS)
     trainer: Any = private._trainer

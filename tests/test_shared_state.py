@@ -42,7 +42,6 @@ CACHED = {
     "randomness.layers.devices": "the accelerators of the machine",
     "release.card.templates": "the templates of cards",
     "config.fields.options": "tables of flags, a fixed number",
-    "models.globals_read._names_in": "names that code reads",
     "runs.environment._processor": "a checksum",
     "runs.environment._source": "a checksum",
 }

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
 @pytest.fixture(autouse=True)
 def _unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of the network reads addresses, which tensors without data do not have."""
-    monkeypatch.setattr("dpmac_cli.models.unchanged.Unchanged.check", lambda *_: None)
+    monkeypatch.setattr("dpmac_cli.models.fingerprint.Fingerprint.check", lambda *_: None)
     # The trial of rounding compares numbers, before the first step.
     monkeypatch.setattr(ChunkedSum, "_manner", lambda *_: (Manner(), ()))
 

@@ -15,8 +15,10 @@ from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, s
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.writing import WRITTEN
+from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
-from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.layers import flatten_parameters
+from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.errors import DpmacError
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.features import LoraLinear, WithHead, freeze
@@ -111,9 +113,11 @@ def test_only_the_chosen_part_is_trained() -> None:
 
 def per_sample(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Per-sample gradients by the engine, (samples, d). Flattens the parameters."""
-    layers = find_layers(model, x[:2])
+    alone = PerSample(model, Structure(x[:1]))
+    assert alone.vmapped, alone.notes
+    layers = alone.layers
     flatten_parameters(layers)
-    found = ClippedChunkSum(model, layers).gradients(x, y, ball=True)
+    found = ClippedChunkSum(alone).gradients(x, y, ball=True)
     rows = torch.empty(len(x), layers[-1].stop, dtype=x.dtype)
     for number, row in enumerate(rows):
         chosen = torch.zeros(len(x), dtype=x.dtype)
@@ -229,10 +233,10 @@ def test_no_record_rounds_another(part: str) -> None:
     x, y = data.standardised(data.train.at(slice(None))[0]), data.train.labels
     outputs: list[Tensor] = []
     orders = [torch.arange(len(x)), torch.randperm(len(x)), torch.arange(20)]
-    with sums.manner.of(trainer.model):
+    with sums.manner.running():
         for order in orders:
-            found = torch.empty(len(x), 2).fill_(torch.nan)
-            found[order] = sums.clipped_sum.forward(x[order], y[order])[0].detach()
+            found = torch.empty(len(x)).fill_(torch.nan)
+            found[order] = sums.per_sample(x[order], y[order])[0]
             outputs.append(found)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0][:20], outputs[2][:20])
@@ -409,8 +413,3 @@ def test_canaries_are_coordinates_of_what_is_trained() -> None:
     trainer.step()
     (canaries,) = trainer.hooks
     assert int(canaries._coordinates.max()) < len(trainer.state.theta)
-
-
-def test_each_text_may_run_alone() -> None:
-    settings = {"train": "lora", "steps": 1, "isolate": True}
-    assert trained(some_notes(40), **settings)["state"] == "finished"

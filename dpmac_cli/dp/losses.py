@@ -1,7 +1,6 @@
 """Per-sample losses: maps from outputs and labels of a batch to one loss per sample.
 
-A loss that mixes samples would let one sample affect the gradients of others, so user-supplied
-losses run on each sample separately.
+In training, each is called with the outputs of one sample at a time.
 """
 
 import inspect
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
@@ -21,19 +19,13 @@ from torch.nn.functional import (
     nll_loss,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from dpmac_cli.dp.vmap_rules import OwnOperators, OwnRuleError, without_own_rules
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import what_failed
 
 #: Takes outputs, shape (samples, outputs), and targets, shape (samples,) for classes, otherwise
 #: like the outputs. Returns shape (samples,).
 Loss = Callable[[Tensor, Tensor], Tensor]
-#: Functions whose result has no gradient with respect to their argument. ``data`` is a property,
-#: which torch's stubs declare as a Tensor.
-DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
-NO_PARAMETERS: Mapping[int, str] = MappingProxyType({})
 #: Exponent of the focal loss, as in its paper.
 FOCUS = 2.0
 
@@ -156,54 +148,21 @@ def _check_mean(
         )
 
 
-class _Closed(TorchFunctionMode):
-    """Context manager in which trained parameters can be read only as constants.
+def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
+    """Reject a user-supplied loss on examples of outputs and labels, which are not private.
 
-    Raises ModelError otherwise: gradients through a loss that uses the network itself do not belong
-    to single calls of its layers.
+    In training it is called with the outputs of one sample, shape (1, outputs), and its label.
+    Raises ModelError if it fails, does not return one finite number per sample, or returns other
+    values for a batch, or for the same sample again.
     """
 
-    def __init__(self, parameters: Mapping[int, str]) -> None:
-        super().__init__()
-        self._parameters = parameters
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not torch.is_grad_enabled() or func in DETACHING:
-            return result
-        used = [x for x in tree_leaves((args, kwargs)) if id(x) in self._parameters]
-        if used and any(isinstance(x, Tensor) for x in tree_leaves(result)):
-            raise ModelError(
-                f"The loss uses {self._parameters[id(used[0])]} of the network, so its gradient "
-                "would be incomplete: per-sample gradients follow only from the calls that the "
-                "network makes for its own output. Compute constants under torch.no_grad(). For a "
-                "penalty on the weights use weight_decay; for other terms, return them from the "
-                "network."
-            )
-        return result
-
-
-def alone(
-    loss: Loss, outputs: Tensor, labels: Tensor, parameters: Mapping[int, str] = NO_PARAMETERS
-) -> Loss:
-    """Return a user-supplied loss that runs on each sample separately, by vmap or in a loop.
-
-    State that it stores in globals or closures cannot be isolated. It is called with one output,
-    shape (1, classes), and its label. ``outputs`` and ``labels`` are examples, not private;
-    ``parameters`` are the names of the network's parameters by id. Raises ModelError if it fails
-    on the examples, does not return one finite number per sample, returns different values for the
-    same sample, or uses parameters other than as constants.
-    """
-
-    def single(output: Tensor, label: Tensor) -> Tensor:
-        return loss(output.unsqueeze(0), label.unsqueeze(0)).reshape(())
-
-    def looped(outputs: Tensor, labels: Tensor) -> Tensor:
-        return torch.stack([single(*pair) for pair in zip(outputs, labels, strict=True)])
+    def alone() -> Tensor:
+        pairs = zip(torch.split(outputs, 1), torch.split(labels, 1), strict=True)
+        return torch.stack([loss(*pair).reshape(()) for pair in pairs])
 
     try:
-        with _WithoutMeans(), _Closed(parameters), torch.enable_grad(), OwnOperators() as own:
-            found, again = looped(outputs, labels), looped(outputs, labels)
+        with _WithoutMeans(), torch.enable_grad():
+            found, again = alone(), alone()
     except ModelError:
         raise
     except Exception as failure:
@@ -217,20 +176,15 @@ def alone(
             "The loss must return one finite real number per sample, the same for the same sample. "
             "It must not store anything between calls or use random numbers."
         )
-
-    @without_own_rules()
-    def mapped(outputs: Tensor, labels: Tensor) -> Tensor:
-        losses: Tensor = vmap(single)(outputs, labels)
-        return losses
-
     try:
-        vmapped = not own.found and torch.allclose(mapped(outputs, labels), found)
-    # vmap has no rule for some operations, or the program's own.
-    except (RuntimeError, TypeError, ValueError, OwnRuleError):
-        vmapped = False
-
-    def closed(outputs: Tensor, labels: Tensor) -> Tensor:
-        with _Closed(parameters):
-            return mapped(outputs, labels) if vmapped else looped(outputs, labels)
-
-    return closed
+        whole = loss(outputs, labels)
+    except Exception:  # noqa: BLE001  (it may be written for one sample, and is called with one)
+        return
+    expected = (found,) if whole.ndim else (found.mean(), found.sum())
+    same = (torch.allclose(whole, of, 1e-4, 1e-6) for of in expected if whole.shape == of.shape)
+    if whole.shape == expected[0].shape and not any(same):
+        raise ModelError(
+            "The loss computes something else for a batch than for one sample at a time, and dpmac "
+            "computes it for each sample alone, which bounds its influence. Remove operations "
+            "across samples, such as comparing pairs of them or choosing the hardest."
+        )

@@ -1,5 +1,6 @@
 """Build and validate a built-in or user-supplied network."""
 
+import copy
 import importlib
 import inspect
 import sys
@@ -15,7 +16,6 @@ import torch
 from torch import nn
 
 from dpmac_cli.data.registry import Signature
-from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.backbones import PublicBackbone, at_a_time
@@ -65,7 +65,7 @@ def build_model(
         elif isinstance(model, BuiltIn):
             network = build_network(model.name, seen)
         elif isinstance(model, nn.Module):
-            network = duplicate(model)
+            network = copy.deepcopy(model)
         else:
             network = _called(model, f"network {getattr(model, '__qualname__', model)}", seen)
         if fix_norm:

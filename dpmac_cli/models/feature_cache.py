@@ -3,7 +3,7 @@
 Features are as private as the records that they were computed from.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.data.dataset import Data, fingerprint, split_of
-from dpmac_cli.dp.clipping.batch_invariance import PERIOD, Manner, find_manner
+from dpmac_cli.dp.clipping.batch_invariance import PERIOD, Manner, fill_rows, find_manner
+from dpmac_cli.dp.clipping.per_sample import each_alone
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, kept_file
 from dpmac_cli.storage.digest import digest
@@ -73,15 +74,15 @@ def _computed(
 ) -> Generator[Computing, None, Mapping[int, str]]:
     """Compute the features of a file, for one split after the other; none has a fault."""
     first = 0
-    manner = _manner(parts, data)
+    run, manner = _run_of(parts, data)
     count = SEPARATELY if parts.separate else AT_A_TIME
     yield Computing(0, len(file), file.path.parent)
     for split in (data.train, data.test):
         for begin in range(0, len(split), count):
             rows = range(first + begin, first + min(begin + count, len(split)))
             images = data.standardised(split.at(slice(begin, begin + count))[0])
-            with manner.of(parts.frozen):
-                found = _features(parts, images).cpu().numpy()
+            with manner.running():
+                found = run(images).cpu().numpy()
             for row, values in zip(rows, found, strict=True):
                 file.write(row, values)
             yield Computing(rows.stop, len(file), file.path.parent)
@@ -89,26 +90,22 @@ def _computed(
     return {}
 
 
-def _manner(parts: FrozenFeatures, data: Data) -> Manner:
-    """Return a way to run the frozen part in which features do not depend on places in a batch."""
-    if parts.isolated or parts.separate:
-        return Manner()
-    shape, generator = data.train.images.shape[1:], torch.Generator().manual_seed(0)
-    base = torch.randn(PERIOD, *shape, generator=generator).to(data.gain)
-    manner = find_manner(parts.frozen, parts.features, base, AT_A_TIME, fixed=True)
-    parts.isolated = bool(manner.alone)
-    return manner
-
-
-def _features(parts: FrozenFeatures, images: Tensor) -> Tensor:
-    """Return the features of at most :data:`AT_A_TIME` images.
+def _run_of(parts: FrozenFeatures, data: Data) -> tuple[Callable[[Tensor], Tensor], Manner]:
+    """Return what computes features, and a way in which they do not depend on places in a batch.
 
     The batch size is fixed, because rounding depends on it: adding a record must not change the
-    features of others. Nor may their places; see :func:`_manner`.
+    features of others. Nor may their places.
     """
     if parts.separate:
-        return parts.features(images)
-    if parts.isolated:
-        return torch.cat([parts.features(image) for image in torch.split(images, 1)])
-    filling = images.new_zeros(AT_A_TIME - len(images), *images.shape[1:])
-    return parts.features(torch.cat([images, filling]))[: len(images)]
+        return parts.features, Manner()
+    shape, generator = data.train.images.shape[1:], torch.Generator().manual_seed(0)
+    base = torch.randn(PERIOD, *shape, generator=generator).to(data.gain)
+    run = each_alone(parts.features, base) if parts.own else parts.features
+
+    def filled(images: Tensor) -> Tensor:
+        return run(fill_rows(images, AT_A_TIME))[: len(images)]
+
+    manner = find_manner(run, base, AT_A_TIME, fixed=True)
+    if manner is not None:
+        return filled, manner
+    return lambda images: torch.cat([parts.features(image) for image in images.split(1)]), Manner()

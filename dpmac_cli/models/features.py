@@ -56,8 +56,8 @@ class FrozenFeatures(WithHead):
     ``stored``, in both training and evaluation.
     """
 
-    #: Whether the features of the records are computed one record at a time.
-    isolated = False
+    #: Whether the frozen part is not built in, so that it sees one record at a time.
+    own = False
     #: Whether the frozen part itself processes each record separately.
     separate = False
 

@@ -1,14 +1,17 @@
-"""Model validation: reject networks in which one sample can change another one's gradient.
+"""Model validation: reject networks that cannot be trained on each record alone, or published.
 
-Clipping bounds only the gradient of a sample itself. An operation that mixes samples lets a sample
-affect the gradients of others, which voids the guarantee. :func:`check_model` rejects layers that
-are known to mix samples, and networks that store information about samples. How the others run is
-decided by :mod:`dpmac_cli.models.independence`.
+A network in training sees one record at a time (:mod:`dpmac_cli.dp.clipping.per_sample`), so it
+cannot mix records. One that computes something else for a batch than for one record is trained on
+other values than its author meant, so it is rejected, as are networks that store information about
+records.
 """
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.batches import tensors_in
-from dpmac_cli.dp.clipping.deep_copy import duplicate
+from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, tensors_in
+from dpmac_cli.dp.clipping.per_sample import constant_draws
 from dpmac_cli.errors import DpmacError, ModelError
-from dpmac_cli.models.state import first_change
+from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.models.trial import Trial
 from dpmac_cli.torch_errors import what_failed
 
@@ -35,12 +38,15 @@ DROPOUT = (
 ROUNDING = (
     "With fewer than 32 bits, rounding changes the clipped sum by more than the noise allows for."
 )
+#: Remedy for a network that a forward pass changes.
+STORED = (
+    "It would store information about private records without noise. Turn this off (for "
+    "normalisation layers, track_running_stats=False) and keep nothing from one batch to the next."
+)
 #: Namespaces of torch's operations between processes.
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 #: Number of samples in a trial.
 FEW = 5
-#: Remedy for a network that is rejected if it runs on whole batches.
-ISOLATE = " Or add --isolate to run the network on each sample separately."
 
 
 def check_model(
@@ -52,16 +58,14 @@ def check_model(
     isolated: bool = False,
     built_in: bool = False,
 ) -> None:
-    """Reject a classifier that stores information about samples, or cannot be trained.
-
-    It may mix samples in its own operations: see :mod:`dpmac_cli.models.independence`.
+    """Reject a classifier that mixes or stores samples, or cannot be trained.
 
     Args:
         model: maps (samples, *shape) to logits, (samples, classes). It is not changed.
         shape, classes: shape of one sample, number of classes.
         frozen: only the last layer, a linear one, is trained. The rest is checked in evaluation
             mode, in which it is also run: batch norm is a public constant there.
-        isolated: each sample is run alone, on a copy that stores nothing.
+        isolated: the network may compute something else for a batch than for each sample alone.
         built_in: the network is built in, so only its output is checked.
 
     Raises ModelError, which names the layer and the remedy.
@@ -79,7 +83,7 @@ def form_of(model: nn.Module, forms: Sequence[tuple[int, ...]], classes: int) ->
     """
     for form in forms if len(forms) > 1 else ():
         with contextlib.suppress(Exception, SystemExit), torch.no_grad():
-            probe = duplicate(model).double().eval()
+            probe = copy.deepcopy(model).double().eval()
             for count in (FEW, 1):
                 _check_output(probe, Trial.of(form, classes), count)
             return form
@@ -97,7 +101,7 @@ def check_trial(
     """Reject a model on any samples: see :func:`check_model`."""
     _check_parts(model, frozen)
     try:
-        probe = duplicate(model)
+        probe = copy.deepcopy(model)
     except (Exception, SystemExit) as failure:
         raise ModelError(
             f"The model cannot be copied: {what_failed(failure)} Validation works on a copy. "
@@ -113,27 +117,23 @@ def check_trial(
             return
         if not frozen:
             check_precision(model, trial)
-    if isolated:
-        return
-    randomise_zeros(probe)
-    with explained(trial, ISOLATE):
+        randomise_zeros(probe)
         _check_forward(probe, trial)
+        if not isolated:
+            _check_alone(probe, trial)
+        if not frozen:
+            _check_trained(probe, trial)
 
 
 @contextlib.contextmanager
-def explained(trial: Trial, remedy: str = "") -> Iterator[None]:
-    """Convert exceptions of user code on random samples, which are not private, to ModelError.
-
-    The remedy is added to rejections.
-    """
+def explained(trial: Trial) -> Iterator[None]:
+    """Convert exceptions of user code on random samples, which are not private, to ModelError."""
     try:
         yield
     except (Exception, SystemExit) as failure:
         reason = failure.__cause__ if isinstance(failure, DpmacError) else failure
-        if reason is None and not remedy:
-            raise
         if reason is None:
-            raise ModelError(f"{failure}{remedy}") from None
+            raise
         raise ModelError(
             f"The model failed on samples of shape {trial.inputs} in float64: "
             f"{what_failed(reason)} It must accept any number of such samples, including one. "
@@ -257,29 +257,121 @@ def same_draws() -> Iterator[None]:
 
 @torch.no_grad()
 def _check_forward(model: nn.Module, trial: Trial) -> None:
-    """Reject a model that changes itself, or whose outputs differ for the same batch.
+    """Reject a model that changes itself, or whose outputs differ for the same sample.
 
     The model is in float64 and :func:`prepared`. Raises ModelError.
     """
-    before, (x, _) = duplicate(model), trial.samples(FEW, double=True)
-    outputs: list[Tensor] = []
+    x, _ = trial.samples(1, double=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before, outputs = Fingerprint(model, [*map(id, trained)]), list[Tensor]()
     for _ in range(2):
         with same_draws():
             outputs.append(model(x))
-        changed = first_change(before, model)
-        if changed is not None:
-            raise ModelError(
-                f"A forward pass changes {changed}, which would store statistics of private data "
-                "without noise. Turn this off (for normalisation layers, "
-                "track_running_stats=False) and keep nothing from one batch to the next."
-            )
+        if said := before.changed(STORED):
+            raise ModelError(f"A forward pass changes the network: {said}")
     first, again = outputs
     if not torch.allclose(again, first, rtol=1e-6, atol=1e-9, equal_nan=True):
         raise ModelError(
-            "The model returns different outputs for the same batch. Use only torch for random "
+            "The model returns different outputs for the same sample. Use only torch for random "
             "numbers (nn.Dropout, torch.rand, torch.bernoulli), because its seed is secret. If the "
             "model stores information about its inputs, remove that: inputs are private records."
         )
+
+
+@torch.no_grad()
+def _check_alone(model: nn.Module, trial: Trial) -> None:
+    """Reject a model that computes something else for a batch than for one sample at a time.
+
+    In training it would see one at a time. The model is in float64 and :func:`prepared`. Raises
+    ModelError, which names the part that differs.
+    """
+    x, _ = trial.samples(FEW, double=True)
+    whole = _values_by_part(model, x)
+    for row in (0, FEW - 1):
+        alone = _values_by_part(model, map_rows(itemgetter(slice(row, row + 1)), x))
+        if _differ(whole[-1][1], alone[-1][1], row):
+            pairs = zip(whole, alone, strict=False)
+            first = next(name for (name, of), (_, one) in pairs if _differ(of, one, row))
+            raise _mixed(model, first)
+
+
+def _values_by_part(model: nn.Module, x: Batch) -> list[tuple[str, Any]]:
+    """Return what modules compute in order: the inputs of a part are computed by its parent."""
+    found: list[tuple[str, Any]] = []
+
+    def entered(name: str, _: nn.Module, given: Any, named: Any) -> None:
+        found.append((name.rpartition(".")[0], (given, named)))
+
+    def left(name: str, _: nn.Module, __: Any, out: Any) -> None:
+        found.append((name, out))
+
+    with contextlib.ExitStack() as hooks, constant_draws():
+        for name, module in model.named_modules():
+            for hook in (
+                module.register_forward_pre_hook(partial(entered, name), with_kwargs=True),
+                module.register_forward_hook(partial(left, name)),
+            ):
+                hooks.callback(hook.remove)
+        model(x)
+    return found
+
+
+def _differ(batch: Any, one: Any, row: int) -> bool:
+    """Return whether values of a row of a batch are others alone, by more than rounding."""
+    pairs = zip(tensors_in(batch), tensors_in(one), strict=False)
+    return any(
+        of.shape[:1] == (FEW,)
+        and of[row : row + 1].shape == alone.shape
+        and not torch.allclose(
+            of[row : row + 1].double(), alone.double(), rtol=1e-6, atol=1e-9, equal_nan=True
+        )
+        for of, alone in pairs
+    )
+
+
+def _mixed(model: nn.Module, name: str) -> ModelError:
+    """Return why a model is rejected whose results for one sample depend on others."""
+    part = model.get_submodule(name)
+    where = f"The {type(part).__name__} {name}".rstrip() if name else "The network or its loss"
+    layer = isinstance(part, nn.RNNBase | nn.MultiheadAttention)
+    remedy = (
+        "Use batch_first=True, so that samples are in the first dimension"
+        if layer
+        else "Remove operations across samples, such as x.mean(0), F.batch_norm or a loss of pairs"
+    )
+    return ModelError(
+        f"{where} computes something else for a batch than for one sample at a time, and "
+        "dpmac trains on each sample alone, which bounds its influence. So it would be trained on "
+        f"other values than you meant. {remedy}. If you mean it, add --isolate."
+    )
+
+
+@torch.enable_grad()
+def _check_trained(model: nn.Module, trial: Trial) -> None:
+    """Reject a network none of whose trainable parameters affects its output. Raises ModelError."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    x, y = trial.samples(1, double=True)
+    with same_draws():
+        loss = trial.loss(model(x), y).sum()
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+        if any(g is not None for g in found):
+            return
+    raise ModelError(
+        "No trainable parameter affects the model's output, so nothing would be trained. Leave "
+        "out detach() and torch.no_grad() in its forward."
+    )
+
+
+def validate_objective(objective: nn.Module, inputs: Structure, *, isolated: bool = False) -> None:
+    """Reject a network that returns its own losses: see :func:`check_model`.
+
+    Args:
+        objective: maps a batch to one loss per sample, shape (samples,). It is not changed.
+        inputs: structure of a sample.
+        isolated: the network may compute something else for a batch than for each sample alone.
+    """
+    check_trial(objective, Trial(inputs, None), isolated=isolated)
 
 
 class _Permitted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -313,7 +405,7 @@ def check_precision(model: nn.Module, trial: Trial) -> None:
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     x, y = Trial(trial.inputs.to(device), trial.classes).samples(1)
-    network = duplicate(model).train()
+    network = copy.deepcopy(model).train()
     trained = [p for p in network.parameters() if p.requires_grad]
     with torch.random.fork_rng(), _Permitted():  # type: ignore[no-untyped-call]
         loss = trial.loss(network(x), y).sum()

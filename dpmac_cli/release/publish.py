@@ -66,7 +66,7 @@ def publish(session: Session, total_seconds: float) -> Finished:
 def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int) -> report.Facts:
     """Return the facts to publish with the weights; ``trained`` is the number of parameters."""
     data, canaries = plan.data.facts, plan.privacy.audit.canaries
-    case, task_facts = Case(plan, spent, task.independence), dict[str, Any](data.task.facts)
+    case, task_facts = Case(plan, spent), dict[str, Any](data.task.facts)
     guarantee = privacy(case)
     computed = guarantee.computed_from_records
     audited = (
@@ -118,13 +118,12 @@ def _dataset(case: Case) -> report.Dataset:
 def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
     """Return the facts of the network, and of the part that was public before training."""
     network, recorded = case.plan.network, case.plan.recorded
-    why = " ".join(filter(None, (text("independence", case), task.why)))
     found = report.Model(
         name=network.model.name,
         parameters=task.parameters,
         fix_norm=network.fix_norm,
         built_by=task.built_by or None,
-        independence=report.Independence(kind=task.independence, statement=why),
+        independence=report.Independence(kind="isolated", statement=text("independence", case)),
     )
     statement = text("public part", case)
     if not statement:

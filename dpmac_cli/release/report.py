@@ -140,8 +140,7 @@ class Independence(Said):
     """Independence of the samples of a batch in the network, and how it is known."""
 
     kind: str
-    """built in: a network of dpmac. traced: every operation was proven not to mix samples.
-    isolated: the network ran on each sample alone."""
+    """isolated: the network saw one record at a time."""
 
 
 class Model(Part):

@@ -38,14 +38,10 @@ SEED_GIVEN = (
 
 @dataclass(frozen=True)
 class Case:
-    """A run that sentences are about: its plan, and what was done to its records.
-
-    ``independence`` says how samples are known to be independent in its network.
-    """
+    """A run that sentences are about: its plan, and what was done to its records."""
 
     plan: TrainPlan
     spent: Spent
-    independence: str = ""
 
     def __getattr__(self, part: str) -> Any:
         """Return a part of the plan by its name."""
@@ -241,19 +237,8 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     # The network.
     (
         "independence",
-        lambda c: c.independence == "built in",
-        "The network is built in, and its layers are independent across samples.",
-    ),
-    (
-        "independence",
-        lambda c: c.independence == "traced",
-        "Every operation of the network was traced, in forward and backward passes, and is "
-        "independent across samples, for batches of any size.",
-    ),
-    (
-        "independence",
-        lambda c: c.independence == "isolated",
-        "The network was run on each sample separately, so it could not mix samples.",
+        lambda _: True,
+        "The network saw one record at a time in training, so it could not mix records.",
     ),
     (
         "public part",

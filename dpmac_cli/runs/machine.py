@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpmac_cli import __version__
 from dpmac_cli.dp.clipping.batch_invariance import PERIOD, find_manner
-from dpmac_cli.dp.clipping.matmul import products_by_onednn
+from dpmac_cli.dp.clipping.per_sample import BY_ROW
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.runs.environment import KERNEL_VARIABLES, choose_device, device_name
 from dpmac_cli.storage.paths import cache_folder, data_folder
@@ -76,8 +76,8 @@ def _fallback(dtype: torch.dtype, device: torch.device) -> str | None:
         base = torch.randn(PERIOD, 64).to(device, dtype)
 
     def run(x: Tensor) -> Tensor:
-        with torch.enable_grad(), products_by_onednn(network):
-            result: Tensor = network(x)
-            return result
+        result: Tensor = network(x)
+        return result
 
-    return find_manner(network, run, base, CHUNK).note
+    manner = find_manner(run, base, CHUNK)
+    return BY_ROW if manner is None else manner.note

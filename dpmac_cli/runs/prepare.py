@@ -17,7 +17,6 @@ from dpmac_cli.models.class_names import SIGNAL, begin_at_names, signal_of_class
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, WithHead, cut_before_head, head_of
-from dpmac_cli.models.independence import ALONE, Independence, independence
 from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn, UserModel
 from dpmac_cli.models.text_parts import cut_before_last
 from dpmac_cli.models.trial import Trial
@@ -36,8 +35,7 @@ class PreparedRun:
     Attributes:
         model: the whole network, which takes images and is published.
         trained: the part that is trained on ``data``, without frozen features.
-        independence: reason why the network is independent across samples. why: reason why it runs
-            on each sample alone, if that was not asked for.
+        own: whether the network is not built in, so that it may draw random numbers.
         pretrained: SHA-256 of the file of public weights; None without. notes: messages for the
             user.
         start: seed of the initial weights and of frozen values that are drawn, which is public.
@@ -47,12 +45,11 @@ class PreparedRun:
     model: nn.Module
     trained: nn.Module
     data: Data
-    independence: Independence
+    own: bool = True
     pretrained: str | None = None
     start: int = 0
     notes: tuple[str, ...] = ()
     built_by: str = ""
-    why: str = ""
 
     @property
     def form(self) -> tuple[int, ...]:
@@ -84,7 +81,6 @@ def prepare(
     form = form_of(built.model, forms_of(plan, own=own), facts.task.outputs)
     model = built.model.to(device)
     parts = None if passed_in else cut_network(network, facts, model)
-    kind, why = independence_of(network, facts, model, parts, form, own=own)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(network, facts, model, form)
     if data is None:
@@ -95,19 +91,18 @@ def prepare(
     if parts is not None:
         # On a CPU, each text is processed at its own length.
         parts.separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
-        parts.isolated = network.features is None and kind == "isolated"
+        parts.own = own
         data, _ = yield from featured(parts, data, _of_features(network), cache_folder())
         trained = parts.head
     return PreparedRun(
         model=model,
         trained=trained,
         data=data,
-        independence=kind,
+        own=own,
         pretrained=built.pretrained,
         start=_start_of(keys),
-        notes=(*built.notes, ALONE.format(why)) if why else built.notes,
+        notes=built.notes,
         built_by=built.built_by,
-        why=why,
     )
 
 
@@ -251,30 +246,6 @@ def _check_passed_in(plan: TrainPlan, model: object) -> nn.Module:
     form = form_of(model, forms_of(plan, own=True), outputs)
     check_model(model, form, outputs, isolated=network.isolate)
     return model
-
-
-def independence_of(
-    network: NetworkPlan,
-    facts: Dataset,
-    model: nn.Module,
-    parts: FrozenFeatures | None,
-    form: tuple[int, ...],
-    *,
-    own: bool,
-) -> tuple[Independence, str]:
-    """Return why a network is independent across samples; ``own`` if it is not built in.
-
-    Also return why it runs on each sample alone, if it does and that was not asked for.
-    """
-    if network.isolate:
-        return "isolated", ""
-    if not own:
-        return "built in", ""
-    shape, classes = form, facts.task.outputs
-    if network.features is not None:
-        model, shape = model.get_submodule("head"), network.features.shape_of(facts.shape)
-    frozen = parts.frozen if parts is not None and network.head_only else None
-    return independence(model, shape, classes, frozen)
 
 
 def _doubts(weights: PublicWeights, data: DataPlan, *, private: bool) -> tuple[str, ...]:

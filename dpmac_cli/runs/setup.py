@@ -6,8 +6,7 @@ from torch import nn
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.config.plan import ComputePlan, DataPlan, PrivacyPlan, StepsPlan, TrainPlan
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.data.registry import Dataset
-from dpmac_cli.dp.losses import Loss, alone
+from dpmac_cli.dp.losses import Loss, check_loss
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.keystream import Keys, make_keys
@@ -59,16 +58,16 @@ def make_trainer(
     keys = keys or make_keys(plan.run.seed)
     task = task or outcome(prepare(plan, device, keys, data, model=model))
     _check_size(plan.data, plan.privacy, task.data)
-    if loss is not None:
-        loss = _checked(loss, plan.data.facts, task.trained, device)
+    if loss is not None and not plan.network.isolate:
+        outputs, labels = plan.data.facts.task.examples()
+        check_loss(loss, outputs.to(device), labels.to(device))
     steps = plan.privacy.steps if steps is None else steps
-    isolated = task.independence == "isolated" and not plan.network.head_only
     trainer = Trainer(
         model=task.trained,
         data=task.data,
         optimizer=plan.optimizer,
         mechanism=mechanism_of(plan.privacy, secure=plan.run.secure),
-        plan=steps_of(plan, steps, device, isolated=isolated, loss=loss),
+        plan=steps_of(plan, steps, device, loss=loss),
         randomness=_randomness(plan, keys, task, rank=0 if ranks is None else ranks.rank),
         hooks=_canaries(plan.privacy, plan.recipe, task, keys),
         ranks=ranks,
@@ -83,7 +82,6 @@ def steps_of(
     steps: int,
     device: torch.device,
     *,
-    isolated: bool,
     loss: Loss | None = None,
 ) -> StepPlan:
     """Return what is fixed about every step. A ``loss`` replaces that of the plan."""
@@ -95,7 +93,6 @@ def steps_of(
         recipe=plan.recipe,
         loss=loss,
         scores=plan.privacy.scores,
-        isolated=isolated,
     )
 
 
@@ -113,13 +110,6 @@ def training_of(privacy: PrivacyPlan, run: ComputePlan, unit: tuple[str, str]) -
 def unit_of(privacy: PrivacyPlan, data: DataPlan) -> tuple[str, str]:
     """Return the unit of privacy, and what tells the units of records apart."""
     return short(privacy.unit), data.found.unit
-
-
-def _checked(loss: Loss, facts: Dataset, model: nn.Module, device: torch.device) -> Loss:
-    """Return a user-supplied loss, validated on random outputs and labels."""
-    outputs, labels = facts.task.examples()
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    return alone(loss, outputs.to(device), labels.to(device), names)
 
 
 def _check_size(plan: DataPlan, privacy: PrivacyPlan, data: Data) -> None:
@@ -169,8 +159,7 @@ def _canaries(
 def _randomness(plan: TrainPlan, keys: Keys, task: PreparedRun, *, rank: int) -> Randomness:
     """Return the random draws of a rank; ranks other than the first only have those of layers."""
     # Built-in networks use no random numbers in their forward pass; others may.
-    own = task.independence != "built in"
-    drawn = own or plan.recipe.augmented or plan.data.found.unit
+    drawn = task.own or plan.recipe.augmented or plan.data.found.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None
     if rank > 0:
         return Randomness(sampler=None, noise=None, layers=layers)

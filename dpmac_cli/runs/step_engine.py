@@ -8,8 +8,8 @@ from dpmac_cli.config.plan import BatchPlan
 from dpmac_cli.dp.clipping.batches import NOTHING, Batch, Structure
 from dpmac_cli.dp.losses import returned
 from dpmac_cli.dp.precision import full_float32
-from dpmac_cli.models.independence import validated_network
 from dpmac_cli.models.trial import Objective
+from dpmac_cli.models.validation import validate_objective
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
@@ -88,14 +88,13 @@ def build_engine(
     Raises:
         ModelError: they cannot be clipped.
     """
-    kind, why = validated_network(objective, structure, isolated=plan.isolate)
+    validate_objective(objective, structure, isolated=plan.isolate)
     given, layers = Given(), LayerDraws(keys.layers)
-    step_plan = steps_of(plan, steps, device_of(objective), isolated=kind == "isolated")
+    step_plan = steps_of(plan, steps, device_of(objective))
     how = Running(
         loss=returned,
         physical_batch=step_plan.physical_batch,
         batch=plan.privacy.batch_size,
-        isolated=step_plan.isolated,
     )
     with full_float32():
         sums = BatchSum(objective, structure, how, layers)
@@ -119,5 +118,5 @@ def build_engine(
         given=given,
         training=training,
         structure=structure,
-        notes=(*why, *sums.notes),
+        notes=sums.notes,
     )

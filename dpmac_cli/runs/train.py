@@ -20,13 +20,13 @@ from dpmac_cli.config.resolve import change
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import by_setting, parse_settings
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.errors import BudgetError, InputError, ModelError
+from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.checkpoint import Inherited, check_changes, inherited
 from dpmac_cli.runs.environment import check_ranks, choose_device
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.prepare import PreparedRun, prepare
+from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.progress import Computing, until
@@ -129,8 +129,6 @@ def _session(
     if saved is not None:  # a network that draws frozen values when it is built keeps these
         keys = replace(keys, init=saved.record["start"].to_bytes(4, "little"))
     task = yield from until(stop, prepare(plan, device, keys, data))
-    if plan.privacy.scores is not None:
-        _check_scored(task)
     if saved is not None:
         checkpoint.check_same(checkpoint.public_facts(task), saved.record["facts"])
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
@@ -195,15 +193,6 @@ def _check_parallel(plan: TrainPlan, ranks: Ranks) -> None:
     if plan.privacy.audit.canaries:
         raise InputError("--canaries needs a run with one process. Leave it out.")
     check_ranks(ranks)
-
-
-def _check_scored(task: PreparedRun) -> None:
-    """Reject a network that may mix test records, each of which is protected."""
-    if task.independence == "isolated":
-        raise ModelError(
-            "--cover-scores scores test records in batches, and it could not be proven that the "
-            "network treats the records of a batch independently. Leave it out."
-        )
 
 
 def _spent(plan: TrainPlan, before: Spent, steps: int) -> Spent:

@@ -16,7 +16,7 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.clipping.batch_invariance import (
     PERIOD,
     Manner,
-    Whole,
+    RunNetwork,
     fill_rows,
     find_manner,
     rounded_up,
@@ -25,30 +25,25 @@ from dpmac_cli.dp.clipping.batch_invariance import (
 from dpmac_cli.dp.clipping.batches import (
     NOTHING,
     Structure,
-    by_row,
     map_rows,
     samples_in,
     tensors_in,
 )
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, most_samples
-from dpmac_cli.dp.clipping.isolation import Isolated
-from dpmac_cli.dp.clipping.layers import (
-    blocks,
-    find_layers,
-    flatten_parameters,
-    split_by_module,
-    without_gradients,
-)
+from dpmac_cli.dp.clipping.layers import blocks, flatten_parameters, without_gradients
 from dpmac_cli.dp.clipping.norms import RegionMetric
+from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.losses import Loss, build_loss
 from dpmac_cli.dp.precision import Arithmetic
 from dpmac_cli.errors import InputError, ModelError, RunError
-from dpmac_cli.models.unchanged import DURING, Unchanged
+from dpmac_cli.models.fingerprint import DURING, Fingerprint
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Indices
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.training.schedules import StepPlan
 
+#: Reason for running a network whose records round others in a loop.
+ROUNDED = "on this machine, results for a record would be rounded by the others of a batch."
 #: Message for a batch that is too large for the margin for rounding.
 TOO_MANY = (
     "The batch has many times more records than the batch size that was stated. No sampler draws "
@@ -70,17 +65,15 @@ class Running:
         loss: loss per sample.
         views: number of inputs per sample, whose mean loss counts.
         physical_batch: samples to process at a time. batch: expected number B in a step.
-        isolated: whether each sample is run alone. private: whether rows must not round others.
-        own: user-supplied loss, which must not change.
+        private: whether rows must not round others. rowwise: whether the loss is built in.
     """
 
     loss: Loss
     views: int = 1
     physical_batch: int
     batch: float
-    isolated: bool = False
     private: bool = True
-    own: Any = None
+    rowwise: bool = False
 
 
 class ChunkedSum(ABC):
@@ -94,7 +87,7 @@ class ChunkedSum(ABC):
         theta: the model's parameters, moved into one vector, shape (d,).
         chunk: initial number of samples per chunk: the physical batch, or fewer.
         clipped_sum: clipped sum of one chunk.
-        isolated: the network on each sample alone; None if it runs on whole chunks.
+        per_sample: the network on each sample alone.
         manner: how the network is run, so that no row depends on the others.
         trained: ids of the parameters that are trained.
         unchanged: the network as it was validated, before the trial of how rows are rounded.
@@ -110,34 +103,23 @@ class ChunkedSum(ABC):
         layers: LayerDraws | None,
     ) -> None:
         self._inputs, self._labels, self._layers = inputs, labels, layers
-        self._private, isolated, batch = how.private, None, how.batch
+        self._private, batch = how.private, how.batch
         self.arithmetic = Arithmetic.now()
-        self.chunk = first_chunk(how.physical_batch, batch)
-        if how.isolated:
-            found = split_by_module(model)
-            isolated = Isolated(model, found, inputs, how.views, how.loss, labels)
-            self.chunk = min(self.chunk, isolated.most)
-        else:
-            found = find_layers(model, by_row(inputs.made_up(2), how.views))
-        self.isolated = isolated
+        model.train()  # as validated
+        self.per_sample = PerSample(model, inputs, labels, how.views, how.loss, rowwise=how.rowwise)
+        self.chunk = min(first_chunk(how.physical_batch, batch), self.per_sample.most)
+        found = self.per_sample.layers
         self._parameters = [p for layer in found for p in layer.parameters.values()]
         self.trained = set(map(id, self._parameters))
         self.theta = flatten_parameters(found)
-        if how.isolated:
-            self._check_dtype()
+        self._check_dtype()
         for p in self._parameters:
             p.requires_grad_(True)
-        run = None if isolated is None else Whole(isolated)
-        self._network = model if run is None else run
-        most = rounded_up(self.chunk)
-        self.clipped_sum = ClippedChunkSum(model, found, most, how.views, batch, run, how.loss)
+        self.clipped_sum = ClippedChunkSum(self.per_sample, rounded_up(self.chunk), batch)
         self._sum = torch.empty_like(self.theta)
-        model.train()  # as validated
-        self.unchanged = Unchanged(model, self.trained, how.own)
-        self.manner, self.notes = self._manner(isolated)
-        if isolated is not None and (price := isolated.price()) is not None:
-            self.notes = (price, *self.notes)
-        if idle := ", ".join(layer.name for layer in found if layer.idle):
+        self.unchanged = Fingerprint(model, self.trained)
+        self.manner, self.notes = self._manner()
+        if idle := ", ".join(self.per_sample.idle):
             self.notes = (*self.notes, IDLE.format(idle))
         self.unchanged.check(DURING)
 
@@ -146,40 +128,50 @@ class ChunkedSum(ABC):
         """Return inputs and labels of a part of the drawn samples; begin to read those ahead."""
 
     def _check_dtype(self) -> None:
-        """Raise ModelError if a network that sees each sample alone would cast its inputs."""
+        """Raise ModelError if the network would cast its inputs."""
         for given in tensors_in(self._inputs.template):
             if given.is_floating_point() and given.dtype != self.theta.dtype:
                 raise ModelError(
-                    f"The parameters are {self.theta.dtype}, but a network that runs on each "
-                    f"sample alone needs the dtype of its input, {given.dtype}. Add this line to "
-                    "the network's factory, or before make_private: network.float()"
+                    f"The parameters are {self.theta.dtype}, but the network's input is "
+                    f"{given.dtype}. Add this line to the network's factory, or before "
+                    "make_private: network.float()"
                 )
 
-    def _manner(self, isolated: Isolated | None) -> tuple[Manner, tuple[str, ...]]:
+    def _manner(self) -> tuple[Manner, tuple[str, ...]]:
         """Return a way to run the network in which no record depends on others, and notes."""
         base, label = self._inputs.made_up(PERIOD), self._labels.made_up(1)
 
         def run(x: Any) -> Any:
             y = map_rows(lambda t: t.expand(samples_in(x), *t.shape[1:]), label)
             with code_of_network(x):
-                return self.clipped_sum.forward(x, y)
+                losses, found = self.per_sample(x, y)
+            # These decide on which side of a kink samples are.
+            return losses, [g if isinstance(g, Tensor) else [u.inputs for u in g] for g in found]
 
-        one_by_one = isolated is not None and not isolated.vmapped
-        if one_by_one or self.chunk == 1 or not self._private:
-            return Manner(), () if isolated is None else isolated.notes
-        chunk, manner = self.chunk, None
-        while manner is None:
+        if not (self.per_sample.vmapped and self.chunk > 1 and self._private):
+            return Manner(), self.per_sample.notes
+        manner = self._tried(run, base)
+        if manner is None:
+            self.per_sample.multiply_each_record_alone()
+            self.chunk = min(self.chunk, self.per_sample.most)
+            manner = self._tried(run, base)
+        if manner is None:
+            self.per_sample.run_in_a_loop(ROUNDED)
+            self.chunk = min(self.chunk, self.per_sample.most)
+            manner = Manner()
+        return manner, (*self.per_sample.notes, *filter(None, [manner.note]))
+
+    def _tried(self, run: RunNetwork, base: Any) -> Manner | None:
+        """Return a way in which ``run`` treats records alike; fewer at a time than fit, if any."""
+        chunk = self.chunk
+        while True:
             try:
                 with without_zeros(self.theta), without_gradients(self._parameters):
-                    manner = find_manner(self._network, run, base, chunk)
+                    return find_manner(run, base, chunk)
             except (RuntimeError, MemoryError) as failure:
                 if not out_of_memory(failure) or chunk == 1:
                     raise
                 chunk //= 2  # as in a step
-        if manner.alone:
-            self.chunk = 1 if isolated is None else min(self.chunk, isolated.run_in_a_loop())
-        own = () if isolated is None else isolated.notes
-        return manner, own if manner.note is None else (*own, manner.note)
 
     def of(self, drawn: Indices, step: int, metric: RegionMetric, chunk: int) -> tuple[Tensor, int]:
         """Return the sum over a batch, shape (d,), and the chunk size that fits into memory.
@@ -227,10 +219,7 @@ class ChunkedSum(ABC):
     ) -> None:
         """Write the sum of a chunk, filled to ``rows`` rows."""
         inputs, labels = fill_rows(inputs, rows), fill_rows(labels, rows)
-        if self.isolated is not None and self._layers is not None:
-            filling = drawn[:1].repeat(samples_in(inputs) - len(drawn))
-            self.isolated.seeds = self._layers.seeds(step, np.append(drawn, filling))
-        with self.manner.of(self._network), without_gradients(self._parameters):
+        with self.manner.running(), without_gradients(self._parameters):
             self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
 
 
@@ -289,9 +278,8 @@ class DataSum(ChunkedSum):
                 views=inputs,
                 physical_batch=plan.physical_batch,
                 batch=batch,
-                isolated=plan.isolated,
                 private=plan.private,
-                own=plan.loss,
+                rowwise=plan.loss is None,
             ),
             layers,
         )

@@ -13,9 +13,9 @@ from dpmac_cli.dp.losses import returned
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import InputError, ModelError, raise_errors
-from dpmac_cli.models.independence import validated_network
+from dpmac_cli.models.fingerprint import DURING
 from dpmac_cli.models.trial import BatchLoss, Objective
-from dpmac_cli.models.unchanged import DURING
+from dpmac_cli.models.validation import validate_objective
 from dpmac_cli.randomness.keystream import KEY_BYTES
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.training.chunks import BatchSum, Running
@@ -40,7 +40,8 @@ class ClippedSum:
         region: region to clip to, such as :func:`~dpmac_cli.ball`; a program may replace it.
         batch_size: expected number of records in a batch, which must not depend on the records.
         physical_batch: records to process at a time.
-        isolate: run the network on each record alone, even if it is proven independent.
+        isolate: train a network or loss that computes something else for a batch than for each
+            record alone.
 
     Raises:
         InputError: a number of records is below 1.
@@ -113,17 +114,16 @@ class ClippedSum:
         """Validate the network on the structure of a batch, whose values are not used."""
         check_rows(example, None)
         structure = Structure.of(example)
-        kind, why = validated_network(self._objective, structure, isolated=self._isolate)
+        validate_objective(self._objective, structure, isolated=self._isolate)
         how = Running(
             loss=returned,
             physical_batch=self._physical,
             batch=self._batch,
-            isolated=kind == "isolated",
         )
         with full_float32():
             self._sums = BatchSum(self._objective, structure, how, self._layers)
         self._structure = structure
-        self._chunk, self.notes = self._sums.chunk, (*why, *self._sums.notes)
+        self._chunk, self.notes = self._sums.chunk, self._sums.notes
         return self._sums
 
     @property

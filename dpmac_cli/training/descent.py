@@ -13,7 +13,7 @@ from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, joined, part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import DivergedError, ModelError
-from dpmac_cli.models.unchanged import DURING
+from dpmac_cli.models.fingerprint import DURING
 from dpmac_cli.optim import Optimizer
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import Indices

@@ -1,6 +1,6 @@
 """Evaluation of a model on a test split."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -18,6 +18,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     fill_rows,
     find_manner,
 )
+from dpmac_cli.dp.clipping.per_sample import each_alone
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.tasks.task import Results, Task
 from dpmac_cli.torch_errors import code_of_network
@@ -94,11 +95,15 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Batching:
-    """Batches of at most ``most`` records, filled to ``least`` rows, and how the network runs."""
+    """Batches of at most ``most`` records, filled to ``least`` rows, and how the network runs.
+
+    ``run`` maps standardised images to logits; None for the network itself.
+    """
 
     most: int = RECORDS
     least: int = LEAST_ROWS
     manner: Manner = field(default_factory=Manner)
+    run: Callable[[Tensor], Tensor] | None = None
 
 
 def places(records: int, shape: tuple[int, ...], most: int = RECORDS) -> Iterator[slice]:
@@ -109,36 +114,49 @@ def places(records: int, shape: tuple[int, ...], most: int = RECORDS) -> Iterato
 
 @torch.no_grad()
 def outputs(
-    model: nn.Module, inputs: Iterable[Tensor], least: int = LEAST_ROWS
+    model: nn.Module,
+    inputs: Iterable[Tensor],
+    least: int = LEAST_ROWS,
+    run: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the logits of each batch of standardised images, filled up to ``least`` rows."""
+    """Yield the logits of each batch of standardised images, filled up to ``least`` rows.
+
+    ``run`` is called instead of the model if it is given.
+    """
     training = model.training
     model.eval()
     for x in inputs:
         with code_of_network(x):
-            logits = model(fill_rows(x, least))
+            logits = (run or model)(fill_rows(x, least))
         yield logits[: len(x)]
     model.train(training)
 
 
 def invariant_batching(model: nn.Module, data: Data) -> Batching:
-    """Return how to score test records so that none changes how another is rounded, bit for bit.
+    """Return how to score test records so that none changes what is computed of another.
 
-    One test record could otherwise move others across a kink or to another class. All batches have
-    the same number of rows, and the network runs in a way in which their places do not matter, as a
-    trial on this machine shows. If there is none, records are scored one by one.
+    The network sees each of them alone. Nor may one round another: it could move it across a kink
+    or to another class. All batches have the same number of rows, and the network runs in a way in
+    which their places do not matter, as a trial on this machine shows. If there is none, records
+    are scored one by one.
     """
     shape, generator = data.test.images.shape[1:], torch.Generator().manual_seed(0)
     (rows, *_) = places(ROWS, shape, ROWS)
     base = torch.randn(PERIOD, *shape, generator=generator).to(data.gain)
 
+    training = model.training
+    alone = each_alone(model.eval(), base)
+    model.train(training)
+
     def run(x: Tensor) -> Tensor:
-        (logits,) = outputs(model, [x], least=1)
+        (logits,) = outputs(model, [x], least=1, run=alone)
         return logits
 
-    manner = find_manner(model, run, base, rows.stop, fixed=True)
-    least = 1 if manner.alone else manner.rows(rows.stop, rows.stop)
-    return Batching(most=least, least=least, manner=manner)
+    manner = find_manner(run, base, rows.stop, fixed=True)
+    if manner is None:
+        return Batching(most=1, least=1)
+    least = manner.rows(rows.stop, rows.stop)
+    return Batching(most=least, least=least, manner=manner, run=alone)
 
 
 def evaluate(
@@ -150,8 +168,8 @@ def evaluate(
     inputs = (data.standardised(split.at(some)[0]) for some in batches)
     standard = build_loss(data.task.losses[0])
     loss, found = 0.0, list[Tensor]()
-    with how.manner.of(model):
-        for some, logits in zip(batches, outputs(model, inputs, how.least), strict=True):
+    with how.manner.running():
+        for some, logits in zip(batches, outputs(model, inputs, how.least, how.run), strict=True):
             loss += standard(logits, split.labels[some]).sum().item()
             found.append(logits.cpu())
     logits, labels = torch.cat(found), split.labels.cpu()

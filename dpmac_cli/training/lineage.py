@@ -5,6 +5,7 @@ and parameter of a network in private training refers to a :class:`Training`, al
 and as a part of another network. A state dict does not hold it.
 """
 
+import inspect
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,12 +13,13 @@ from itertools import chain
 from typing import Any
 
 from pydantic import TypeAdapter
-from torch import Tensor, nn
+from torch import nn
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.dp.clipping.deep_copy import LINEAGE
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models.unchanged import watched
+
+#: Name of the attribute of modules and parameters that holds their trainings.
+LINEAGE = "_dpmac_lineage"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,12 +78,12 @@ def attach(network: nn.Module, training: Training) -> None:
 def carried_by(network: nn.Module, loss: Any = None) -> tuple[Training, ...]:
     """Return the trainings with steps that a network or its loss carries in any part.
 
-    That includes networks that either runs, such as a teacher in a closure or a global. A pickled
+    That includes networks that the loss runs, such as a teacher in a closure or a global. A pickled
     copy of a network that was trained further since has begun fewer steps; the most count.
     """
     found: dict[str, Training] = {}
-    held = (part for _, part in watched(network, loss) if isinstance(part, (nn.Module, Tensor)))
-    for training in chain.from_iterable(vars(part).get(LINEAGE, ()) for part in held):
+    held = chain.from_iterable(map(_parts, (network, *_networks_of(loss))))
+    for training in chain.from_iterable(part.get(LINEAGE, ()) for part in held):
         if training.begun > 0:
             known = found.setdefault(training.number, training)
             found[training.number] = max(known, training, key=lambda each: each.begun)
@@ -123,3 +125,13 @@ def check_composable(earlier: Sequence[Training], unit: tuple[str, str]) -> None
 
 def _parts(network: nn.Module) -> Iterator[dict[str, Any]]:
     return map(vars, chain(network.modules(), network.parameters()))
+
+
+def _networks_of(loss: Any) -> list[nn.Module]:
+    """Return the networks that a loss is, or reads from its closure or globals."""
+    function = inspect.unwrap(getattr(loss, "func", loss))
+    values = [loss, getattr(function, "__self__", None), *getattr(loss, "args", ())]
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        read = inspect.getclosurevars(function)
+        values += [*read.nonlocals.values(), *read.globals.values()]
+    return [value for value in values if isinstance(value, nn.Module)]

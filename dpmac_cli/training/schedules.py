@@ -79,4 +79,3 @@ class StepPlan:
     recipe: Recipe = field(default_factory=Recipe)
     loss: Callable[[Any, Any], Any] | None = None  # user-supplied, instead of the recipe's
     scores: Scores | None = None  # noisy scores of test records; None for exact ones every epoch
-    isolated: bool = False  # run the network on each sample alone, so it cannot mix samples

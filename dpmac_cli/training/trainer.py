@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from torch import nn
 
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.dp.clipping.deep_copy import duplicate
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.optim import Optimizer
@@ -78,10 +77,8 @@ class Trainer(Descent):
         If they are ``covered``, none changes how another is rounded.
         """
         with self.published() as model, full_float32(self._arithmetic):
-            # An isolated network may store information about inputs, but not about test records.
-            scored = duplicate(model) if self.plan.isolated else model
-            batching = invariant_batching(scored, self.data) if covered else None
-            return evaluate(scored, self.data, self.data.test, batching)
+            batching = invariant_batching(model, self.data) if covered else None
+            return evaluate(model, self.data, self.data.test, batching)
 
     def score(self) -> Evaluation | PrivateScore:
         """Return the scores to report: exact ones, or noisy ones for covered test records.

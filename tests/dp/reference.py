@@ -10,10 +10,12 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
+from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit, clip_weights
-from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.forms import ByLayer, PerSampleGradients
+from dpmac_cli.dp.clipping.layers import Layer, flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
-from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, PerSampleGradients
+from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import Ellipsoid
 
 
@@ -130,16 +132,25 @@ class Subject:
 
 def prepare(
     model: nn.Module,
+    example: Tensor,
     capacity: int = 1024,
     views: int = 1,
     batch: float | None = None,
-    example: Tensor | None = None,
+    *,
+    rowwise: bool = False,
 ) -> Subject:
-    """A model as the engine prepares it, for chunks up to ``capacity``."""
-    layers = find_layers(model, example)
-    theta = flatten_parameters(layers)
-    clipped_sum = ClippedChunkSum(model, layers, capacity, views, batch)
-    return Subject(model, layers, theta, clipped_sum, clip_limit(max(capacity, batch or 0)), views)
+    """A model as the engine prepares it, for chunks up to ``capacity`` of rows like the example."""
+    several = (views,) if views > 1 else ()
+    inputs = Structure(example[:1].reshape(1, *[1] * len(several), *example.shape[1:]), keep=True)
+    if several:
+        inputs = Structure(inputs.template.expand(1, views, *example.shape[1:]), keep=True)
+    labels = Structure(torch.zeros(1, *several, dtype=torch.long), keep=True)
+    per_sample = PerSample(model, inputs, labels, views, rowwise=rowwise)
+    assert per_sample.vmapped, per_sample.notes
+    theta = flatten_parameters(per_sample.layers)
+    clipped_sum = ClippedChunkSum(per_sample, capacity, batch)
+    limit = clip_limit(max(capacity, batch or 0))
+    return Subject(model, per_sample.layers, theta, clipped_sum, limit, views)
 
 
 def whiten(g: Tensor, region: Ellipsoid) -> Tensor:

@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
-from dpmac_cli.dp.clipping.example_pass import run_example
-from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.projections import calling_projections
+from dpmac_cli.dp.clipping.batches import Structure
+from dpmac_cli.dp.clipping.layer_rules import instantiate
+from dpmac_cli.dp.clipping.layers import flatten_parameters
+from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.errors import ModelError
-
-from .reference import Subject
 
 SAMPLES, TOKENS, WIDTH, CLASSES = 5, 3, 4, 3
 
@@ -85,50 +83,46 @@ def records() -> tuple[Tensor, Tensor]:
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", NETS)
 def test_gradients_are_those_of_the_losses_that_were_drawn(name: str) -> None:
+    """Each record has its own draws; norms, sums and gradients belong to the same ones."""
     torch.manual_seed(0)
     model = made(NETS[name]())
     x, y = records()
     model(x)
-    layers = find_layers(model, x[:2])
+    per_sample = PerSample(model, Structure(x[:1]))
+    assert per_sample.vmapped, per_sample.notes
+    theta = flatten_parameters(per_sample.layers)
+    epsilon, direction = 1e-6, torch.randn_like(theta)
     torch.manual_seed(1)
-    # Behind its attention, an encoder's draws are laid out otherwise in memory.
-    calls = [(layer.name, layer.module, layer.composite) for layer in layers]
-    with calling_projections(calls if name.startswith("encoder") else []):
-        losses = cross_entropy(model(x), y, reduction="none")
-    parameters = list(model.parameters())
-    rows = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
-    expected = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-
-    theta = flatten_parameters(layers)
-    subject = Subject(model, layers, theta, ClippedChunkSum(model, layers, SAMPLES), 1.0)
-    torch.manual_seed(1)
-    found = subject.stored_gradients(x, y)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    losses, found = per_sample(x, y)
+    pairs = zip(per_sample.layers, found, strict=True)
+    g = torch.cat(
+        [
+            of if isinstance(of, Tensor) else torch.cat([*instantiate(layer, of)], 1)
+            for layer, of in pairs
+        ],
+        1,
+    )
+    slopes = []
+    for sign in (1, -1):
+        theta.add_(direction, alpha=sign * epsilon)
+        torch.manual_seed(1)
+        slopes.append(per_sample(x, y)[0])
+        theta.sub_(direction, alpha=sign * epsilon)
+    by_difference = (slopes[0] - slopes[1]) / (2 * epsilon)
+    torch.testing.assert_close(g @ direction, by_difference, rtol=1e-5, atol=1e-7)
     assert not any("forward" in vars(module) for module in model.modules())
     torch.manual_seed(2)
-    assert not torch.allclose(found, subject.stored_gradients(x, y))
+    assert not torch.allclose(losses, per_sample(x, y)[0])
+    assert len({*per_sample(x[:1].expand(SAMPLES, -1, -1), y[:1].expand(SAMPLES))[0].tolist()}) > 1
 
 
 @pytest.mark.privacy
 def test_attention_that_is_not_plain_is_left_as_it_is() -> None:
-    model = made(Attending(lambda x: (x, x, x), learnt_key=True)).float()
-    x = records()[0].float()
-    model(x)
-    assert run_example(model, x).plain == set()
-    assert find_layers(model, x[:2])[0].name == "0.attention"
-
-
-@pytest.mark.privacy
-def test_attention_that_is_not_plain_cannot_drop() -> None:
-    """Its forward is run again for gradients, where other draws would be made."""
     model = made(Attending(lambda x: (x, x, x), learnt_key=True))
-    x, y = records()
+    x = records()[0]
     model(x)
-    layers = find_layers(model, x[:2])
-    flatten_parameters(layers)
-    subject = Subject(model, layers, torch.zeros(1), ClippedChunkSum(model, layers, SAMPLES), 1.0)
-    with pytest.raises(ModelError, match=r"0\.attention \(MultiheadAttention\).*dropout=0"):
-        subject.stored_gradients(x, y)
+    layers = PerSample(model, Structure(x[:1])).layers
+    assert [layer.name for layer in layers][:2] == ["0.attention", "0.attention.out_proj"]
 
 
 @pytest.mark.privacy
@@ -137,9 +131,7 @@ def test_a_call_in_another_way_than_on_the_example_is_an_error() -> None:
     model = made(middle)
     x, y = records()
     model(x)
-    layers = find_layers(model, x[:2])
-    flatten_parameters(layers)
+    per_sample = PerSample(model, Structure(x[:1]))
     middle.given = lambda x: (x.flatten(0, 1),) * 3  # without a batch
-    subject = Subject(model, layers, torch.zeros(1), ClippedChunkSum(model, layers, SAMPLES), 1.0)
-    with pytest.raises(ModelError, match=r"layer 0\.attention was called differently"):
-        subject.stored_gradients(x, y)
+    with pytest.raises(ModelError, match="is called differently in this step"):
+        per_sample(x, y)

@@ -6,8 +6,9 @@ network makes them. What is exact is computed in float64 from the floats that th
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,23 +16,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import unfold
-from torch.profiler import ProfilerActivity, profile
 
 from dpmac_cli.dp.clipping import clipped_sum as clipping
-from dpmac_cli.dp.clipping import ghost_clipping, per_sample_gradients
+from dpmac_cli.dp.clipping import forms, ghost_clipping
 from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
-from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
-from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
-from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.matmul import ONEDNN, products_by_onednn
-from dpmac_cli.dp.clipping.norms import ROW, RegionMetric, SquaredNorms
-from dpmac_cli.dp.clipping.per_sample_gradients import (
+from dpmac_cli.dp.clipping.forms import (
     ByLayer,
     Instantiated,
     PerSampleGradients,
     choose_form,
 )
+from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
+from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
+from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.norms import ROW, RegionMetric, SquaredNorms
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.training.chunks import ChunkedSum, first_chunk
 from tests.helpers import in_chunks_of, make_trainer
@@ -118,6 +117,11 @@ LAYERS: Mapping[str, Kind] = {
 STANDARDISED = [name for name in LAYERS if name.startswith("standardised")]
 
 
+def use_of(module: nn.Module, inputs: Tensor, delta: Tensor, views: int = 1) -> Use:
+    """A use of a module, of adjacent views of each sample."""
+    return Use.of(module, *(torch.unflatten(t, 0, (-1, views)) for t in (inputs, delta)))
+
+
 def random_uses(
     kind: Kind, layer: Layer, samples: int, views: int = 1, count: int = 1
 ) -> tuple[Use, ...]:
@@ -127,7 +131,7 @@ def random_uses(
     for _ in range(count):
         a = torch.randn(samples * views, *kind.shape, dtype=dtype)
         with torch.no_grad():
-            found.append(Use((a,), torch.randn_like(layer.module(a))))
+            found.append(use_of(layer.module, a, torch.randn_like(layer.module(a)), views))
     return tuple(found)
 
 
@@ -139,10 +143,10 @@ def region_of(name: str, layer: Layer) -> Ellipsoid:
     return ellipsoid(m, torch.exp(0.5 * torch.randn(layer.stop, dtype=dtype)))
 
 
-def make_form(layer: Layer, uses: tuple[Use, ...], views: int = 1) -> PositionProducts:
-    found = sizes(layer, uses, views)
+def make_form(layer: Layer, uses: tuple[Use, ...]) -> PositionProducts:
+    found = sizes(layer, uses)
     assert found is not None
-    return PositionProducts(layer, uses, views, found)
+    return PositionProducts(layer, uses, found)
 
 
 @contextmanager
@@ -172,15 +176,15 @@ def _noting(name: str, taken: list[str]) -> Callable[..., SquaredNorms]:
     return note
 
 
-def by_autograd(layer: Layer, uses: tuple[Use, ...], views: int) -> Tensor:
+def by_autograd(layer: Layer, uses: tuple[Use, ...]) -> Tensor:
     """g_i by torch.autograd, a sample at a time, (samples, d): the oracle."""
     parameters = list(layer.parameters.values())
     rows = []
     for p in parameters:
         p.requires_grad_(True)
-    for begin in range(0, len(uses[0].delta), views):
-        part = slice(begin, begin + views)
-        total = sum((layer.module(u.inputs[0][part]) * u.delta[part]).sum() for u in uses)
+    for sample in range(uses[0].samples):
+        parts = [use.part(slice(sample, sample + 1)) for use in uses]
+        total = sum((layer.module(part.inputs) * part.delta).sum() for part in parts)
         assert isinstance(total, Tensor)
         rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(total, parameters)]))
     for p in parameters:
@@ -188,19 +192,19 @@ def by_autograd(layer: Layer, uses: tuple[Use, ...], views: int) -> Tensor:
     return torch.stack(rows)
 
 
-def terms_of(layer: Layer, uses: tuple[Use, ...], views: int = 1) -> tuple[Tensor, Tensor]:
+def terms_of(layer: Layer, uses: tuple[Use, ...]) -> tuple[Tensor, Tensor]:
     """delta, (samples, T, O), and a, (samples, T, K), float64, as stored."""
     module: Any = layer.module
     delta, a = [], []
     for use in uses:
-        rows, d = use.inputs[0].double(), use.delta.double()
+        rows, d = use.inputs.double(), use.delta.double()
         if isinstance(module, nn.Linear):
             rows, d = rows.flatten(1, -2), d.flatten(1, -2)
         else:
             options = (module.dilation, module.padding, module.stride)
             rows, d = unfold(rows, module.kernel_size, *options).mT, d.flatten(2).mT
-        a.append(rows.reshape(len(rows) // views, -1, rows.shape[2]))
-        delta.append(d.reshape(len(d) // views, -1, d.shape[2]))
+        a.append(rows.reshape(use.samples, -1, rows.shape[2]))
+        delta.append(d.reshape(use.samples, -1, d.shape[2]))
     return torch.cat(delta, 1), torch.cat(a, 1)
 
 
@@ -215,15 +219,15 @@ def mapped(layer: Layer, kernel: Tensor, bias: Tensor) -> Tensor:
     return torch.cat([parts[name].flatten(1) for name in layer.parameters], 1)
 
 
-def exact_gradients(layer: Layer, uses: tuple[Use, ...], views: int = 1) -> Tensor:
+def exact_gradients(layer: Layer, uses: tuple[Use, ...]) -> Tensor:
     """g_i of the stored floats, float64, (samples, d)."""
-    delta, a = terms_of(layer, uses, views)
+    delta, a = terms_of(layer, uses)
     return mapped(layer, torch.bmm(delta.mT, a), delta.sum(1))
 
 
-def summed_terms(layer: Layer, uses: tuple[Use, ...], region: Ellipsoid, views: int = 1) -> Tensor:
+def summed_terms(layer: Layer, uses: tuple[Use, ...], region: Ellipsoid) -> Tensor:
     """The sum over positions of ||g_it/b||, of which R_i is an upper bound: (samples,)."""
-    delta, a = terms_of(layer, uses, views)
+    delta, a = terms_of(layer, uses)
     origin = replace(region, centre=torch.zeros_like(region.centre))
     total = torch.zeros(len(delta), dtype=torch.float64)
     for d, row in zip(delta.unbind(1), a.unbind(1), strict=True):
@@ -260,7 +264,7 @@ def test_norms_and_sums_are_those_of_autograd(
     if cut:
         monkeypatch.setattr(ghost_clipping, "IN_CACHE", 1)
         monkeypatch.setattr(ghost_clipping, "ADDED", 2)
-    assert_like_autograd(layer, uses, 1, region, way, kind, TOLERANCE[dtype])
+    assert_like_autograd(layer, uses, region, way, kind, TOLERANCE[dtype])
 
 
 @pytest.mark.privacy
@@ -268,28 +272,27 @@ def test_norms_and_sums_are_those_of_autograd(
 def test_the_last_piece_may_be_smaller(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven outputs in pieces of three, of one sample at a time."""
     layer = find_layers(nn.Linear(4, 7).double())[0]
-    uses = (Use((torch.randn(3, 5, 4).double(),), torch.randn(3, 5, 7).double()),)
+    uses = (use_of(layer.module, torch.randn(3, 5, 4).double(), torch.randn(3, 5, 7).double()),)
     monkeypatch.setattr(ghost_clipping, "IN_CACHE", 12)
-    assert_like_autograd(layer, uses, 1, region_of(kind, layer), "pieces", kind, 1e-12)
+    assert_like_autograd(layer, uses, region_of(kind, layer), "pieces", kind, 1e-12)
 
 
 def assert_like_autograd(
     layer: Layer,
     uses: tuple[Use, ...],
-    views: int,
     region: Ellipsoid,
     way: str,
     kind: str,
     tolerance: float,
 ) -> None:
-    form, oracle = make_form(layer, uses, views), by_autograd(layer, uses, views)
+    form, oracle = make_form(layer, uses), by_autograd(layer, uses)
     with going(way, kind, layer):
         found = squared(form, region, layer)
     expected = whiten(oracle, region).square().sum(1)
     far = whiten(torch.zeros_like(oracle[:1]), region).square().sum()  # pairs cancel against it
     assert ((found.value - expected).abs() <= tolerance * (expected + 2 * far)).all()
     assert_sums(form, oracle, tolerance)
-    held = torch.cat([*instantiate(layer, uses, views)], 1)
+    held = torch.cat([*instantiate(layer, uses)], 1)
     torch.testing.assert_close(held, oracle, rtol=tolerance, atol=20 * tolerance)
 
 
@@ -319,7 +322,7 @@ def test_views_and_uses_of_a_sample_are_added_up(
     views, count = views_and_uses
     layer = LAYERS[name].layer(torch.float64)
     uses = random_uses(LAYERS[name], layer, 4, views, count)
-    assert_like_autograd(layer, uses, views, region_of(kind, layer), way, kind, 1e-12)
+    assert_like_autograd(layer, uses, region_of(kind, layer), way, kind, 1e-12)
 
 
 @pytest.mark.privacy
@@ -330,17 +333,17 @@ def test_a_wide_standardised_convolution_at_few_positions(
     kind: str, held: int, views: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the form and the way that are chosen for it, whichever they are."""
-    monkeypatch.setattr(per_sample_gradients, "HELD", held)
-    monkeypatch.setattr(per_sample_gradients, "PIECE", 1)
+    monkeypatch.setattr(forms, "HELD", held)
+    monkeypatch.setattr(forms, "PIECE", 1)
     wide = Kind(standardised(32, 32, 3), (32, 3, 3))
     layer = wide.layer(torch.float64)
     uses, region = random_uses(wide, layer, 4, views, count), region_of(kind, layer)
-    form = choose_form(layer, uses, views, ball=kind == "ball")
-    oracle = by_autograd(layer, uses, views)
+    form = choose_form(layer, uses, ball=kind == "ball")
+    oracle = by_autograd(layer, uses)
     found = squared(form, region, layer)
     expected = whiten(oracle, region).square().sum(1)
     torch.testing.assert_close(found.value, expected, rtol=1e-12, atol=0)
-    assert (found.reach.sqrt() * (1 + 1e-12) >= summed_terms(layer, uses, region, views)).all() or (
+    assert (found.reach.sqrt() * (1 + 1e-12) >= summed_terms(layer, uses, region)).all() or (
         isinstance(form, Instantiated)
     )
 
@@ -351,7 +354,7 @@ def test_gradients_that_are_held_are_those_that_are_added(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norm and sum read the same floats, so that terms that cancel are no matter."""
-    monkeypatch.setattr(per_sample_gradients, "PIECE", 1)
+    monkeypatch.setattr(forms, "PIECE", 1)
     monkeypatch.setattr(UseSizes, "holding_pays", lambda *_: True)
     layer = LAYERS["stride"].layer()
     uses = random_uses(LAYERS["stride"], layer, 6)
@@ -361,7 +364,7 @@ def test_gradients_that_are_held_are_those_that_are_added(
     assert not found.reach.any()
     [columns] = form.pieces()
     g = torch.cat([*columns], 1)
-    torch.testing.assert_close(g, by_autograd(layer, uses, 1), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(g, by_autograd(layer, uses), rtol=2e-5, atol=2e-5)
 
 
 # (2) Slack and (3) reach.
@@ -373,7 +376,7 @@ def within_a_sample(kind: Kind, layer: Layer, samples: int, rest: float) -> Use:
     Inputs hardly differ between positions, so that sum_t delta_t a_t^T cancels.
     """
     [use] = random_uses(kind, layer, samples)
-    [a], delta = use.inputs, use.delta
+    a, delta = use.inputs, use.delta
     pixel = a.flatten(2)[:, :, :1] if a.ndim == 4 else a.flatten(1, -2)[:, :1]
     pixel = pixel.unsqueeze(3) if a.ndim == 4 else pixel.view(samples, *[1] * (a.ndim - 2), -1)
     a = pixel + rest * a
@@ -383,7 +386,7 @@ def within_a_sample(kind: Kind, layer: Layer, samples: int, rest: float) -> Use:
     if flat.shape[2] % 2:
         flat[:, :, -1] *= rest
     delta = flat.view_as(delta) if a.ndim == 4 else flat.mT.reshape(delta.shape)
-    return Use((a,), delta)
+    return use_of(layer.module, a, delta)
 
 
 def along_weights(kind: Kind, layer: Layer, samples: int, rest: float) -> Use:
@@ -392,25 +395,23 @@ def along_weights(kind: Kind, layer: Layer, samples: int, rest: float) -> Use:
     [use] = random_uses(kind, layer, samples)
     direction = module.standardised()[0].view_as(module.weight)
     outputs = torch.arange(samples) % len(direction)
-    a, delta = rest * use.inputs[0], use.delta.flatten(2).clone()
+    a, delta = rest * use.inputs, use.delta.flatten(2).clone()
     a[:, :, : direction.shape[2], : direction.shape[3]] += direction[outputs]
     delta[:, :, 1:] *= rest
     delta *= rest + (torch.arange(len(direction)) == outputs.unsqueeze(1)).unsqueeze(2)
-    return Use((a,), delta.view_as(use.delta))
+    return use_of(layer.module, a, delta.view_as(use.delta))
 
 
 #: Of output gradients and of inputs.
 MAGNITUDES = ((1.0, 1.0), (1e-6, 1e-6), (1e8, 1e-3), (1e6, 1e6))
 
 
-def assert_bounded(
-    layer: Layer, use: Use, region: Ellipsoid, way: str, kind: str, views: int = 1
-) -> None:
+def assert_bounded(layer: Layer, use: Use, region: Ellipsoid, way: str, kind: str) -> None:
     """The norm lies within its slack of the exact one, in the stored dtype and in float64."""
-    g = exact_gradients(layer, (use,), views)
+    g = exact_gradients(layer, (use,))
     exact = whiten(g, region).square().sum(1)
-    terms = summed_terms(layer, (use,), region, views)
-    form = make_form(layer, (use,), views)
+    terms = summed_terms(layer, (use,), region)
+    form = make_form(layer, (use,))
     far = whiten(torch.zeros_like(g[:1]), region).square().sum()
     unsure = 1e-14 * (terms.square() + far)  # of what is exact here
     with going(way, kind, layer):
@@ -451,9 +452,9 @@ def test_slack_and_reach_bound_terms_that_cancel(
     layer = LAYERS[name].layer()
     for by_delta, by_input in MAGNITUDES:
         use = within_a_sample(LAYERS[name], layer, 6, rest)
-        use = Use((by_input * use.inputs[0],), by_delta * use.delta)
+        use = use_of(layer.module, by_input * use.inputs, by_delta * use.delta)
         other = random_uses(LAYERS[name], layer, 1)[0]
-        other = Use((by_input * other.inputs[0],), by_delta * other.delta)
+        other = use_of(layer.module, by_input * other.inputs, by_delta * other.delta)
         region = around(exact_gradients(layer, (other,))[0], ratio)
         assert_bounded(layer, use, region, way, "ellipsoid" if ratio else "ball")
 
@@ -489,7 +490,7 @@ def test_squares_that_underflow_are_within_slack_and_reach(
 ) -> None:
     layer = LAYERS[name].layer()
     use = within_a_sample(LAYERS[name], layer, 6, 1e-4)
-    use = Use((by_input * use.inputs[0],), by_delta * use.delta)
+    use = use_of(layer.module, by_input * use.inputs, by_delta * use.delta)
     region = around(exact_gradients(layer, (use,))[0], 0)
     assert_bounded(layer, use, region, way, "ball")
 
@@ -505,13 +506,14 @@ class Given:
 
     def __init__(self, layer: Layer, use: Use, capacity: int, batch: int) -> None:
         self.layer, self.use = layer, use
-        self.clipped_sum = ClippedChunkSum(layer.module, [layer], capacity, batch=batch)
+        given: Any = SimpleNamespace(layers=[layer])
+        self.clipped_sum = ClippedChunkSum(given, capacity, batch)
         self.clipped_sum.gradients = self.gradients  # type: ignore[assignment, method-assign]
         self.limit = clip_limit(max(capacity, batch))
         self.chunk = capacity
 
     def gradients(self, rows: Tensor, y: Tensor, *, ball: bool = True) -> ByLayer:
-        use = Use((self.use.inputs[0][rows],), self.use.delta[rows])
+        use = use_of(self.layer.module, self.use.inputs[rows], self.use.delta[rows])
         return [(self.layer, make_form(self.layer, (use,)))]
 
     def reach(self, region: Ellipsoid) -> float:
@@ -553,7 +555,7 @@ def cancelling(
     by_output = torch.randn(channels, generator=generator)
     delta = lengths * signs.unsqueeze(1) * by_output  # (size, T, O)
     delta = (delta if linear else delta.mT).reshape(size, *output.shape[1:])
-    return Use((a,), delta.contiguous())
+    return use_of(layer.module, a, delta.contiguous())
 
 
 SEARCHED: Mapping[str, Kind] = {
@@ -666,8 +668,8 @@ def test_samples_beyond_reach_are_added_in_float64(
     use = cancelling(SEARCHED[name], layer, 40, 1e4, 0.0, generator)
     other = cancelling(SEARCHED[name], layer, 40, 1.0, 0.1, generator)
     far = torch.arange(40) % 3 == 1
-    a, delta = use.inputs[0], use.delta
-    a[~far], delta[~far] = other.inputs[0][~far], other.delta[~far]
+    a, delta = use.inputs, use.delta
+    a[~far], delta[~far] = other.inputs[~far], other.delta[~far]
     g = exact_gradients(layer, (use,))
     region = ball(float(g[far].norm(dim=1).min()) / 2, torch.zeros(layer.stop))
     if kind == "ellipsoid":
@@ -699,7 +701,11 @@ def test_products_of_many_samples_are_added_up_in_float64(
 ) -> None:
     """Each product's rounding is left, and that of one sum."""
     layer = SEARCHED[name].layer()
-    use = Use((torch.ones(4096, *SEARCHED[name].shape),), torch.ones(4096, *SEARCHED[name].shape))
+    use = use_of(
+        layer.module,
+        torch.ones(4096, *SEARCHED[name].shape),
+        torch.ones(4096, *SEARCHED[name].shape),
+    )
     use.delta.mul_(1 + 1e-3 * torch.rand(4096, *[1] * (use.delta.ndim - 1)))
     total, form = torch.empty(1), make_form(layer, (use,))
     exact = exact_gradients(layer, (use,)).sum(0)
@@ -718,7 +724,7 @@ def test_gradients_near_the_end_of_float32_weigh_no_more_than_one(way: str) -> N
             delta = torch.full((1, 2, 1), 10 ** min(38.0, exponent))
             a = torch.full((1, 2, 1), 10 ** max(0.0, exponent - 38))
             with going(way, "ball", layer):
-                total = Given(layer, Use((a,), delta), 1, 1).total(
+                total = Given(layer, use_of(layer.module, a, delta), 1, 1).total(
                     torch.arange(1), ball(radius, torch.zeros(1))
                 )
             assert total.norm() <= 1
@@ -736,7 +742,7 @@ def test_samples_that_are_not_finite_add_exactly_nothing(name: str, way: str, ki
     layer = LAYERS[name].layer()
     [use] = random_uses(LAYERS[name], layer, 9)
     region = region_of(kind, layer)
-    a, delta = use.inputs[0].flatten(1), use.delta.flatten(1)
+    a, delta = use.inputs.flatten(1), use.delta.flatten(1)
     a[1, 0], a[2, -1], a[3] = torch.nan, torch.inf, -torch.inf
     delta[4, 0], delta[5, -1], delta[6] = torch.nan, -torch.inf, torch.inf
     a[7], delta[7] = 3e38, -3e38  # finite, as are none of the products
@@ -787,55 +793,3 @@ def test_chunks_are_even_and_change_no_sum(
         assert (sum(cut), len(cut)) == (size, -(-size // most))
         assert not cut or max(cut) - min(cut) <= 1
         assert (total.double() - expected).norm() <= 1e-6 * max(1, size)
-
-
-# Linear layers of the network itself.
-
-
-@pytest.mark.parametrize("shape", [(3, 70), (3, 5, 70), (2, 3, 4, 70), (70,), (0, 70)])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_linear_layers_multiply_as_torch_does(
-    shape: tuple[int, ...], bias: bool, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(70, 90, bias, dtype=dtype)
-    x = torch.randn(shape, dtype=dtype, requires_grad=True)
-    weights = torch.randn(*shape[:-1], 90, dtype=dtype)
-    expected = layer(x)
-    [gradient] = torch.autograd.grad((expected * weights).sum(), [x])
-    with products_by_onednn([layer]):
-        found = layer(x)
-    assert "forward" not in vars(layer)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), [x])[0], gradient)
-
-
-def test_only_plain_linear_layers_are_replaced_and_for_a_time() -> None:
-    class Own(nn.Linear):
-        pass
-
-    plain, own, given = nn.Linear(2, 2), Own(2, 2), nn.Linear(2, 2)
-    given.forward = lambda x: x  # type: ignore[assignment]
-    before = given.forward
-    with suppress(ZeroDivisionError), products_by_onednn([plain, own, given]):
-        assert "forward" in vars(plain)
-        assert "forward" not in vars(own)
-        assert given.forward is before
-        raise ZeroDivisionError
-    assert "forward" not in vars(plain)
-    assert given.forward is before
-
-
-@pytest.mark.skipif(not ONEDNN, reason="torch was built without oneDNN")
-def test_a_step_multiplies_by_onednn() -> None:
-    """Of the large products none is left to torch.mm, which is slower on many processors."""
-    model = nn.Sequential(nn.Linear(90, 80), nn.ReLU(), nn.Linear(80, 70))
-    clip = ClippedChunkSum(model, find_layers(model))
-    x, out = torch.randn(8, 90), torch.empty(80 * 91 + 70 * 81)
-    metric = RegionMetric(ball(1.0, out))
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
-        clip.of(x, torch.arange(8), metric, out)
-    names = {event.key for event in seen.key_averages()}
-    assert "mkldnn::_linear_pointwise" in names
-    assert "aten::addmm" not in names

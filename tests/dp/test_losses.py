@@ -9,10 +9,10 @@ from torch.nn.functional import binary_cross_entropy, cross_entropy, log_softmax
 
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
-from dpmac_cli.dp.clipping.isolation import Isolated
-from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters, split_by_module
+from dpmac_cli.dp.clipping.layers import flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric
-from dpmac_cli.dp.losses import Loss, alone, build_loss
+from dpmac_cli.dp.clipping.per_sample import PerSample
+from dpmac_cli.dp.losses import Loss, build_loss, check_loss
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 from tests.helpers import numbers
@@ -65,27 +65,19 @@ CASES: dict[str, tuple[tuple[Any, ...], Any]] = {
 }
 
 
-def gradients(loss: Loss, *, several: bool, isolated: bool) -> Tensor:
+def gradients(loss: Loss, *, several: bool) -> Tensor:
     """The sum of all gradients, by a ball that clips none."""
     model, (x, y) = network(), records(several=several)
-    runs = None
-    if isolated:
-        layers = split_by_module(model)
-        labels = Structure(torch.zeros_like(y[:1]), keep=True)
-        runs = Isolated(model, layers, numbers(5), loss=loss, labels=labels)
-    else:
-        layers = find_layers(model, x)
-    theta = flatten_parameters(layers)
+    labels = Structure(torch.zeros_like(y[:1]), keep=True)
+    per_sample = PerSample(model, numbers(5), labels, loss=loss)
+    theta = flatten_parameters(per_sample.layers)
     out = torch.empty_like(theta)
-    ClippedChunkSum(model, layers, SAMPLES, per_sample=runs, loss=loss).of(
-        x, y, RegionMetric(ball(1e4, theta)), out
-    )
+    ClippedChunkSum(per_sample, SAMPLES).of(x, y, RegionMetric(ball(1e4, theta)), out)
     return out
 
 
-@pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_autograd(name: str, isolated: bool) -> None:
+def test_gradients_are_those_of_autograd(name: str) -> None:
     given, reference = CASES[name]
     several = name == "bce"
     kind, smoothing, factors = given
@@ -94,7 +86,7 @@ def test_gradients_are_those_of_autograd(name: str, isolated: bool) -> None:
     model, (x, y) = network(), records(several=several)
     torch.autograd.backward(reference(model(x), y, weights).sum())
     expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    found = gradients(loss, several=several, isolated=isolated)
+    found = gradients(loss, several=several)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
@@ -107,32 +99,57 @@ def test_numbers_in_another_shape_are_not_compared_with_every_sample(name: str) 
     assert build_loss(name)(outputs, targets[:, None]).shape == (5,)
 
 
-@pytest.mark.privacy
-@pytest.mark.parametrize("isolated", [False, True])
-def test_a_loss_that_would_mix_samples_sees_one_at_a_time(isolated: bool) -> None:
-    def mixing(output: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(output - output.mean(0, keepdim=True) * 0.5, y)
+def _centred(output: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(output - output.mean(0, keepdim=True) * 0.5, y, reduction="none")
 
+
+def _contrastive(output: Tensor, y: Tensor) -> Tensor:
+    """InfoNCE: each sample against all others."""
+    return cross_entropy(output @ output.T, torch.arange(len(output)), reduction="none")
+
+
+def _ranking(output: Tensor, y: Tensor) -> Tensor:
+    return (output[:, None, 0] - output[None, :, 0]).relu().mean(1)
+
+
+def _hardest(output: Tensor, y: Tensor) -> Tensor:
+    losses = cross_entropy(output, y, reduction="none")
+    return losses * (losses >= losses.median())
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("loss", [_centred, _contrastive, _ranking, _hardest])
+def test_a_loss_that_needs_a_batch_is_refused_and_sees_one_sample(loss: Loss) -> None:
     x, y = records(several=False)
-    loss = alone(mixing, network()(x).detach(), y)
+    outputs = network()(x).detach()
+    with pytest.raises(ModelError, match="something else for a batch than for one sample"):
+        check_loss(loss, outputs, y)
     model = network()
     rows = [slice(i, i + 1) for i in range(len(x))]
-    total = torch.stack([mixing(model(x[row]), y[row]) for row in rows]).sum()
-    torch.autograd.backward(total)
-    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    found = gradients(loss, several=False, isolated=isolated)
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    total = torch.stack([loss(model(x[row]), y[row]).sum() for row in rows]).sum()
+    found = gradients(loss, several=False)
+    if not total.requires_grad:
+        assert not found.any()
+        return
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(total, parameters, materialize_grads=True)
+    torch.testing.assert_close(
+        found, torch.cat([g.flatten() for g in expected]), rtol=1e-7, atol=1e-9
+    )
 
 
 def test_a_loss_that_vmap_cannot_run_is_run_in_a_loop() -> None:
     def branching(output: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(output, y) * (2.0 if output.sum().item() > 0 else 1.0)
 
-    output = torch.randn(6, CLASSES, generator=torch.Generator().manual_seed(0))
-    y = torch.arange(6) % CLASSES
-    factor = torch.where(output.sum(1) > 0, 2.0, 1.0)
-    expected = factor * cross_entropy(output, y, reduction="none")
-    torch.testing.assert_close(alone(branching, output, y)(output, y), expected)
+    x, y = records(several=False)
+    model = network()
+    total = torch.stack([branching(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))])
+    expected = torch.autograd.grad(total.sum(), list(model.parameters()))
+    found = gradients(branching, several=False)
+    torch.testing.assert_close(
+        found, torch.cat([g.flatten() for g in expected]), rtol=1e-7, atol=1e-9
+    )
 
 
 def test_losses_that_are_none_are_refused() -> None:
@@ -150,9 +167,9 @@ def test_losses_that_are_none_are_refused() -> None:
         lambda o, y: y,
     ):
         with pytest.raises(ModelError, match="one finite real number per sample"):
-            alone(bad, output, y)
+            check_loss(bad, output, y)
     with pytest.raises(ModelError, match=r"The loss failed on one sample.*\(1, 3\).*reduction"):
-        alone(lambda o, y: o, output, y)
+        check_loss(lambda o, y: o, output, y)
 
 
 @pytest.mark.parametrize(
@@ -168,21 +185,13 @@ def test_class_weights_that_would_cancel_are_refused(loss: Loss) -> None:
     """The mean over one sample is divided by its own weight."""
     outputs, labels = torch.randn(6, CLASSES), torch.arange(6) % CLASSES
     with pytest.raises(ModelError, match=r"class weights.*Use reduction='sum'.*class_weights="):
-        alone(loss, outputs, labels)
+        check_loss(loss, outputs, labels)
 
 
 def test_the_remedies_for_means_work() -> None:
     outputs, labels = torch.randn(6, CLASSES), torch.arange(6) % CLASSES
-    weights = torch.tensor(WEIGHTS)
-    plain = cross_entropy(outputs, labels, reduction="none")
-    summed = alone(nn.CrossEntropyLoss(weights, reduction="sum"), outputs, labels)
-    torch.testing.assert_close(summed(outputs, labels), plain * weights[labels])
+    check_loss(nn.CrossEntropyLoss(torch.tensor(WEIGHTS), reduction="sum"), outputs, labels)
     with pytest.raises(ModelError, match=r"ignore_index=1 .*NaN.*Use reduction='sum'"):
-        alone(nn.CrossEntropyLoss(ignore_index=1), outputs, labels)
-    ignoring = alone(nn.CrossEntropyLoss(ignore_index=1, reduction="sum"), outputs, labels)
-    torch.testing.assert_close(ignoring(outputs, labels), plain * (labels != 1))
-    one = nn.CrossEntropyLoss(label_smoothing=0.1)
-    torch.testing.assert_close(
-        alone(one, outputs, labels)(outputs, labels),
-        cross_entropy(outputs, labels, label_smoothing=0.1, reduction="none"),
-    )
+        check_loss(nn.CrossEntropyLoss(ignore_index=1), outputs, labels)
+    check_loss(nn.CrossEntropyLoss(ignore_index=1, reduction="sum"), outputs, labels)
+    check_loss(nn.CrossEntropyLoss(label_smoothing=0.1), outputs, labels)

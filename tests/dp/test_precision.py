@@ -4,7 +4,6 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -137,19 +136,18 @@ def made() -> Noticing:
     return Noticing()
 
 
-def trainer_of(isolated: bool, net: nn.Module | None = None) -> Any:
-    data, plan = tiny_data(torch.float32), replace(PLAN, isolated=isolated)
+def trainer_of(net: nn.Module | None = None) -> Any:
+    data, plan = tiny_data(torch.float32), PLAN
     net = net or made()
     return make_trainer("dp-macadam", model=net, data=data, plan=plan, dtype=torch.float32)
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("isolated", [False, True])
-def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps(isolated: bool) -> None:
+def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps() -> None:
     torch.set_float32_matmul_precision("medium")
     BACKENDS.cudnn.conv.fp32_precision = "tf32"
     before = inner()
-    trainer = trainer_of(isolated)
+    trainer = trainer_of()
     assert inner() == before  # nothing stays switched off
     SEEN.clear()
     trainer.step()
@@ -193,12 +191,11 @@ AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("name", AROUND)
-def test_contexts_around_the_loop_change_no_step(name: str, isolated: bool) -> None:
+def test_contexts_around_the_loop_change_no_step(name: str) -> None:
     thetas, losses = [], []
     for around in (contextlib.nullcontext, AROUND[name]):
-        trainer = trainer_of(isolated)
+        trainer = trainer_of()
         SEEN.clear()
         with around():
             for _ in range(3):
@@ -211,13 +208,12 @@ def test_contexts_around_the_loop_change_no_step(name: str, isolated: bool) -> N
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("name", ["inference_mode", "no_grad", "autocast"])
-def test_trainers_may_be_made_inside_of_them(name: str, isolated: bool) -> None:
-    expected, net = trainer_of(isolated), made()
+def test_trainers_may_be_made_inside_of_them(name: str) -> None:
+    expected, net = trainer_of(), made()
     expected.step()
     with AROUND[name]():
-        found = trainer_of(isolated, net)
+        found = trainer_of(net)
         found.step()
     found.step()
     expected.step()
@@ -253,22 +249,25 @@ def other_settings() -> Iterator[None]:
             write(value)
 
 
+def assert_ours(ours: dict[str, Any]) -> None:
+    """All settings but the kind of attention, of which only one has a rule for vmap."""
+    free = {name for name in ours if "sdp" in name}
+    assert OTHERS
+    for seen in OTHERS:
+        assert {name for name in ours if seen[name] != ours[name]} <= free
+
+
 @pytest.mark.privacy
-@pytest.mark.parametrize("isolated", [False, True])
-def test_steps_compute_with_the_settings_of_the_trial_of_rounding(isolated: bool) -> None:
+def test_steps_compute_with_the_settings_of_the_trial_of_rounding() -> None:
     """With others, such as more threads, rows may be rounded by the others of a batch."""
-    trainer, ours = trainer_of(isolated), named()
+    trainer, ours = trainer_of(), named()
     OTHERS.clear()
     with other_settings():
         changed = Arithmetic.now()
         trainer.step()
         assert isinstance(trainer.evaluate(), Evaluation)
         assert Arithmetic.now() == changed
-    assert OTHERS
-    # Only one kind of attention has a rule for vmap, which isolation chooses.
-    free = [name for name in ours if isolated and "sdp" in name]
-    for seen in OTHERS:
-        assert {name for name in ours if seen[name] != ours[name]} <= {*free}
+    assert_ours(ours)
 
 
 def noticing_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -284,5 +283,4 @@ def test_sums_alone_compute_with_the_settings_of_the_trial_of_rounding() -> None
     OTHERS.clear()
     with other_settings():
         clipped(batch)
-    assert OTHERS
-    assert all(seen == ours for seen in OTHERS)
+    assert_ours(ours)

@@ -23,12 +23,12 @@ from dpmac_cli.dp.clipping.clipped_sum import (
     clip_limit,
     clip_weights,
 )
+from dpmac_cli.dp.clipping.forms import total_squared_norms
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
 from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms, sum_rounded_up
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.per_sample_gradients import total_squared_norms
 from dpmac_cli.dp.geometry import part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, ball, ellipsoid
 from dpmac_cli.randomness.noise import SeededNormals
@@ -86,7 +86,9 @@ class Case:
         batch: float | None = None,
     ) -> None:
         torch.manual_seed(0)
-        self.subject: Subject = prepare(model, batch=batch)
+        like = torch.zeros(1, 1, 28, 28)
+        like = like.flatten(1) if isinstance(model[0], nn.Linear) else like
+        self.subject: Subject = prepare(model, like, batch=batch)
         first = torch.randn(1, 1, 28, 28)
         x = first + spread * torch.randn(size, 1, 28, 28)
         x[0], x[-1] = first[0], torch.randn(1, 28, 28)
@@ -275,15 +277,16 @@ def test_terms_that_cancel_cannot_lift_a_sample_above_one(
 ) -> None:
     torch.manual_seed(0)
     if form != "whole":
-        monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 1)
-        monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.HELD", 0)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 1)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.HELD", 0)
         if form == "pieces":
             monkeypatch.setattr(UseSizes, "instantiating", lambda *_: 0)
         else:
             monkeypatch.setattr(UseSizes, "pairs", 0)
     linear = nn.Linear(8, 10, bias=False)
     model = linear if over == "views" else Bag(together=over == "positions")
-    subject = prepare(model, views=100 if over == "views" else 1)
+    like = torch.zeros(1, 8) if over == "views" else torch.zeros(1, 100, 8)
+    subject = prepare(model, like, views=100 if over == "views" else 1)
     subject.theta.zero_()
     region = ball(1e-3, subject.theta)
     if kind == "ellipsoid":
@@ -300,10 +303,10 @@ def test_terms_that_cancel_cannot_lift_a_sample_above_one(
 
 
 def by_position(layer: Layer, a: Tensor, delta: Tensor) -> PositionProducts:
-    uses = (Use((a,), delta),)
-    found = sizes(layer, uses, 1)
+    uses = (Use.of(layer.module, a, delta),)
+    found = sizes(layer, uses)
     assert found is not None
-    return PositionProducts(layer, uses, 1, found)
+    return PositionProducts(layer, uses, found)
 
 
 @pytest.mark.privacy
@@ -379,7 +382,7 @@ VIEWED: dict[str, Callable[[], nn.Module]] = {
 def test_a_sample_of_many_views_weighs_no_more_than_one(model: str, kind: str, views: int) -> None:
     """Large and small, all alike, and such that cancel; of one label or of different ones."""
     generator = torch.Generator().manual_seed(0)
-    subject = prepare(VIEWED[model](), views=views)
+    subject = prepare(VIEWED[model](), torch.zeros(1, 1, 4, 4), views=views)
     region = ball(0.01, subject.theta)
     if kind == "ellipsoid":
         m = 0.1 * torch.randn(len(subject.theta), generator=generator)
@@ -440,7 +443,7 @@ def test_the_margin_covers_the_rounding_of_what_is_written_out(
             return out.squeeze(1)
 
     if pieces:
-        monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample_gradients.PIECE", 1)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 1)
     assert worst_contribution("ball", 1024, 6, Places) <= 1
 
 
@@ -471,7 +474,7 @@ def worst_contribution(
     worst = 0.0
     for trial in range(trials):
         inputs = 1 + trial % 3
-        subject = prepare(build(inputs), capacity=chunk, batch=size)
+        subject = prepare(build(inputs), torch.zeros(1, inputs), capacity=chunk, batch=size)
         subject.theta.copy_(0.01 * torch.randn(len(subject.theta), generator=generator))
         spread = uniform(0, 0.5)
         x = uniform(20, 25) * (1 + spread * torch.randn(size, inputs, generator=generator))
@@ -498,7 +501,7 @@ def worst_contribution(
 
 @pytest.mark.privacy
 def test_more_samples_than_the_margin_covers_are_refused() -> None:
-    subject = prepare(nn.Linear(3, 2), capacity=4)
+    subject = prepare(nn.Linear(3, 2), torch.zeros(1, 3), capacity=4)
     x, y = torch.randn(5, 3), torch.zeros(5, dtype=torch.long)
     region = ball(1.0, subject.theta)
     assert subject.add(x[:4], y[:4], region).any()
@@ -546,7 +549,7 @@ def test_no_last_bit_of_a_bound_decides_how_a_norm_is_computed(
 ) -> None:
     times = [1 - 1e-9, 1 + 1e-9, 2 - 1e-9, 2.001, 9, math.inf, math.nan]
     shares = SLACK_SHARE * torch.tensor(times, dtype=torch.float64)
-    subject = prepare(nn.Sequential(nn.Linear(1, 1)))
+    subject = prepare(nn.Sequential(nn.Linear(1, 1)), torch.zeros(1, 1))
     rough = RegionMetric(ball(1.0, subject.theta))
 
     class Form:

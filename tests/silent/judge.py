@@ -66,6 +66,7 @@ class Situation:
         change: what is done after the first step.
         loss: the loss, and what it means for one record alone, if that is not the same.
         around: context of each step, by its number from 1.
+        meant: whether that context changes what the network computes for one record, too.
         wrap: what is handed to the trainer instead of the network itself.
         isolate: run each record alone, where a trainer can.
         refused: what dpmac's refusal says; "" if it must be right.
@@ -79,6 +80,7 @@ class Situation:
     loss: Loss | None = None
     alone: Loss = cross_entropy
     around: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
+    meant: bool = False
     wrap: Callable[[nn.Module], nn.Module] = itself
     isolate: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
@@ -142,8 +144,10 @@ class Oracle:
             for name, value in weights.items():
                 named[name].copy_(value)
         x, y = (part[row : row + 1] for part in records())
-        loss: Any = self.situation.alone(net(x.double()), y).sum()
-        loss.backward()
+        meant = self.situation.around(1 + changed) if self.situation.meant else nullcontext()
+        with meant:
+            loss: Any = self.situation.alone(net(x.double()), y).sum()
+            loss.backward()
         trained = {name: p for name, p in named.items() if p.requires_grad}
         return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
 

@@ -5,17 +5,18 @@ Removing a record changes both for the others. Differences of rounding are withi
 clipped sum, except at a kink, such as that of ReLU, where they change on which side a record is.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
+from dpmac_cli.dp.clipping.per_sample import constant_draws
 
 #: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows
 #: of products of fewer rows differently (measured up to 11), and the last rows of numbers that are
@@ -71,8 +72,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-#: Ways to run a module, from the cheapest. Their names complete the sentence "It runs ...".
+#: Ways to run a network, from the cheapest. Their names complete the sentence "It runs ...".
 WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "": nullcontext,
     "without oneDNN and cuDNN": _without_libraries,
     "on one thread": _one_thread,
 }
@@ -98,114 +100,59 @@ class Manner:
     """A way to run a network.
 
     Attributes:
-        ways: names of modules with the name of the way in which each runs, see :data:`WAYS`.
+        way: how it runs, see :data:`WAYS`.
         fill: how many rows are computed at a time, see :data:`FILLS`.
-        alone: modules that need each record to be a chunk by itself; empty if none does.
     """
 
-    ways: Mapping[str, str] = field(default_factory=dict)
+    way: str = ""
     fill: str = FEW
-    alone: tuple[str, ...] = ()
 
     def rows(self, samples: int, chunk: int) -> int:
         """Return the number of rows to compute for some samples of a chunk of this capacity."""
         return FILLS[self.fill](samples, chunk) if chunk > 1 else samples
 
-    @contextmanager
-    def of(self, network: nn.Module) -> Iterator[None]:
-        """Run modules in their ways while they compute their outputs."""
-        with ExitStack() as hooks:
-            for name, way in self.ways.items():
-                module, entered = network.get_submodule(name), list[ExitStack]()
-                for hook in (
-                    module.register_forward_pre_hook(partial(_enter, way, entered)),
-                    module.register_forward_hook(partial(_leave, entered), always_call=True),
-                ):
-                    hooks.callback(hook.remove)
-            yield
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context in which the network runs in this way."""
+        return WAYS[self.way]()
 
     @property
     def note(self) -> str | None:
-        """Return a message that names everything that is slower than by default."""
-        parts = [f"{name or 'the network'} runs {way}" for name, way in self.ways.items()]
+        """Return a message that tells what is slower than by default."""
+        parts = [f"the network runs {self.way}"] * bool(self.way)
         parts += [f"every chunk is filled to {self.fill}"] * (self.fill != FEW)
-        reason = "results for a record would be rounded by the other records of a batch"
-        if self.alone:
-            named = ", ".join(name or "the network itself" for name in self.alone)
-            return (
-                f"On this machine, {reason} in {named}. To avoid that, the network runs on one "
-                "record after the other. This can take many times as long."
-            )
         if not parts:
             return None
-        return f"On this machine, {reason}. To avoid that, {', '.join(parts)}. This is slower."
-
-
-def _enter(way: str, entered: list[ExitStack], *_: Any) -> None:
-    entered.append(ExitStack())
-    entered[-1].enter_context(WAYS[way]())
-
-
-def _leave(entered: list[ExitStack], *_: Any) -> None:
-    if entered:  # not if another hook failed before
-        entered.pop().close()
-
-
-class Whole(nn.Module):
-    """A function as a module, whose parts are not seen."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        """Call the function."""
-        return self.function(*args)
+        return (
+            "On this machine, results for a record would be rounded by the other records of a "
+            f"batch. To avoid that, {' and '.join(parts)}. This is slower."
+        )
 
 
 #: Runs a network on rows, as in training, and returns results with one or more rows per row.
 RunNetwork = Callable[[Batch], Any]
 
 
-def find_manner(
-    network: nn.Module, run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False
-) -> Manner:
-    """Return the cheapest way to run a network in which no row depends on the others.
+def find_manner(run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False) -> Manner | None:
+    """Return the cheapest way to run a network in which no row depends on the others, if any.
 
     It is run on copies of a few random rows, in several numbers and at every place of each. Their
-    results must be equal, bit for bit. This is a measurement on this machine, not a proof. If they
-    are never equal, each record is run alone, which needs none.
+    results must be equal, bit for bit. This is a measurement on this machine, not a proof.
 
     Args:
-        network: the network. A module in which rows begin to differ runs in the ways of
-            :data:`WAYS`, until its rows no longer do.
-        run: runs ``network`` on rows.
+        run: runs the network on rows.
         base: rows to copy, shape (:data:`PERIOD`, ...).
         chunk: capacity of a chunk.
         fixed: chunks are always filled.
     """
-    found: list[str] = []
     # On GPUs, most products are rounded by the number of rows.
-    for fill in (FULL,) if fixed or any(x.is_cuda for x in tensors_in(base)) else FILLS:
-        manner = Manner(fill=fill)
+    fills = (FULL,) if fixed or any(x.is_cuda for x in tensors_in(base)) else FILLS
+    for fill, way in product(fills, WAYS):
+        manner = Manner(way, fill)
         numbers = sorted({manner.rows(n, chunk) for n in some_numbers(chunk)}, reverse=True)
-        tried: dict[str, list[str]] = {}
-        while True:
-            with manner.of(network):
-                found = differing(network, run, base, numbers)
-            if not found:
+        with manner.running():
+            if rows_alike(run, base, numbers):
                 return manner
-            left = {name: _untried(tried.setdefault(name, [])) for name in found}
-            if None in left.values():
-                break
-            for name, way in left.items():
-                tried[name].append(str(way))
-            manner = Manner({**manner.ways, **{n: str(way) for n, way in left.items()}}, fill)
-    return Manner(alone=tuple(found))
-
-
-def _untried(tried: Collection[str]) -> str | None:
-    return next((way for way in WAYS if way not in tried), None)
+    return None
 
 
 def some_numbers(chunk: int) -> list[int]:
@@ -220,20 +167,15 @@ def some_numbers(chunk: int) -> list[int]:
 
 
 @torch.no_grad()
-def differing(network: nn.Module, run: RunNetwork, base: Batch, numbers: list[int]) -> list[str]:
-    """Return the names of modules whose outputs for equal rows differ, but not their inputs.
-
-    Of a module and a part of it, only the part is returned; "" is the network, or its loss.
-    """
-    first, trial = _Trial(network), _Trial(network)
-    random: AbstractContextManager[Any] = nullcontext()
+def rows_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
+    """Return whether results for equal rows are equal, in any number and at any place."""
+    first: dict[tuple[int, int], Tensor] = {}
+    places = [(n, shift) for n in numbers for shift in _shifts(n)]
     with torch.random.fork_rng():
-        if any([first.of(run, base, numbers[-1], 0, seed) for seed in (0, 1)][1:]):
-            random = _Constant()  # type: ignore[no-untyped-call]  # random numbers differ by place
-        with random:
-            places = [(n, shift) for n in numbers for shift in _shifts(n)]
-            names = {name for place in places for name in trial.of(run, base, *place)}
-    return sorted(n for n in names if not any(m != n and _inside(m, n) for m in names))
+        drawn: dict[tuple[int, int], Tensor] = {}
+        again = [_alike(drawn, run, base, *places[-1], seed) for seed in (0, 1)]
+        with nullcontext() if all(again) else constant_draws():  # random numbers differ by place
+            return all(_alike(first, run, base, *place) for place in places)
 
 
 def _shifts(number: int) -> range:
@@ -241,51 +183,26 @@ def _shifts(number: int) -> range:
     return range(PERIOD if number <= LEAST_ROWS else 1)
 
 
-def _inside(part: str, whole: str) -> bool:
-    return not whole or part.startswith(f"{whole}.")
-
-
-class _Trial:
-    """Compares the inputs and outputs of every module with those of the first run."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self._network = network
-        self._first: dict[tuple[Any, ...], Tensor] = {}
-
-    def of(self, run: RunNetwork, base: Batch, number: int, shift: int, seed: int = 0) -> set[str]:
-        """Run on a number of rows, moved by ``shift``; return where results begin to differ."""
-        found, calls = set[str](), dict[str, int]()
-
-        def compare(name: str, _: nn.Module, args: Any, named: Any, out: Any) -> None:
-            calls[name] = calls.get(name, 0) + 1
-            given = self._same((name, calls[name], "in"), (args, named), number, shift)
-            if not self._same((name, calls[name], "out"), out, number, shift) and given:
-                found.add(name)
-
-        torch.manual_seed(seed)
-        rows = map_rows(partial(_in_turn, number, shift), base)
-        with ExitStack() as hooks:
-            for name, module in self._network.named_modules():
-                hook = module.register_forward_hook(partial(compare, name), with_kwargs=True)
-                hooks.callback(hook.remove)
-            result = run(rows)
-        if not self._same(("result",), result, number, shift) and not found:
-            found.add("")
-        return found
-
-    def _same(self, place: tuple[Any, ...], values: Any, number: int, shift: int) -> bool:
-        """Return whether tensors have the rows of the first run; skip tensors without rows."""
-        same = True
-        for n, tensor in enumerate(tensors_in(values)):
-            if tensor.ndim == 0 or len(tensor) == 0 or len(tensor) % number:
-                continue
-            rows = tensor.detach().reshape(number, -1)
-            for k, row in enumerate(rows[:PERIOD]):
-                key = (*place, n, (k + shift) % PERIOD)
-                first = self._first.setdefault(key, row.clone())
-                if row.shape == first.shape:
-                    same &= _equal(rows[k::PERIOD], first)
-        return same
+def _alike(
+    first: dict[tuple[int, int], Tensor],
+    run: RunNetwork,
+    base: Batch,
+    number: int,
+    shift: int,
+    seed: int = 0,
+) -> bool:
+    """Run on a number of rows, moved by ``shift``; return whether results are the first ones."""
+    torch.manual_seed(seed)
+    same = True
+    for n, tensor in enumerate(tensors_in(run(map_rows(partial(_in_turn, number, shift), base)))):
+        if tensor.ndim == 0 or len(tensor) == 0 or len(tensor) % number:
+            continue  # it has no rows
+        rows = tensor.detach().reshape(number, -1)
+        for k, row in enumerate(rows[:PERIOD]):
+            before = first.setdefault((n, (k + shift) % PERIOD), row.clone())
+            if row.shape == before.shape:
+                same &= _equal(rows[k::PERIOD], before)
+    return same
 
 
 def _in_turn(number: int, shift: int, base: Tensor) -> Tensor:
@@ -295,14 +212,3 @@ def _in_turn(number: int, shift: int, base: Tensor) -> Tensor:
 
 def _equal(rows: Tensor, row: Tensor) -> bool:
     return bool(((rows == row) | (rows.isnan() & row.isnan())).all())
-
-
-class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-    """Replaces random numbers by ones."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            for tensor in tensors_in(result):
-                tensor.fill_(1)
-        return result

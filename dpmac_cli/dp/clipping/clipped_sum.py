@@ -4,24 +4,15 @@ Rounding affects privacy: if a computed norm is too small, a sample contributes 
 are clipped by norm plus error bound, in float64 if terms cancel too much.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
 from math import sqrt
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dpmac_cli.dp.clipping.batches import Batch, by_row, samples_in, shapes_of, tensors_in
-from dpmac_cli.dp.clipping.layer_rules import Use
-from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.matmul import products_by_onednn
+from dpmac_cli.dp.clipping.batches import Batch, samples_in
+from dpmac_cli.dp.clipping.forms import ByLayer, choose_form, total_squared_norms
 from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
-from dpmac_cli.dp.clipping.per_sample_gradients import ByLayer, choose_form, total_squared_norms
-from dpmac_cli.dp.clipping.projections import calling_projections
-from dpmac_cli.dp.clipping.recorder import copies_of, record_uses
-from dpmac_cli.dp.losses import Loss, plain
+from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.torch_errors import code_of_network
 
 #: Number of samples that a step may add up before the margin for rounding grows.
@@ -43,42 +34,22 @@ REACH = 8.0
 #: much, it adds less than its clipped gradient, so that no last bit decides whether it counts.
 LEAST_WEIGHT = 1e-30
 
-#: Computes per-sample losses, shape (samples,), and every layer's uses, or its gradients.
-PerSample = Callable[[Batch, Batch], tuple[Tensor, Sequence[Sequence[Use] | Tensor]]]
-
 
 class ClippedChunkSum:
     """Compute the sum of clipped, centred gradients of a chunk of samples.
 
     Args:
-        model, layers, views, loss: see :func:`.record_uses`. The mean gradient of a sample's
-            views, or of a unit's records, is clipped once.
+        per_sample: per-sample gradients of a network. The mean gradient of a sample's views, or of
+            a unit's records, is clipped once.
         capacity: largest number of samples in a call of :meth:`of`; public.
         batch: expected number B of samples in a step; by default one chunk.
-        per_sample: :class:`.Isolated`, with its layers; by default :func:`.record_uses`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: list[Layer],
-        capacity: int = 1024,
-        views: int = 1,
-        batch: float | None = None,
-        per_sample: PerSample | None = None,
-        loss: Loss = plain,
+        self, per_sample: PerSample, capacity: int = 1024, batch: float | None = None
     ) -> None:
-        self._per_sample = per_sample or self._recorded
-        linear = _called(layers)
-        self._record = partial(
-            record_uses,
-            model,
-            layers,
-            views=views,
-            loss=loss,
-            running=lambda: products_by_onednn(linear),
-        )
-        self._model, self._loss, self.layers, self.views = model, loss, layers, views
+        self._per_sample, self.layers = per_sample, per_sample.layers
+        self.views = per_sample.views
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
 
@@ -90,22 +61,18 @@ class ClippedChunkSum:
         A sample whose gradient or norm is not finite adds exactly zero.
 
         Args:
-            x: at least one input: tensors of shape (samples, ...), or (samples, views, ...) if
-                several views.
-            y: one label per input: tensors of shape (samples, ...) or (samples, views, ...).
+            x, y: at least one input with its label: see :class:`.PerSample`.
             metric: metric of the ellipsoid to clip to.
             out: result, shape (d,).
             samples: number of rows that count, if the others only fill the batch.
 
         Raises:
-            ModelError: see :func:`.record_uses`.
-            ValueError: there are more samples than the capacity, or not ``views`` views.
+            ModelError: see :class:`.PerSample`.
+            ValueError: there are more samples than the capacity.
         """
         rows = samples_in(x)
         if rows > self._capacity:
             raise ValueError(f"{rows} samples, but the capacity is {self._capacity}")
-        if self.views > 1 and any(t.shape[1:2] != (self.views,) for t in tensors_in(x)):
-            raise ValueError(f"inputs of shape {shapes_of(x)} do not have {self.views} views")
         with code_of_network(x):  # norms and sums may run the network's code again
             self._sum(x, y, rows if samples is None else samples, metric, out)
 
@@ -136,31 +103,7 @@ class ClippedChunkSum:
         """Return every layer's per-sample gradients, in the form for a ball or an ellipsoid."""
         _, by_layer = self._per_sample(x, y)
         pairs = zip(self.layers, by_layer, strict=True)
-        return [
-            (layer, choose_form(layer, uses, self.views * layer.rows, ball=ball))
-            for layer, uses in pairs
-        ]
-
-    def forward(self, x: Batch, y: Batch) -> Any:
-        """Return everything that decides on which side of a kink samples are, as in :meth:`of`.
-
-        These are outputs and losses; with ``per_sample``, losses, the inputs of layers, and
-        gradients.
-        """
-        if self._per_sample != self._recorded:
-            losses, found = self._per_sample(x, y)
-            given = [g if isinstance(g, Tensor) else [use.inputs for use in g] for g in found]
-            return losses, given
-        rows, labels = by_row(x, self.views), by_row(y, self.views)
-        calls = ((layer.name, layer.module, layer.composite) for layer in self.layers)
-        by_onednn = products_by_onednn(_called(self.layers))
-        copies = copies_of(self.layers, samples_in(rows)) or nullcontext()
-        with torch.enable_grad(), calling_projections(calls), by_onednn, copies:
-            outputs = self._model(rows)
-            return outputs, self._loss(outputs, labels)
-
-    def _recorded(self, x: Batch, y: Batch) -> tuple[Tensor, list[list[Use]]]:
-        return self._record(x, y)
+        return [(layer, choose_form(layer, uses, ball=ball)) for layer, uses in pairs]
 
     def weights(self, squares: Tensor) -> Tensor:
         """Return c_i for squared norms without rounding, float64, shape (samples,)."""
@@ -188,11 +131,6 @@ class ClippedChunkSum:
 def _blended(rough: Tensor, exact: Tensor, part: Tensor) -> Tensor:
     """Return a bit of both numbers; ``rough``, which may not be finite, not at all for 1."""
     return torch.where(part == 1, exact, rough + part * (exact - rough))
-
-
-def _called(layers: Sequence[Layer]) -> set[nn.Module]:
-    """Return the modules whose calls give gradients."""
-    return {user.module for layer in layers if not layer.direct for user in layer.users}
 
 
 def clip_limit(samples: float) -> float:

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import unfold
 from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
-from dpmac_cli.dp.clipping.layer_rules import CONVOLUTIONS, Use, has_plain_use, in_groups
+from dpmac_cli.dp.clipping.layer_rules import CONVOLUTIONS, Use, in_groups
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.matmul import FEW_TERMS, matmul
 from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, SquaredNorms, kept, roundoff
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.weight_norms import Kernel
 
+#: Positions of a chunk up to which a product of patches is faster than a convolution's gradient.
+FEW_TERMS = 64
 #: Numbers of a piece of gradients that stays in a CPU's cache while it is written and read.
 IN_CACHE = 1 << 18
 #: Numbers to process at a time on CUDA; with fewer, launching operations takes longer.
@@ -45,7 +46,7 @@ DOUBLE = 4
 class UseSizes(NamedTuple):
     """Public sizes of a layer's uses. The choice of a form depends on nothing else."""
 
-    positions: int  # T, over all uses and views
+    positions: int  # T, over all uses and rows
     inputs: int  # K, per position
     outputs: int  # O
     gram: float  # cost of a norm from Gram matrices, in multiplications
@@ -72,17 +73,17 @@ class UseSizes(NamedTuple):
         return holding <= self.norm(ball) + self.product
 
 
-def sizes(layer: Layer, uses: Sequence[Use], views: int) -> UseSizes | None:
+def sizes(layer: Layer, uses: Sequence[Use]) -> UseSizes | None:
     """Return the sizes of a layer whose gradients are sums of outer products; None for others."""
-    if not _has_products(layer, uses):
+    if not _has_products(layer):
         return None
     module: Any = layer.module
     outputs = len(module.weight)
     k = module.weight.numel() // outputs
-    t = sum(use.delta[0].numel() for use in uses) // outputs * views
+    t = sum(use.delta[0].numel() * use.rows for use in uses) // outputs
     by_inputs = t * t * k
-    if type(module) is not nn.Linear and len(uses) * views == 1:
-        channels, *image = uses[0].inputs[0].shape[1:]
+    if type(module) is not nn.Linear and _single(uses):
+        channels, *image = uses[0].inputs.shape[1:]
         taps = math.prod(module.kernel_size)
         by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
     gram = DOUBLE * (by_inputs + t * t * outputs)
@@ -91,16 +92,16 @@ def sizes(layer: Layer, uses: Sequence[Use], views: int) -> UseSizes | None:
     return UseSizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs, False)
 
 
-def _has_products(layer: Layer, uses: Sequence[Use]) -> bool:
+def _has_products(layer: Layer) -> bool:
     """Return whether gradients w.r.t. a layer's weight are sums of outer products."""
     module: Any = layer.module
-    if "weight" not in layer.parameters or not all(has_plain_use(layer, use) for use in uses):
-        return False
-    if type(module) is nn.Linear:
-        return True
-    if type(module) not in CONVOLUTIONS or module.groups != 1:
-        return False
-    return all(unfold.has_rows(module, use.inputs[0]) for use in uses)
+    convolution = type(module) in CONVOLUTIONS and module.groups == 1
+    return "weight" in layer.parameters and (convolution or type(module) is nn.Linear)
+
+
+def _single(uses: Sequence[Use]) -> bool:
+    """Return whether a sample has one row of one use."""
+    return len(uses) == 1 and uses[0].rows == 1
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,6 @@ class PositionProducts:
 
     layer: Layer
     uses: tuple[Use, ...]
-    views: int
     sizes: UseSizes
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
@@ -138,16 +138,13 @@ class PositionProducts:
 
     def select(self, rows: Tensor | slice) -> "PositionProducts":
         """Return some samples, in float64."""
-        by_row = rows.repeat_interleave(self.views) if isinstance(rows, Tensor) else rows
-        uses = tuple(
-            Use((use.inputs[0][by_row].double(),), use.delta[by_row].double()) for use in self.uses
-        )
-        return PositionProducts(self.layer, uses, self.views, self.sizes)
+        uses = tuple(use.double(rows) for use in self.uses)
+        return PositionProducts(self.layer, uses, self.sizes)
 
     def _groups(self, numbers: float) -> Iterator[list[Use]]:
         """Yield the uses of a few samples at a time, given the numbers that each sample takes."""
         room = DEVICE_PIECE if self.uses[0].delta.is_cuda else 4 * IN_CACHE
-        return in_groups(self.uses, self.views, max(1, room // int(numbers)))
+        return in_groups(self.uses, max(1, room // int(numbers)))
 
     def _factors(self, uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
         """Return delta, (samples, T, O), and a, (samples, T, K)."""
@@ -155,17 +152,18 @@ class PositionProducts:
 
     def _deltas(self, uses: Sequence[Use]) -> Tensor:
         """Return output gradients by position, (samples, T, O)."""
-        module, views = self.layer.module, self.views
-        return join_positions([unfold.gradients_by_position(module, u.delta, views) for u in uses])
+        module = self.layer.module
+        return join_positions([unfold.gradients_by_position(module, u.delta, u.rows) for u in uses])
 
     def _inputs(self, uses: Sequence[Use]) -> Tensor:
         """Return inputs by position, (samples, T, K)."""
-        module, views = self.layer.module, self.views
-        return join_positions([unfold.inputs_by_position(module, u.inputs[0], views) for u in uses])
+        module = self.layer.module
+        return join_positions([unfold.inputs_by_position(module, u.inputs, u.rows) for u in uses])
 
-    def _by_sample(self, rows: Sequence[Tensor]) -> Tensor:
-        """Concatenate the numbers by position of a sample's views and uses, (samples, T)."""
-        return join_positions([t.reshape(len(t) // self.views, -1) for t in rows])
+    def _by_sample(self, rows: Sequence[Tensor], uses: Sequence[Use]) -> Tensor:
+        """Concatenate the numbers by position of a sample's rows and uses, (samples, T)."""
+        pairs = zip(rows, uses, strict=True)
+        return join_positions([t.reshape(use.samples, -1) for t, use in pairs])
 
     def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         bias = "bias" in self.layer.parameters
@@ -175,21 +173,21 @@ class PositionProducts:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
         module, metric = self.layer.module, kernel.metric
         delta = self._deltas(uses)
-        if len(uses) * self.views == 1 and type(module) in CONVOLUTIONS:
-            gram = unfold.gram_by_position(module, uses[0].inputs[0])
+        if _single(uses) and type(module) in CONVOLUTIONS:
+            gram = unfold.gram_by_position(module, uses[0].inputs)
         else:
             a = self._inputs(uses).double()
             gram = a @ a.mT
         reach = kernel.reach(delta, gram.diagonal(dim1=1, dim2=2))
         u = roundoff(sum(self.sizes[:3]), torch.float64)
         value, slack = torch.zeros_like(reach), 2 * u * reach
-        if (along := kernel.along(uses, self.views)) is not None:
+        if (along := kernel.along(uses)) is not None:
             by_gain, rest = along
             off = reach.sqrt() * roundoff(self.sizes.inputs, uses[0].delta.dtype)
             value += by_gain
             slack += off * (2 * rest.sqrt() + off)
-            by_use = [unfold.means_by_position(module, use.inputs[0]) for use in uses]
-            means = self._by_sample(by_use)
+            by_use = [unfold.means_by_position(module, use.inputs) for use in uses]
+            means = self._by_sample(by_use, uses)
             gram.baddbmm_(means.unsqueeze(2), means.unsqueeze(1), alpha=-self.sizes.inputs)
         if "bias" in self.layer.parameters:
             value += metric.squares(delta.sum(1, dtype=torch.float64), self.layer.slices["bias"])
@@ -203,8 +201,8 @@ class PositionProducts:
         The error of G_i is at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
         """
         delta, a = self._factors(uses)
-        squares = [unfold.squares_by_position(self.layer.module, use.inputs[0]) for use in uses]
-        reach = kernel.reach(delta, self._by_sample(squares))
+        squares = [unfold.squares_by_position(self.layer.module, use.inputs) for use in uses]
+        reach = kernel.reach(delta, self._by_sample(squares, uses))
         total = torch.zeros(len(delta), dtype=torch.float64, device=delta.device)
         if "bias" in self.layer.parameters:
             total += kernel.metric.squares(delta.sum(1), self.layer.slices["bias"])
@@ -231,17 +229,14 @@ class PositionProducts:
 
     def _add_up(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Write the sum of c_i G_i, with products of at most :data:`ADDED` samples."""
-        layer = self.layer
-        by_row = c.to(self.uses[0].delta.dtype).repeat_interleave(self.views)
-        finite = None if valid is None else valid.repeat_interleave(self.views)
-        step = ADDED * self.views
-        several = len(self.uses) > 1 or len(by_row) > step
+        layer, c = self.layer, c.to(self.uses[0].delta.dtype)
+        several = len(self.uses) > 1 or len(c) > ADDED
         total: dict[str, Tensor] = {}
         for use in self.uses:
-            for begin in range(0, len(by_row), step):
-                rows = slice(begin, begin + step)
-                some = None if finite is None else finite[rows]
-                for name, part in self._product(use.part(rows), by_row[rows], some).items():
+            for begin in range(0, len(c), ADDED):
+                rows = slice(begin, begin + ADDED)
+                some = None if valid is None else valid[rows]
+                for name, part in self._product(use.part(rows), c[rows], some).items():
                     if name in total:
                         total[name] += part
                     else:
@@ -255,14 +250,16 @@ class PositionProducts:
     def _product(self, use: Use, c: Tensor, finite: Mask) -> dict[str, Tensor]:
         """Return the sums over rows and positions of c delta a^T, (O, K), and of c delta."""
         module: Any = self.layer.module
-        a, delta = kept(use.inputs[0], finite), kept(use.delta, finite)
+        c = c.repeat_interleave(use.rows)
+        finite = None if finite is None else finite.repeat_interleave(use.rows)
+        a, delta = kept(use.inputs, finite), kept(use.delta, finite)
         delta = delta * c.view(-1, *[1] * (delta.ndim - 1))
         convolution = type(module) in CONVOLUTIONS
         if convolution and delta.numel() > FEW_TERMS * self.sizes.outputs:
             weight = unfold.kernel_gradient(module, a, delta, module.weight.shape)
             return {"weight": weight.flatten(1), "bias": delta.transpose(0, 1).flatten(1).sum(1)}
         delta = unfold.gradients_by_position(module, delta).flatten(0, 1)
-        weight = matmul(delta.T, unfold.inputs_by_position(module, a).flatten(0, 1))
+        weight = delta.T @ unfold.inputs_by_position(module, a).flatten(0, 1)
         return {"weight": weight, "bias": delta.sum(0)}
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from dpmac_cli.dp.clipping.matmul import batched, matmul
 from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
 
 
@@ -54,7 +53,7 @@ class OuterProducts:
         """Compute (c delta)^T a, one matrix product."""
         weighted = kept(self.delta * c.view(-1, 1, 1), valid).view(-1, self.delta.shape[2])
         weight, bias = self._split(out)
-        matmul(weighted.T, kept(self.a, valid).view(-1, self.a.shape[2]), out=weight)
+        torch.mm(weighted.T, kept(self.a, valid).view(-1, self.a.shape[2]), out=weight)
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
 
@@ -64,7 +63,7 @@ class OuterProducts:
 
     def weights(self, out: Tensor | None = None) -> Tensor:
         """Write the gradients w.r.t. the weights, (samples, out, in), to ``out`` and return it."""
-        return batched(self.delta.mT, self.a, out)
+        return torch.bmm(self.delta.mT, self.a, out=out)
 
     @property
     def _widths(self) -> int:
@@ -96,7 +95,7 @@ class OuterProducts:
         weight, bias = self._split(coefficients)
         samples, terms, _ = inputs.shape
         flat = outputs.reshape(samples * terms, -1)
-        total = matmul(inputs.reshape(samples * terms, -1), weight.T).mul_(flat).sum(1)
+        total = (inputs.reshape(samples * terms, -1) @ weight.T).mul_(flat).sum(1)
         total = total if bias is None else total.addmv_(flat, bias)
         return total.double().view(samples, terms)
 

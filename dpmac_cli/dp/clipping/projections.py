@@ -5,18 +5,19 @@ needs only inputs and output gradients of the products. In a recurrent layer, ti
 positions.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import attention, recurrent
 from dpmac_cli.errors import ModelError
 
+#: Module and name of the layer x @ weight + bias of transformers, as in GPT-2.
+TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")
 #: Weight and bias of each projection, by name.
 Weights = Mapping[str, tuple[Tensor, Tensor | None]]
 
@@ -56,11 +57,10 @@ KINDS = (
 def projections(module: nn.Module) -> dict[str, nn.Linear]:
     """Return Linear layers with the weights of a composite layer."""
     found = {}
-    with torch._C.DisableTorchFunction():  # making layers is no operation of the network
-        for name, (weight, bias) in _kind_of(module).weights(module).items():
-            linear: Any = nn.Linear(weight.shape[1], len(weight), device="meta")
-            linear.weight, linear.bias = weight, bias
-            found[name] = linear
+    for name, (weight, bias) in _kind_of(module).weights(module).items():
+        linear: Any = nn.Linear(weight.shape[1], len(weight), device="meta")
+        linear.weight, linear.bias = weight, bias
+        found[name] = linear
     return found
 
 
@@ -69,26 +69,34 @@ def is_composite(module: nn.Module) -> bool:
     return any(_is_known(kind, module) for kind in KINDS)
 
 
-def is_plainly_called(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Return whether a call of a composite layer has arguments for which that is so."""
-    return _kind_of(module).is_plain(module, inputs, named)
+def transposed(module: nn.Module) -> nn.Linear | None:
+    """Return the Linear layer whose weight is the transpose of a module's, if it is one.
+
+    Its inputs are the module's output gradients, and its output gradients the module's inputs.
+    """
+    kind, weight = type(module), getattr(module, "weight", None)
+    if (kind.__module__, kind.__name__) != TRANSPOSED or not isinstance(weight, nn.Parameter):
+        return None
+    linear = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
+    linear.weight = weight
+    return linear
 
 
 @contextmanager
-def calling_projections(calls: Iterable[tuple[str, nn.Module, nn.Module | None]]) -> Iterator[None]:
-    """Make composite layers call their projections, given as (name, projection, composite)."""
-    called: dict[nn.Module, dict[str, nn.Module]] = {}
+def calling_projections(
+    called: Mapping[nn.Module, Mapping[str, nn.Module]],
+) -> Iterator[None]:
+    """Make composite layers call their projections, given by name.
+
+    A call that is not plain raises ModelError.
+    """
     try:
-        for name, linear, composite in calls:
-            if composite is not None:
-                of, _, which = name.rpartition(".")
-                by_name = called.setdefault(composite, dict(projections(composite)))
-                by_name[which] = linear
-                composite.forward = partial(_forward, of, composite, by_name)
+        for composite, by_name in called.items():
+            composite.forward = partial(_forward, composite, by_name)
         yield
     finally:
         for composite in called:
-            del composite.forward
+            vars(composite).pop("forward", None)
 
 
 def _is_known(kind: Composite, module: nn.Module) -> bool:
@@ -100,13 +108,11 @@ def _kind_of(module: nn.Module) -> Composite:
     return next(kind for kind in KINDS if type(module) in kind.types)
 
 
-def _forward(
-    name: str, module: nn.Module, calls: Mapping[str, nn.Module], *inputs: Any, **named: Any
-) -> Any:
+def _forward(module: nn.Module, calls: Mapping[str, nn.Module], *inputs: Any, **named: Any) -> Any:
     kind = _kind_of(module)
     if not kind.is_plain(module, inputs, named):
         raise ModelError(
-            f"The layer {name} was called differently in this step than during validation, so its "
-            f"gradients would be incomplete. Call it as self.{name}{kind.call}."
+            f"A {type(module).__name__} is called differently in this step than during validation, "
+            f"so its gradients would be incomplete. Call it with {kind.call}."
         )
     return kind.forward(module, calls, *inputs, **named)

@@ -6,7 +6,7 @@ w.r.t. its output, as long as the vocabulary, and r_t its input. For a token of 
 float64, without writing out a gradient, which has a row for every word.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from dpmac_cli.dp.clipping.ghost_clipping import ADDED, DOUBLE, PASSES, join_positions
-from dpmac_cli.dp.clipping.layer_rules import Use, has_plain_use
-from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.matmul import matmul
+from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
 
 
@@ -87,7 +85,7 @@ class TiedProducts:
         parts = (torch.split(t, ADDED) for t in (left, right, self.tokens, below))
         total: Tensor | None = None
         for outputs, inputs, tokens, vectors in zip(*parts, strict=True):
-            part = matmul(outputs.flatten(0, 1).T, inputs.flatten(0, 1))
+            part: Tensor = outputs.flatten(0, 1).T @ inputs.flatten(0, 1)
             part.index_add_(0, tokens.flatten(), vectors.flatten(0, 1))
             if len(left) <= ADDED:
                 return part
@@ -96,38 +94,28 @@ class TiedProducts:
         return total
 
 
-def tied_products(layer: Layer, uses: Sequence[Use], views: int) -> TiedProducts | None:
+def tied_products(uses: Sequence[Use]) -> TiedProducts | None:
     """Return the form of a weight that embeddings and Linear layers share; None if it does not pay.
 
-    ``uses`` are all uses in a forward pass; a sample has ``views`` adjacent rows.
+    ``uses`` are all uses in a forward pass.
     """
-    by_kind: dict[type[nn.Module], list[Use]] = {nn.Embedding: [], nn.Linear: []}
-    for use in uses:
-        user = use.user or layer
-        if type(user.module) not in by_kind or not has_plain_use(user, use):
-            return None
-        by_kind[type(user.module)].append(use)
-    embeddings, linear = by_kind[nn.Embedding], by_kind[nn.Linear]
+    embeddings = [use for use in uses if isinstance(use.module, nn.Embedding)]
+    linear = [use for use in uses if isinstance(use.module, nn.Linear)]
     if not embeddings or not linear:
         return None
-    samples = len(uses[0].delta) // views
-    [weight] = layer.parameters.values()
-
-    def by_sample(rows: Iterable[Tensor], *width: int) -> Tensor:
-        return join_positions([t.reshape(samples, -1, *width) for t in rows])
-
     found = TiedProducts(
-        tokens=by_sample(use.inputs[0] for use in embeddings),
-        vectors=by_sample(map(_by_token, embeddings), weight.shape[1]),
-        outputs=by_sample((use.delta for use in linear), len(weight)),
-        inputs=by_sample((use.inputs[0] for use in linear), weight.shape[1]),
+        tokens=join_positions([use.inputs for use in embeddings]),
+        vectors=join_positions(list(map(_by_token, embeddings))),
+        outputs=join_positions([use.delta for use in linear]),
+        inputs=join_positions([use.inputs for use in linear]),
     )
     return found if found.pays() else None
 
 
 def _by_token(use: Use) -> Tensor:
     """Return gradients w.r.t. the vectors of an embedding; those of the padding are not added."""
-    table: Any = use.user.module if use.user else None
+    table: Any = use.module
     if table.padding_idx is None:
         return use.delta
-    return use.delta * use.inputs[0].ne(table.padding_idx).unsqueeze(-1)
+    of_words: Tensor = use.delta * use.inputs.ne(table.padding_idx).unsqueeze(-1)
+    return of_words

@@ -18,11 +18,6 @@ _CONVOLVE: Mapping[int, Any] = {n: getattr(functional, f"conv{n}d") for n in (1,
 _BY_KERNEL: Mapping[int, Any] = {n: getattr(grad, f"conv{n}d_weight") for n in (1, 2, 3)}
 
 
-def has_rows(conv: Any, a: Tensor) -> bool:
-    """Return whether the inputs of a convolution have samples before channels."""
-    return a.ndim == len(conv.kernel_size) + 2
-
-
 def _padded(conv: Any, a: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return a convolution's inputs, and the zeros that it pads them with on both sides."""
     if conv.padding_mode == "zeros" and not isinstance(conv.padding, str):

@@ -61,7 +61,7 @@ class Kernel:
         """Return delta for G_i w.r.t. the weight instead of W-hat, (samples, T, O)."""
         return delta if self._through is None else delta * self._through.scale
 
-    def along(self, uses: Sequence[Use], views: int) -> tuple[Tensor, Tensor] | None:
+    def along(self, uses: Sequence[Use]) -> tuple[Tensor, Tensor] | None:
         """Return the change of norms in a ball by the map of :class:`Standardisation`, if any.
 
         The first result is the contribution of the gain minus that of the direction of W, the
@@ -71,11 +71,11 @@ class Kernel:
         if through is None:
             return None
         for use in uses:
-            a = use.inputs[0]
+            a = use.inputs
             direction = through.direction.to(a.dtype).view_as(conv.weight)
             output = conv2d(a, direction, None, conv.stride, conv.padding, conv.dilation)
             by_row = output.mul_(use.delta).flatten(2).sum(2, dtype=torch.float64)
-            by_use.append(by_row.view(-1, views, by_row.shape[1]).sum(1))
+            by_use.append(by_row.view(use.samples, use.rows, -1).sum(1))
         along = torch.stack(by_use).sum(0).square_()
         gained = along.sum(1) if "gain" in self._parts else torch.zeros_like(along[:, 0])
         lost = along @ (through.scale.square() * through.moves)

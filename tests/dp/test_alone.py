@@ -1,10 +1,9 @@
-"""Networks that are run on each sample alone, against plain autograd on each sample alone."""
+"""Networks that see each sample alone, against plain autograd on each sample alone."""
 
 import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,11 @@ from torch.nn.functional import cross_entropy, layer_norm
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from dpmac_cli.dp import losses as user_losses
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
-from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
-from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters, split_by_module
+from dpmac_cli.dp.clipping.layers import flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric
-from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.per_sample_gradients import Instantiated
+from dpmac_cli.dp.clipping.per_sample import WRITTEN_OUT, PerSample
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.errors import ModelError
 from dpmac_cli.training.trainer import Trainer
@@ -48,6 +44,8 @@ from .reference import clip
 from .test_per_sample import region_clipping_half
 
 SAMPLES, CLASSES = 6, 3
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +187,11 @@ NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str] | No
         (3, 5, 5),
         {"0", "2", "3.1"},
     ),
-    "transformer": (Transformer, (1, 4, 4), {"patches", "norm", "head"}),
+    "transformer": (
+        Transformer,
+        (1, 4, 4),
+        {"patches", "positions", "norm", "attention.in_proj", "attention.out_proj", "head"},
+    ),
     "lora": (
         lambda: nn.Sequential(LoRA(5, 6), nn.Tanh(), nn.Linear(6, CLASSES)),
         (5,),
@@ -203,7 +205,7 @@ NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str] | No
     "hooked": (
         lambda: nn.Sequential(doubled(nn.Linear(5, 6)), nn.Tanh(), nn.Linear(6, CLASSES)),
         (5,),
-        {"2"},
+        {"0", "2"},
     ),
     "shared-layer": (
         lambda: Running(
@@ -215,8 +217,8 @@ NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str] | No
         {"twice", "last"},
     ),
     "tied-embedding": (tied, (5,), {"mix"}),
-    "shared-parameter": (shared_parameter, (5,), {"2", "4"}),
-    "flat-rows": (flat_rows, (4, 5), set()),
+    "shared-parameter": (shared_parameter, (5,), {"0", "0.weight", "2", "4"}),
+    "flat-rows": (flat_rows, (4, 5), {"embed"}),
     "gru": (
         lambda: Running(
             lambda net, x: net.last(net.gru(x)[1][0]),
@@ -224,7 +226,7 @@ NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str] | No
             last=nn.Linear(4, CLASSES),
         ),
         (5, 3),
-        None,
+        {"gru.ih_l0", "gru.hh_l0", "last"},
     ),
     "checkpointed": (lambda: checkpointed(False), (5,), None),
     "checkpointed-reentrant": (lambda: checkpointed(True), (5,), None),
@@ -247,16 +249,16 @@ class Alone:
     def __init__(
         self, model: nn.Module, shape: tuple[int, ...], views: int = 1, *, loop: bool = False
     ) -> None:
-        self.layers: list[Layer] = split_by_module(model)
         self.model, self.views = model, views
         self.shape = shape if views == 1 else (views, *shape)
         labels = classes(*[views] * (views > 1))
-        self.isolated = Isolated(model, self.layers, numbers(*self.shape), views, labels=labels)
+        self.per_sample = PerSample(model, numbers(*self.shape), labels, views)
         if loop:
-            self.isolated.vmapped = False
+            self.per_sample.run_in_a_loop("as asked.")
+        self.layers = self.per_sample.layers
         self.untouched = copy.deepcopy(model)
         self.theta = flatten_parameters(self.layers)
-        self.sum = ClippedChunkSum(model, self.layers, 1024, views=views, per_sample=self.isolated)
+        self.sum = ClippedChunkSum(self.per_sample, 1024)
 
     def add(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
         out = torch.full_like(self.theta, torch.nan)
@@ -270,7 +272,8 @@ class Alone:
             model = copy.deepcopy(self.untouched)
             given, label = (x_i, y_i) if self.views > 1 else (x_i[None], y_i[None])
             cross_entropy(model(given), label).backward()  # type: ignore[no-untyped-call]
-            trained = [p for p in model.parameters() if p.requires_grad]
+            names = (name for of in self.per_sample._names for name in of)
+            trained = map(model.get_parameter, names)
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
             rows.append(torch.cat([part.flatten() for part in parts]))
         return torch.stack(rows)
@@ -301,9 +304,10 @@ def test_clipped_sums_match_autograd_on_each_sample(name: str, kind: str, views:
 
 @pytest.mark.parametrize("name", NETS)
 def test_vmap_is_used_where_it_can_be_and_records_layers(name: str) -> None:
-    subject, recorded = alone(name), NETS[name][2]
-    assert subject.isolated.vmapped == (recorded is not None)
-    assert subject.isolated.recorded == (recorded or set())
+    per_sample, (*_, recorded) = alone(name).per_sample, NETS[name]
+    assert per_sample.vmapped == (recorded is not None)
+    assert per_sample._recorded == (recorded or set())
+    assert bool(per_sample.notes) == (recorded is None)
 
 
 @pytest.mark.parametrize("views", [1, 2])
@@ -315,8 +319,8 @@ def test_vmap_and_the_loop_agree(name: str, views: int) -> None:
     slow = alone(name, views, loop=True)
     x, y = fast.batch()
     region = region_clipping_half("ellipsoid", fast.exact(x, y), fast.theta)
-    assert fast.isolated.vmapped
-    assert not slow.isolated.vmapped
+    assert fast.per_sample.vmapped
+    assert not slow.per_sample.vmapped
     torch.testing.assert_close(fast.add(x, y, region), slow.add(x, y, region))
 
 
@@ -339,10 +343,10 @@ class ByNoRule(nn.Linear):
 
 
 def test_a_function_without_a_rule_for_vmap_is_told_of() -> None:
-    for net, told in ((ByNoRule(5, 3), True), (nn.Linear(5, 3), False)):
-        isolated = Isolated(net, split_by_module(net), numbers(5))
-        assert isolated.vmapped is not told
-        assert any("generate_vmap_rule = True" in note for note in isolated.notes) is told
+    net = nn.Sequential(ByNoRule(5, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+    per_sample = PerSample(net, numbers(5))
+    assert not per_sample.vmapped
+    assert "set generate_vmap_rule = True" in per_sample.notes[0]
 
 
 def test_views_of_one_sample_may_be_mixed() -> None:
@@ -359,75 +363,7 @@ def test_views_of_one_sample_may_be_mixed() -> None:
     torch.testing.assert_close(
         subject.add(x, y, region), clip(exact, region, clip_limit(1024)).sum(0)
     )
-    assert subject.isolated.recorded == {"first"}  # the rows of the second are not the views
-
-
-def test_recorded_layers_are_held_in_the_cheapest_form() -> None:
-    subject = alone("lora")
-    gradients = subject.sum.gradients(*subject.batch(), ball=True)
-    assert [type(form) for _, form in gradients] == [Instantiated, OuterProducts]
-
-
-# Networks that mix samples, by what they compute or by what they keep.
-
-
-class Keeping(nn.Module):
-    """Keeps something of what it has seen, and lets it into what it computes."""
-
-    def __init__(self, keep: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.kept = torch.zeros(5, dtype=torch.float64)
-        self.register_buffer("buffer", torch.zeros(5, dtype=torch.float64))
-        self.log: list[Tensor] = []
-        self.counts = {"seen": 0}
-        self.net = mlp()
-        self._keep = keep
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(self._keep(self, x))
-        return out
-
-
-def _reassigned(net: Any, x: Tensor) -> Tensor:
-    net.kept = 0.5 * net.kept + x.mean(0)
-    out: Tensor = x - net.kept
-    return out
-
-
-def _changed_in_place(net: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        net.kept.mul_(0.5).add_(x.mean(0))
-    out: Tensor = x - net.kept
-    return out
-
-
-def _changed_buffer(net: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        net.buffer.add_(x.sum(0))
-    out: Tensor = x - net.buffer
-    return out
-
-
-def _listed(net: Any, x: Tensor) -> Tensor:
-    net.log.append(x.detach().sum(0))
-    return x - torch.stack(net.log).sum(0)
-
-
-def _counted(net: Any, x: Tensor) -> Tensor:
-    net.counts["seen"] += 1 + int(bool(x.sum() > 0))
-    out: Tensor = x * net.counts["seen"]
-    return out
-
-
-def _counted_at_length(net: Any, x: Tensor) -> Tensor:
-    """Make no difference before many passes: more than are tried before the first step."""
-    net.counts["seen"] += 1
-    return x * (1 if net.counts["seen"] < 1000 else 2)
-
-
-def _changed_weights(net: Any, x: Tensor) -> Tensor:
-    net.net[0].weight.data.add_(x.detach().mean())
-    return x
+    assert subject.per_sample._recorded == {"first", "second"}
 
 
 class Ghost(nn.Module):
@@ -450,117 +386,6 @@ class Backwards(torch.autograd.Function):
         return gradients[0] + gradients[0].sum(0)
 
 
-class Copy(torch.autograd.Function):
-    """The identity, in torch's new style."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-class VmapRule(Copy):
-    """Mixes samples in its rule for vmap alone."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
-        return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
-
-
-def _rounded(x: Tensor) -> Tensor:
-    """Rounding with one scale per tensor, which few random samples do not show to mix samples."""
-    scale = x.detach().abs().amax().clamp(min=50.0)
-    return (x / scale * 127).round() / 127 * scale
-
-
-class Rounded(Copy):
-    """Mixes samples in its rule for vmap if one of them is large."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return _rounded(x)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
-        return Rounded.apply(x), in_dims[0]
-
-
-@torch.library.custom_op("dpmac_tests::rounded", mutates_args=())
-def rounded(x: Tensor) -> Tensor:
-    return _rounded(x)
-
-
-def by_operator(x: Tensor) -> Tensor:
-    found: Tensor = rounded(x)
-    return found
-
-
-@rounded.register_vmap
-def _(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
-    return _rounded(x), in_dims[0]
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("own", [Rounded.apply, by_operator])
-def test_a_rule_for_vmap_of_the_program_never_sees_two_samples(own: Any) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(Through(own), nn.Linear(5, CLASSES))
-    layers = split_by_module(net)
-    isolated = Isolated(net, layers, numbers(5))
-    assert not isolated.vmapped
-    [note] = isolated.notes
-    assert "rule for vmap of its own" in note
-    x, y = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
-    x[3] = 3000.0
-    _, alone = isolated(x[:3], y[:3])
-    _, beside = isolated(x, y)
-    assert torch.equal(alone[0], beside[0][:3])  # type: ignore[arg-type]
-    assert Rounded.vmap(None, (0,), x)[1] == 0  # put back
-
-
-class Weighed(nn.Module):
-    """Reads a parameter of its own, so that its gradients are made by vmap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(CLASSES, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = Rounded.apply(x) @ torch.stack([self.weight.tanh()])[0].T
-        return found
-
-
-@pytest.mark.privacy
-def test_a_layer_with_a_rule_for_vmap_of_its_own_is_not_run_on_batches() -> None:
-    net, x = Weighed(), torch.randn(3, 5)
-    layers = find_layers(net, x)
-    assert [layer.direct for layer in layers] == [False]
-    flatten_parameters(layers)
-    with pytest.raises(ModelError, match="rule for vmap of its own"):
-        ClippedChunkSum(net, layers).gradients(x, torch.zeros(3, dtype=torch.long), ball=True)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("own", [Rounded.apply, by_operator])
-def test_a_loss_with_a_rule_for_vmap_of_its_own_sees_one_sample(own: Any) -> None:
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = (own(outputs.detach()) * outputs).sum(1) + 0 * labels
-        return found
-
-    torch.manual_seed(0)
-    outputs, labels = torch.randn(4, CLASSES), torch.zeros(4, dtype=torch.long)
-    by_sample = user_losses.alone(loss, outputs[:2], labels[:2])
-    outputs[3] = 3000.0
-    assert torch.equal(by_sample(outputs, labels)[:3], by_sample(outputs[:3], labels[:3]))
-
-
 def _mixed_inside(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(5, 5), Through(mix), nn.Tanh(), nn.Linear(5, CLASSES))
 
@@ -572,22 +397,9 @@ MIXERS: Mapping[str, Callable[[], nn.Module]] = {
     "shuffled": _mixed_inside(lambda x: x[torch.randperm(len(x))]),
     "attention over the batch": _mixed_inside(lambda x: (x @ x.T).softmax(1) @ x),
     "backwards": _mixed_inside(Backwards.apply),
-    "rule for vmap": _mixed_inside(VmapRule.apply),
     "batch norm": lambda: nn.Sequential(
         nn.Conv1d(1, 4, 2), nn.BatchNorm1d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, CLASSES)
     ),
-    **{
-        keep.__name__.strip("_"): partial(Keeping, keep)
-        for keep in (
-            _reassigned,
-            _changed_in_place,
-            _changed_buffer,
-            _listed,
-            _counted,
-            _counted_at_length,
-            _changed_weights,
-        )
-    },
 }
 every_mixer = pytest.mark.parametrize("name", MIXERS)
 
@@ -618,37 +430,6 @@ def test_an_added_record_moves_the_whitened_sum_by_at_most_1(name: str) -> None:
     assert (moved / region.scale).norm() <= 1
 
 
-def attributes_of(model: nn.Module) -> list[Any]:
-    """Values of everything that hangs on the modules of a model, tensors as lists."""
-
-    def plain(value: Any) -> Any:
-        match value:
-            case Tensor():
-                return value.tolist()
-            case dict():
-                return {key: plain(part) for key, part in value.items()}
-            case list() | tuple():
-                return [plain(part) for part in value]
-            case bool() | int() | float() | str():
-                return value
-        return None
-
-    return [plain(vars(module)) for module in model.modules()]
-
-
-@pytest.mark.privacy
-@every_mixer
-def test_the_model_is_left_as_it_was(name: str) -> None:
-    subject = mixer(name)
-    before = attributes_of(subject.model)
-    x, y = subject.batch()
-    subject.add(x, y, region_clipping_half("ball", subject.exact(x, y), subject.theta))
-    assert attributes_of(subject.model) == before
-
-
-# Randomness and numbers that are not finite.
-
-
 @pytest.mark.parametrize("loop", [False, True])
 def test_dropout_differs_between_samples_and_repeats_with_the_seed(loop: bool) -> None:
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(40, CLASSES)).double()
@@ -657,9 +438,9 @@ def test_dropout_differs_between_samples_and_repeats_with_the_seed(loop: bool) -
 
     def losses(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return subject.isolated(x, y)[0]
+        return subject.per_sample(x, y)[0]
 
-    assert subject.isolated.vmapped is not loop
+    assert subject.per_sample.vmapped is not loop
     assert len(set(losses(0).tolist())) == len(x)
     assert torch.equal(losses(0), losses(0))
     assert not torch.equal(losses(0), losses(1))
@@ -670,28 +451,8 @@ def test_dropout_inside_a_transformer_is_supported(views: int) -> None:
     subject = Alone(Transformer(0.5), (1, 4, 4), views)
     x, y = subject.batch()
     region = region_clipping_half("ball", subject.exact(x, y), subject.theta)
-    assert subject.isolated.vmapped
+    assert subject.per_sample.vmapped
     assert subject.add(x, y, region).isfinite().all()
-
-
-@pytest.mark.privacy
-def test_a_sample_that_seeds_the_generator_seeds_no_other() -> None:
-    def run(net: Any, x: Tensor) -> Tensor:
-        out: Tensor = net.layer(x * torch.rand(()).double())
-        torch.manual_seed(int(x[0, 0] * 1000))
-        return out
-
-    net = Running(run, layer=nn.Linear(5, CLASSES)).double()
-    subject = Alone(net, (5,))
-    x, y = subject.batch()
-
-    def losses(x: Tensor) -> Tensor:
-        torch.manual_seed(0)
-        return subject.isolated(x, y)[0]
-
-    moved = torch.cat([x[:1] + 1, x[1:]])
-    assert not subject.isolated.vmapped
-    assert torch.equal(losses(moved)[1:], losses(x)[1:])
 
 
 def test_the_choice_of_vmap_draws_from_no_global_generator() -> None:
@@ -699,7 +460,7 @@ def test_the_choice_of_vmap_draws_from_no_global_generator() -> None:
     expected = torch.rand(3)
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, CLASSES))
     torch.manual_seed(5)
-    Isolated(net, split_by_module(net), numbers(4))
+    PerSample(net, numbers(4))
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -719,22 +480,11 @@ def test_a_sample_that_is_not_finite_adds_nothing(name: str, poison: float, loop
     assert moved <= (1 if poison == 3e38 else 1e-5)
 
 
-# Training.
-
-ISOLATED = replace(PLAN, isolated=True)
-
-
 def tiny_mixer(mix: Callable[[Tensor], Tensor]) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Flatten(), nn.Linear(SIDE**2, 5), Through(mix), nn.Linear(5, TINY_CLASSES)
     ).double()
-
-
-@every_optimizer
-def test_isolation_does_not_change_a_network_that_does_not_mix(name: str) -> None:
-    plain, isolated = (make_trainer(name, plan=plan) for plan in (PLAN, ISOLATED))
-    torch.testing.assert_close(walk(isolated, 4), walk(plain, 4))
 
 
 @every_optimizer
@@ -744,13 +494,12 @@ def test_in_training_an_added_record_moves_the_whitened_sum_by_at_most_1(name: s
         spy = Spy(0.0, 8)
         model = tiny_mixer(lambda x: x * torch.sin(100 * x.sum(0)))
         sampler = Batches([0, 1, 2, 3], batch)
-        trainer = make_trainer(name, spy, plan=ISOLATED, model=model, sampler=sampler)
+        trainer = make_trainer(name, spy, plan=PLAN, model=model, sampler=sampler)
         walk(trainer, 2)
         return spy.whitened_sum(), trainer
 
     few, _ = whitened([4, 5, 6])
-    many, trainer = whitened([4, 5, 6, 7])
-    assert trainer.plan.isolated
+    many, _ = whitened([4, 5, 6, 7])
     assert 0 < (many - few).norm() <= 1
 
 
@@ -758,7 +507,7 @@ def test_in_training_an_added_record_moves_the_whitened_sum_by_at_most_1(name: s
 def test_an_empty_batch_is_a_step_of_noise_alone(name: str) -> None:
     noise = KeptNoise()
     trainer = make_trainer(
-        name, GaussianMechanism(1.0, 8), plan=ISOLATED, sampler=Batches([]), noise=noise
+        name, GaussianMechanism(1.0, 8), plan=PLAN, sampler=Batches([]), noise=noise
     )
     assert walk(trainer, 2).isfinite().all()
     assert len(noise.drawn) == 2
@@ -767,13 +516,13 @@ def test_an_empty_batch_is_a_step_of_noise_alone(name: str) -> None:
 def test_a_chunk_instantiates_a_bounded_number_of_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert alone("lora").isolated.most == WRITTEN_OUT // (2 * 5 + 6 * 2)
-    monkeypatch.setattr("dpmac_cli.dp.clipping.isolation.WRITTEN_OUT", 60)
+    assert alone("lora").per_sample.most == WRITTEN_OUT // (2 * 5 + 6 * 2)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.per_sample.WRITTEN_OUT", 60)
     model = nn.Sequential(nn.Flatten(), LoRA(SIDE**2, TINY_CLASSES)).double()
     model.get_parameter("1.b").data.normal_()
     batch = list(range(10))
     results = []
-    for plan in (ISOLATED, replace(ISOLATED, physical_batch=3)):
+    for plan in (PLAN, replace(PLAN, physical_batch=3)):
         trainer = make_trainer(
             "dp-sgd", plan=plan, model=copy.deepcopy(model), sampler=Batches(batch)
         )
@@ -805,7 +554,7 @@ def test_zeros_at_the_start_hide_no_use_of_a_weight() -> None:
 def test_a_network_that_fails_on_made_up_samples_is_refused() -> None:
     net = nn.Linear(4, CLASSES)
     with pytest.raises(ModelError, match=r"The network failed on samples of shape \(5,\)"):
-        Isolated(net, split_by_module(net), numbers(5))
+        PerSample(net, numbers(5))
 
 
 @pytest.mark.privacy
@@ -873,13 +622,13 @@ def test_draws_of_others_are_distributed_alike_with_a_record_more() -> None:
     """By vmap all samples draw from one stream, in order: what is left of it is as random."""
     torch.set_num_threads(1)
     net = Counted()
-    isolated = Isolated(net, split_by_module(net), numbers(2))
-    assert isolated.vmapped
+    per_sample = PerSample(net, numbers(2))
+    assert per_sample.vmapped
     x, y = torch.tensor([[4.0, 1.0], [1.0, 1.0], [2.0, 1.0]]), torch.zeros(3).long()
 
     def drawn(first: int) -> NDArray[Any]:
         torch.manual_seed(3)
-        found = [isolated(x[first:], y[first:])[0][-2:].sum() for _ in range(1000)]
+        found = [per_sample(x[first:], y[first:])[0][-2:].sum() for _ in range(1000)]
         return torch.stack(found).numpy()
 
     more, less = drawn(0), drawn(1)

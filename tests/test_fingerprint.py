@@ -1,44 +1,30 @@
 """A network in training is the one that was validated: each step finds out what has changed."""
 
 import copy
-import functools
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.modules import module as of_modules
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.nn.utils.parametrizations import weight_norm
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.errors import ModelError
-from tests.helpers import CLASSES, PLAN, SIDE, make_trainer, tiny_data
+from dpmac_cli.models.fingerprint import Fingerprint
+from tests.helpers import CLASSES, SIDE, in_chunks_of, make_trainer, tiny_data
 
 Change = Callable[[Any], object]
 IN, WIDTH = SIDE**2, 5
 
 
-class Flags:
-    """A flag where vars() does not look."""
-
-    __slots__ = ("mixing",)
-
-    def __init__(self) -> None:
-        self.mixing = False
-
-
 class Adjustable(nn.Module):
-    """Holds a frozen layer, buffers, and flags of every kind that a forward pass may read."""
+    """Holds a frozen layer, a buffer, and attributes that a forward pass may read."""
 
-    shared = False
-    table: dict[str, bool] = {"mixing": False}  # noqa: RUF012  (that is the test)
+    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,30 +32,12 @@ class Adjustable(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.middle = nn.Sequential(nn.Conv2d(1, 2, 2, padding=1), nn.Flatten(), nn.Linear(32, IN))
         self.register_buffer("scale", torch.ones(WIDTH))
-        self.constant, self.array = torch.ones(WIDTH), np.ones(WIDTH)
-        self.mixing, self.sizes, self.inside = False, [1, 2], {"deep": [SimpleNamespace(mixing=0)]}
-        self.flags, self.names, self.pair = Flags(), {"a"}, (1, [False])
-        mixing = False
-
-        def closing(x: Tensor) -> Tensor:
-            return x - x.mean(0) if mixing else x
-
-        def switch() -> None:
-            nonlocal mixing
-            mixing = True
-
-        self.switch = switch
-        self.closing: Callable[[Tensor], Tensor] = closing
-        self.bound = functools.partial(self.centred, self.inside)
-
-    def centred(self, flags: Any, x: Tensor) -> Tensor:
-        return x - x.mean(0) if flags["deep"][0].mixing else x
+        self.mixing, self.sizes, self.names = False, [1, 2], {"a"}
+        self.table, self.queue = {"mixing": False}, deque([0], maxlen=4)
+        self.closing, self.memory = torch.tanh, SimpleNamespace(calls=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.base(self.middle(x)) * self.scale * self.constant
-        x = self.bound(self.closing(torch.tanh(self.first(x))))
-        if self.mixing or self.flags.mixing or self.shared or self.table["mixing"]:
-            x = x - x.mean(0)
+        x = self.closing(self.first(self.base(self.middle(x)) * self.scale))
         logits: Tensor = self.last(x)
         return logits
 
@@ -81,13 +49,13 @@ def replaced_class(net: Any) -> None:
     net.__class__ = Other
 
 
-def late_hook(kind: str, *args: Any) -> Change:
-    return lambda net: getattr(net.first, f"register_{kind}")(lambda *_: None, *args)
+def late_hook(kind: str) -> Change:
+    return lambda net: getattr(net.first, f"register_{kind}")(lambda *_: None)
 
 
 #: Changes to an :class:`Adjustable`, and what the refusal says. ``first.weight`` is trained.
 CHANGES: dict[str, tuple[Change, str]] = {
-    "double().float()": (lambda n: n.double().float(), "first.weight is in other memory"),
+    "double().float()": (lambda n: n.double().float(), "weight is in other memory"),
     "p.data =": (
         lambda n: setattr(n.first.weight, "data", n.first.weight.data.clone()),
         "first.weight is in other memory",
@@ -121,42 +89,34 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a layer removed": (lambda n: n.middle.pop(1), r"middle\.1 changed"),
     "layers in another order": (
         lambda n: n.middle._modules.update({"0": n.middle._modules.pop("0")}),
-        r"middle\.order changed",
+        r"middle\._modules changed",
     ),
-    "parametrised": (lambda n: weight_norm(n.first), "first"),
+    "weight_norm": (lambda n: weight_norm(n.first), "first changed"),
+    "prune": (
+        lambda n: prune.l1_unstructured(n.first, "weight", 0.5),  # type: ignore[no-untyped-call]
+        r"first\.weight was replaced",
+    ),
     "a forward of its own": (
         lambda n: setattr(n.first, "forward", lambda x: x - x.mean(0)),
         r"first\.forward was added",
     ),
     "another class": (replaced_class, "the network itself changed"),
     "a flag": (lambda n: setattr(n, "mixing", True), "mixing changed"),
-    "a flag in slots": (lambda n: setattr(n.flags, "mixing", True), r"flags\.mixing changed"),
-    "a flag inside": (
-        lambda n: setattr(n.inside["deep"][0], "mixing", 1),
-        r"inside\.deep\.0\.mixing changed",
-    ),
-    "a flag of the class": (lambda n: setattr(type(n), "shared", True), "shared changed"),
-    "a table of the class": (
-        lambda n: n.table.update(mixing=True),
-        r"class Adjustable\.table\.mixing changed",
-    ),
-    "a flag in a closure": (lambda n: n.switch(), "mixing changed"),
-    "a list": (lambda n: n.sizes.append(3), r"sizes\.2 was added"),
+    "a list": (lambda n: n.sizes.append(3), "sizes changed"),
     "a set": (lambda n: n.names.add("b"), "names changed"),
-    "a tuple's list": (lambda n: n.pair[1].__setitem__(0, True), r"pair\.1\.0 changed"),
-    "an array": (lambda n: n.array.fill(2), "array changed"),
+    "a dict": (lambda n: n.table.update(mixing=True), "table changed"),
+    "a queue": (lambda n: n.queue.append(1), "queue changed"),
     "a function": (lambda n: setattr(n, "closing", torch.relu), "closing changed"),
+    "an object's attribute": (lambda n: setattr(n.memory, "calls", 1), "memory changed"),
     "an attribute added": (lambda n: setattr(n, "extra", 1), "extra was added"),
-    "a buffer": (lambda n: n.scale.mul_(2), "changed its scale"),
+    "a buffer": (lambda n: n.scale.mul_(2), "scale was written to"),
     "a buffer added": (lambda n: n.register_buffer("more", torch.ones(1)), "more was added"),
     "a buffer replaced": (lambda n: setattr(n, "scale", torch.ones(WIDTH)), "scale was replaced"),
-    "a tensor attribute": (lambda n: n.constant.mul_(2), "changed its constant"),
-    "a frozen parameter": (lambda n: n.base.weight.mul_(2), r"changed its base\.weight"),
+    "a frozen parameter": (lambda n: n.base.weight.mul_(2), r"base\.weight was written to"),
     "forward hook": (late_hook("forward_hook"), "hooks of first changed"),
     "forward pre-hook": (late_hook("forward_pre_hook"), "hooks of first changed"),
     "backward hook": (late_hook("full_backward_hook"), "hooks of first changed"),
     "backward pre-hook": (late_hook("full_backward_pre_hook"), "hooks of first changed"),
-    "state hook": (late_hook("state_dict_post_hook"), "hooks of first changed"),
     "hook on a parameter": (
         lambda n: n.first.weight.register_hook(lambda g: 2 * g),
         r"hooks of first\.weight changed",
@@ -168,16 +128,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _classes_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Adjustable, "shared", False)
-    monkeypatch.setattr(Adjustable, "table", {"mixing": False})
-
-
-def trainer_of(net: nn.Module, **options: Any) -> Any:
-    return make_trainer(
-        "dp-sgd", model=net, dtype=torch.float32, data=tiny_data(torch.float32), **options
-    )
+def trainer_of(net: nn.Module) -> Any:
+    """In chunks of one record, which are not tried for rounding."""
+    data, plan = tiny_data(torch.float32), in_chunks_of(1)
+    return make_trainer("dp-sgd", model=net, dtype=torch.float32, data=data, plan=plan)
 
 
 @pytest.mark.privacy
@@ -201,7 +155,13 @@ def test_a_change_between_steps_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kind", [n for n in vars(of_modules) if "register_module" in n])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("register_module_forward_hook", "register_module_forward_pre_hook"),
+        *("register_module_full_backward_hook", "register_module_full_backward_pre_hook"),
+    ],
+)
 def test_hooks_of_all_modules_are_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_modules, "_global_is_full_backward_hook", None)
     trainer = trainer_of(Adjustable())
@@ -215,21 +175,12 @@ def test_hooks_of_all_modules_are_seen(kind: str, monkeypatch: pytest.MonkeyPatc
     trainer.step()
 
 
-@pytest.mark.privacy
-def test_torchs_own_layers_are_seen_to_be_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trainer_of(Adjustable())
-    trainer.step()
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x - x.mean(0))
-    with pytest.raises(ModelError, match=r"class Linear\.forward changed"):
-        trainer.step()
-
-
 class ChangesItself(Adjustable):
-    """Changes itself in a forward pass, counted from 0."""
+    """Changes itself in forward passes from a call on, counted from 0."""
 
     def __init__(self, change: Change, when: int) -> None:
         super().__init__()
-        self.change, self.when, self.calls = change, when, iter(range(100))
+        self.change, self.when, self.calls = change, when, iter(range(10**6))
 
     def forward(self, x: Tensor) -> Tensor:
         if next(self.calls) == self.when:
@@ -237,63 +188,40 @@ class ChangesItself(Adjustable):
         return super().forward(x)
 
 
+#: Ways in which a network would carry a record to the next.
+ITSELF = ("a flag", "a list", "a queue", "an object's attribute", "a buffer replaced")
+
+
+def never(net: nn.Module) -> None:
+    """Change nothing."""
+
+
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", ["a flag", "a buffer", "forward hook", "a flag in a closure"])
+@pytest.mark.parametrize("name", ITSELF)
 def test_a_network_that_changes_itself_is_refused_before_the_noise(name: str) -> None:
     torch.manual_seed(0)
     change, said = CHANGES[name]
-    never = ChangesItself(change, 100)
-    trainer_of(never)
-    trainer = trainer_of(ChangesItself(change, next(never.calls) + 2))
+    net = ChangesItself(never, 0)
+    trainer = trainer_of(net)
     trainer.step()
     trainer.step()
-    before = trainer.state.theta.clone()
-    with pytest.raises(ModelError, match=said):
+    before, net.change, net.when = trainer.state.theta.clone(), change, next(net.calls) + 1
+    trainer._unchanged = Fingerprint(net, trainer._sums.trained)
+    with pytest.raises(ModelError, match=rf"{said}.*this step is not used"):
         trainer.step()
     assert torch.equal(trainer.state.theta, before)
     assert trainer.state.step == 2
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", ["a flag", "a buffer", "forward hook", "a flag in a closure"])
-def test_a_network_that_changes_itself_before_the_first_step_is_refused(name: str) -> None:
-    """The trial of how rows are rounded runs it after it was validated."""
-    change, said = CHANGES[name]
-    with pytest.raises(ModelError, match=said):
-        trainer_of(ChangesItself(change, 2))
-
-
-class Mixing(TorchFunctionMode):
-    """Changes what an operation of the program returns."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result - result.mean(0) if func is torch.tanh else result
-
-
-class MixingBelow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-    """The same, below autograd."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result - result.mean(0) if func is torch.ops.aten.tanh.default else result
-
-
-def mixing_saved() -> Any:
-    return saved_tensors_hooks(lambda x: x.mean(0, keepdim=True).expand_as(x), lambda x: x)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("around", [Mixing, MixingBelow, mixing_saved])
-def test_nothing_of_the_program_acts_on_operations_around_a_step(around: Callable[[], Any]) -> None:
-    trainer = trainer_of(Adjustable())
-    before = trainer.state.theta.clone()
-    with around(), pytest.raises(ModelError, match="around the step"):
-        trainer.step()
-    assert torch.equal(trainer.state.theta, before)
-    with torch.device("cpu"), save_on_cpu():  # torch's own
-        trainer.step()
-    assert trainer.state.step == 1
+def test_statistics_in_a_buffer_are_not_published() -> None:
+    net = Adjustable()
+    trainer = trainer_of(net)
+    trainer.step()
+    net.scale.data.mul_(2)  # .data hides it from autograd, and from the check around each step
+    trainer.step()
+    with pytest.raises(ModelError, match="changed its scale during training"):
+        trainer.check_network()
 
 
 def restored(net: Any) -> None:
@@ -306,27 +234,24 @@ HARMLESS: dict[str, Change] = {
     "eval of a layer": lambda n: n.first.eval(),
     "load_state_dict": restored,
     "the same flag": lambda n: setattr(n, "mixing", False),
-    "an equal list": lambda n: setattr(n, "sizes", [1, 2]),
     "float": lambda n: n.float(),
     "cpu": lambda n: n.cpu(),
     "a copy": copy.deepcopy,
     "state_dict": lambda n: n.state_dict(),
     "gradients on public data": lambda n: n(torch.ones(2, 1, SIDE, SIDE)).sum().backward(),
     "a hook put in and out": lambda n: n.first.register_forward_hook(print).remove(),
-    "a backward hook put in and out": lambda n: n.first.register_full_backward_hook(print).remove(),
     "compiled": lambda n: torch.compile(n, backend="eager"),
     "evaluation": lambda n: n.eval()(torch.ones(2, 1, SIDE, SIDE)),
 }
 
 
-@pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_was_right_stays_right(name: str, isolated: bool) -> None:
+def test_what_was_right_stays_right(name: str) -> None:
     thetas = []
-    for between in (lambda _: None, HARMLESS[name]):
+    for between in (never, HARMLESS[name]):
         torch.manual_seed(0)
         net = Adjustable()
-        trainer = trainer_of(net, plan=replace(PLAN, isolated=isolated))
+        trainer = trainer_of(net)
         for _ in range(3):
             trainer.step()
             between(net)

@@ -1,7 +1,7 @@
 """Per-sample gradients of a layer in the cheapest of several forms: stored, in pieces, or ghost."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
 from typing import Protocol
@@ -9,12 +9,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.ghost_clipping import DEVICE_PIECE, PositionProducts, sizes
+from dpmac_cli.dp.clipping.ghost_clipping import (
+    DEVICE_PIECE,
+    PositionProducts,
+    join_positions,
+    sizes,
+)
 from dpmac_cli.dp.clipping.layer_rules import (
     CONVOLUTIONS,
     ByParameter,
     Use,
-    has_plain_use,
     in_groups,
     instantiate,
 )
@@ -127,12 +131,10 @@ def held(columns: ByParameter) -> Instantiated:
     return Instantiated(lambda: [columns])
 
 
-def in_pieces(layer: Layer, uses: Sequence[Use], views: int = 1) -> Instantiated:
+def in_pieces(layer: Layer, uses: Sequence[Use]) -> Instantiated:
     """Return the form of gradients that are instantiated again whenever they are read."""
     step = _at_a_time(uses[0].delta, layer.stop - layer.start)
-    return Instantiated(
-        lambda: (instantiate(layer, some, views) for some in in_groups(uses, views, step))
-    )
+    return Instantiated(lambda: (instantiate(layer, some) for some in in_groups(uses, step)))
 
 
 def _selected(
@@ -146,67 +148,39 @@ def _selected(
         begin = end
 
 
-def choose_form(
-    layer: Layer, uses: Sequence[Use] | Tensor, views: int = 1, *, ball: bool
-) -> PerSampleGradients:
+def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> PerSampleGradients:
     """Return the cheapest form that the layer's type, its shapes and its uses allow.
 
-    ``uses`` are all uses in a forward pass, or the instantiated gradients. Each has ``views``
-    adjacent rows per sample, whose gradients are summed. ``ball``: norms are taken in a ball.
+    ``uses`` are all uses in a forward pass, or the instantiated gradients, shape (samples,
+    d_layer). ``ball``: norms are taken in a ball.
     """
     if isinstance(uses, Tensor):
         return held([uses])
-    layer = _as_called(layer, uses)
-    if (
-        len(uses) > 1
-        and type(layer.module) is nn.Linear
-        and all(has_plain_use(layer, u) for u in uses)
-    ):
+    if all(type(use.module) is nn.Linear for use in uses):
         uses = [_one_after_another(uses)]
     delta = uses[0].delta
-    samples, size = len(delta) // views, layer.stop - layer.start
-    if layer.tied:
-        return _of_tied(layer, uses, views, ball=ball)
-    found = sizes(layer, uses, views)
+    samples, size = uses[0].samples, layer.stop - layer.start
     small = samples * size <= _piece(delta)
+    found = sizes(layer, uses) if len({type(use.module) for use in uses}) == 1 else None
     if found is not None:
         if found.positions == 1 and type(layer.module) is nn.Linear:
-            a = uses[0].inputs[0].reshape(samples, 1, -1)
-            return OuterProducts(delta.reshape(samples, 1, -1), a, "bias" in layer.parameters)
-        by_position = PositionProducts(layer, tuple(uses), views, found)
+            return OuterProducts(delta, uses[0].inputs, "bias" in layer.parameters)
+        by_position = PositionProducts(layer, tuple(uses), found)
         if not small and (samples * size > HELD or not found.holding_pays(ball)):
             return by_position
-    elif not small and (layer.direct or type(layer.module) not in CONVOLUTIONS):
-        # Gradients of other convolutions are too expensive to compute twice.
-        return in_pieces(layer, uses, views)
-    # A few samples at a time, whose gradients stay in the cache while they are written.
-    return held(instantiate(layer, uses, views, max(2, _piece(delta) // 4 // size)))
-
-
-def _of_tied(layer: Layer, uses: Sequence[Use], views: int, *, ball: bool) -> PerSampleGradients:
-    """Return the form of a weight that several layers share."""
-    products = tied_products(layer, uses, views) if ball else None
-    if products is not None:
+    elif ball and (products := tied_products(uses)) is not None:
         return products
-    few = len(uses[0].delta) // views * (layer.stop - layer.start) <= HELD
-    return held(instantiate(layer, uses, views)) if few else in_pieces(layer, uses, views)
-
-
-def _as_called(layer: Layer, uses: Sequence[Use]) -> Layer:
-    """Return a Linear layer in place of a parameter that rows are only multiplied with."""
-    users = [use.user for use in uses]
-    if not layer.direct or users[0] is None or None in users:
-        return layer
-    return replace(users[0], start=layer.start)
+    elif not small and type(layer.module) not in CONVOLUTIONS:
+        # Gradients of other convolutions are too expensive to compute twice.
+        return in_pieces(layer, uses)
+    # A few samples at a time, whose gradients stay in the cache while they are written.
+    return held(instantiate(layer, uses, max(2, _piece(delta) // 4 // size)))
 
 
 def _one_after_another(uses: Sequence[Use]) -> Use:
     """Return several uses of a Linear layer as one use at all their positions."""
-
-    def joined(parts: Iterable[Tensor]) -> Tensor:
-        return torch.cat([x.reshape(len(x), -1, x.shape[-1]) for x in parts], 1)
-
-    return Use((joined(use.inputs[0] for use in uses),), joined(use.delta for use in uses))
+    inputs = join_positions([use.inputs for use in uses])
+    return Use(uses[0].module, inputs, join_positions([use.delta for use in uses]))
 
 
 def _piece(like: Tensor) -> int:

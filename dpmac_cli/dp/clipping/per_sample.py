@@ -1,0 +1,519 @@
+"""Per-sample gradients of a network that sees one record at a time, by vmap or in a loop.
+
+The network is a function of one record: no operation of it, of its hooks or of its loss sees two,
+so none can mix them. :func:`torch.func.vmap` runs it on all records of a chunk. Layers with a rule
+(:data:`.RULES`) have a tap, a zero that is added to their output: the gradient w.r.t. the tap is
+the layer's output gradient, one row per record, and norms and weighted sums follow from inputs and
+output gradients. The gradients of other parameters are instantiated by the same call of ``grad``.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpmac_cli.dp.clipping.batches import (
+    Batch,
+    Structure,
+    by_row,
+    map_rows,
+    samples_in,
+    tensors_in,
+)
+from dpmac_cli.dp.clipping.chain import chain_of, run_chain
+from dpmac_cli.dp.clipping.layer_rules import KNOWN, RULES, Use, instantiate
+from dpmac_cli.dp.clipping.layers import Layer, find_layers
+from dpmac_cli.dp.clipping.projections import calling_projections, projections
+from dpmac_cli.dp.losses import Loss, plain
+from dpmac_cli.errors import ModelError
+from dpmac_cli.randomness.layers import forked, seed_all
+from dpmac_cli.torch_errors import code_of_network, out_of_memory, what_failed
+
+#: Number of instantiated gradient entries per chunk: 16 MiB of float32. On a CPU, 2^20 and 2^24
+#: take up to 1.4 times as long.
+WRITTEN_OUT = 1 << 22
+#: Structure of labels that are classes.
+CLASS = Structure(torch.zeros(1, dtype=torch.long), keep=True)
+#: Samples of a batch on which the cost of the loop is measured, and how many of them it runs on.
+MEASURED, LOOPED = 32, 2
+LOOP = (
+    "torch.func.vmap cannot run the network: {} So it runs on one record after the other, which "
+    "takes {} plain training."
+)
+BY_ROW = (
+    "On this machine, products of matrices round a record by the others of a batch. To avoid that, "
+    "each record is multiplied with the weights by itself. This is slower."
+)
+_NO_RULE = (
+    "it has a torch.autograd.Function without a rule for vmap. If its forward and backward consist "
+    "of torch operations, define setup_context in it and set generate_vmap_rule = True."
+)
+#: Words of messages of torch, and remedies.
+REMEDIES = {
+    "generate_vmap_rule": _NO_RULE,
+    "setup_context": _NO_RULE,
+    "data-dependent control flow": (
+        "it decides by the values of a record, as in if x.max() > 1 or x.item(). Use "
+        "torch.where(condition, a, b)."
+    ),
+    "saved tensor hooks": "it uses torch.utils.checkpoint. Leave that out.",
+}
+#: Message for a network that calls its layers differently than in the trial.
+OTHER_CALLS = (
+    "The network called its layers differently in this step than during validation. Call the same "
+    "layers in each forward pass, and use torch.where(condition, a, b) to choose."
+)
+
+
+class PerSample:
+    """Per-sample losses and gradients of a network that sees one sample at a time.
+
+    On two made-up samples in float64, gradients by rule are compared with those of a loop over
+    copies of the network. Where they differ, as where a weight is used outside its layer, the
+    layer's gradients are instantiated; if that differs, too, the network runs in the loop.
+
+    Args:
+        model: maps (1, ...), or the views of one sample (views, ...), to outputs (rows, ...).
+        inputs: structure of a sample: (...), or (views, ...) if there are several views.
+        labels: structure of the labels of a sample.
+        views: number of inputs per sample, public. The network may mix them with each other.
+        loss: one loss per row.
+        rowwise: whether the loss is known to act on each row alone.
+
+    Attributes:
+        layers: the trainable parameters of the model, split by module.
+        views: number of inputs per sample.
+        vmapped: whether samples run under vmap instead of in a loop.
+        idle: names of the layers on which the loss does not depend.
+        notes: messages about how the network is run.
+
+    Raises ModelError if the network fails on a made-up sample.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Structure,
+        labels: Structure = CLASS,
+        views: int = 1,
+        loss: Loss = plain,
+        *,
+        rowwise: bool = False,
+    ) -> None:
+        model = uncompiled(model)
+        self._model, self._loss_of, self.views = model, loss, views
+        self._inputs, self._labels = inputs, labels
+        self.layers = find_layers(model)
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._names = [[names[id(p)] for p in la.parameters.values()] for la in self.layers]
+        self._by_row = False  # whether each sample is multiplied with the weights by itself
+        self._recorded: set[str] = set()  # names of the layers whose gradients follow from calls
+        self._anew = False  # whether vmap needs random numbers as new tensors
+        self._single = False  # whether the loss is computed in float32 in the trial, too
+        # Calls of recorded layers: names of the layers, and shape of the output for one sample.
+        self._shapes: list[tuple[frozenset[str], tuple[int, ...]]] = []
+        self.idle: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = ()
+        why = self._try()
+        self.vmapped = why is None
+        known = self._recorded == {layer.name for layer in self.layers}
+        self._chain = chain_of(model) if rowwise and known else None
+        if why is not None:
+            self.run_in_a_loop(why)
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of samples in a chunk, which is public."""
+        loose = (layer for layer in self.layers if layer.name not in self._recorded)
+        return max(1, WRITTEN_OUT // max(1, sum(layer.stop - layer.start for layer in loose)))
+
+    def __call__(self, x: Batch, y: Batch) -> tuple[Tensor, list[list[Use] | Tensor]]:
+        """Return the losses of a chunk, and the uses of each layer or its gradients.
+
+        Args:
+            x: inputs: tensors of shape (samples, ...), or (samples, views, ...).
+            y: one label per input: tensors of shape (samples, ...) or (samples, views, ...).
+
+        Losses have shape (samples,), gradients (samples, d_layer). Raises ModelError if the network
+        calls other layers than in the trial.
+        """
+        if self.vmapped and self._chain is not None and not self._by_row:
+            return self._chained(self._chain, x, y)
+        if self.vmapped:
+            return self._mapped(self._model, self.layers, x, y)
+        losses, g, _ = self._looped(self._model, x, y)
+        return losses, [g[:, layer.start : layer.stop] for layer in self.layers]
+
+    def multiply_each_record_alone(self) -> None:
+        """Give each sample its own weights from now on, so that products are of one sample."""
+        # Projections of attention and recurrent layers have their weights at hand.
+        self._recorded -= {layer.name for layer in self.layers if layer.composite is not None}
+        self._by_row = True
+        self.notes = (BY_ROW,)
+
+    def run_in_a_loop(self, why: str) -> None:
+        """Run samples one after the other from now on; note why and what it costs."""
+        self.vmapped, self._recorded = False, set()
+        self.notes = (LOOP.format(why, self._cost_of_loop()),)
+
+    def _loss(self, network: Callable[[Batch], Any], x: Batch, y: Batch) -> Tensor:
+        """Return the loss of one sample, the mean over its views."""
+        alone = partial(torch.unsqueeze, dim=0)
+        rows, labels = (t if self.views > 1 else map_rows(alone, t) for t in (x, y))
+        outputs = network(rows)
+        return self._loss_of(outputs.float() if self._single else outputs, labels).mean()
+
+    def _chained(
+        self, chain: Sequence[nn.Module], x: Batch, y: Batch
+    ) -> tuple[Tensor, list[list[Use] | Tensor]]:
+        """Return losses and uses of a sequence of known layers, which runs on the whole chunk."""
+        rows, labels = by_row(x, self.views), by_row(y, self.views)
+        losses, found = run_chain(chain, self._loss_of, rows, labels, self.views)
+        calls = dict[nn.Module, list[tuple[Tensor, Tensor]]]()
+        for module, a, delta in found:
+            by_sample = (torch.unflatten(t, 0, (-1, self.views)) for t in (a, delta))
+            calls.setdefault(module, []).append((next(by_sample), next(by_sample)))
+        return losses, [_uses(layer, calls) for layer in self.layers]
+
+    def _mapped(
+        self, model: nn.Module, layers: Sequence[Layer], x: Batch, y: Batch
+    ) -> tuple[Tensor, list[list[Use] | Tensor]]:
+        """Return losses, and uses or gradients, by vmap."""
+        loose = [n for la, n in zip(layers, self._names, strict=True) if not self._records(la)]
+        parameters = dict(model.named_parameters())
+        trained: dict[str, Tensor] = {n: parameters[n] for names in loose for n in names}
+        like = next(iter(layers[0].parameters.values()))
+        own: dict[str, Tensor] = {
+            name: p for name, p in parameters.items() if self._by_row and name not in trained
+        }
+        taps = [like.new_zeros(shape) for names, shape in self._shapes if names & self._recorded]
+        left, called, read = list[Tensor](), list[nn.Module](), list[Tensor]()
+
+        def tap(module: nn.Module, given: Tensor, out: Tensor) -> Tensor:
+            if not left or out.shape != left[0].shape:
+                raise ModelError(OTHER_CALLS)
+            called.append(module)
+            read.append(given)
+            return out.add_(left.pop(0))
+
+        def loss_of(
+            taps: Sequence[Tensor],
+            trained: dict[str, Tensor],
+            own: dict[str, Tensor],
+            x: Batch,
+            y: Batch,
+        ) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+            called.clear()
+            read.clear()
+            left[:] = taps
+            given = trained | own
+            network = partial(functional_call, model, given) if given else model
+            loss = self._loss(network, x, y)
+            if left:
+                raise ModelError(OTHER_CALLS)
+            return loss, (loss, read)
+
+        one: Any = grad(loss_of, argnums=(0, 1), has_aux=True)
+        by_row = 0 if self._by_row else None
+        trained, own = (self._for_each(samples_in(x), of) for of in (trained, own))
+        mapped = vmap(one, in_dims=(None, by_row, by_row, 0, 0), randomness="different")
+        draws = _DrawnAnew() if self._anew else nullcontext()
+        # The other backends have no batching rule.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), self._tapped(layers, tap), draws:
+            (deltas, g), (losses, inputs) = mapped(taps, trained, own, x, y)
+        calls = dict[nn.Module, list[tuple[Tensor, Tensor]]]()
+        for module, a, delta in zip(called, inputs, deltas, strict=True):
+            calls.setdefault(module, []).append((a, delta))
+        return losses, [
+            _uses(layer, calls)
+            if self._records(layer)
+            else torch.cat([g[name].reshape(len(losses), -1) for name in names], 1)
+            for layer, names in zip(layers, self._names, strict=True)
+        ]
+
+    def _for_each(self, samples: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors as they are, or one for each sample, in the same memory."""
+        if not self._by_row:
+            return tensors
+        return {name: t.detach().expand(samples, *t.shape) for name, t in tensors.items()}
+
+    def _records(self, layer: Layer) -> bool:
+        return layer.name in self._recorded
+
+    @contextmanager
+    def _tapped(
+        self, layers: Sequence[Layer], tap: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    ) -> Iterator[None]:
+        """Call ``tap`` with the module, input and output of each call of recorded layers."""
+
+        def hook(module: nn.Module, inputs: Any, named: Any, out: Tensor) -> Tensor:
+            # A network's no_grad block needs no tap.
+            given = tensors_in((inputs, named))[0]
+            return tap(module, given, out) if torch.is_grad_enabled() else out
+
+        recorded = list(filter(self._records, layers))
+        modules = dict.fromkeys(module for layer in recorded for module in layer.called)
+        composites: dict[nn.Module, dict[str, nn.Module]] = {}
+        for layer in recorded:
+            if layer.composite is not None:
+                of, key = layer.composite
+                composites.setdefault(of, dict(projections(of)))[key] = layer.module
+        with ExitStack() as stack:
+            for module in modules:
+                # Before the hooks of the program, which may change the output.
+                handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+                stack.callback(handle.remove)
+            stack.enter_context(calling_projections(composites))
+            yield
+
+    def _looped(self, model: nn.Module, x: Batch, y: Batch) -> tuple[Tensor, Tensor, set[str]]:
+        """Return losses, gradients (samples, d), and the parameters that no loss depends on.
+
+        Each sample gets a new copy of the network, so none leaves anything to the next.
+        """
+        losses, idle = [], {name for names in self._names for name in names}
+        samples, rows = samples_in(x), list[Tensor]()
+        for i in range(samples):
+            x_i, y_i = (map_rows(partial(_row, i), batch) for batch in (x, y))
+            alone = copy.deepcopy(model).requires_grad_(False)
+            named = dict(alone.named_parameters())
+            trained = {n: named[n].requires_grad_() for names in self._names for n in names}
+            with torch.enable_grad():
+                loss = self._loss(alone, x_i, y_i)
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            g = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained.values()]
+            rows.append(torch.cat([part.to_dense().flatten() for part in g]))
+            idle &= {name for name, p in trained.items() if p.grad is None}
+        return torch.stack(losses), torch.stack(rows), idle
+
+    def _try(self) -> str | None:
+        """Find the layers to record; return why vmap cannot run the network, None if it can."""
+        x, y = self._inputs.made_up(2, double=True), self._labels.made_up(2, double=True)
+        with forked(), torch.no_grad(), code_of_network(x):
+            seed_all(0)
+            probe = copy.deepcopy(self._model).double()
+            for p in probe.parameters():  # zeros would hide uses of other weights
+                p.add_(torch.randn_like(p), alpha=0.1)
+            layers = find_layers(probe)
+            like = next(iter(self.layers[0].parameters.values()))
+            with constant_draws():
+                try:
+                    losses, g, idle = self._looped(probe, x, y)
+                except RuntimeError:  # the loss may hold weights of classes in float32
+                    self._single = like.dtype == torch.float32
+                    losses, g, idle = self._looped(probe, x, y)
+            pairs = zip(layers, self._names, strict=True)
+            self.idle = tuple(layer.name for layer, names in pairs if idle >= {*names})
+            expected = [g[:, layer.start : layer.stop] for layer in layers]
+            why = ""
+            for some in _candidates(layers):
+                self._recorded = some
+                while True:
+                    try:
+                        with constant_draws():
+                            wrong, alike = self._compare(probe, layers, x, y, losses, expected)
+                    except Exception as failure:
+                        if out_of_memory(failure):
+                            raise
+                        if not self._anew and "inplace randomness" in str(failure):
+                            self._anew = True
+                            continue
+                        why = _reason(failure)
+                        break
+                    if not wrong and alike:
+                        return None
+                    if not wrong & self._recorded:
+                        why = "its results under vmap are others."
+                        break
+                    self._recorded -= _with_siblings(layers, wrong)
+        return why
+
+    def _compare(
+        self,
+        probe: nn.Module,
+        layers: Sequence[Layer],
+        x: Batch,
+        y: Batch,
+        losses: Tensor,
+        expected: Sequence[Tensor],
+    ) -> tuple[set[str], bool]:
+        """Return the names of layers with other gradients, and whether losses are alike."""
+        self._shapes, called = [], set[nn.Module]()
+        x_0, y_0 = (map_rows(partial(_row, 0), batch) for batch in (x, y))
+
+        def note(module: nn.Module, _: Tensor, out: Tensor) -> Tensor:
+            called.add(module)
+            names = frozenset(layer.name for layer in layers if module in layer.called)
+            self._shapes.append((names, tuple(out.shape)))
+            return out
+
+        with self._tapped(layers, note), torch.enable_grad():
+            self._loss(probe, x_0, y_0)
+        if idle := {la.name for la in layers if self._records(la) and called.isdisjoint(la.called)}:
+            return idle, True
+        found, by_layer = self._mapped(probe, layers, x, y)
+        wrong = {
+            layer.name
+            for layer, got, g in zip(layers, by_layer, expected, strict=True)
+            if not _alike(_written(layer, got), g)
+        }
+        return wrong, _alike(found, losses)
+
+    def _cost_of_loop(self) -> str:
+        """Return how much longer the loop takes than plain training, on made-up samples."""
+        rows = min(self.most, MEASURED)
+        few = min(rows, LOOPED)
+        double = next(iter(self.layers[0].parameters.values())).dtype == torch.float64
+        x, y = (of.made_up(rows, double=double) for of in (self._inputs, self._labels))
+        some_x, some_y = (map_rows(lambda t: t[:few], batch) for batch in (x, y))
+        model = copy.deepcopy(self._model).requires_grad_(True)
+
+        def plainly() -> None:
+            losses = self._loss_of(model(by_row(x, self.views)), by_row(y, self.views))
+            torch.autograd.grad(losses.sum(), list(model.parameters()), allow_unused=True)
+
+        try:
+            with forked(), torch.enable_grad():
+                alone = _seconds(lambda: self._looped(self._model, some_x, some_y)) * rows / few
+                return f"about {max(1.0, alone / _seconds(plainly)):,.0f} times as long as"
+        except Exception as failure:
+            if out_of_memory(failure):
+                raise
+            return "much longer than"  # it cannot run on a batch
+
+
+def _candidates(layers: Sequence[Layer]) -> Iterator[set[str]]:
+    """Yield sets of layers to record, the largest first."""
+    known = {
+        layer.name
+        for layer in layers
+        if layer.called
+        and all(type(module) in RULES or layer.swapped for module in layer.called)
+        and layer.parameters.keys() <= KNOWN
+    }
+    yield known
+    yield known - {layer.name for layer in layers if layer.composite is not None}
+    yield set()
+
+
+def _with_siblings(layers: Sequence[Layer], names: set[str]) -> set[str]:
+    """Return names of layers, with all projections of the same composite layers."""
+    of = {layer.composite[0] for layer in layers if layer.composite and layer.name in names}
+    return names | {la.name for la in layers if la.composite and la.composite[0] in of}
+
+
+def _uses(layer: Layer, calls: dict[nn.Module, list[tuple[Tensor, Tensor]]]) -> list[Use]:
+    """Return the uses of a recorded layer."""
+    if layer.swapped:
+        [module] = layer.called
+        return [Use.of(layer.module, delta, a) for a, delta in calls.get(module, [])]
+    return [Use.of(m, a, delta) for m in layer.called for a, delta in calls.get(m, [])]
+
+
+def _written(layer: Layer, found: Sequence[Use] | Tensor) -> Tensor:
+    """Return gradients, (samples, d_layer)."""
+    if isinstance(found, Tensor):
+        return found
+    return torch.cat(list(instantiate(layer, found)), 1)
+
+
+def _reason(failure: Exception) -> str:
+    """Return why vmap failed on made-up samples, as the end of a sentence."""
+    remedies = (remedy for word, remedy in REMEDIES.items() if word in str(failure))
+    return next(remedies, what_failed(failure))
+
+
+def uncompiled(network: nn.Module) -> nn.Module:
+    """Return a network as it was before torch.compile, whose result vmap cannot run."""
+    before = getattr(network, "_orig_mod", None)
+    return before if isinstance(before, nn.Module) else network
+
+
+def each_alone(run: Callable[[Tensor], Tensor], example: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function of rows that runs a function on each row alone, without gradients.
+
+    Args:
+        run: maps (1, ...) to (1, ...).
+        example: made-up rows, which show whether vmap can run it; otherwise, a loop does.
+    """
+
+    def one(row: Tensor) -> Tensor:
+        return run(row.unsqueeze(0)).squeeze(0)
+
+    def looped(rows: Tensor) -> Tensor:
+        return torch.cat([run(row) for row in torch.split(rows, 1)])
+
+    def mapped(rows: Tensor) -> Tensor:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            found: Tensor = vmap(one, randomness="different")(rows)
+        return found
+
+    try:
+        mapped(example)
+    except Exception as failure:
+        if out_of_memory(failure):
+            raise
+        return looped
+    return mapped
+
+
+class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """Replaces random numbers by one half."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for tensor in tensors_in(result):
+                tensor.fill_(0.5)
+        return result
+
+
+class _DrawnAnew(TorchFunctionMode):
+    """Returns a new tensor from ``tensor.bernoulli_(p)``, which vmap only runs on batched tensors.
+
+    So stochastic depth is written: ``torch.empty(shape).bernoulli_(p)``.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.bernoulli_:
+            given = dict(zip(("tensor", "p"), args, strict=False)) | (kwargs or {})
+            return torch.bernoulli(torch.zeros_like(given["tensor"]) + given.get("p", 0.5))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def constant_draws() -> Iterator[None]:
+    """Make torch's random numbers one half, wherever they are drawn."""
+    # The other kernels of attention draw and use random numbers in one operation.
+    with sdpa_kernel(SDPBackend.MATH), _Constant():  # type: ignore[no-untyped-call]
+        yield
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Return the shorter time of two calls, the first of which may also prepare others."""
+    found = []
+    for _ in range(2):
+        began = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def _row(index: int, rows: Tensor) -> Tensor:
+    return rows[index].clone()
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Return whether numbers are finite and differ only by rounding."""
+    return torch.allclose(a, b, rtol=1e-6, atol=1e-6 * float(b.abs().max()))

@@ -1,0 +1,212 @@
+"""Fingerprint of a network: what must be the same before and after each step.
+
+Validation holds for the network that it saw. A program may change that network between steps by
+mistake, and the network may change itself in a step, by which it could carry a record to the next.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_modules
+
+from dpmac_cli.errors import ModelError
+from dpmac_cli.storage.digest import identical
+
+#: Remedy for changes between steps.
+BETWEEN = (
+    "Undo it. Or call make_private again with the changed network: it is validated, and epsilon "
+    "also counts the steps taken so far."
+)
+#: Remedy for changes in a forward or backward pass.
+DURING = (
+    "It changed itself in a forward or backward pass, by which one sample could affect others, so "
+    "this step is not used. Keep nothing in the network, and do not let it change itself. If it "
+    "makes a constant when it first runs, run it once on zeros before."
+)
+#: Remedy for parameters that are no longer views of theta.
+IN_PLACE = (
+    "as after p.data = ..., vector_to_parameters, .double(), .to(...) or another make_private on "
+    "the network: steps would not change it. Write values in place: with torch.no_grad(): "
+    "p.copy_(values), or load_state_dict. Cast and move a network before make_private. To train it "
+    "as it is now, call make_private again: epsilon also counts the steps taken so far."
+)
+#: Containers that are compared by identity and by their items, as dicts and other objects are.
+CONTAINERS = (list, tuple, set, frozenset, deque)
+#: Values that are compared by ==.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+#: Beginnings of the names of attributes that dpmac and torch.compile give to modules, and
+#: attributes whose tensors are compared one by one.
+PASSED_OVER = ("_dpmac_", "_is_torch_compile", "_parameters", "_buffers")
+#: Hooks of all modules of the process.
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    *(of_modules._global_forward_hooks, of_modules._global_forward_pre_hooks),
+    *(of_modules._global_backward_hooks, of_modules._global_backward_pre_hooks),
+)
+
+
+class _Place(NamedTuple):
+    """A tensor, without its values."""
+
+    number: int
+    trained: bool
+    requires_grad: bool
+    hooks: tuple[int, ...]
+    memory: tuple[Any, ...]
+
+
+class Fingerprint:
+    """A network as it was when this object was made, in training mode.
+
+    Args:
+        network: network whose trained parameters may change in place, and nothing else.
+        trained: ids of these parameters.
+    """
+
+    def __init__(self, network: nn.Module, trained: Collection[int]) -> None:
+        self._network, self._trained = network, frozenset(trained)
+        self._modules = list(network.modules())
+        self._kept: list[Any] = []  # while it is held, no other object gets its id
+        self._copies = {
+            name: (tensor, tensor.detach().clone())
+            for name, tensor in chain(network.named_parameters(), network.named_buffers())
+            if id(tensor) not in self._trained
+        }
+        self._found, self._versions = self._now(), self._written()
+
+    def check(self, remedy: str = BETWEEN) -> None:
+        """Raise ModelError, which names what has changed, and the remedy."""
+        if said := self.changed(remedy):
+            raise ModelError(f"The network is no longer the one that was validated: {said}")
+
+    def changed(self, remedy: str) -> str:
+        """Return what has changed, and the remedy, as sentences; "" if nothing has."""
+        was, now = self._found, self._now()
+        if was != now:
+            paths = [path for path in was | now if was.get(path) != now.get(path)]
+            path = min(paths, key=lambda at: (not _moved(was.get(at), now.get(at)), len(at)))
+            return _said(path, was.get(path), now.get(path), remedy)
+        if (versions := self._written()) != self._versions:
+            if name := self._written_to():
+                return f"{name} was written to. {remedy}"
+            self._versions = versions
+        return ""
+
+    def check_values(self) -> None:
+        """Raise ModelError if a buffer or a frozen parameter has another value than before.
+
+        They are published without noise.
+        """
+        if name := self._written_to():
+            raise ModelError(
+                f"The network changed its {name} during training: statistics of private data "
+                "would be published without noise, so nothing is. Keep no statistics in it."
+            )
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Set the network to training mode, as it was validated, and restore its modes."""
+        modes = [(module, module.training) for module in self._modules]
+        self._network.train()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def _now(self) -> dict[tuple[str, ...], Any]:
+        """Return everything that must stay as it is, by path, in a form that is compared by ==."""
+        found: dict[tuple[str, ...], Any] = {
+            ("all modules", "hooks"): tuple(map(tuple, GLOBAL_HOOKS))
+        }
+        kept: list[Any] = []
+        for name, module in self._network.named_modules():
+            kept.append(module)
+            found[(name,)] = (id(module), type(module))
+            for key, value in vars(module).items():
+                if key.startswith(PASSED_OVER):
+                    continue
+                items = _inside(value)
+                kept.append((value, items))
+                found[name, key] = self._plainly(value, items)
+            for key, tensor in chain(module._parameters.items(), module._buffers.items()):
+                if tensor is not None:
+                    found[name, key] = self._place(tensor)
+        self._kept = self._kept or kept
+        return found
+
+    def _written_to(self) -> str:
+        """Return the name of a buffer or frozen parameter with another value; "" if none has."""
+        changed = (name for name, pair in self._copies.items() if not identical(*pair))
+        return next(changed, "")
+
+    def _written(self) -> list[int]:
+        """Return how often each buffer and frozen parameter was written to."""
+        return [tensor._version for tensor, _ in self._copies.values() if not tensor.is_inference()]
+
+    def _plainly(self, value: Any, items: list[Any]) -> Any:
+        if isinstance(value, Tensor):
+            return self._place(value)
+        return value if isinstance(value, PLAIN) else (id(value), *map(_item, items))
+
+    def _place(self, tensor: Tensor) -> _Place:
+        trained = id(tensor) in self._trained
+        hooks = *(tensor._backward_hooks or ()), *_after(tensor)
+        # A tensor that was kept from a pass under vmap has no memory of its own.
+        kept = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        plain = tensor.layout == torch.strided and not kept
+        where = (tensor.data_ptr(), tensor.stride()) if plain else ()
+        memory = (tensor.shape, tensor.dtype, tensor.device, *where)
+        return _Place(id(tensor), trained, tensor.requires_grad, hooks, memory)
+
+
+def _after(tensor: Tensor) -> tuple[int, ...]:
+    """Return the hooks that run after a gradient is added up."""
+    return tuple(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+
+
+def _inside(value: Any) -> list[Any]:
+    """Return the items of a container, or names and values of what a dict or an object holds."""
+    if isinstance(value, CONTAINERS):
+        return list(value)
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    return list(held.items()) if isinstance(held, dict) else []
+
+
+def _item(item: Any) -> Any:
+    """Return an item of a container, or of a dict with its key, in a form that is compared."""
+    if isinstance(item, tuple):
+        return tuple(map(_item, item))
+    return item if isinstance(item, PLAIN) else id(item)
+
+
+def _moved(before: Any, after: Any) -> bool:
+    """Return whether a trained parameter is no longer in place, which says most of a change."""
+    return isinstance(before, _Place) and isinstance(after, _Place) and before.trained
+
+
+def _said(path: tuple[str, ...], before: Any, after: Any, remedy: str) -> str:
+    """Return what changed, and the remedy, as sentences."""
+    name = ".".join(filter(None, path)) or "the network itself"
+    if "_hook" in path[-1] or path[0] == "all modules":
+        said = f"the hooks of {path[0] or 'the network itself'} changed."
+    elif before is None or after is None:
+        said = f"{name} was {'added' if before is None else 'removed'}."
+    elif not (isinstance(before, _Place) and isinstance(after, _Place)):
+        said = f"{name} changed."
+    elif before.number != after.number:
+        said = f"{name} was replaced with another tensor."
+    elif before.requires_grad != after.requires_grad:
+        how = "unfrozen" if after.requires_grad else "frozen"
+        said = f"{name} was {how} (requires_grad_({after.requires_grad}))."
+    elif before.hooks != after.hooks:
+        said = f"the hooks of {name} changed."
+    elif before.trained:
+        return f"{name} is in other memory than before, {IN_PLACE}"
+    else:
+        said = f"{name} is in other memory, or has another shape, than before."
+    return f"{said} {remedy}"
