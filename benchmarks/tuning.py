@@ -54,7 +54,7 @@ from dpmac_cli.release.scoring import score
 from dpmac_cli.runs.folder import REPORT
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.studies.search import SearchSpace, plan_search
-from dpmac_cli.studies.tune import carry_out, covered_score
+from dpmac_cli.studies.tune import carry_out_search, covered_score
 
 #: Settings to draw, by name of a search space.
 SPACES: dict[str, dict[str, str]] = {
@@ -155,7 +155,7 @@ def defaults(space: SearchSpace, given: Given, out: Path, seed: int) -> float:
 def tuned(space: SearchSpace, given: Given, out: Path, seed: int) -> float:
     """Return the accuracy of the result of a search."""
     del given, seed
-    finish(carry_out(replace(space, out=out)))
+    finish(carry_out_search(replace(space, out=out)))
     return accuracy(out)
 
 

@@ -254,7 +254,7 @@ def test_a_field_is_all_that_a_flag_needs() -> None:
         patience: Annotated[
             Count | None,
             Field(description="Stop early."),
-            Flag(RECIPE, also=("early-stop",), otherwise="never"),
+            Flag(RECIPE, otherwise="never"),
         ] = None
 
     option = options(More)["patience"]
@@ -263,7 +263,7 @@ def test_a_field_is_all_that_a_flag_needs() -> None:
     ((_, info),) = (get_args(shown.annotation),)
     assert (info.help, info.metavar) == ("Stop early. [default: never]", "N")
     assert info.rich_help_panel == RECIPE
-    assert near_setting("early_stop", options(More)) == " In dpmac it is called patience."
+    assert near_setting("num_epochs", options(More)) == " In dpmac it is called epochs."
     assert More.model_validate({"patience": "7"}).patience == 7
     with pytest.raises(InputError, match=r"--patience must be at least 1 and .*, not 0\.") as found:
         More.model_validate({"patience": "0", "lr": "x"})

@@ -26,7 +26,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies import tune as tuning
 from dpmac_cli.studies.search import RUNNING, Dimension, SearchSpace
-from dpmac_cli.studies.tune import carry_out, covered_score
+from dpmac_cli.studies.tune import carry_out_search, covered_score
 from tests.test_search import space_of
 from tests.typed import dpmac, process
 
@@ -103,7 +103,7 @@ def assert_only_the_winner_is_left(score: float) -> None:
 def test_only_the_best_trial_is_left(
     draws: list[int], trained: Trainer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = finish(carry_out(space()))
+    done = finish(carry_out_search(space()))
     assert (done.folder, done.report["test"]["accuracy"]) == (OUT, max(SCORES[:3]))
     assert len(trained.rates) == len(set(trained.rates)) == 3  # as many as were drawn
     assert draws == [3]
@@ -113,7 +113,7 @@ def test_only_the_best_trial_is_left(
 
 def test_an_earlier_trial_may_win(trained: Trainer) -> None:
     trained.scores = [0.57721566, None, 0.27182818]
-    finish(carry_out(space()))
+    finish(carry_out_search(space()))
     assert_only_the_winner_is_left(0.57721566)
 
 
@@ -132,7 +132,7 @@ def test_the_published_files_are_new_ones(
 
     kept: list[Any] = []  # open files keep their inodes
     monkeypatch.setattr(tuning, "train", watched)
-    finish(carry_out(space()))
+    finish(carry_out_search(space()))
     assert min(path.stat().st_mtime for path in OUT.iterdir()) > 1.5e9
     assert seen.isdisjoint(path.stat().st_ino for path in OUT.iterdir())
     for file in kept:
@@ -150,7 +150,7 @@ def test_nothing_else_is_visible_while_it_goes_on(
             yield event
 
     monkeypatch.setattr(tuning, "train", watched)
-    finish(carry_out(space()))
+    finish(carry_out_search(space()))
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
@@ -187,16 +187,16 @@ def test_a_search_that_is_killed_at_any_moment_is_started_again_and_cleaned_up(
             with patch.context() as killing:
                 count = kill_at(killing, number)
                 try:
-                    finish(carry_out(of))
+                    finish(carry_out_search(of))
                     break
                 except Killed:
                     pass
             patch.setattr(tuning, "train", Trainer([*SCORES, *SCORES]))
             if any((OUT / name).exists() for name in folder.PUBLISHED):  # released in part
                 with pytest.raises(InputError):
-                    finish(carry_out(of))
+                    finish(carry_out_search(of))
                 continue
-            finish(carry_out(of))
+            finish(carry_out_search(of))
             assert_only_the_winner_is_left(max(SCORES[:3]))
     assert count[0] > 20
 
@@ -214,15 +214,15 @@ def test_a_search_that_fails_leaves_nothing(
 
     monkeypatch.setattr(tuning, "train", failing)
     with pytest.raises(type(failure)):
-        finish(carry_out(space()))
+        finish(carry_out_search(space()))
     assert {path.name for path in OUT.iterdir()} == {folder.LOCK}
 
 
 def test_a_search_that_is_stopped_leaves_nothing(trained: Trainer) -> None:
     with pytest.raises(KeyboardInterrupt):
-        finish(carry_out(space(), lambda: len(trained.rates) == 2))
+        finish(carry_out_search(space(), lambda: len(trained.rates) == 2))
     assert {path.name for path in OUT.iterdir()} == {folder.LOCK}
-    finish(carry_out(space()))
+    finish(carry_out_search(space()))
     assert len(trained.rates) == 5
 
 
@@ -237,7 +237,7 @@ def test_the_copy_of_a_trial_is_not_continued(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(tuning, "train", copied)
     with pytest.raises(RunError):
-        finish(carry_out(space()))
+        finish(carry_out_search(space()))
     for flags in (["--resume", "copy"], ["--fork", "copy", "--out", "new", "--steps", "9"]):
         result = dpmac("train", *flags)
         assert result.exit_code == 2
@@ -247,7 +247,7 @@ def test_the_copy_of_a_trial_is_not_continued(monkeypatch: pytest.MonkeyPatch) -
 def test_if_every_trial_diverges_nothing_is_left(trained: Trainer) -> None:
     trained.scores = [None, None, None]
     with pytest.raises(RunError, match="diverged"):
-        finish(carry_out(space()))
+        finish(carry_out_search(space()))
     assert {path.name for path in OUT.iterdir()} == {folder.LOCK}
 
 
@@ -256,7 +256,7 @@ def test_a_folder_with_other_files_is_refused(draws: list[int], trained: Trainer
     (OUT / "file").write_text("mine")
     (OUT / RUNNING).mkdir()
     with pytest.raises(InputError, match="do not belong"):
-        finish(carry_out(space()))
+        finish(carry_out_search(space()))
     assert draws == [3, 3]
     assert trained.rates == []
 
@@ -286,7 +286,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchSpa
         patch.chdir(where)
         patch.setattr(Trials, "draw", lambda _: 3)
         of = space()
-        finish(carry_out(of))
+        finish(carry_out_search(of))
     return where / OUT, of
 
 

@@ -8,17 +8,7 @@ from typer.core import TyperCommand
 
 from dpmac_cli.cli.failures import reports_failures
 from dpmac_cli.cli.switches import plain_switches
-from dpmac_cli.config.flags import other_names
 from dpmac_cli.config.gone import instead
-from dpmac_cli.config.settings import SETTINGS
-
-#: Names of options in torch, Opacus and TensorFlow Privacy, and other common names.
-OTHER_NAMES = {**other_names(SETTINGS), "optimizer": "optimizers", "seed": "seeds"}
-
-#: Options of earlier versions, and what to type instead.
-REMOVED = {
-    "--format": "The card is Markdown. For a web page, type: dpmac report RUN --html FILE",
-}
 
 
 class Command(TyperCommand):
@@ -29,16 +19,12 @@ class Command(TyperCommand):
         return plain_switches(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; exit with a usage error for the option of another library or version."""
+        """Parse arguments; exit with a usage error for an option that has another name here."""
         ours = {name for parameter in self.params for name in parameter.opts}
-        for typed in (arg.partition("=")[0] for arg in args):
-            if typed.startswith("--") and typed not in ours and (said := instead(typed[2:])):
-                ctx.fail(f"No such option: {typed}.{said}")
-            known = f"--{OTHER_NAMES.get(typed.removeprefix('--').replace('_', '-'))}"
-            if typed.startswith("--") and known in ours:
-                ctx.fail(f"No such option: {typed}. In dpmac it is called {known}.")
-            if typed in REMOVED and typed not in ours:
-                ctx.fail(f"No such option: {typed}. {REMOVED[typed]}")
+        known = {name.removeprefix("--").replace("-", "_") for name in ours}
+        for typed in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
+            if typed not in ours and (said := instead(typed[2:], known)):
+                ctx.fail(f"No such option: {typed}.{said.replace('called ', 'called --')}")
         return super().parse_args(ctx, args)
 
 

@@ -87,10 +87,10 @@ def tune(**given: Any) -> None:
         return
     screen.print(Text(f"writing {space.out}", style="dim"))
     with console.waiting(shown.quiet, "searching"), stop_request() as asked:
-        from dpmac_cli.studies.tune import carry_out  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.studies.tune import carry_out_search  # noqa: PLC0415  (loads torch)
 
         try:
-            [finished] = carry_out(space, asked)
+            [finished] = carry_out_search(space, asked)
         except KeyboardInterrupt:
             said = "interrupted. Nothing of the search was released, so no epsilon was spent. To "
             stop(f"{said}start it again, repeat the command.", INTERRUPTED)

@@ -98,7 +98,7 @@ class AccountFlags(Flags, frozen=True):
             description="Privacy cost of a search (dpmac tune) with this mean number of trials, "
             "each trained like this."
         ),
-        Flag(TARGET, also=("trials",)),
+        Flag(TARGET),
     ] = None
     sampler: Annotated[
         str,

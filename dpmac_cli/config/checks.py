@@ -2,7 +2,6 @@
 
 import importlib.util
 import math
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -32,9 +31,9 @@ def lonely(given: Mapping[str, SettingValue]) -> Iterator[str]:
     """Yield faults of settings that need another setting."""
     for name in given:
         needs = SETTINGS[name].flag.needs
-        wanted = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", needs)}
-        if needs and wanted.isdisjoint(given):
-            yield f"--{flag_name(name)} has no effect alone: add {needs}, or leave it out."
+        if needs and given.keys().isdisjoint(needs):
+            remedy = " or ".join(f"--{flag_name(other)}" for other in needs)
+            yield f"--{flag_name(name)} has no effect alone: add {remedy}, or leave it out."
 
 
 def faults_of_steps(plan: StepsPlan, records: int, of: str, epochs: int | None) -> Iterator[str]:

@@ -19,22 +19,15 @@ LIMITS: Mapping[str, str] = {"ge": "at least", "gt": "above", "le": "at most", "
 T = TypeVar("T")
 
 
-def _no_hint(_: str) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Flag:
     """Metadata of a flag, beside its type, limits, default and help in ``Annotated``.
 
     Attributes:
         group: group of the help.
-        also: names in other libraries, for hints.
         otherwise: the default in words, if it depends on other settings.
         metavar: placeholder of the value in the help; "" for one by type.
-        suggests: names for completion that are validated elsewhere.
-        hint: returns a remedy for a rejected text, or "".
-        needs: other flags, one of which is required.
+        needs: other settings, one of which is required.
         not_with: contradicting settings, and why.
         recorded: whether config.yaml has it, because it describes the run and not the machine.
         omitted: whether config.yaml leaves out the default.
@@ -47,12 +40,9 @@ class Flag:
     """
 
     group: str
-    also: tuple[str, ...] = ()
     otherwise: str = ""
     metavar: str = ""
-    suggests: tuple[str, ...] = ()
-    hint: Callable[[str], str] = _no_hint
-    needs: str = ""
+    needs: tuple[str, ...] = ()
     not_with: Mapping[str, str] = field(default_factory=dict)
     recorded: bool = True
     omitted: bool = False
@@ -166,12 +156,12 @@ class Option:
     @property
     def choices(self) -> tuple[str, ...]:
         """Return its registered names."""
-        return tuple(self.choice.names) if self.choice else self.flag.suggests
+        return tuple(self.choice.names) if self.choice else ()
 
     @property
     def known(self) -> str:
         """Return its registered names, and other values, in words."""
-        return self.choice.known if self.choice else ", ".join(self.flag.suggests)
+        return self.choice.known if self.choice else ""
 
     @property
     def bounds(self) -> str:

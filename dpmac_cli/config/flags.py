@@ -128,17 +128,7 @@ def unknown(name: str, known: KnownFlags) -> str:
 
 def near_setting(written: str, known: KnownFlags) -> str:
     """Return a hint for an unknown name of a setting."""
-    if sentence := instead(written):
-        return sentence
-    for name, ours in other_names(known).items():
-        if name == flag_name(written):
-            return f" In dpmac it is called {ours}."
-    return near(written, map(flag_name, known))
-
-
-def other_names(known: KnownFlags) -> Mapping[str, str]:
-    """Return the flags of some settings by the names that other libraries give them."""
-    return {other: flag_name(name) for name, of in known.items() for other in of.flag.also}
+    return instead(written, known) or near(written, map(flag_name, known))
 
 
 def near(text: str, names: Iterable[str]) -> str:
@@ -161,18 +151,19 @@ def _sentence(fault: ErrorDetails, option: Option, origin: str) -> str:
         remedy = AS_DATASET if choice is None or choice.instances else f"Known: {choice.known}."
         return f"{option.name} cannot be a {type(value).__name__}. {remedy}"
     text = str(value)
+    better = instead(f"{option.name} {text}")
     if option.switch:
         said = " must be true or false."
     elif kind == "empty":
         said = " must not be empty. Set it to a folder, or leave it out."
     elif option.choice is not None:
-        meant = instead(text) or near(text, option.choices)
+        meant = better or near(text, option.choices)
         noun = option.choice.noun or flag_name(option.name)
         said = f": there is no {noun} '{text}'.{meant} Known: {option.choice.known}."
     elif option.pattern is not None:
-        said = f" must be {option.pattern.description}, not '{text}'.{option.flag.hint(text)}"
+        said = f" must be {option.pattern.description}, not '{text}'.{better}"
     elif kind in _OUT_OF_LIMITS:
-        said = f" must be {option.bounds}, not {text}.{option.flag.hint(text)}"
+        said = f" must be {option.bounds}, not {text}.{better}"
     else:
         said = f": '{text}' is not {_NOUNS[option.kind]}.{_decimal_point(text)}"
     return origin + said

@@ -58,23 +58,12 @@ Probability = Annotated[float, Field(gt=0, lt=1)]
 MeanTrials = Annotated[float, Field(ge=LEAST_MEAN, le=MOST_MEAN)]
 
 
-def _no_noise(text: str) -> str:
-    """Return the remedy for a noise multiplier of 0."""
-    return " To train without privacy use --no-dp." if float(text) == 0 else ""
-
-
-def _no_mps(text: str) -> str:
-    """Return why Apple's GPUs are rejected."""
-    apple = " It has no float64, which clipping needs if float32 would round gradients too much."
-    return apple if text.startswith("mps") else ""
-
-
 # Flags that commands share.
 Device = Annotated[
     str,
     Pattern(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N"),
     Field(description="Device: auto, cpu, cuda or cuda:N."),
-    Flag(RUN, also=("gpu",), metavar="DEVICE", local=True, labels=False, hint=_no_mps),
+    Flag(RUN, metavar="DEVICE", local=True, labels=False),
 ]
 DataDir = Annotated[
     SomePath | None,
@@ -121,7 +110,7 @@ class Settings(Flags, frozen=True):
         str | InMemoryData,
         Choice(tuple(DATASETS), OWN_DATA, instances=InMemoryData),
         Field(description="Dataset to train on."),
-        Flag(TASK, also=("data",), fixed=True, local=True),
+        Flag(TASK, fixed=True, local=True),
     ] = "mnist"
     recipe: Annotated[
         str | None,
@@ -145,7 +134,6 @@ class Settings(Flags, frozen=True):
         Field(description="Network to train."),
         Flag(
             TASK,
-            also=("network", "architecture"),
             otherwise="the dataset's",
             fixed=True,
             local=True,
@@ -195,12 +183,12 @@ class Settings(Flags, frozen=True):
     backbone_size: Annotated[
         int | None,
         Field(ge=32, le=1_024, description="Size in pixels to resize images to for the backbone."),
-        Flag(TASK, otherwise="the backbone's", needs="--backbone", fixed=True),
+        Flag(TASK, otherwise="the backbone's", needs=("backbone",), fixed=True),
     ] = None
     backbone_flips: Annotated[
         StrictBool,
         Field(description="Average the features of each image and its mirror image."),
-        Flag(TASK, needs="--backbone", omitted=True, fixed=True),
+        Flag(TASK, needs=("backbone",), omitted=True, fixed=True),
     ] = False
     pretrained: Annotated[
         str | Path | None,
@@ -214,24 +202,24 @@ class Settings(Flags, frozen=True):
         Flag(
             TASK,
             otherwise="all; with a backbone the head",
-            needs="--pretrained FILE or --backbone",
+            needs=("pretrained", "backbone"),
             fixed=True,
         ),
     ] = None
     lora_rank: Annotated[
         int | None,
         Field(ge=1, le=1_024, description="With --train lora: rank of the low-rank updates."),
-        Flag(TASK, otherwise="8", needs="--train lora", fixed=True),
+        Flag(TASK, otherwise="8", needs=("train",), fixed=True),
     ] = None
     lora_alpha: Annotated[
         Scale | None,
         Field(description="With --train lora: scale the low-rank updates by alpha / rank."),
-        Flag(TASK, otherwise="16", needs="--train lora", fixed=True),
+        Flag(TASK, otherwise="16", needs=("train",), fixed=True),
     ] = None
     epochs: Annotated[
         Count | None,
         Field(description="Epochs of ceil(n/B) steps."),
-        Flag(TASK, also=("num-epochs",), otherwise="the dataset's", of_step=True),
+        Flag(TASK, otherwise="the dataset's", of_step=True),
     ] = None
     steps: Annotated[
         Steps | None,
@@ -241,7 +229,7 @@ class Settings(Flags, frozen=True):
     batch_size: Annotated[
         Count | None,
         Field(description="Expected batch size B."),
-        Flag(TASK, also=("expected-batch-size",), otherwise="the dataset's"),
+        Flag(TASK, otherwise="the dataset's"),
     ] = None
     # Your own data
     test_fraction: Annotated[
@@ -321,7 +309,7 @@ class Settings(Flags, frozen=True):
             le=MAX_TOKENS,
             description="Largest number of tokens of a text; in a table, the schema has it.",
         ),
-        Flag(DATA, otherwise=str(TOKENS), needs="--backbone"),
+        Flag(DATA, otherwise=str(TOKENS), needs=("backbone",)),
     ] = None
     unit: Annotated[
         str | None,
@@ -357,9 +345,7 @@ class Settings(Flags, frozen=True):
         Field(description="Noise multiplier."),
         Flag(
             PRIVACY,
-            also=("noise-multiplier", "noise"),
             otherwise="that of --epsilon; with --recipe paper the dataset's",
-            hint=_no_noise,
             of_step=True,
         ),
     ] = None
@@ -372,7 +358,6 @@ class Settings(Flags, frozen=True):
         ),
         Flag(
             PRIVACY,
-            also=("target-epsilon", "eps"),
             otherwise="3; with --sigma, --no-dp or --recipe paper none",
             fixed=True,
             of_step=True,
@@ -396,7 +381,7 @@ class Settings(Flags, frozen=True):
                 "Delta of (epsilon, delta). Your own data: 1e-05, or n^-1.1 if that is less."
             )
         ),
-        Flag(PRIVACY, also=("target-delta",), of_step=True),
+        Flag(PRIVACY, of_step=True),
     ] = DELTA
     no_dp: Annotated[
         StrictBool,
@@ -419,21 +404,20 @@ class Settings(Flags, frozen=True):
                 "attacks on generators and floating point. Slower."
             )
         ),
-        Flag(PRIVACY, also=("secure-mode",), studied=False, labels=False, of_step=True),
+        Flag(PRIVACY, studied=False, labels=False, of_step=True),
     ] = False
     # Optimizer
     optimizer: Annotated[
         str,
         Choice(OPTIMIZERS),
         Field(description="Clipping and update method. Your own data: dp-adam."),
-        Flag(OPTIMIZER, also=("optimizers",), fixed=True, studied=False, of_step=True),
+        Flag(OPTIMIZER, fixed=True, studied=False, of_step=True),
     ] = "dp-macadam"
     lr: Annotated[
         Scale | None,
         Field(description="Learning rate."),
         Flag(
             OPTIMIZER,
-            also=("learning-rate",),
             otherwise="depends on dataset and optimizer",
             of_step=True,
         ),
@@ -443,7 +427,6 @@ class Settings(Flags, frozen=True):
         Field(description="Clipping norm C, for optimizers with a fixed one."),
         Flag(
             OPTIMIZER,
-            also=("max-grad-norm", "l2-norm-clip", "clipping-norm"),
             otherwise="the dataset's",
             of_step=True,
         ),
@@ -537,7 +520,7 @@ class Settings(Flags, frozen=True):
         str | None,
         Choice(AUGMENTS, noun="augmentation"),
         Field(description="Augmentation of the views."),
-        Flag(RECIPE, otherwise="the dataset's", needs="--augmentations", omitted=True),
+        Flag(RECIPE, otherwise="the dataset's", needs=("augmentations",), omitted=True),
     ] = None
     loss: Annotated[
         str,
@@ -590,7 +573,7 @@ class Settings(Flags, frozen=True):
         Flag(
             AUDIT,
             otherwise="a tenth of the canaries, at least 20",
-            needs="--canaries",
+            needs=("canaries",),
             fixed=True,
             studied=False,
         ),
@@ -601,7 +584,6 @@ class Settings(Flags, frozen=True):
         Field(description="Physical batch size: samples to process at a time."),
         Flag(
             RUN,
-            also=("max-physical-batch-size",),
             otherwise="depends on network, dataset and device",
             of_step=True,
         ),
@@ -618,7 +600,6 @@ class Settings(Flags, frozen=True):
         ),
         Flag(
             RUN,
-            also=("seeds", "random-seed"),
             otherwise="secret",
             not_with={
                 "secure": "a seed reveals the random numbers that --secure hides from everyone"
@@ -655,7 +636,7 @@ class Settings(Flags, frozen=True):
     score_every: Annotated[
         Count | None,
         Field(description="Epochs between covered scores. More scores need more noise."),
-        Flag(OUTPUT, otherwise="one score at the end", needs="--cover-scores", studied=False),
+        Flag(OUTPUT, otherwise="one score at the end", needs=("cover_scores",), studied=False),
     ] = None
     tuned_on: Annotated[
         str | None,
@@ -683,7 +664,6 @@ class Settings(Flags, frozen=True):
         Flag(
             OUTPUT,
             metavar="FOLDER",
-            also=("output",),
             otherwise="a new one in runs/",
             recorded=False,
             studied=False,

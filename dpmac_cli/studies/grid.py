@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from dpmac_cli.config.fields import Flag, Option, Several, flag_name, options
+from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, near
 from dpmac_cli.config.named import PAPER
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
@@ -54,13 +54,14 @@ class StudyFlags(Flags, frozen=True):
 
     optimizers: Annotated[
         Several[str] | None,
+        Choice(("paper", "all", *OPTIMIZERS)),
         Field(description="Optimizers to compare, paper for those of the paper, or all."),
-        Flag(STUDY, also=("optimizer",), otherwise="paper", suggests=("paper", "all", *OPTIMIZERS)),
+        Flag(STUDY, otherwise="paper"),
     ] = None
     seeds: Annotated[
         str | None,
         Field(description="Number of seeds (5), or a list of seeds (3,7,8; a single seed: 3,)."),
-        Flag(STUDY, also=("seed",), otherwise=DEFAULT_SEEDS, metavar="N,..."),
+        Flag(STUDY, otherwise=DEFAULT_SEEDS, metavar="N,..."),
     ] = None
 
 

@@ -52,10 +52,12 @@ def tune(
         RunError: every trial diverged, or memory ran out.
         KeyboardInterrupt: ``stop`` returned True.
     """
-    return carry_out(plan_search(settings, None if config is None else Path(config)), stop)
+    return carry_out_search(plan_search(settings, None if config is None else Path(config)), stop)
 
 
-def carry_out(space: SearchSpace, stop: Callable[[], bool] = lambda: False) -> Iterator[Finished]:
+def carry_out_search(
+    space: SearchSpace, stop: Callable[[], bool] = lambda: False
+) -> Iterator[Finished]:
     """Carry out a search, and yield its result. Raises the errors of :func:`tune`.
 
     What networks print is discarded, because it may tell trials apart. The published files are

@@ -18,13 +18,13 @@ from dpmac_cli.config.sources import (
 from dpmac_cli.config.yaml_file import read_lists
 from dpmac_cli.errors import InputError
 
-#: Values of each setting, by its name.
-Values = dict[str, list[Any]]
+#: ValuesOf of each setting, by its name.
+ValuesOf = dict[str, list[Any]]
 
 
 def read_values(
     flags: Mapping[str, Any], file: Path | None, known: Mapping[str, Option], errors: list[str]
-) -> Values:
+) -> ValuesOf:
     """Return the values of each setting. Flags take precedence over a file, and it over a recipe.
 
     Args:
@@ -36,7 +36,7 @@ def read_values(
     given = {} if file is None else _read(file, known, errors)
     errors += [unknown(name, known) for name in flags if name not in known]
     typed = {
-        name: split(value, known[name])
+        name: values_in(value, known[name])
         for name, value in flags.items()
         if is_given(value) and name in known
     }
@@ -49,10 +49,10 @@ def read_values(
     return given
 
 
-def split(value: Any, option: Option) -> list[Any]:
+def values_in(value: Any, option: Option) -> list[Any]:
     """Return the values in a comma-separated text, in a list, or of a single value."""
     if isinstance(value, list | tuple):
-        return [part for item in value for part in split(item, option)]
+        return [part for item in value for part in values_in(item, option)]
     if not isinstance(value, str | int | float | Path):  # records in memory
         return [value]
     text = str(value)
@@ -75,12 +75,12 @@ def faults_of_values(given: Mapping[str, Sequence[Any]]) -> Iterator[str]:
                 yield from failure.errors
 
 
-def _read(file: Path, known: Mapping[str, Option], errors: list[str]) -> Values:
+def _read(file: Path, known: Mapping[str, Option], errors: list[str]) -> ValuesOf:
     found = read_lists(file, known, errors)
-    return {name: split(values, known[name]) for name, values in found.items()}
+    return {name: values_in(values, known[name]) for name, values in found.items()}
 
 
-def _over(below: Values, above: Values) -> Values:
+def _over(below: ValuesOf, above: ValuesOf) -> ValuesOf:
     """Merge settings, where those ``above`` take precedence, also over what they exclude."""
     replaced = {name for group in EXCLUSIVE if not above.keys().isdisjoint(group) for name in group}
     return {name: values for name, values in below.items() if name not in replaced} | above
