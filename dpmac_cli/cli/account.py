@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, StrictBool
+from pydantic import StrictBool
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -36,17 +36,14 @@ class AccountOutput(Flags, frozen=True):
 
     risk: Annotated[
         StrictBool,
-        Field(description="Also show bounds on what an attacker can learn."),
         Flag(OUTPUT),
     ] = False
+    """Also show bounds on what an attacker can learn."""
     plot: Annotated[
         SomePath | None,
-        Field(
-            description="Draw the trade-off curve of --risk (.png, .svg or .pdf). An existing file "
-            "is replaced."
-        ),
         Flag(OUTPUT, metavar="FILE"),
     ] = None
+    """Draw the trade-off curve of --risk (.png, .svg or .pdf). An existing file is replaced."""
     json: PrintJson = False
     debug: Debug = False
 

@@ -39,32 +39,30 @@ class CompareFlags(Flags, frozen=True):
 
     jobs: Annotated[
         int | None,
-        Field(ge=1, le=1024, description="Maximum number of runs at a time."),
+        Field(ge=1, le=1024),
         Flag(STUDY, otherwise="one per core or GPU"),
     ] = None
+    """Maximum number of runs at a time."""
     executor: Annotated[
         str,
         Choice(("local", "ray")),
-        Field(
-            description="Executor of the runs. Ray needs --out, the data and the current folder on "
-            "shared storage."
-        ),
         Flag(STUDY),
     ] = "local"
+    """Executor of the runs. Ray needs --out, the data and the current folder on shared storage."""
     cluster: Annotated[
         str | None,
-        Field(description="Address of the Ray cluster."),
         Flag(STUDY, otherwise="RAY_ADDRESS, or a new one on this machine", metavar="ADDRESS"),
     ] = None
+    """Address of the Ray cluster."""
     dry_run: Annotated[
         StrictBool,
-        Field(description="Show runs, their privacy costs and steps, without training."),
         Flag(STUDY),
     ] = False
-    out: Annotated[
-        SomePath, Field(description="Folder of the study."), Flag(OUTPUT, metavar="FOLDER")
-    ] = Path("runs/compare")
-    json: Annotated[StrictBool, Field(description="Print compare.json."), Flag(OUTPUT)] = False
+    """Show runs, their privacy costs and steps, without training."""
+    out: Annotated[SomePath, Flag(OUTPUT, metavar="FOLDER")] = Path("runs/compare")
+    """Folder of the study."""
+    json: Annotated[StrictBool, Flag(OUTPUT)] = False
+    """Print compare.json."""
     quiet: Quiet = False
     debug: Debug = False
 
@@ -74,9 +72,9 @@ class ConfigFlag(Flags, frozen=True):
 
     config: Annotated[
         SomePath | None,
-        Field(description="YAML file with settings by the same names. Flags take precedence."),
         Flag(STUDY, metavar="FILE"),
     ] = None
+    """YAML file with settings by the same names. Flags take precedence."""
 
 
 @with_options(

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, StrictBool
+from pydantic import StrictBool
 from rich.filesize import decimal
 from rich.text import Text
 
@@ -25,29 +25,29 @@ class Columns(Flags, frozen=True):
 
     label: Annotated[
         str | None,
-        Field(description="Column to predict, or several of numbers, separated by commas."),
         Flag("Table", metavar="COLUMN,..."),
     ] = None
+    """Column to predict, or several of numbers, separated by commas."""
     drop: Annotated[
         str | None,
-        Field(description="Columns to leave out, separated by commas."),
         Flag("Table", metavar="COLUMN,..."),
     ] = None
+    """Columns to leave out, separated by commas."""
     date: Annotated[
         str | None,
-        Field(description="Columns of dates or times, separated by commas."),
         Flag("Table", metavar="COLUMN,..."),
     ] = None
+    """Columns of dates or times, separated by commas."""
     boolean: Annotated[
         str | None,
-        Field(description="Columns of two values, such as ja and nein, separated by commas."),
         Flag("Table", metavar="COLUMN,..."),
     ] = None
+    """Columns of two values, such as ja and nein, separated by commas."""
     text: Annotated[
         str | None,
-        Field(description="Columns of texts, such as notes, separated by commas."),
         Flag("Table", metavar="COLUMN,..."),
     ] = None
+    """Columns of texts, such as notes, separated by commas."""
     encoding: Encoding = UTF8
     debug: Debug = False
 
@@ -55,7 +55,8 @@ class Columns(Flags, frozen=True):
 class CacheFlags(Flags, frozen=True):
     """Flags of ``dpmac cache``."""
 
-    clear: Annotated[StrictBool, Field(description="Remove all files."), Flag("Cache")] = False
+    clear: Annotated[StrictBool, Flag("Cache")] = False
+    """Remove all files."""
     debug: Debug = False
 
 

@@ -71,26 +71,20 @@ class EvalFlags(Flags, frozen=True):
     dataset: Annotated[
         str | None,
         Choice(tuple(DATASETS), OWN_DATA),
-        Field(description="Dataset to evaluate on."),
         Flag(TASK, otherwise="the dataset that it was trained on"),
     ] = None
+    """Dataset to evaluate on."""
     model: OwnFactory = None
     audit: Annotated[
         StrictBool,
-        Field(
-            description="For a run with --canaries: compare the epsilon that the attack proves "
-            "with the guarantee."
-        ),
         Flag(TASK),
     ] = False
+    """For a run with --canaries: compare the epsilon that the attack proves with the guarantee."""
     plot: Annotated[
         SomePath | None,
-        Field(
-            description="Draw ROC and calibration (.png, .svg or .pdf). An existing file is "
-            "replaced."
-        ),
         Flag(OUTPUT, metavar="FILE"),
     ] = None
+    """Draw ROC and calibration (.png, .svg or .pdf). An existing file is replaced."""
     json: PrintJson = False
     encoding: OtherEncoding = None
     data_dir: DataDir = None
@@ -102,20 +96,19 @@ class PredictFlags(Flags, frozen=True):
     """Flags of ``dpmac predict``."""
 
     model: OwnFactory = None
-    out: Annotated[
-        SomePath, Field(description="CSV file to write."), Flag(OUTPUT, metavar="FILE")
-    ] = Path("predictions.csv")
+    out: Annotated[SomePath, Flag(OUTPUT, metavar="FILE")] = Path("predictions.csv")
+    """CSV file to write."""
     force: ReplaceFile = False
     skip_bad: Annotated[
         StrictBool,
-        Field(description="Leave out unusable records and files instead of rejecting all."),
         Flag(DATA),
     ] = False
+    """Leave out unusable records and files instead of rejecting all."""
     id: Annotated[
         str | None,
-        Field(description="Column of the table to keep as id beside each prediction."),
         Flag(DATA, otherwise="id, if there is one", metavar="COLUMN"),
     ] = None
+    """Column of the table to keep as id beside each prediction."""
     encoding: OtherEncoding = None
     device: Device = "auto"
     quiet: Quiet = False

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
 from rich.text import Text
 
 from dpmac_cli.cli import console
@@ -26,39 +25,35 @@ class CardAnswers(Flags, frozen=True):
 
     data_curator: Annotated[
         str | None,
-        Field(description="Person or organisation that publishes the model."),
         Flag(OUTPUT),
     ] = None
+    """Person or organisation that publishes the model."""
     intended_use: Annotated[
         str | None,
-        Field(description="What the model is intended for, and what it is not."),
         Flag(OUTPUT),
     ] = None
-    contact: Annotated[str | None, Field(description="Contact for questions."), Flag(OUTPUT)] = None
-    region: Annotated[
-        str | None, Field(description="Region that the records come from."), Flag(OUTPUT)
-    ] = None
+    """What the model is intended for, and what it is not."""
+    contact: Annotated[str | None, Flag(OUTPUT)] = None
+    """Contact for questions."""
+    region: Annotated[str | None, Flag(OUTPUT)] = None
+    """Region that the records come from."""
     access_and_collection: Annotated[
         str | None,
-        Field(
-            description="Who can access the records, and what else is collected about the same "
-            "people."
-        ),
         Flag(OUTPUT),
     ] = None
+    """Who can access the records, and what else is collected about the same people."""
     justification: Annotated[
         str | None,
-        Field(description="Justification of epsilon, delta and the unit of privacy."),
         Flag(OUTPUT),
     ] = None
+    """Justification of epsilon, delta and the unit of privacy."""
 
 
 class ReportFlags(Flags, frozen=True):
     """Flags of ``dpmac report``."""
 
-    html: Annotated[SomePath, Field(description="File to write."), Flag(OUTPUT, metavar="FILE")] = (
-        Path("report.html")
-    )
+    html: Annotated[SomePath, Flag(OUTPUT, metavar="FILE")] = Path("report.html")
+    """File to write."""
     force: ReplaceFile = False
     debug: Debug = False
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, StrictBool
+from pydantic import StrictBool
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import stop, stop_request
@@ -32,30 +32,25 @@ class Start(Flags, frozen=True):
 
     config: Annotated[
         SomePath | None,
-        Field(description="YAML file with settings by the same names. Flags take precedence."),
         Flag(TASK, metavar="FILE"),
     ] = None
+    """YAML file with settings by the same names. Flags take precedence."""
     resume: Annotated[
         SomePath | None,
-        Field(
-            description="Resume the run in this folder with the same settings. Add --model if it is"
-            " your own network."
-        ),
         Flag(TASK, metavar="RUN"),
     ] = None
+    """Resume the run in this folder with the same settings. Add --model if it is your own
+    network."""
     fork: Annotated[
         SomePath | None,
-        Field(
-            description="Continue from the run in this folder with other settings, in a new folder "
-            "--out."
-        ),
         Flag(TASK, metavar="RUN"),
     ] = None
+    """Continue from the run in this folder with other settings, in a new folder --out."""
     tensorboard: Annotated[
         StrictBool,
-        Field(description="Also write the scores for TensorBoard to the folder of the run."),
         Flag(OUTPUT),
     ] = False
+    """Also write the scores for TensorBoard to the folder of the run."""
 
 
 @with_options(options(Start), SETTINGS)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, StrictBool
+from pydantic import StrictBool
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
@@ -40,19 +40,19 @@ class TuneFlags(SearchFlags, frozen=True):
 
     dry_run: Annotated[
         StrictBool,
-        Field(description="Show the plan and its privacy cost, without training."),
         Flag(SEARCH),
     ] = False
+    """Show the plan and its privacy cost, without training."""
     config: Annotated[
         SomePath | None,
-        Field(description="YAML file with settings by the same names. Flags take precedence."),
         Flag(SEARCH, metavar="FILE"),
     ] = None
+    """YAML file with settings by the same names. Flags take precedence."""
     out: Annotated[
         SomePath | None,
-        Field(description="Folder of the search, and of the published run."),
         Flag(SEARCH, metavar="FOLDER", otherwise="runs/tune"),
     ] = None
+    """Folder of the search, and of the published run."""
 
 
 @with_options(options(TuneFlags), SHARED)

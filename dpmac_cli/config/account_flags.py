@@ -44,71 +44,66 @@ NoiseOrNone = Annotated[float, Field(ge=0, le=SIGMA_MAX)]
 class AccountFlags(Flags, frozen=True):
     """Flags of ``dpmac account``, as given."""
 
-    dataset: Annotated[
-        str, Choice(tuple(DATASETS)), Field(description="Dataset."), Flag(TRAINING)
-    ] = "mnist"
+    dataset: Annotated[str, Choice(tuple(DATASETS)), Flag(TRAINING)] = "mnist"
+    """Dataset."""
     recipe: Annotated[
         str | None,
         Choice((PAPER, BEST)),
-        Field(description="Recipe of the dataset that sets batch size and epochs."),
         Flag(TRAINING, otherwise="best for the noise of an --epsilon, as in dpmac train"),
     ] = None
+    """Recipe of the dataset that sets batch size and epochs."""
     model: Annotated[
         str | None,
         Choice(tuple(MODELS)),
-        Field(description="Network of that recipe."),
         Flag(TRAINING, otherwise="the recipe's"),
     ] = None
+    """Network of that recipe."""
     dataset_size: Annotated[
         Count | None,
-        Field(description="Number of training records n, for data that dpmac does not have."),
         Flag(TRAINING),
     ] = None
+    """Number of training records n, for data that dpmac does not have."""
     batch_size: Annotated[
         Count | None,
-        Field(description="Expected batch size B."),
         Flag(TRAINING, otherwise="the dataset's"),
     ] = None
+    """Expected batch size B."""
     epochs: Annotated[
         Several[Length] | None,
-        Field(description="Epochs of ceil(n/B) steps."),
         Flag(TRAINING, otherwise="the dataset's"),
     ] = None
+    """Epochs of ceil(n/B) steps."""
     steps: Annotated[
         Several[Length] | None,
-        Field(description="Steps, instead of --epochs."),
         Flag(TRAINING),
     ] = None
+    """Steps, instead of --epochs."""
     sigma: Annotated[
         Several[NoiseOrNone] | None,
-        Field(description="Noise multiplier."),
         Flag(TRAINING),
     ] = None
+    """Noise multiplier."""
     epsilon: Annotated[
         Several[Positive] | None,
-        Field(description="Target epsilon: solve for a setting that meets it."),
         Flag(TARGET),
     ] = None
-    delta: Annotated[Probability, Field(description="Delta of (epsilon, delta)."), Flag(TARGET)] = (
-        DELTA
-    )
+    """Target epsilon: solve for a setting that meets it."""
+    delta: Annotated[Probability, Flag(TARGET)] = DELTA
+    """Delta of (epsilon, delta)."""
     tune: Annotated[
         MeanTrials | None,
-        Field(
-            description="Privacy cost of a search (dpmac tune) with this mean number of trials, "
-            "each trained like this."
-        ),
         Flag(TARGET),
     ] = None
+    """Privacy cost of a search (dpmac tune) with this mean number of trials, each trained like
+    this."""
     sampler: Annotated[
         str,
         Choice(tuple(SAMPLERS), renamed=ALIASES),
-        Field(description="Batch sampling method."),
         Flag(METHOD),
     ] = "poisson"
-    accountant: Annotated[
-        str, Choice(tuple(USED)), Field(description="Accounting method."), Flag(METHOD)
-    ] = "pld"
+    """Batch sampling method."""
+    accountant: Annotated[str, Choice(tuple(USED)), Flag(METHOD)] = "pld"
+    """Accounting method."""
 
 
 FLAGS: Mapping[str, Option] = options(AccountFlags)

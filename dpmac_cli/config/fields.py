@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Flag:
-    """Metadata of a flag, beside its type, limits, default and help in ``Annotated``.
+    """Metadata of a flag, beside its type, limits and default. Its docstring is the help.
 
     Attributes:
         group: group of the help.
@@ -196,7 +196,7 @@ def _option(name: str, found: FieldInfo) -> Option:
     }
     return Option(
         name,
-        found.description or "",
+        " ".join((found.description or "").split()),
         found.default,
         flag,
         kind,

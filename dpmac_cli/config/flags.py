@@ -51,7 +51,11 @@ class Flags(BaseModel, frozen=True):
     """
 
     model_config = ConfigDict(
-        extra="forbid", allow_inf_nan=False, defer_build=True, ignored_types=(_Hidden,)
+        extra="forbid",
+        allow_inf_nan=False,
+        defer_build=True,
+        ignored_types=(_Hidden,),
+        use_attribute_docstrings=True,
     )
     if TYPE_CHECKING:
         json = schema = cast("Any", None)

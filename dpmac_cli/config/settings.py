@@ -109,18 +109,12 @@ class Settings(Flags, frozen=True):
     dataset: Annotated[
         str | InMemoryData,
         Choice(tuple(DATASETS), OWN_DATA, instances=InMemoryData),
-        Field(description="Dataset to train on."),
         Flag(TASK, fixed=True, local=True),
     ] = "mnist"
+    """Dataset to train on."""
     recipe: Annotated[
         str | None,
         Choice((PAPER, BEST, *RECIPES)),
-        Field(
-            description=(
-                "Values of the settings that are not given: of the run in the paper, of the best "
-                "run for the epsilon, or of a recipe by name (dpmac recipes)."
-            )
-        ),
         Flag(
             TASK,
             otherwise="paper with --sigma or --no-dp, best otherwise and for your own data",
@@ -128,10 +122,11 @@ class Settings(Flags, frozen=True):
             labels=False,
         ),
     ] = None
+    """Values of the settings that are not given: of the run in the paper, of the best run for the
+    epsilon, or of a recipe by name (dpmac recipes)."""
     model: Annotated[
         str | None,
         Choice(tuple(MODELS), OWN_MODEL),
-        Field(description="Network to train."),
         Flag(
             TASK,
             otherwise="the dataset's",
@@ -139,18 +134,14 @@ class Settings(Flags, frozen=True):
             local=True,
         ),
     ] = None
+    """Network to train."""
     fix_norm: Annotated[
         StrictBool,
-        Field(description="Replace batch norm with group norm in your network."),
         Flag(TASK),
     ] = False
+    """Replace batch norm with group norm in your network."""
     isolate: Annotated[
         StrictBool,
-        Field(
-            description=(
-                "Run the network on each sample separately, so it cannot mix samples. Slower."
-            )
-        ),
         Flag(
             TASK,
             otherwise="if it cannot be proven that the network does not mix samples",
@@ -159,46 +150,42 @@ class Settings(Flags, frozen=True):
             of_step=True,
         ),
     ] = False
+    """Run the network on each sample separately, so it cannot mix samples. Slower."""
     features: Annotated[
         str | None,
         Choice(tuple(FEATURES), noun="kind of features"),
-        Field(
-            description=(
-                "Train on fixed wavelet scattering features, which are not learnt, instead of the "
-                "images."
-            )
-        ),
         Flag(
             TASK,
             not_with={"pretrained": "public weights are for networks that take images"},
             fixed=True,
         ),
     ] = None
+    """Train on fixed wavelet scattering features, which are not learnt, instead of the images."""
     backbone: Annotated[
         str | None,
         Choice((*BACKBONES, *ENCODERS), OWN_ENCODER),
-        Field(description="Train on features of this public network of images or texts."),
         Flag(TASK, not_with={"features": "a network takes only one of them"}, fixed=True),
     ] = None
+    """Train on features of this public network of images or texts."""
     backbone_size: Annotated[
         int | None,
-        Field(ge=32, le=1_024, description="Size in pixels to resize images to for the backbone."),
+        Field(ge=32, le=1024),
         Flag(TASK, otherwise="the backbone's", needs=("backbone",), fixed=True),
     ] = None
+    """Size in pixels to resize images to for the backbone."""
     backbone_flips: Annotated[
         StrictBool,
-        Field(description="Average the features of each image and its mirror image."),
         Flag(TASK, needs=("backbone",), omitted=True, fixed=True),
     ] = False
+    """Average the features of each image and its mirror image."""
     pretrained: Annotated[
         str | Path | None,
-        Field(description="Start from the public weights in this safetensors file."),
         Flag(TASK, metavar="FILE", fixed=True),
     ] = None
+    """Start from the public weights in this safetensors file."""
     train: Annotated[
         str | None,
         Choice(tuple(PARTS), noun="part to train"),
-        Field(description="Part of a network with public weights to train."),
         Flag(
             TASK,
             otherwise="all; with a backbone the head",
@@ -206,92 +193,84 @@ class Settings(Flags, frozen=True):
             fixed=True,
         ),
     ] = None
+    """Part of a network with public weights to train."""
     lora_rank: Annotated[
         int | None,
-        Field(ge=1, le=1_024, description="With --train lora: rank of the low-rank updates."),
+        Field(ge=1, le=1024),
         Flag(TASK, otherwise="8", needs=("train",), fixed=True),
     ] = None
+    """With --train lora: rank of the low-rank updates."""
     lora_alpha: Annotated[
         Scale | None,
-        Field(description="With --train lora: scale the low-rank updates by alpha / rank."),
         Flag(TASK, otherwise="16", needs=("train",), fixed=True),
     ] = None
+    """With --train lora: scale the low-rank updates by alpha / rank."""
     epochs: Annotated[
         Count | None,
-        Field(description="Epochs of ceil(n/B) steps."),
         Flag(TASK, otherwise="the dataset's", of_step=True),
     ] = None
+    """Epochs of ceil(n/B) steps."""
     steps: Annotated[
         Steps | None,
-        Field(description="Steps, instead of --epochs."),
         Flag(TASK, of_step=True),
     ] = None
+    """Steps, instead of --epochs."""
     batch_size: Annotated[
         Count | None,
-        Field(description="Expected batch size B."),
         Flag(TASK, otherwise="the dataset's"),
     ] = None
+    """Expected batch size B."""
     # Your own data
     test_fraction: Annotated[
         Probability,
-        Field(description="Fraction of your data to hold out for testing if there is no test set."),
         Flag(DATA),
     ] = 0.2
+    """Fraction of your data to hold out for testing if there is no test set."""
     split_seed: Annotated[
         int,
-        Field(
-            ge=0,
-            le=4_294_967_295,
-            description="Public seed of that split, which is decided per record.",
-        ),
+        Field(ge=0, le=4294967295),
         Flag(DATA),
     ] = 0
+    """Public seed of that split, which is decided per record."""
     channels: Annotated[
         str | None,
         Choice(("1", "3"), noun="number of channels"),
-        Field(description="Convert your images to N channels."),
         Flag(DATA, otherwise="as found", fixed=True),
     ] = None
+    """Convert your images to N channels."""
     image_size: Annotated[
         int | None,
-        Field(ge=1, le=1_024, description="Resize your images to N by N."),
+        Field(ge=1, le=1024),
         Flag(DATA, otherwise="as found", fixed=True),
     ] = None
+    """Resize your images to N by N."""
     levels: Annotated[
         int | None,
-        Field(
-            ge=1,
-            le=65_535,
-            description=(
-                "Value of white in your grey images with 16 bits per pixel, such as 4095 for scans"
-                " of 12 bits."
-            ),
-        ),
+        Field(ge=1, le=65535),
         Flag(DATA, otherwise="the largest that the format can hold", fixed=True),
     ] = None
+    """Value of white in your grey images with 16 bits per pixel, such as 4095 for scans of 12
+    bits."""
     classes: Annotated[
         str | None,
         Pattern(r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog"),
-        Field(description="Names of your classes, in order of label."),
         Flag(DATA, metavar="NAME,...", otherwise="as found", fixed=True, comma=True),
     ] = None
+    """Names of your classes, in order of label."""
     standardise: Annotated[
         str,
         Choice(tuple(STANDARDS), noun="set of constants"),
-        Field(
-            description="Public constants to standardise images with; half maps them to [-1, 1]."
-        ),
         Flag(DATA),
     ] = "half"
+    """Public constants to standardise images with; half maps them to [-1, 1]."""
     feature_range: Annotated[
         str | None,
         Pattern(rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1"),
-        Field(description="Public range to clip columns of numbers to."),
         Flag(DATA, metavar="LOW,HIGH", comma=True),
     ] = None
+    """Public range to clip columns of numbers to."""
     schema: Annotated[
         str | Path | None,
-        Field(description="Schema file that declares the columns of your table; see dpmac schema."),
         Flag(
             DATA,
             metavar="FILE",
@@ -301,25 +280,16 @@ class Settings(Flags, frozen=True):
             },
         ),
     ] = None
+    """Schema file that declares the columns of your table; see dpmac schema."""
     encoding: Encoding = UTF8
     tokens: Annotated[
         int | None,
-        Field(
-            ge=MIN_TOKENS,
-            le=MAX_TOKENS,
-            description="Largest number of tokens of a text; in a table, the schema has it.",
-        ),
+        Field(ge=MIN_TOKENS, le=MAX_TOKENS),
         Flag(DATA, otherwise=str(TOKENS), needs=("backbone",)),
     ] = None
+    """Largest number of tokens of a text; in a table, the schema has it."""
     unit: Annotated[
         str | None,
-        Field(
-            description=(
-                "What gives the unit of each record, such as a patient: a column of a table, a"
-                " pattern of file paths, or folder for each folder below a class. Epsilon protects"
-                " a unit with all of its records."
-            )
-        ),
         Flag(
             DATA,
             metavar="COLUMN",
@@ -327,35 +297,32 @@ class Settings(Flags, frozen=True):
             otherwise="each record is a unit, unless an .npz has an array unit",
         ),
     ] = None
+    """What gives the unit of each record, such as a patient: a column of a table, a pattern of
+    file paths, or folder for each folder below a class. Epsilon protects a unit with all of its
+    records."""
     records_per_unit: Annotated[
         int,
-        Field(
-            ge=1, le=1_024, description="Records to draw from each unit in a step that includes it."
-        ),
+        Field(ge=1, le=1024),
         Flag(DATA),
     ] = 8
+    """Records to draw from each unit in a step that includes it."""
     skip_bad: Annotated[
         StrictBool,
-        Field(description="Leave out unusable records instead of rejecting the dataset."),
         Flag(DATA),
     ] = False
+    """Leave out unusable records instead of rejecting the dataset."""
     # Privacy
     sigma: Annotated[
         NoiseMultiplier | None,
-        Field(description="Noise multiplier."),
         Flag(
             PRIVACY,
             otherwise="that of --epsilon; with --recipe paper the dataset's",
             of_step=True,
         ),
     ] = None
+    """Noise multiplier."""
     epsilon: Annotated[
         Positive | None,
-        Field(
-            description=(
-                "Target epsilon of the run; use the least noise that meets it, instead of --sigma."
-            )
-        ),
         Flag(
             PRIVACY,
             otherwise="3; with --sigma, --no-dp or --recipe paper none",
@@ -363,29 +330,25 @@ class Settings(Flags, frozen=True):
             of_step=True,
         ),
     ] = None
+    """Target epsilon of the run; use the least noise that meets it, instead of --sigma."""
     max_epsilon: Annotated[
         Positive | None,
-        Field(description="Stop before epsilon exceeds this (exit code 3)."),
         Flag(PRIVACY, studied=False, of_step=True),
     ] = None
+    """Stop before epsilon exceeds this (exit code 3)."""
     sampler: Annotated[
         str,
         Choice(tuple(SAMPLERS), renamed=ALIASES),
-        Field(description="Batch sampling method. The privacy cost depends on it."),
         Flag(PRIVACY, fixed=True),
     ] = "poisson"
+    """Batch sampling method. The privacy cost depends on it."""
     delta: Annotated[
         Probability,
-        Field(
-            description=(
-                "Delta of (epsilon, delta). Your own data: 1e-05, or n^-1.1 if that is less."
-            )
-        ),
         Flag(PRIVACY, of_step=True),
     ] = DELTA
+    """Delta of (epsilon, delta). Your own data: 1e-05, or n^-1.1 if that is less."""
     no_dp: Annotated[
         StrictBool,
-        Field(description="Train without privacy, as a baseline."),
         Flag(
             PRIVACY,
             not_with={
@@ -396,180 +359,146 @@ class Settings(Flags, frozen=True):
             fixed=True,
         ),
     ] = False
+    """Train without privacy, as a baseline."""
     secure: Annotated[
         StrictBool,
-        Field(
-            description=(
-                "Use a cipher for all random numbers and a fixed grid for noise, to prevent "
-                "attacks on generators and floating point. Slower."
-            )
-        ),
         Flag(PRIVACY, studied=False, labels=False, of_step=True),
     ] = False
+    """Use a cipher for all random numbers and a fixed grid for noise, to prevent attacks on
+    generators and floating point. Slower."""
     # Optimizer
     optimizer: Annotated[
         str,
         Choice(OPTIMIZERS),
-        Field(description="Clipping and update method. Your own data: dp-adam."),
         Flag(OPTIMIZER, fixed=True, studied=False, of_step=True),
     ] = "dp-macadam"
+    """Clipping and update method. Your own data: dp-adam."""
     lr: Annotated[
         Scale | None,
-        Field(description="Learning rate."),
         Flag(
             OPTIMIZER,
             otherwise="depends on dataset and optimizer",
             of_step=True,
         ),
     ] = None
+    """Learning rate."""
     clip_norm: Annotated[
         Scale | None,
-        Field(description="Clipping norm C, for optimizers with a fixed one."),
         Flag(
             OPTIMIZER,
             otherwise="the dataset's",
             of_step=True,
         ),
     ] = None
+    """Clipping norm C, for optimizers with a fixed one."""
     beta1: Annotated[
         Decay | None,
-        Field(description="Decay rate of the first moment."),
         Flag(OPTIMIZER, otherwise=defaults_of("beta1"), of_step=True),
     ] = None
+    """Decay rate of the first moment."""
     beta2: Annotated[
         Decay | None,
-        Field(description="Decay rate of the second moment."),
         Flag(OPTIMIZER, otherwise=defaults_of("beta2"), of_step=True),
     ] = None
+    """Decay rate of the second moment."""
     gamma: Annotated[
         Stability,
-        Field(description="Adam's stability constant."),
         Flag(OPTIMIZER, of_step=True),
     ] = 1e-08
+    """Adam's stability constant."""
     gamma_prime: Annotated[
         Variance | None,
-        Field(description="Lower bound of the corrected second moment."),
         Flag(OPTIMIZER, otherwise="1e-08; with --phi tracked the dataset's", of_step=True),
     ] = None
+    """Lower bound of the corrected second moment."""
     h1: Annotated[
         Variance | None,
-        Field(description="Lower bound of the estimated variance."),
         Flag(OPTIMIZER, otherwise="the dataset's", of_step=True),
     ] = None
+    """Lower bound of the estimated variance."""
     h2: Annotated[
         Variance | None,
-        Field(description="Upper bound of the estimated variance."),
         Flag(OPTIMIZER, otherwise="the dataset's", of_step=True),
     ] = None
+    """Upper bound of the estimated variance."""
     kappa: Annotated[
         Kappa,
         Choice(get_args(Kappa)),
-        Field(description="Variance estimate of DP-MacAdam."),
         Flag(OPTIMIZER, of_step=True),
     ] = "tracked"
+    """Variance estimate of DP-MacAdam."""
     phi: Annotated[
         Phi,
         Choice(get_args(Phi)),
-        Field(description="Noise estimate of DP-MacAdamBC."),
         Flag(OPTIMIZER, of_step=True),
     ] = "tracked"
+    """Noise estimate of DP-MacAdamBC."""
     # Recipe
     lr_schedule: Annotated[
         str,
         Choice(SCHEDULES),
-        Field(description="Learning rate schedule after the warm-up."),
         Flag(RECIPE, omitted=True, of_step=True),
     ] = "constant"
+    """Learning rate schedule after the warm-up."""
     warmup_steps: Annotated[
         Length,
-        Field(description="Number of steps in which the learning rate rises to --lr."),
         Flag(RECIPE, omitted=True, of_step=True),
     ] = 0
+    """Number of steps in which the learning rate rises to --lr."""
     weight_decay: Annotated[
         float,
-        Field(
-            ge=0,
-            le=1000.0,
-            description="Decoupled weight decay: shrink weights by lr times this in every step.",
-        ),
+        Field(ge=0, le=1000.0),
         Flag(RECIPE, omitted=True, of_step=True),
     ] = 0.0
+    """Decoupled weight decay: shrink weights by lr times this in every step."""
     ema: Annotated[
         Probability | None,
-        Field(
-            description=(
-                "Score and publish a moving average of the weights with this decay. The best "
-                "recipe: 0.9 to 0.98."
-            )
-        ),
         Flag(RECIPE, omitted=True, fixed=True),
     ] = None
+    """Score and publish a moving average of the weights with this decay. The best recipe: 0.9 to
+    0.98."""
     augmentations: Annotated[
         int | None,
-        Field(
-            ge=1,
-            le=1_024,
-            description=(
-                "Augmentation multiplicity: augmented views per image and step. The mean of their "
-                "gradients is clipped."
-            ),
-        ),
+        Field(ge=1, le=1024),
         Flag(RECIPE, omitted=True),
     ] = None
+    """Augmentation multiplicity: augmented views per image and step. The mean of their gradients
+    is clipped."""
     augment: Annotated[
         str | None,
         Choice(AUGMENTS, noun="augmentation"),
-        Field(description="Augmentation of the views."),
         Flag(RECIPE, otherwise="the dataset's", needs=("augmentations",), omitted=True),
     ] = None
+    """Augmentation of the views."""
     loss: Annotated[
         str,
         Choice(tuple(name for name in LOSSES if ":" not in name), QUANTILE),
-        Field(
-            description=(
-                "Loss per sample: cross-entropy or focal for classes, bce for several labels, mse,"
-                " huber or quantile:Q for numbers, poisson for counts."
-            )
-        ),
         Flag(RECIPE, otherwise="the first of them that fits the dataset", omitted=True),
     ] = "cross-entropy"
+    """Loss per sample: cross-entropy or focal for classes, bce for several labels, mse, huber or
+    quantile:Q for numbers, poisson for counts."""
     label_smoothing: Annotated[
         Decay,
-        Field(
-            description=(
-                "Label smoothing: fraction of a label that is spread evenly over all classes."
-            )
-        ),
         Flag(RECIPE, omitted=True),
     ] = 0.0
+    """Label smoothing: fraction of a label that is spread evenly over all classes."""
     class_weights: Annotated[
         str | None,
         Pattern(rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5"),
-        Field(
-            description="Public weights of the classes, or of each label's positives, such as 1,5."
-        ),
         Flag(RECIPE, metavar="NUMBER,...", omitted=True, comma=True),
     ] = None
+    """Public weights of the classes, or of each label's positives, such as 1,5."""
     # Audit
     canaries: Annotated[
         int | None,
-        Field(
-            ge=2,
-            le=1_000_000,
-            description=(
-                "Audit this run with N canary records; fewer than 1,000 prove little. The model is"
-                " then only for the audit."
-            ),
-        ),
+        Field(ge=2, le=1000000),
         Flag(AUDIT, fixed=True, studied=False),
     ] = None
+    """Audit this run with N canary records; fewer than 1,000 prove little. The model is then only
+    for the audit."""
     guesses: Annotated[
         int | None,
-        Field(
-            ge=1,
-            le=1_000_000,
-            description="Number of canaries that the attack guesses, half of them in, half out.",
-        ),
+        Field(ge=1, le=1000000),
         Flag(
             AUDIT,
             otherwise="a tenth of the canaries, at least 20",
@@ -578,26 +507,21 @@ class Settings(Flags, frozen=True):
             studied=False,
         ),
     ] = None
+    """Number of canaries that the attack guesses, half of them in, half out."""
     # Run
     physical_batch: Annotated[
         Count | None,
-        Field(description="Physical batch size: samples to process at a time."),
         Flag(
             RUN,
             otherwise="depends on network, dataset and device",
             of_step=True,
         ),
     ] = None
+    """Physical batch size: samples to process at a time."""
     device: Device = "auto"
     seed: Annotated[
         int | None,
-        Field(
-            ge=0,
-            le=9_223_372_036_854_775_808,
-            description=(
-                "Seed for reproducible runs. There is no privacy against anyone who knows it."
-            ),
-        ),
+        Field(ge=0, le=9223372036854775808),
         Flag(
             RUN,
             otherwise="secret",
@@ -610,12 +534,12 @@ class Settings(Flags, frozen=True):
             of_step=True,
         ),
     ] = None
+    """Seed for reproducible runs. There is no privacy against anyone who knows it."""
     data_dir: DataDir = None
     # Output
     metric: Annotated[
         str,
         Choice(tuple(name for name, metric in METRICS.items() if metric.chosen)),
-        Field(description="Test metric to show, and to rank a comparison by."),
         Flag(
             OUTPUT,
             otherwise="the first of them that fits the dataset",
@@ -623,34 +547,26 @@ class Settings(Flags, frozen=True):
             labels=False,
         ),
     ] = "accuracy"
+    """Test metric to show, and to rank a comparison by."""
     cover_scores: Annotated[
         StrictBool,
-        Field(
-            description=(
-                "Also protect the test records: release scores with noise, within the run's "
-                "epsilon."
-            )
-        ),
         Flag(OUTPUT, omitted=True, fixed=True, studied=False),
     ] = False
+    """Also protect the test records: release scores with noise, within the run's epsilon."""
     score_every: Annotated[
         Count | None,
-        Field(description="Epochs between covered scores. More scores need more noise."),
         Flag(OUTPUT, otherwise="one score at the end", needs=("cover_scores",), studied=False),
     ] = None
+    """Epochs between covered scores. More scores need more noise."""
     tuned_on: Annotated[
         str | None,
         Pattern(r"[\w .,:;=+/()-]{1,2000}", "one line of words, numbers and .,:;=+/()-"),
-        Field(
-            description="Public data that the settings were chosen on, for report and card. It is "
-            "not checked."
-        ),
         Flag(OUTPUT, otherwise="unknown", studied=False, labels=False, comma=True),
     ] = None
+    """Public data that the settings were chosen on, for report and card. It is not checked."""
     checkpoint_every: Annotated[
         str | None,
         Pattern(r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)"),
-        Field(description="Save a checkpoint every N steps (100) or seconds (60s)."),
         Flag(
             OUTPUT,
             metavar="N",
@@ -658,9 +574,9 @@ class Settings(Flags, frozen=True):
             otherwise="every minute, and every fiftieth of the steps",
         ),
     ] = None
+    """Save a checkpoint every N steps (100) or seconds (60s)."""
     out: Annotated[
         SomePath | None,
-        Field(description="Folder of the run."),
         Flag(
             OUTPUT,
             metavar="FOLDER",
@@ -669,16 +585,17 @@ class Settings(Flags, frozen=True):
             studied=False,
         ),
     ] = None
+    """Folder of the run."""
     force: Annotated[
         StrictBool,
-        Field(description="Replace an existing run in --out. Its files are removed before step 1."),
         Flag(OUTPUT, recorded=False, studied=False),
     ] = False
+    """Replace an existing run in --out. Its files are removed before step 1."""
     json: Annotated[
         StrictBool,
-        Field(description="Print the report as JSON."),
         Flag(OUTPUT, recorded=False, studied=False),
     ] = False
+    """Print the report as JSON."""
     quiet: Quiet = False
     debug: Debug = False
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, near
 from dpmac_cli.config.named import PAPER
@@ -55,14 +53,14 @@ class StudyFlags(Flags, frozen=True):
     optimizers: Annotated[
         Several[str] | None,
         Choice(("paper", "all", *OPTIMIZERS)),
-        Field(description="Optimizers to compare, paper for those of the paper, or all."),
         Flag(STUDY, otherwise="paper"),
     ] = None
+    """Optimizers to compare, paper for those of the paper, or all."""
     seeds: Annotated[
         str | None,
-        Field(description="Number of seeds (5), or a list of seeds (3,7,8; a single seed: 3,)."),
         Flag(STUDY, otherwise=DEFAULT_SEEDS, metavar="N,..."),
     ] = None
+    """Number of seeds (5), or a list of seeds (3,7,8; a single seed: 3,)."""
 
 
 #: Settings that a file or a program may give a study. ``optimizer`` is as in a run's file.

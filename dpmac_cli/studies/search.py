@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
@@ -68,9 +66,9 @@ class SearchFlags(Flags, frozen=True):
 
     trials: Annotated[
         MeanTrials,
-        Field(description="Mean number of trials. The number itself is random and secret."),
         Flag(SEARCH, otherwise=f"{MEAN}; without settings to draw {MEAN_NEAR}"),
     ] = MEAN
+    """Mean number of trials. The number itself is random and secret."""
 
 
 #: Settings of a search by name.
