@@ -100,52 +100,6 @@ def columns(found: list[Row]) -> dict[str, list[Any]]:
 # Tables
 
 
-def written(where: Path, lines: list[bytes]) -> Path:
-    where.mkdir(exist_ok=True)
-    (where / "t.csv").write_bytes(b"\n".join([b"unit,age,kind,y,note", *lines, b""]))
-    return where / "t.csv"
-
-
-def as_lines(found: list[Row]) -> list[bytes]:
-    return [f"{r.unit},{r.age},{r.kind},{r.y},{r.note}".encode() for r in found]
-
-
-#: A line more of a CSV, which cannot be used.
-LINES = {
-    "quote": b'"x,1,1,a,x',
-    "quote at the end": b'1,1,1,a,"x',
-    "quote in the middle": b'1"2,1,"1,a,x',
-    "not text": b"\xff,1,1,a,\xff",
-    "too few": b"1,2",
-    "too many": b"1,2,3,4,5,6,7",
-    "nul": b"\x00,\x00,1,\x00,1",
-    "no unit": b",1,1,a,x",
-    "NA": b"NA,1,1,a,x",
-    "inexact": b"90071992547409930.0,1,1,a,x",
-    "no class": b"7,1,1,c,x",
-    "no number": b"7,old,1,a,x",
-    "infinity": b"7,inf,1,a,x",
-    "beyond floats": b"7,1e999,1,a,x",
-    "return": b"7,1\r,1,a",
-}
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("place", [0, 30, COUNT])
-@pytest.mark.parametrize("bad", LINES)
-def test_no_line_of_a_csv_changes_another(tmp_path: Path, bad: str, place: int) -> None:
-    lines, found = as_lines(rows()), []
-    for name, more in (("without", []), ("with", [LINES[bad]])):
-        path = written(tmp_path / name, [*lines[:place], *more, *lines[place:]])
-        found.append(seen(Source(path, schema=SCHEMA, unit="unit", skip_bad=True)))
-    (before, sides), (after, same) = found
-    assert before.facts == after.facts
-    assert sides == same
-    assert before.skipped == ()
-    # A carriage return ends a line, so it makes two of one.
-    assert len(after.skipped) == (2 if bad == "return" else 1)
-
-
 #: A record more of a data frame, each of which would give a column another type.
 ROWS = {
     "no unit": Row(None, 1, 1, "a"),

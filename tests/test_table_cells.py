@@ -257,9 +257,10 @@ def test_a_text_may_have_line_breaks_and_a_number_may_not(tmp_path: Path) -> Non
 
 
 #: Lines of any length and kind, of which some are no records.
-LINES = [b'"x,a', b'1,"a', b'1"2,a', b'"1"2,a', b'"1","a', b'"1""",a', b'",",","', b'""","a', b"1",
-         b"1,2,3", b"", b"\x00,a", b"\xff,a", b"1\r,a", b'1,"', b'"', b"9" * 3_000_000 + b",a",
-         b'"1\n2",a', b"'1,a", b"\\,a", b'\\",a']  # fmt: skip
+LINES = [b'"x,n,a', b'1,n,"a', b'1"2,n,a', b'"1"2,n,a', b'"1","n","a', b'"1""",n,a', b'",",",","',
+         b'""","n,a', b"1,n", b"1,n,a,b", b"", b"\x00,n,a", b"\xff,n,a", b"1\r,n,a", b'1,n,"', b'"',
+         b"9" * 3_000_000 + b",n,a", b'"1\n2",n,a', b"'1,n,a", b"\\,n,a", b'\\",n,a', b'1,"n,a',
+         b'1,n",a', b'1,"n"n,a', b'1,n"n",a', b'1,"n\nn",a', b'1,""n,a', b'1,",",a']  # fmt: skip
 
 
 @pytest.mark.privacy
@@ -267,11 +268,12 @@ LINES = [b'"x,a', b'1,"a', b'1"2,a', b'"1"2,a', b'"1","a', b'"1""",a', b'",",","
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
 def test_no_line_changes_how_another_is_read(tmp_path: Path, line: bytes, skip_bad: bool) -> None:
     """Beside records with and without quotation marks, in the middle and at both ends."""
-    kept = [b'"%d","a"' % n if n % 3 else b"%d,b" % n for n in range(9)]
+    kept = [b'%d,"n %d",a' % (n, n) if n % 3 else b"%d,n,b" % n for n in range(9)]
+    given = {"label": LABEL, "columns": {"c": NUMBER}, "drop": ["n"]}
     for place in (0, 5, 9):
-        content = b"\n".join([b"c,y", *kept[:place], line, *kept[place:], b""])
+        content = b"\n".join([b"c,n,y", *kept[:place], line, *kept[place:], b""])
         try:
-            found, left_out = arrays(content, {"c": NUMBER}, tmp_path, skip_bad=skip_bad)
+            found, left_out = arrays(content, {}, tmp_path, schema=given, skip_bad=skip_bad)
         except InputError:
             assert not skip_bad
             continue
