@@ -155,11 +155,11 @@ def test_a_seventh_optimizer_is_in_help_training_report_and_comparison(lion: Pat
 def test_a_seventh_optimizer_passes_the_tests_of_all(lion: Path) -> None:
     """Its own, and those over the registry, privacy tests among them; it is not the paper's."""
     tests = [str(HERE.parents[1] / name) for name in OVER_THE_REGISTRY]
-    options = ("-p", "dp_lion", "-n0", "-q", "--long", "--rootdir", str(HERE.parents[1]))
-    own = started("-m", "pytest", *options, str(lion / "test_dp_lion.py"), cwd=lion)
-    assert "3 passed" in own.stdout, own.stdout
-    done = started("-m", "pytest", *options, "-v", "-k", "lion or optimizer", *tests, cwd=lion)
-    assert done.returncode == 0, done.stdout[-2000:]
+    options = ("-m", "pytest", "-p", "dp_lion", "-n0")
+    own = started(*options, "test_dp_lion.py", cwd=lion)
+    assert "3 passed" in own.stdout, own.stdout + own.stderr
+    done = started(*options, "-v", "--long", "-k", "lion or optimizer", *tests, cwd=lion)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     passed = [line for line in done.stdout.splitlines() if "dp-lion" in line and "PASSED" in line]
     for name in ("an_empty_batch_is_a_step_of_noise", "through_the_private_mean", "not_finite"):
         assert any(name in line for line in passed), name
