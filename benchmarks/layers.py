@@ -28,7 +28,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dpmac_cli import ClippedSum, ball
+from dpmac_cli import ball, clipped_grad
 from dpmac_cli.errors import ModelError
 from dpmac_cli.training.chunks import BatchSum
 from tests.layer_cases import CASES, GROUPS, Case
@@ -52,7 +52,7 @@ def measured(case: Case) -> dict[str, Any]:
     like = torch.zeros(max(1, sum(p.numel() for p in trained)))
     region = ball(RADIUS, like)
     try:
-        clipped = ClippedSum(network, case.loss, region, batch_size=case.records)
+        clipped = clipped_grad(network, case.loss, region, batch_size=case.records)
         sums = clipped.prepare(batch)
     except ModelError as failure:
         return {**known, "path": "refused", "why": str(failure).replace("network.", "")}

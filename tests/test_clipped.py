@@ -10,13 +10,13 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpmac_cli import (
-    ClippedSum,
     Ellipsoid,
     GaussianMechanism,
     InputError,
     ModelError,
     Noise,
     ball,
+    clipped_grad,
     ellipsoid,
 )
 from tests.helpers import without
@@ -62,7 +62,7 @@ def test_a_record_moves_the_sum_by_at_most_one(
 ) -> None:
     model, batch = reader(), notes()
     where = region(weights(model), is_ball=is_ball)
-    clipped = ClippedSum(
+    clipped = clipped_grad(
         model, great, where, batch_size=9, physical_batch=physical, isolate=isolate
     )
     total, moved = clipped(batch), []
@@ -92,7 +92,7 @@ def alone(model: nn.Module, of: Callable[..., Tensor], batch: Any) -> Tensor:
 def test_the_sum_is_that_of_gradients_clipped_one_by_one(is_ball: bool, isolate: bool) -> None:
     model, batch = reader(), notes()
     where = region(weights(model), is_ball=is_ball)
-    total = ClippedSum(model, great, where, batch_size=9, isolate=isolate)(batch)
+    total = clipped_grad(model, great, where, batch_size=9, isolate=isolate)(batch)
     centred = alone(reader(), great, batch) - where.centre
     factors = (1 / (centred / where.scale).norm(dim=1)).clamp(max=1)
     expected = (centred * factors.unsqueeze(1)).sum(0)
@@ -142,8 +142,8 @@ def test_a_loss_that_mixes_records_is_refused_or_sees_one_at_a_time(
     where = ball(RADIUS, weights(model))
     if mixing is not of_the_longest:  # made-up masks are of one length
         with pytest.raises(ModelError, match="The network or its loss computes something else"):
-            ClippedSum(model, mixing, where, batch_size=9)(batch)
-    clipped = ClippedSum(model, mixing, where, batch_size=9, isolate=True)
+            clipped_grad(model, mixing, where, batch_size=9)(batch)
+    clipped = clipped_grad(model, mixing, where, batch_size=9, isolate=True)
     total = clipped(batch)
     for row in range(9):
         moved = float((total - clipped(without(batch, row))).double().norm())
@@ -170,7 +170,7 @@ def test_other_batches_are_structures_of_tensors_too() -> None:
             return loss(model, {"input_ids": ids, "attention_mask": mask, "labels": labels})
 
         model = reader()
-        clipped = ClippedSum(model, unpacked, ball(RADIUS, weights(model)), batch_size=9)
+        clipped = clipped_grad(model, unpacked, ball(RADIUS, weights(model)), batch_size=9)
         total = clipped(given)
         assert not clipped.notes
         expected = total if not len(expected) else expected
@@ -190,7 +190,7 @@ def test_other_batches_are_structures_of_tensors_too() -> None:
 def test_a_loss_that_is_not_one_number_per_record_is_refused(odd: Any, said: str) -> None:
     model = reader()
     with pytest.raises(ModelError, match=said):
-        ClippedSum(model, odd, ball(RADIUS, weights(model)), batch_size=9)(notes())
+        clipped_grad(model, odd, ball(RADIUS, weights(model)), batch_size=9)(notes())
 
 
 @pytest.mark.privacy
@@ -203,7 +203,7 @@ def test_a_loss_that_remembers_a_record_is_refused() -> None:
         return losses * (1 + sum(kept))
 
     model = reader()
-    clipped = ClippedSum(model, remembers, ball(RADIUS, weights(model)), batch_size=9)
+    clipped = clipped_grad(model, remembers, ball(RADIUS, weights(model)), batch_size=9)
     with pytest.raises(ModelError, match="different outputs for the same sample"):
         clipped(notes())
 
@@ -211,7 +211,7 @@ def test_a_loss_that_remembers_a_record_is_refused() -> None:
 @pytest.mark.privacy
 def test_a_network_that_was_changed_is_refused() -> None:
     model = reader()
-    clipped = ClippedSum(model, loss, ball(RADIUS, weights(model)), batch_size=9)
+    clipped = clipped_grad(model, loss, ball(RADIUS, weights(model)), batch_size=9)
     clipped(notes())
     model.words = nn.Embedding(WORDS, 8)
     with pytest.raises(ModelError, match="no longer the one that was validated"):
@@ -220,7 +220,7 @@ def test_a_network_that_was_changed_is_refused() -> None:
 
 def test_a_step_of_ones_own_is_a_sum_a_mechanism_and_noise() -> None:
     model, batch = reader(), notes()
-    clipped = ClippedSum(model, loss, ball(RADIUS, weights(model)), batch_size=9)
+    clipped = clipped_grad(model, loss, ball(RADIUS, weights(model)), batch_size=9)
     total = clipped(batch)
     noise, mechanism = Noise(bytes(32)), GaussianMechanism(2.0, 9)
     private = mechanism.release(total.clone(), clipped.region, noise.at(1))
@@ -258,7 +258,7 @@ def test_a_batch_of_another_structure_than_validated_is_refused(
     odd: Callable[[Any], Any], said: str, prepared: bool
 ) -> None:
     """What is the same for all records may be computed from them."""
-    clipped = ClippedSum(nn.Linear(4, 3), reduced, ball(1.0), batch_size=9)
+    clipped = clipped_grad(nn.Linear(4, 3), reduced, ball(1.0), batch_size=9)
     if prepared:
         clipped.prepare(rows_of(2))
     elif "other parts" in said:
@@ -270,7 +270,7 @@ def test_a_batch_of_another_structure_than_validated_is_refused(
 @pytest.mark.privacy
 def test_a_batch_far_larger_than_stated_is_refused() -> None:
     """The margin for rounding is for sums of about the stated number of records."""
-    clipped = ClippedSum(nn.Linear(4, 3), reduced, ball(1.0), batch_size=9)
+    clipped = clipped_grad(nn.Linear(4, 3), reduced, ball(1.0), batch_size=9)
     clipped(rows_of(40))
     with pytest.raises(InputError, match="many times more records"):
         clipped(rows_of(80))
@@ -279,13 +279,13 @@ def test_a_batch_far_larger_than_stated_is_refused() -> None:
 def test_numbers_and_regions_that_do_not_fit_are_refused() -> None:
     for size, physical in ((0, 16), (4, 0)):
         with pytest.raises(InputError, match="must be at least 1, not 0"):
-            ClippedSum(
+            clipped_grad(
                 nn.Linear(4, 3), reduced, ball(1.0), batch_size=size, physical_batch=physical
             )
     for radius in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="must be a positive number"):
             ball(radius)
-    clipped = ClippedSum(
+    clipped = clipped_grad(
         nn.Linear(4, 3), reduced, ellipsoid(torch.zeros(3), torch.ones(3)), batch_size=9
     )
     with pytest.raises(InputError, match="15 trained parameters"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli import ClippedSum, ball
+from dpmac_cli import ball, clipped_grad
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from tests.helpers import without
 from tests.tiers import rest_long
@@ -47,7 +47,7 @@ def texts(count: int = COUNT) -> dict[str, Tensor]:
 )
 def test_a_document_moves_the_sum_by_at_most_the_radius(lora: bool, physical: int) -> None:
     net, batch = model(lora=lora), texts()
-    clipped = ClippedSum(net, text_loss, ball(RADIUS), batch_size=COUNT, physical_batch=physical)
+    clipped = clipped_grad(net, text_loss, ball(RADIUS), batch_size=COUNT, physical_batch=physical)
     total = clipped(batch).clone()
     assert not clipped.notes, "vmap runs it"
     moved = [float((total - clipped(without(batch, i))).double().norm()) for i in range(COUNT)]
@@ -61,7 +61,7 @@ def test_every_parameter_gets_its_clipped_gradient(lora: bool) -> None:
     net, batch = model(lora=lora).double(), texts()
     exact, radius = copy.deepcopy(net), RADIUS * clip_limit(COUNT)
     region = ball(RADIUS, torch.zeros(1).double())
-    clipped = ClippedSum(net, text_loss, region, batch_size=COUNT)
+    clipped = clipped_grad(net, text_loss, region, batch_size=COUNT)
     total = clipped.by_parameter(clipped(batch))
     named = {name: p for name, p in exact.named_parameters() if p.requires_grad}
     assert named.keys() == total.keys()
@@ -104,5 +104,5 @@ def test_the_program_for_hugging_face_runs(
     assert step.epsilon <= 8
     assert step.notes == (), "vmap runs it"
     assert "Poisson-sampled" in capsys.readouterr().out
-    sums = step._engine.sums.clipped_sum
+    sums = step._sums.clipped_sum
     assert all("lora_" in layer.name or "classifier" in layer.name for layer in sums.layers)

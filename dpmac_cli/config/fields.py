@@ -36,7 +36,7 @@ class Flag:
         studied: whether a comparison can vary it.
         labels: whether it distinguishes the runs of a comparison.
         comma: whether a value may contain a comma.
-        of_step: whether a :class:`~dpmac_cli.runs.private_step.PrivateStep` has it.
+        of_step: whether a :class:`~dpmac_cli.step.PrivateStep` has it.
     """
 
     group: str

@@ -21,10 +21,10 @@ from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.randomness.unshared import Unshared
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.fixed_settings import FixedSettings
 from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import prepare
@@ -38,7 +38,7 @@ from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.schedules import LossKind
 
 
-class PrivateTraining(FixedSettings):
+class PrivateTraining(Unshared):
     """Private training of an existing network in your own training loop.
 
     Iterating takes the remaining steps and yields their numbers, from 1. Batches, losses and
@@ -65,7 +65,6 @@ class PrivateTraining(FixedSettings):
             be added.
     """
 
-    _CREATED_BY = "make_private(model, data, ...)"
     __slots__ = (
         "_earlier",
         "_notes",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli import ClippedSum, ball
+from dpmac_cli import ball, clipped_grad
 from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32, inherited_precision
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.validation import check_model
@@ -277,7 +277,7 @@ def noticing_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 @pytest.mark.privacy
 def test_sums_alone_compute_with_the_settings_of_the_trial_of_rounding() -> None:
-    clipped = ClippedSum(made(), noticing_loss, ball(1.0), batch_size=8)
+    clipped = clipped_grad(made(), noticing_loss, ball(1.0), batch_size=8)
     batch, ours = torch.randn(8, SIDE**2), named()
     clipped(batch)
     OTHERS.clear()

@@ -66,7 +66,7 @@ class Ours:
                 p.copy_(weights[name])
 
     def set_clip_norm(self, norm: float) -> None:
-        self.private.clip_norm = norm
+        self.private.clip_norm = norm  # type: ignore[attr-defined]  # refused by Python
 
     def add(self, name: str, layer: nn.Module) -> None:
         self.net.add_module(name, layer)

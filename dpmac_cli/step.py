@@ -1,0 +1,644 @@
+"""One private step on a batch of a program: clip each record's gradient, add noise once, update.
+
+:class:`PrivateStep` trains a network on the batches of a program. :func:`clipped_grad` is its first
+half alone, a function of a batch that knows its sensitivity.
+"""
+
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.calibration import affordable_steps
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
+from dpmac_cli.accounting.statements import format_epsilon, statement
+from dpmac_cli.config.plan import PrivacyPlan
+from dpmac_cli.config.resolve import resolve_batches
+from dpmac_cli.config.settings import SETTINGS, Settings
+from dpmac_cli.dp.clipping.batches import (
+    NOTHING,
+    Batch,
+    Structure,
+    check_rows,
+    map_rows,
+    samples_in,
+)
+from dpmac_cli.dp.clipping.norms import RegionMetric
+from dpmac_cli.dp.losses import returned
+from dpmac_cli.dp.mechanism import Ellipsoid
+from dpmac_cli.dp.precision import full_float32
+from dpmac_cli.errors import BudgetError, InputError, ModelError, raise_errors
+from dpmac_cli.models.fingerprint import DURING
+from dpmac_cli.models.trial import BatchLoss, Objective
+from dpmac_cli.models.validation import validate_objective
+from dpmac_cli.randomness.keystream import KEY_BYTES, make_keys
+from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.randomness.sampling import Indices, Sampler
+from dpmac_cli.randomness.unshared import Unshared
+from dpmac_cli.runs.setup import mechanism_of, steps_of, training_of
+from dpmac_cli.torch_errors import torch_failures_explained
+from dpmac_cli.training.chunks import BatchSum, Running
+from dpmac_cli.training.descent import Descent
+from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable, check_counted
+from dpmac_cli.training.loading import (
+    NOT_DRAWN,
+    Collate,
+    Drawn,
+    KeyedLoader,
+    OneByOne,
+    check_reread,
+    collate_of,
+    first_row,
+)
+from dpmac_cli.training.state import Randomness
+
+#: Unit of privacy of a batch's rows.
+RECORD_UNIT = ("training record", "")
+
+
+@dataclass
+class _Given:
+    """Sampler of the records of a batch that was given."""
+
+    records: Indices | None = None
+
+    def draw(self, step: int) -> Indices:
+        """Return the records of the batch."""
+        assert self.records is not None  # noqa: S101
+        return self.records
+
+
+class _Saved(TypedDict):
+    """State of a :class:`.PrivateStep`, with tensors on the CPU. No key is in it.
+
+    ``trainings`` are those of the network, the last of which is the one that was saved.
+    """
+
+    tensors: dict[str, Tensor]
+    numbers: dict[str, Any]
+    trainings: list[dict[str, Any]]
+    structure: Any
+    public: Any
+    lr: float
+
+
+class PrivateStep(Unshared):
+    """Private training step of a network on the batches of a program.
+
+        step = PrivateStep(model, loss, sampling=Poisson(n=len(data), batch_size=256), epsilon=3)
+        for batch in step.loader(data):
+            step(batch)
+
+    A batch is a tensor, or dicts, lists and tuples of tensors, with one row per record. Batches
+    belong to private records: showing them, or their losses, would break the guarantee.
+
+    Args:
+        model: the network, on the device to train on. It is trained in place: its parameters become
+            views of one vector.
+        loss: ``loss(model, batch)`` returns one loss per record, a tensor of shape (records,). The
+            loss of a record must not depend on the others, which is validated.
+        sampling: how batches are drawn, such as :class:`~dpmac_cli.Poisson`; or
+            :class:`~dpmac_cli.OwnLoader`, if they are not those of :meth:`loader`.
+        example: a public batch of at least one row, with the shapes and types of the records. Its
+            integers are used to validate the network. By default they are 0 and 1, and the shapes
+            those of the first record.
+        keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10``.
+
+    Raises:
+        InputError: settings cannot be used; lists every fault found.
+        BudgetError: no noise meets the target epsilon, or ``max_epsilon`` allows no step.
+        ModelError: the network or the loss cannot be clipped, or its earlier training cannot be
+            added. If there is no ``example``, the first batch is awaited.
+    """
+
+    __slots__ = (
+        *("_base", "_descent", "_drawn", "_earlier", "_given", "_keys", "_loss"),
+        *("_model", "_notes", "_plan", "_sampling", "_steps", "_structure"),
+        *("_sums", "_training"),
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: BatchLoss,
+        *,
+        sampling: BatchSampling | OwnLoader,
+        example: Batch | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__()
+        _check_arguments(model, loss, sampling, keywords)
+        self._model, self._loss, self._sampling = model, loss, sampling
+        self._earlier = carried_by(model, loss)
+        check_composable(self._earlier, RECORD_UNIT)
+        counted = tuple(training.done for training in self._earlier)
+        named = {
+            "model": f"{type(model).__module__}:{type(model).__qualname__}",
+            "batch_size": sampling.batch_size,
+            "sampler": sampling.sampler,
+        }
+        settings: dict[str, Any] = {**keywords, **named}
+        plan, self._notes = resolve_batches(sampling.n, settings, counted)
+        # Nothing is scored or published.
+        self._plan = replace(plan, recipe=replace(plan.recipe, ema=0.0))
+        privacy = self._plan.privacy
+        budget = (privacy.delta, privacy.max_epsilon, counted)
+        self._steps = affordable_steps(privacy.event, *budget)
+        self._keys = make_keys(self._plan.run.seed, part=len(self._earlier))
+        self._drawn: Drawn | None = None
+        self._base = 0  # steps of the state that was loaded
+        self._descent: Descent | None = None  # these are made when the structure is known
+        self._structure: Structure | None = None
+        if example is not None:
+            self._prepare(Structure(_checked_example(example, _device_of(model)), keep=True))
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the network. Every step sets it to training mode."""
+        return self._model
+
+    @property
+    def privacy(self) -> PrivacyPlan:
+        """Return the plan of the privacy cost: event, delta, and ``max_epsilon``."""
+        return self._plan.privacy
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on probable mistakes in valid settings, and on how the network is run."""
+        return self._notes
+
+    def __len__(self) -> int:
+        """Return the total number of steps."""
+        return self._steps
+
+    @property
+    def taken(self) -> int:
+        """Return the number of steps that were taken."""
+        return self._base if self._descent is None else self._descent.state.step
+
+    @property
+    def event(self) -> TrainingEvent:
+        """Return the privacy event of all steps that have begun, without earlier training."""
+        return self.privacy.event_of(self._begun)
+
+    @property
+    def delta(self) -> float:
+        """Return delta of the guarantee."""
+        return self.privacy.delta
+
+    @property
+    def sigma(self) -> float:
+        """Return the noise multiplier."""
+        return self.privacy.sigma
+
+    @property
+    def epsilon(self) -> float:
+        """Return the privacy cost of all steps that have begun, and of earlier training."""
+        return total_epsilon(self._events, self.privacy.delta)
+
+    @property
+    def statement(self) -> str:
+        """Return the meaning of the guarantee, and who is responsible for the sampling."""
+        said = statement(self.epsilon, self.privacy.delta, self._events)
+        return f"{said}{self._sampling.caveat}"
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, before warm-up and schedule; set it to change it.
+
+        It has no privacy cost if it depends only on public values.
+        """
+        return self._plan.optimizer.lr
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        Settings(lr=rate)  # raises InputError
+        optimizer = self._plan.optimizer.with_lr(rate)
+        self._plan = replace(self._plan, optimizer=optimizer)
+        if self._descent is not None:
+            self._descent.optimizer = optimizer
+
+    def loader(
+        self, dataset: Any, collate_fn: Collate | None = None, *, workers: int = 0
+    ) -> Iterator[Batch]:
+        """Yield the batches of the remaining steps, drawn as their privacy cost assumes.
+
+        A batch may have any number of rows, also none. Take a step with each, in order. Records are
+        read when they are drawn, one by one, so that none changes the row of another.
+
+        Args:
+            dataset: map-style dataset, such as a ``torch.utils.data.Dataset``, of n records. A
+                random transform is repeated exactly when a step is.
+            collate_fn: turns a list of records, here always of one, into a batch; torch's
+                ``default_collate`` by default. All records must have the same shape.
+            workers: number of processes that read records.
+
+        Raises:
+            InputError: the dataset has another number of records than n, or one cannot be used.
+            ModelError: see :class:`PrivateStep`.
+        """
+        if isinstance(self._sampling, OwnLoader):
+            raise InputError(
+                "This PrivateStep was told that your own loader draws the batches. Call it with "
+                "them, or use sampling=Poisson(...) to let dpmac draw them."
+            )
+        _check_size(size := len(dataset), self._sampling)
+        records = OneByOne(dataset, collate_of(collate_fn), self._keys.layers)
+        row = first_row(records)
+        check_reread(records, size)
+        structure = self._structure or Structure.of(row).to(_device_of(self._model))
+        if self._descent is None:
+            self._prepare(structure)
+        return self._batches(KeyedLoader(records, self._draws(), structure, workers))
+
+    def _draws(self) -> Sampler:
+        assert isinstance(self._sampling, BatchSampling)  # noqa: S101
+        return self._sampling.draws(
+            self._keys.sampler, secure=self._plan.run.secure, base=self._base
+        )
+
+    def _batches(self, loader: KeyedLoader) -> Iterator[Batch]:
+        for drawn in loader.batches(self.taken + 1, self._steps):
+            self._drawn = drawn
+            yield drawn.batch
+
+    def __call__(self, batch: Batch) -> int:
+        """Clip, add noise and update the weights; return the step number.
+
+        Args:
+            batch: a batch of :meth:`loader`, unchanged; or with :class:`~dpmac_cli.OwnLoader`, any
+                batch of the same structure.
+
+        Raises:
+            BudgetError: all steps that the privacy budget covers have begun.
+            DivergedError: a weight is no longer finite; checked once per epoch.
+            InputError: the batch is not the one that was drawn for this step.
+            ModelError: the network is no longer the one that was validated, or cannot be clipped
+                on these records.
+            RunError: memory ran out with a single record, or the device failed.
+        """
+        if self._base + self._begun >= self._steps:
+            raise BudgetError(
+                f"All {self._steps} steps have been taken, and epsilon is "
+                f"{format_epsilon(self.epsilon)}. To train longer, start from a new PrivateStep "
+                "on this network, which also counts these steps."
+            )
+        records, rows = self._checked(batch)
+        descent = self._descent or self._prepare(Structure.of(rows))
+        self._given.records, self._sums.batch = records, rows
+        try:
+            with torch_failures_explained(), torch.inference_mode(False):
+                descent.step()
+                if descent.state.step % descent.plan.steps_per_epoch == 0:
+                    descent.check_finite()
+                    descent.check_network()
+        finally:
+            self._given.records, self._sums.batch = None, NOTHING
+        self._drawn = None
+        return descent.state.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the training after its last step, for ``torch.save``.
+
+        It was computed after noise, and no key is in it: to show it costs no more than epsilon.
+        Frozen parameters and buffers are not included.
+
+        Raises InputError if no step was taken yet.
+        """
+        if self._descent is None or self._structure is None:
+            raise InputError("There is no state before the first step. Save it after a step.")
+        state = self._descent.state
+        saved: _Saved = {
+            "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
+            "numbers": state.numbers(),
+            "trainings": [training.as_json() for training in (*self._earlier, self._training)],
+            "structure": map_rows(Tensor.cpu, self._structure.template),
+            "public": self._structure.keep,
+            "lr": self.lr,
+        }
+        return dict(saved)
+
+    def load_state_dict(self, saved: Mapping[str, Any], *, taken: int) -> None:
+        """Continue a training with new noise and batches.
+
+        Epsilon then counts all steps that were ``taken`` before, kept in the state or not, and
+        those to come. A training for an ``epsilon`` ends earlier by the steps that were lost.
+        Settings may differ from those of the saved training, except for the optimizer.
+
+        Args:
+            saved: a state of :meth:`state_dict`.
+            taken: number of steps that the saved training took in all, also after it was saved:
+                if they were not counted, an upper bound.
+
+        Raises:
+            InputError: ``saved`` is no such state, this training has begun, or ``taken`` is not
+                possible.
+            ModelError: the network has other parameters.
+        """
+        if self._begun or self._earlier:
+            raise InputError(
+                "A state is loaded into a new PrivateStep on a network that was not trained "
+                "before. Create both again."
+            )
+        state = _checked_state(saved)
+        *earlier, last = map(Training.of_json, state["trainings"])
+        if not last.begun <= taken <= last.event.steps:
+            raise InputError(
+                f"taken is {taken}, but the state holds {last.begun} of {last.event.steps} steps. "
+                "Set it to the number of steps that were taken, also after the state was saved."
+            )
+        self._earlier = (*earlier, replace(last, begun=taken))
+        check_composable(self._earlier, RECORD_UNIT)
+        privacy, step = self.privacy, state["numbers"]["step"]
+        rest = privacy.event_of(max(0, self._steps - step))
+        counted = tuple(training.done for training in self._earlier)
+        budget = min(privacy.max_epsilon, privacy.target or math.inf)
+        with suppress(BudgetError):
+            self._steps = step
+            self._steps += affordable_steps(rest, privacy.delta, budget, counted)
+        self._base, self.lr = step, state["lr"]
+        self._keys = make_keys(self._plan.run.seed, base=step, part=len(self._earlier))
+        structure = Structure(state["structure"], state["public"])
+        descent = self._prepare(structure.to(_device_of(self._model)))
+        for training in self._earlier:
+            attach(self._model, training)
+        descent.state.restore(state["tensors"], state["numbers"])
+
+    @property
+    def _begun(self) -> int:
+        """Return the number of steps that may have used records."""
+        return 0 if self._descent is None else self._training.begun
+
+    @property
+    def _events(self) -> tuple[TrainingEvent, ...]:
+        return (*(training.done for training in self._earlier), self.event)
+
+    def _checked(self, batch: Batch) -> tuple[Indices, Batch]:
+        """Return the numbers of the records of a batch, and its rows. Raises InputError."""
+        if isinstance(self._sampling, OwnLoader):
+            check_rows(batch, self._structure)
+            _check_number(samples_in(batch), self._sampling.n)
+            return np.arange(samples_in(batch)), batch
+        drawn = self._drawn
+        if drawn is None or not drawn.is_unchanged(batch) or drawn.step != self.taken + 1:
+            raise InputError(NOT_DRAWN)
+        return drawn.records, drawn.rows
+
+    def _prepare(self, structure: Structure) -> Descent:
+        """Validate the network and the loss on a structure, and build what takes the steps."""
+        self.check_process()
+        check_counted(self._model, self._loss, self._earlier)
+        plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
+        layers, secure = LayerDraws(keys.layers), plan.run.secure
+        validate_objective(objective, structure, isolated=plan.isolate)
+        device = _device_of(objective)
+        steps = steps_of(plan, self._steps, device)
+        how = Running(
+            loss=returned,
+            physical_batch=steps.physical_batch,
+            batch=plan.privacy.batch_size,
+        )
+        self._given = _Given()
+        noise = Noise(keys.noise, secure=secure)
+        with full_float32():
+            self._sums = BatchSum(objective, structure, how, layers)
+            descent = Descent(
+                model=objective,
+                sums=self._sums,
+                optimizer=plan.optimizer,
+                mechanism=mechanism_of(plan.privacy, secure=secure),
+                plan=steps,
+                randomness=Randomness(sampler=self._given, noise=noise, layers=layers),
+            )
+        self._training = descent.training = training_of(plan.privacy, plan.run, RECORD_UNIT)
+        attach(objective, self._training)  # a loss may have trained parameters, too
+        self._structure, self._descent = structure, descent
+        self._notes = (*self._notes, *self._sums.notes)
+        return descent
+
+
+def _check_arguments(
+    model: object, loss: object, sampling: object, keywords: Mapping[str, Any]
+) -> None:
+    """Raise InputError with every argument that cannot be used; ModelError without a network."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{getattr(model, '__name__', repr(model))} is not a torch module. Pass a network "
+            "instance, such as torch.nn.Linear(64, 10)."
+        )
+    errors = []
+    if not callable(loss):
+        errors.append(
+            f"loss must be a function loss(model, batch) that returns one loss per record, not a "
+            f"{type(loss).__name__}."
+        )
+    if not isinstance(sampling, (BatchSampling, OwnLoader)):
+        errors.append(
+            "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256), "
+            f"RandomAllocation(...), Cyclic(...) or OwnLoader(...), not {sampling!r}."
+        )
+    known = [name for name, option in SETTINGS.items() if option.flag.of_step]
+    errors += [
+        f"PrivateStep has no setting '{name}'. It has {', '.join(known)}."
+        for name in keywords
+        if name not in known
+    ]
+    raise_errors(errors)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device of a network's parameters."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _checked_example(example: Batch, device: torch.device) -> Batch:
+    """Return a public example batch on the device. Raises InputError."""
+    check_rows(example, None)
+    if samples_in(example) == 0:
+        raise InputError("example must have at least one row.")
+    return map_rows(lambda t: t.to(device), example)
+
+
+def _check_number(rows: int, n: int) -> None:
+    """Raise InputError for a batch of a program's own loader with more rows than records."""
+    if rows > n:
+        raise InputError(
+            f"The batch has more rows than there are records, n={n:,}, so a record is in it more "
+            "than once, and moves the step by more than epsilon covers. Draw each record at most "
+            "once."
+        )
+
+
+def _check_size(size: int, sampling: BatchSampling) -> None:
+    """Raise InputError for a dataset of another number of records than n."""
+    if size != sampling.n:
+        raise InputError(
+            f"The dataset has {size:,} records, but epsilon was computed for n={sampling.n:,}. Use "
+            f"sampling={type(sampling).__name__}(n=len(dataset), ...)."
+        )
+
+
+def _checked_state(given: object) -> _Saved:
+    """Return a state of :class:`.PrivateStep`. Raises InputError if it is not one."""
+    known = _Saved.__required_keys__
+    missing = sorted(known - given.keys()) if isinstance(given, Mapping) else sorted(known)
+    if missing:
+        raise InputError(
+            f"This is not a state of PrivateStep: it has no {', '.join(missing)}. Pass what "
+            "step.state_dict() returned, or what torch.load read of it. The state_dict of a "
+            "network goes to network.load_state_dict(...), which does not know what its training "
+            "cost."
+        )
+    return cast(_Saved, given)
+
+
+class ClippedGrad:
+    """Sum of the clipped per-record gradients of a network; see :func:`clipped_grad`."""
+
+    #: Bound on the change of the sum, in the norm of the region, by one record.
+    sensitivity = 1.0
+
+    def __init__(
+        self,
+        objective: Objective,
+        region: Ellipsoid,
+        batch_size: int,
+        physical_batch: int,
+        *,
+        isolate: bool,
+    ) -> None:
+        self._objective = objective
+        self.region, self.notes = region, tuple[str, ...]()
+        self._batch, self._physical, self._isolate = batch_size, physical_batch, isolate
+        self._layers = LayerDraws(secrets.token_bytes(KEY_BYTES))
+        self._sums: BatchSum | None = None
+        self._structure: Structure | None = None
+        self._calls, self._chunk = 0, 0
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Tensor:
+        """Return the sum over the records of a batch, shape (d,), float64 for several chunks.
+
+        Raises:
+            InputError: the batch is not tensors with one row per record, has other parts, shapes or
+                types than the one that was validated, or many times more records than
+                ``batch_size``; or the region does not fit the parameters.
+            ModelError: the network is no longer the one that was validated.
+        """
+        check_rows(batch, self._structure)
+        sums = self._sums or self.prepare(batch)
+        _check_region(self.region, sums.theta)
+        self._objective.train()
+        sums.unchanged.check()
+        sums.batch, self._calls = batch, self._calls + 1
+        metric = RegionMetric(self.region)
+        with full_float32(sums.arithmetic), self._layers.of(self._calls):
+            records = np.arange(samples_in(batch))
+            total, self._chunk = sums.of(records, self._calls, metric, self._chunk)
+        sums.unchanged.check(DURING)
+        return total.clone()
+
+    @property
+    def theta(self) -> Tensor:
+        """Return the trained parameters as one vector, shape (d,); changing it changes the model.
+
+        Raises ModelError before :meth:`prepare` or the first batch.
+        """
+        return self._ready.theta
+
+    def by_parameter(self, vector: Tensor) -> Mapping[str, Tensor]:
+        """Return views of a vector, shape (d,), by the names of parameters, in their shapes."""
+        return dict(self._parts(vector))
+
+    def prepare(self, example: Batch) -> BatchSum:
+        """Validate the network on the structure of a batch, whose values are not used."""
+        check_rows(example, None)
+        structure = Structure.of(example)
+        validate_objective(self._objective, structure, isolated=self._isolate)
+        how = Running(
+            loss=returned,
+            physical_batch=self._physical,
+            batch=self._batch,
+        )
+        with full_float32():
+            self._sums = BatchSum(self._objective, structure, how, self._layers)
+        self._structure = structure
+        self._chunk, self.notes = self._sums.chunk, self._sums.notes
+        return self._sums
+
+    @property
+    def _ready(self) -> BatchSum:
+        if self._sums is None:
+            raise ModelError("The network is validated on the first batch: call prepare(batch).")
+        return self._sums
+
+    def _parts(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        named = self._objective.named_parameters()
+        names = {id(p): name.removeprefix("network.") for name, p in named}
+        for layer in self._ready.clipped_sum.layers:
+            for key, slot in layer.slices.items():
+                p = layer.parameters[key]
+                yield names[id(p)], vector[layer.start : layer.stop][slot].view(p.shape)
+
+
+def clipped_grad(
+    model: nn.Module,
+    loss: BatchLoss,
+    region: Ellipsoid,
+    *,
+    batch_size: int,
+    physical_batch: int = 256,
+    isolate: bool = False,
+) -> ClippedGrad:
+    """Return a function of a batch: the sum of its clipped per-record gradients, without noise.
+
+        clipped = clipped_grad(model, loss, ball(1.0), batch_size=256)
+        total = clipped(batch)  # (d,): private until noise is added
+
+    Adding or removing a record moves the sum by at most ``clipped.sensitivity``, 1, in the norm
+    ||(.)/b|| of the region: by at most C for a ball of radius C. Rounding is included. Gradient g_i
+    of a record adds c_i (g_i - m), where c_i <= 1 is the largest factor with which it is in the
+    region.
+
+    The network and the loss are validated on the first batch, and compared with what was validated
+    before each further one. Parameters become views of ``clipped.theta``. Nothing is accounted for:
+    see :class:`PrivateStep` for a complete step.
+
+    Args:
+        model, loss: see :class:`PrivateStep`.
+        region: region to clip to, such as :func:`~dpmac_cli.ball`; a program may replace it.
+        batch_size: expected number of records in a batch, which must not depend on the records.
+        physical_batch: records to process at a time.
+        isolate: accept a network that computes something else for a batch than for one record.
+
+    Raises:
+        InputError: a number of records is below 1.
+        ModelError: the network or the loss cannot be clipped.
+    """
+    counts = {"batch_size": batch_size, "physical_batch": physical_batch}
+    raise_errors(
+        f"{name} must be at least 1, not {value!r}."
+        for name, value in counts.items()
+        if not value >= 1
+    )
+    return ClippedGrad(Objective(model, loss), region, batch_size, physical_batch, isolate=isolate)
+
+
+def _check_region(region: Ellipsoid, theta: Tensor) -> None:
+    """Raise InputError if a region is not one of the parameters, shape (d,)."""
+    shapes = {tuple(region.centre.shape), tuple(region.inverse.shape)}
+    if shapes not in ({()}, {tuple(theta.shape)}):
+        raise InputError(
+            f"The region has the shapes {sorted(shapes)}, but the network has {theta.numel():,} "
+            "trained parameters. Use ball(radius), or ellipsoid(centre, scale) with a number for "
+            "each of them, such as torch.ones_like(clipped.theta)."
+        )
