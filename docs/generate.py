@@ -23,7 +23,6 @@ from dpmac_cli.config.sources import EXCLUSIVE, INCOMPATIBLE
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import Records, data_facts
-from dpmac_cli.dp.clipping.per_sample import LOOP
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
@@ -142,30 +141,6 @@ SIDES = {
     "ghost": "Opacus, ghost",
 }
 OUTCOMES = ("right", "refused", "wrong", "open")
-#: Heading of the generated part of own-network.md, and what it begins with.
-LAYERS = "## How layers run\n"
-LAYERS_SAID = """
-{total} networks, each with every layer of torch.nn that has parameters or mixes samples in some
-variant, or a typical way to put layers together: {counts}. Columns are the time of clipped sums
-over that of the gradients of plain training, and over that of the clipped sums of Opacus, by hooks
-and with ghost clipping, on one core (torch {torch}): below 1, dpmac is faster. Opacus
-refuses some networks, and computes a wrong sum for others. Networks of usual size have 64 records.
-The others have 256 and are tiny, so fixed costs of a step are most of it
-([performance](performance.md)). This part is written by:
-
-    PYTHONPATH=. python benchmarks/layers.py docs/data/layers.json
-    python docs/generate.py
-
-"""
-#: Ways to run a network, in words.
-RUN = {
-    "rule": "by rules of their layers",
-    "instantiated": "with some gradients instantiated",
-    "loop": "in a loop",
-    "refused": "refused",
-}
-#: Costs of a row, with the titles of their columns.
-COSTS = {"cost": "over plain", "hooks": "over hooks", "ghost": "over ghost"}
 #: Outcomes that the table shows with their measure.
 MEASURED = {"wrong": "error", "open": "moved"}
 KEY = ("key", "type", "description")
@@ -524,36 +499,6 @@ def silent() -> str:
     return f"{text}{summary}\n{every}"
 
 
-def own_network() -> str:
-    """Return the page on own networks, whose last section is the table of layers."""
-    path = DOCS / "own-network.md"
-    written = path.read_text(encoding="utf-8").partition(LAYERS)[0]
-    found = json.loads((DOCS / "data" / "layers.json").read_text(encoding="utf-8"))
-    rows, paths = found["rows"], [row["path"] for row in found["rows"]]
-    counts = ", ".join(f"{paths.count(path)} {said}" for path, said in RUN.items())
-    parts = [written + LAYERS + LAYERS_SAID.format(total=len(rows), counts=counts, **found)]
-    for group, members in groupby(rows, lambda row: row["group"]):
-        parts.append(f"### {group[0].upper()}{group[1:]}\n")
-        cells = [
-            (row["name"], row["path"], *(ratio(row.get(of, "")) for of in COSTS), why(row))
-            for row in members
-        ]
-        parts.append(table(("network", "run by", *COSTS.values(), "reason"), cells))
-    return "\n".join(parts)
-
-
-def ratio(cost: float | str) -> str:
-    """Return the cell of a ratio of times, or of the reason why there is none."""
-    return cost if isinstance(cost, str) else f"{cost:.1f}" if cost >= 1 else f"{cost:.2g}"
-
-
-def why(row: Mapping[str, Any]) -> str:
-    """Return the reason of a row without what all of its kind have in common."""
-    before, _, after = LOOP.partition("{}")
-    said = row["why"].removeprefix(before).partition(after.partition("{}")[0])[0]
-    return escaped(re.sub(r" at \w+\.py, line \d+", "", " ".join(said.split())))
-
-
 def outcome(line: Mapping[str, Any]) -> str:
     """Return the cell of a situation."""
     kind: str = line["outcome"]
@@ -630,7 +575,6 @@ PAGES = {
     "report.md": report,
     "api.md": api,
     "silent-failures.md": silent,
-    "own-network.md": own_network,
     "comparison.md": comparison,
     "performance.md": performance,
     "optimizers.md": optimizers,

@@ -121,7 +121,12 @@ def linear() -> Iterator[tuple[Any, ...]]:
     yield "Linear, bias frozen", lambda: frozen(nn.Linear(16, 8), "bias"), VECTOR
     yield "Linear, weight frozen", lambda: frozen(nn.Linear(16, 8), "weight"), VECTOR
     yield "Bilinear", lambda: Do(lambda s, x: s.part(x, x), part=nn.Bilinear(16, 16, 4)), VECTOR
-    yield "LazyLinear, not called", lambda: nn.LazyLinear(8), VECTOR, "shape of weight is unknown"
+    yield (
+        "LazyLinear, not called",
+        lambda: nn.LazyLinear(8),
+        VECTOR,
+        "shape of network.weight is unknown",
+    )
     yield "LazyLinear, called once", lambda: called(nn.LazyLinear(8), VECTOR), VECTOR
 
 
@@ -390,7 +395,7 @@ def without_parameters() -> Iterator[tuple[Any, ...]]:
         said = f", {layer.mode}" if isinstance(layer, nn.Upsample) else ""
         yield f"Conv2d, then {type(layer).__name__}{said}", partial(image, layer), IMAGE
     over = lambda: after(nn.Softmax(0))
-    yield "Linear, then Softmax over the batch", over, VECTOR
+    yield "Linear, then Softmax over the batch", over, VECTOR, "computes something else"
     yield "PReLU", nn.PReLU, VECTOR
     yield "PReLU, of 8 channels", lambda: nn.PReLU(8), IMAGE
 
@@ -598,7 +603,7 @@ def networks() -> Iterator[tuple[Any, ...]]:
         "similarity to the other records",
         lambda: Do(lambda s, x: s.part(x) @ s.part(x).T, part=nn.Linear(16, 8)),
         VECTOR,
-        "returns",
+        "computes something else",
     )
 
 

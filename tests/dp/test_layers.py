@@ -1,0 +1,83 @@
+"""Clipped sums of every layer of torch and of typical networks, against autograd by record."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dpmac_cli.dp.clipping.clipped_sum import clip_limit
+from dpmac_cli.dp.clipping.per_sample import constant_draws
+from dpmac_cli.dp.mechanism import ball
+from dpmac_cli.errors import ModelError
+from dpmac_cli.training.clipped import ClippedSum
+from tests.layer_cases import CASES, Case
+from tests.tiers import one_in
+
+RECORDS, RADIUS = 6, 0.05
+#: Networks of usual size are for benchmarks.
+SMALL = [case for case in CASES if case.group != "usual sizes"]
+#: Networks that vmap cannot run.
+LOOPED = {
+    "LSTM, packed sequence",
+    "checkpointed block",
+    "custom autograd.Function",
+    "if x.max() > 1",
+}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.filterwarnings("ignore:Lazy modules are a new feature"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+]
+
+
+def built(case: Case) -> nn.Module:
+    """The network of a case in float64, without dropout in layers that draw by themselves."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    network = case.build()
+    for module in network.modules():
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0
+    return network
+
+
+def named(cases: list[Case]) -> Any:
+    return [pytest.param(case, id=f"{case.group}: {case.name}") for case in cases]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("case", one_in(8, named([case for case in SMALL if not case.refused])))
+def test_sums_are_those_of_each_record_alone(case: Case) -> None:
+    network, x = built(case).double(), case.batch()[:RECORDS]
+    x = x.double() if x.is_floating_point() else x
+    alone = copy.deepcopy(network).train()
+    clipped = ClippedSum(network, case.loss, ball(RADIUS), batch_size=RECORDS)
+    clipped.prepare(x)
+    with constant_draws():
+        found = clipped.by_parameter(clipped(x))
+        expected = {name: torch.zeros_like(part) for name, part in found.items()}
+        parameters = [dict(alone.named_parameters())[name] for name in found]
+        for row in torch.split(x, 1):
+            loss: Any = case.loss(alone, row).sum()
+            g = torch.autograd.grad(loss, parameters, materialize_grads=True)
+            norm = torch.cat([part.to_dense().flatten() for part in g]).norm()
+            factor = min(1.0, RADIUS * clip_limit(RECORDS) / float(norm))
+            for name, part in zip(found, g, strict=True):
+                expected[name] += factor * part.to_dense()
+    sums = clipped._sums
+    assert sums is not None
+    assert sums.per_sample.vmapped == (case.name not in LOOPED), sums.notes
+    for name, part in expected.items():
+        torch.testing.assert_close(found[name].double(), part, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("case", named([case for case in SMALL if case.refused]))
+def test_layers_that_cannot_be_clipped_are_refused(case: Case) -> None:
+    clipped = ClippedSum(built(case), case.loss, ball(RADIUS), batch_size=RECORDS)
+    with pytest.raises(ModelError, match=case.refused):
+        clipped(case.batch()[:RECORDS])
