@@ -11,7 +11,7 @@ from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.per_sample import constant_draws
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
-from dpmac_cli.training.clipped import ClippedSum
+from dpmac_cli.step import clipped_grad
 from tests.layer_cases import CASES, Case
 from tests.tiers import one_in
 
@@ -55,7 +55,7 @@ def test_sums_are_those_of_each_record_alone(case: Case) -> None:
     network, x = built(case).double(), case.batch()[:RECORDS]
     x = x.double() if x.is_floating_point() else x
     alone = copy.deepcopy(network).train()
-    clipped = ClippedSum(network, case.loss, ball(RADIUS), batch_size=RECORDS)
+    clipped = clipped_grad(network, case.loss, ball(RADIUS), batch_size=RECORDS)
     clipped.prepare(x)
     with constant_draws():
         found = clipped.by_parameter(clipped(x))
@@ -78,6 +78,6 @@ def test_sums_are_those_of_each_record_alone(case: Case) -> None:
 @pytest.mark.privacy
 @pytest.mark.parametrize("case", named([case for case in SMALL if case.refused]))
 def test_layers_that_cannot_be_clipped_are_refused(case: Case) -> None:
-    clipped = ClippedSum(built(case), case.loss, ball(RADIUS), batch_size=RECORDS)
+    clipped = clipped_grad(built(case), case.loss, ball(RADIUS), batch_size=RECORDS)
     with pytest.raises(ModelError, match=case.refused):
         clipped(case.batch()[:RECORDS])
