@@ -358,7 +358,7 @@ def test_a_head_needs_no_settings(size: int, batch: int) -> None:
     assert 2.9 < total_epsilon((plan.privacy.event,), plan.privacy.delta) <= 3
     other = resolve({"dataset": name, "backbone": LITE0, "optimizer": "dp-sgd", "sigma": 2}).plan
     chosen = OPTIMIZERS["dp-sgd"]
-    assert (other.privacy.sigma, other.optimizer.lr) == (2, chosen.lr_on.get(name, chosen.lr))
+    assert (other.privacy.sigma, other.optimizer.lr) == (2, chosen.default_lr(name))
     whole = resolve({"dataset": name, "backbone": LITE0, "train": "norm"}).plan
     assert (whole.recipe.ema, whole.optimizer.name, whole.privacy.steps) == (0.95, "dp-adam", 240)
     assert whole.run.physical_batch == 16

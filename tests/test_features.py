@@ -532,7 +532,7 @@ def test_runs_without_any_of_it_keep_their_names() -> None:
     ("args", "said"),
     [
         (("--features", "scater"), "Did you mean scatter or scatter-mirror? Known: "),
-        (("--train", "head"), "add --pretrained FILE"),
+        (("--train", "head"), "add --pretrained or --backbone"),
         (("--pretrained", "gone.safetensors"), "no such file: gone.safetensors"),
     ],
 )

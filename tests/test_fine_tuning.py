@@ -345,5 +345,5 @@ def test_a_part_that_a_network_does_not_have_is_named(file: Path) -> None:
     assert "the network has no normalisation layer" in refused(*flat, "norm", code=4)
     text = refused(*flat, "norm", "--lora-rank", "2", code=4)
     assert "--lora-rank has no effect with --train norm" in text
-    assert "add --train lora" in refused("--lora-rank", "2")
-    assert "add --pretrained FILE or --backbone" in refused("--train", "norm")
+    assert "add --train, or leave it out" in refused("--lora-rank", "2")
+    assert "add --pretrained or --backbone" in refused("--train", "norm")

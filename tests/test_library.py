@@ -145,12 +145,12 @@ def test_a_model_tells_every_fault_at_once() -> None:
 def test_messages_name_settings_as_they_were_given() -> None:
     """Keywords in a program, which the command line in the same process does not change."""
     with pytest.raises(InputError) as failure:
-        resolve(dataset="digits", batch_size=1438, h1=3, h2=2)
+        resolve(dataset="digits", optimizer="dp-macadam", batch_size=1438, h1=3, h2=2)
     assert failure.value.errors == (
         "h1 (3) must not be above h2 (2).",
         "batch_size (1438) must not be above the size of digits, 1437.",
     )
-    wrong = ("--batch-size", "1438", "--h1", "3", "--h2", "2")
+    wrong = ("--optimizer", "dp-macadam", "--batch-size", "1438", "--h1", "3", "--h2", "2")
     said = dpmac("train", "--dataset", "digits", *wrong).stderr
     assert "error: --h1 (3) must not be above --h2 (2).\n" in said
     assert "error: --batch-size (1438) must not be" in said

@@ -297,7 +297,7 @@ def test_a_step_is_reserved_before_it_begins(
         step(trainer)
 
     monkeypatch.setattr(Trainer, "step", begun)
-    finish(run.train(start(), after(10)))
+    finish(run.train(start(steps=400), after(10)))
     assert len(ahead) == 10
     assert min(ahead) == 1
     assert (max(ahead) == 1) == (seconds == 0)
@@ -307,7 +307,7 @@ def test_a_step_is_reserved_before_it_begins(
 
 
 def test_reservations_take_about_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 1,000 steps a second and then at 10; and never more than a hundredth ahead."""
+    """At 1,000 steps a second and then at 10; and at most a hundredth of all steps ahead."""
     now = [0.0]
     writes: list[int] = []
     event = TrainingEvent(RATE, SIGMA, 100_000, "poisson", EPOCH)
@@ -317,7 +317,7 @@ def test_reservations_take_about_a_second(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(folder, "write_atomically", lambda *_: writes.append(kept.spent.begun))
     for step in range(1, 30_001):
         kept.before(step)
-        assert step <= kept.spent.begun <= step + step // 8
+        assert step <= kept.spent.begun <= step + 1_000
         now[0] += 0.001 if step < 20_000 else 0.1
     assert sum(begun < 20_000 for begun in writes) < 120
     sizes = [after - before for before, after in itertools.pairwise(writes) if after > 8_000]
@@ -333,9 +333,7 @@ def study(tmp_path: Path) -> Grid:
 
 
 def attempt(study: Grid, monkeypatch: pytest.MonkeyPatch, kill: int = 0) -> None:
-    """Carry out a study's run from the start, without its checkpoints, and kill it in a step."""
-    if (study.runs[0].folder / checkpoint.FOLDER).exists():
-        checkpoint.discard(study.runs[0].folder)
+    """Carry out a study's run from the start, as a trial of a search, and kill it in a step."""
     steps, release = itertools.count(1), GaussianMechanism.release
 
     def released(*args: Any) -> Any:
@@ -344,6 +342,7 @@ def attempt(study: Grid, monkeypatch: pytest.MonkeyPatch, kill: int = 0) -> None
         return release(*args)
 
     with monkeypatch.context() as patch, suppress(Killed):
+        patch.setattr(local, "_has_checkpoint", lambda _: False)
         patch.setattr(GaussianMechanism, "release", released)
         list(local._events(study.runs[0], digits(), lambda: False))
 
@@ -362,7 +361,6 @@ def counted_in(study: Grid) -> list[int]:
 def test_a_study_is_charged_for_attempts_begun_again(
     study: Grid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run whose checkpoints are lost is not resumed but begun again."""
     where = study.runs[0].folder
     attempt(study, monkeypatch, kill=15)
     assert counted_in(study) == [STEPS]
@@ -380,7 +378,7 @@ def test_a_study_is_charged_for_attempts_begun_again(
     (where / checkpoint.FOLDER / ledger.FILE).unlink()
     assert counted_in(study) == [15, 5, STEPS]  # as in the report
     (where / folder.REPORT).unlink()
-    attempt(study, monkeypatch)  # which writes the report again
+    list(local._events(study.runs[0], digits(), lambda: False))  # resumes it, at its end
     assert counted_in(study) == [15, 5, STEPS]
 
 

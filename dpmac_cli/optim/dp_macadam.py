@@ -1,4 +1,4 @@
-"""DP-MacAdam."""
+"""DP-MacAdam, which clips by coordinate, and its ellipsoid."""
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 

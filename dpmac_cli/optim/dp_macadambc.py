@@ -1,4 +1,4 @@
-"""DP-MacAdamBC."""
+"""DP-MacAdamBC, which corrects DP-MacAdam for the bias of noise."""
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 

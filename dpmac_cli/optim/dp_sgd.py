@@ -1,4 +1,4 @@
-"""DP-SGD."""
+"""DP-SGD, gradient descent with a fixed clipping norm."""
 
 from typing import TYPE_CHECKING
 

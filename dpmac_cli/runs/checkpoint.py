@@ -193,7 +193,7 @@ def check_changes(
             )
 
 
-def public_facts(task: PreparedRun) -> dict[str, Any]:
+def compared_facts(task: PreparedRun) -> dict[str, Any]:
     """Return the facts of a run's data and weights that are compared, as JSON values."""
     data = task.data
     declared = json.loads(json.dumps(data.task.declared))

@@ -115,7 +115,7 @@ class Session:
             "searched": self.plan.search is not None,
             "history": self.history,
             "seconds": self.seconds,
-            "facts": checkpoint.public_facts(self.task),
+            "facts": checkpoint.compared_facts(self.task),
             "start": self.task.start,
         }
         return checkpoint.save(self.where, state.step, state.tensors(), record)
@@ -132,7 +132,9 @@ class Session:
             notes=self.notes,
         )
         if self.ranks is not None:
-            workers.brief_workers(self.ranks, self)
+            workers.brief_workers(
+                self.ranks, self.plan, self.where, self.task, self.trainer, self.shared
+            )
         try:
             yield from self._updates(stop)
         except DivergedError as failure:

@@ -130,7 +130,7 @@ def _session(
         keys = replace(keys, init=saved.record["start"].to_bytes(4, "little"))
     task = yield from until(stop, prepare(plan, device, keys, data))
     if saved is not None:
-        checkpoint.check_same(checkpoint.public_facts(task), saved.record["facts"])
+        checkpoint.check_same(checkpoint.compared_facts(task), saved.record["facts"])
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"])

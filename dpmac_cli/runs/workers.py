@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -24,9 +24,6 @@ from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.trainer import Trainer
 
-if TYPE_CHECKING:
-    from dpmac_cli.runs.session import Session
-
 
 class Brief(TypedDict):
     """Message of rank 0 to the other ranks of a run."""
@@ -38,18 +35,22 @@ class Brief(TypedDict):
     keys: dict[str, str]
 
 
-def brief_workers(ranks: Ranks, session: "Session") -> None:
-    """Send the run's plan, progress and folder to the other ranks, without secrets."""
-    plan, trainer, shared = session.plan, session.trainer, session.shared
+def brief_workers(
+    ranks: Ranks, plan: TrainPlan, folder: Path, task: PreparedRun, trainer: Trainer, shared: Keys
+) -> None:
+    """Send the run's plan, progress and folder to the other ranks, without secrets.
+
+    ``shared`` has the keys that all ranks have.
+    """
     brief: Brief = {
         "config": by_flag(plan.recorded),
-        "folder": str(session.where),
+        "folder": str(folder),
         "steps": trainer.plan.steps,
         "numbers": trainer.state.numbers(),
         "keys": {name: getattr(shared, name).hex() for name in ("layers", "init")},
     }
     ranks.brief(brief)
-    _agree(ranks, plan, session.task, trainer)
+    _agree(ranks, plan, task, trainer)
 
 
 def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ def read_values(
     given = {} if file is None else _read(file, known, errors)
     errors += [unknown(name, known) for name in flags if name not in known]
     typed = {
-        name: values_in(value, known[name])
+        name: listed_values(value, known[name])
         for name, value in flags.items()
         if is_given(value) and name in known
     }
@@ -49,10 +49,10 @@ def read_values(
     return given
 
 
-def values_in(value: Any, option: Option) -> list[Any]:
+def listed_values(value: Any, option: Option) -> list[Any]:
     """Return the values in a comma-separated text, in a list, or of a single value."""
     if isinstance(value, list | tuple):
-        return [part for item in value for part in values_in(item, option)]
+        return [part for item in value for part in listed_values(item, option)]
     if not isinstance(value, str | int | float | Path):  # records in memory
         return [value]
     text = str(value)
@@ -77,7 +77,7 @@ def faults_of_values(given: Mapping[str, Sequence[Any]]) -> Iterator[str]:
 
 def _read(file: Path, known: Mapping[str, Option], errors: list[str]) -> ValuesOf:
     found = read_lists(file, known, errors)
-    return {name: values_in(values, known[name]) for name, values in found.items()}
+    return {name: listed_values(values, known[name]) for name, values in found.items()}
 
 
 def _over(below: ValuesOf, above: ValuesOf) -> ValuesOf:

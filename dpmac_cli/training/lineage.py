@@ -9,7 +9,9 @@ import inspect
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain
+from types import FunctionType, MethodType
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -78,11 +80,12 @@ def attach(network: nn.Module, training: Training) -> None:
 def carried_by(network: nn.Module, loss: Any = None) -> tuple[Training, ...]:
     """Return the trainings with steps that a network or its loss carries in any part.
 
-    That includes networks that the loss runs, such as a teacher in a closure or a global. A pickled
-    copy of a network that was trained further since has begun fewer steps; the most count.
+    That includes networks that either holds or reads, such as a teacher in a list, a closure or a
+    global. A pickled copy of a network that was trained further since has begun fewer steps; the
+    most count.
     """
     found: dict[str, Training] = {}
-    held = chain.from_iterable(map(_parts, (network, *_networks_of(loss))))
+    held = chain.from_iterable(map(_parts, _networks_of(network, loss)))
     for training in chain.from_iterable(part.get(LINEAGE, ()) for part in held):
         if training.begun > 0:
             known = found.setdefault(training.number, training)
@@ -127,11 +130,24 @@ def _parts(network: nn.Module) -> Iterator[dict[str, Any]]:
     return map(vars, chain(network.modules(), network.parameters()))
 
 
-def _networks_of(loss: Any) -> list[nn.Module]:
-    """Return the networks that a loss is, or reads from its closure or globals."""
-    function = inspect.unwrap(getattr(loss, "func", loss))
-    values = [loss, getattr(function, "__self__", None), *getattr(loss, "args", ())]
-    if inspect.isfunction(function) or inspect.ismethod(function):
-        read = inspect.getclosurevars(function)
-        values += [*read.nonlocals.values(), *read.globals.values()]
-    return [value for value in values if isinstance(value, nn.Module)]
+def _networks_of(*holders: Any) -> Iterator[nn.Module]:
+    """Yield the networks among some objects, and those that they hold or read as variables."""
+    left, seen = list(holders), dict[int, Any]()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value  # while it is held, no other object gets its id
+        if isinstance(value, nn.Module):
+            yield value
+            left += [*vars(value).values(), value.forward]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, partial):
+            left += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, (FunctionType, MethodType)):
+            read = inspect.getclosurevars(inspect.unwrap(value))
+            globals_ = (of for of in read.globals.values() if not isinstance(of, FunctionType))
+            left += [getattr(value, "__self__", None), *read.nonlocals.values(), *globals_]

@@ -539,7 +539,7 @@ def test_a_report_that_does_not_add_up_is_exit_code_2(change: Change, runs: Path
 def test_a_run_without_privacy_cannot_claim_some(runs: Path) -> None:
     result = account(str(altered(runs / "open", lambda privacy: privacy.update(epsilon=1.0))))
     assert result.exit_code == 2
-    assert "infinite" in result.stderr
+    assert "an epsilon without noise" in result.stderr
 
 
 HUGE = 10**400

@@ -13,11 +13,8 @@ from torchvision.datasets import mnist
 from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
-from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.models.build import build_model
-from dpmac_cli.models.registry import BuiltIn
-from dpmac_cli.release.model_file import save_model
-from tests.digits_runs import contents
+from dpmac_cli.runs.folder import MODEL
+from tests.digits_runs import contents, train_digits
 
 
 class Bad(NamedTuple):
@@ -78,7 +75,8 @@ BAD = [
     Bad("eval model.safetensors --dataset mnist", 4, ["model.safetensors", "mnist"]),
     # Studies
     Bad(f"{STUDY} --out ''", 2, ["--out must not be empty"]),
-    Bad(f"{STUDY} --dry-run --json --jobs 0", 2, ["--dry-run and --json", "--jobs must be"]),
+    Bad(f"{STUDY} --dry-run --json", 2, ["--dry-run and --json"]),
+    Bad(f"{STUDY} --jobs 0", 2, ["--jobs must be"]),
     Bad(f"{STUDY} --out foreign", 2, ["--out foreign", "do not belong to a study"]),
     Bad(f"{STUDY} --out run", 2, ["--out run", "do not belong to a study"]),
     Bad("compare --dataset mnist --data-dir empty --out new", 2, ["empty/MNIST/raw"]),
@@ -104,8 +102,15 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "download_and_extract_archive", fail)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of a run on digits."""
+    run = train_digits(out=tmp_path_factory.mktemp("digits") / "run", steps=1)
+    return run.folder / MODEL
+
+
 @pytest.fixture(autouse=True)
-def files(tmp_path: Path) -> Path:
+def files(tmp_path: Path, trained: Path) -> Path:
     """The files that the commands above name, in the folder where they are typed."""
     (tmp_path / "file.txt").write_text("mine")
     for name in ("foreign", "empty", "run"):
@@ -116,31 +121,8 @@ def files(tmp_path: Path) -> Path:
     (tmp_path / "run" / "report.json").write_text("{}")
     (tmp_path / "broken.yaml").write_text("sigma: [\n")
     (tmp_path / "text.safetensors").write_text("hello")
-    facts = {
-        "schema_version": 1,
-        "classes": list(DATASETS["digits"].task.names),
-        "dataset": {"name": "digits", "own": False, "multilabel": False},
-        "model": {"name": "mlp-small", "fix_norm": False},
-        "privacy": {
-            "private": True,
-            "events": [
-                {
-                    "sampling_rate": 0.1,
-                    "noise_multiplier": 1.0,
-                    "steps": 10,
-                    "sampler": "poisson",
-                    "steps_per_epoch": 10,
-                }
-            ],
-        },
-        "input": {"shape": [1, 8, 8], "levels": 16, "mean": [0.305], "std": [0.376]},
-    }
-    save_model(
-        tmp_path / "model.safetensors",
-        build_model(BuiltIn("mlp-small"), DATASETS["digits"].signature, seed=0),
-        facts,
-    )
-    model = (tmp_path / "model.safetensors").read_bytes()
+    model = trained.read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(model)
     (tmp_path / "cut.safetensors").write_bytes(model[:-100])
     (tmp_path / "flipped.safetensors").write_bytes(model[:-1] + bytes([model[-1] ^ 1]))
     (tmp_path / "killed").mkdir()

@@ -9,12 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dpmac_cli.runs import folder
 from dpmac_cli.studies.grid import plan
-from tests.tiers import rest_long
 from tests.typed import dpmac, hooked, loading, process
 
 COMMON = ("compare", "--dataset", "digits", "--sigma", "6", "--device", "cpu")
@@ -98,39 +96,6 @@ def test_finished_runs_are_found_again_and_never_run_twice(tmp_path: Path) -> No
     assert "4 of them found finished" in more.output
     assert len(list(out.rglob("model.safetensors"))) == 6
     assert [row["optimizer"] for row in table(out)] == [row["optimizer"] for row in before]
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("finished", rest_long([True, False]))
-def test_runs_on_other_units_do_not_add_up(finished: bool, tmp_path: Path) -> None:
-    """The file changed in between: as many records, and as many units, but not the same."""
-    rng, out = np.random.default_rng(0), tmp_path / "study"
-    x, y, unit = rng.normal(size=(90, 2)), np.arange(90) % 2, np.arange(90) // 3
-
-    def write(unit: Any) -> None:
-        facts: dict[str, Any] = {"low": -3, "high": 3, "classes": ["no", "yes"]}
-        tested: dict[str, Any] = {"x_test": x[:6], "y_test": y[:6], "unit_test": np.arange(6) + 100}
-        np.savez(tmp_path / "scans.npz", x=x, y=y, unit=unit, **facts, **tested)
-
-    def compare(seeds: str) -> Any:
-        flags = ("--sigma", "2", "--optimizers", "dp-sgd", "--steps", "2", "--device", "cpu")
-        data = ("--dataset", str(tmp_path / "scans.npz"))
-        return dpmac("compare", *data, *flags, "--seeds", seeds, "--out", str(out), "--jobs", "1")
-
-    write(unit)
-    assert compare("1").exit_code == 0
-    if not finished:
-        [run] = (out / "runs").iterdir()
-        (run / "report.json").unlink()
-    write(np.arange(90) % 30)
-    files = sorted(map(str, out.rglob("*")))
-    result = compare("2")
-    assert result.exit_code == 2
-    assert "was trained on other records or units than the rest of this study" in result.output
-    assert sorted(map(str, out.rglob("*"))) == files
-    if not finished:  # the original goes on
-        write(unit)
-        assert compare("2").exit_code == 0
 
 
 @pytest.fixture(scope="module")

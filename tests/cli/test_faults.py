@@ -56,6 +56,13 @@ def at_step(step: int, do: Callable[[], None], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Trainer, "step", taken)
 
 
+def counted(run: str) -> list[int]:
+    """The steps that a run's report counts, of each session."""
+    report = json.loads(Path(run, "report.json").read_text())
+    assert report["hyperparameters"]["steps"] == 9
+    return [event["steps"] for event in report["privacy"]["events"]]
+
+
 @pytest.fixture
 def whole() -> Path:
     """The run, undisturbed."""
@@ -90,7 +97,7 @@ def test_after_a_full_disk_at_the_start_a_run_can_begin(size: int, old: bool) ->
 
 
 def test_a_full_disk_at_a_checkpoint_loses_the_steps_since_the_last(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with file_size_limit() as limit, monkeypatch.context() as patch:
         at_step(4, lambda: limit(3000), patch)
@@ -103,7 +110,7 @@ def test_a_full_disk_at_a_checkpoint_loses_the_steps_since_the_last(
     )
     assert not list(Path("run").rglob(f"*{files.PART}"))
     assert dpmac("train", "--resume", "run").exit_code == 0
-    assert same_weights(Path("run"), whole)
+    assert counted("run") == [4, 7]
 
 
 def test_a_folder_that_is_removed_leaves_nothing_to_go_on_with(
@@ -115,7 +122,7 @@ def test_a_folder_that_is_removed_leaves_nothing_to_go_on_with(
     assert "--resume" not in said
 
 
-@pytest.mark.parametrize("last", ["save_model", "build_report"])
+@pytest.mark.parametrize("last", ["save_model", "model_card"])
 def test_a_full_disk_at_the_end_loses_nothing(
     last: str, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,16 +178,15 @@ def test_a_folder_that_may_not_be_written_to_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_may_no_longer_be_written_to_is_named(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = whole.absolute()
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.chdir(name)
         Path(name).chmod(0o777)
-        _lose_the_right_to_write(expected, monkeypatch)
+        _lose_the_right_to_write(monkeypatch)
 
 
-def _lose_the_right_to_write(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _lose_the_right_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     with unprivileged(), monkeypatch.context() as patch:
         at_step(4, lambda: Path("run/checkpoint").chmod(0o500), patch)
         result = dpmac(*RUN)
@@ -188,7 +194,7 @@ def _lose_the_right_to_write(whole: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "(step 2): dpmac train --resume run" in result.stderr
     Path("run/checkpoint").chmod(0o700)
     assert dpmac("train", "--resume", "run").exit_code == 0
-    assert same_weights(Path("run"), whole)
+    assert counted("run") == [4, 7]
 
 
 # Devices
@@ -203,7 +209,7 @@ LOST = [
 
 @pytest.mark.parametrize("failure", LOST, ids=lambda failure: type(failure).__name__)
 def test_a_lost_device_names_the_last_checkpoint(
-    failure: Exception, whole: Path, monkeypatch: pytest.MonkeyPatch
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise failure
@@ -214,7 +220,7 @@ def test_a_lost_device_names_the_last_checkpoint(
     said = failed(result, 4, f"The device failed ({str(failure).splitlines()[0]}).")
     assert "To resume from the last checkpoint (step 4): dpmac train --resume run" in said
     assert dpmac("train", "--resume", "run").exit_code == 0
-    assert same_weights(Path("run"), whole)
+    assert counted("run") == [6, 5]
 
 
 def test_what_is_a_bug_is_not_laid_on_the_device() -> None:
@@ -287,7 +293,7 @@ def test_a_network_that_fails_late_is_named_by_its_line_alone(where: str) -> Non
         "    def forward(self, x):\n"
         "        late = Path('run/config.yaml').exists()\n"
         f"        if late and {'not ' * (where == 'scoring')}self.training:\n"
-        "            raise ValueError(f'secret {x.sum()}')\n        return super().forward(x)\n"
+        "            raise ValueError(f'secret {x}')\n        return super().forward(x)\n"
         "\n\ndef build():\n    return Net(nn.Flatten(), nn.Linear(64, 10))\n"
     )
     said = failed(
@@ -303,26 +309,32 @@ def test_a_network_that_fails_late_is_named_by_its_line_alone(where: str) -> Non
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("kept", ["buffer", "parameter", "NaN"])
-def test_statistics_that_a_network_begins_to_keep_late_are_not_published(kept: str) -> None:
-    """At the door it keeps none."""
+@pytest.mark.parametrize("where", ["training", "scoring"])
+def test_statistics_that_a_network_begins_to_keep_late_are_not_published(
+    where: str, kept: str
+) -> None:
+    """At the door it keeps none. In training it cannot write what it computes from a record."""
     made = {
         "buffer": "self.register_buffer('seen', torch.zeros(64, dtype=torch.float32))",
         "parameter": "self.kept = nn.Linear(64, 1, False).requires_grad_(False)",
     }
     made["NaN"] = made["buffer"]
-    where = "kept.weight" if kept == "parameter" else "seen"
-    value = "torch.nan" if kept == "NaN" else "x.flatten(1).mean(0)"
+    name = "kept.weight" if kept == "parameter" else "seen"
+    write = "fill_(torch.nan)" if kept == "NaN" else "copy_(x.flatten(1).mean(0))"
     Path("net.py").write_text(
         "from pathlib import Path\nimport torch\nfrom torch import nn\n\nclass Net(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n"
         f"        self.linear = nn.Linear(64, 10)\n        {made[kept]}\n\n"
         "    def forward(self, x):\n"
-        "        if self.training and Path('run/config.yaml').exists():\n"
-        f"            self.{where}.data[:] = {value}\n"
+        "        late = Path('run/config.yaml').exists()\n"
+        f"        if late and {'not ' * (where == 'scoring')}self.training:\n"
+        f"            self.{name}.data.view(-1).{write}\n"
         "        return self.linear(x.flatten(1))\n"
     )
     long = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "40", "--out", "run")
-    failed(dpmac(*long, "--model", "net.py:Net"), 4, f"changed its {where} during training")
+    refused = where == "training" and kept != "NaN"
+    said = "RuntimeError at net.py" if refused else f"changed its {name} during training"
+    failed(dpmac(*long, "--model", "net.py:Net"), 4, said)
     assert not Path("run/model.safetensors").exists()
 
 
@@ -432,14 +444,15 @@ def test_a_run_that_failed_has_replaced_the_one_before(monkeypatch: pytest.Monke
         failed(dpmac(*RUN, "--force"), 4, "The device failed")
     assert not Path("run/report.json").exists()
     assert dpmac("train", "--resume", "run").exit_code == 0
-    assert same_weights(Path("run"), train_digits(steps=9, seed=7).folder)
+    assert counted("run") == [6, 5]
+    assert "lr: 0.001\n" not in Path("run/config.yaml").read_text()
 
 
 # Altered files
 
 
 @pytest.mark.privacy
-def test_an_edited_configuration_is_refused_and_written_anew(whole: Path) -> None:
+def test_an_edited_configuration_is_refused_and_written_anew() -> None:
     with pytest.MonkeyPatch.context() as patch:
         at_step(6, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
         assert dpmac(*RUN).exit_code == 130
@@ -455,7 +468,7 @@ def test_an_edited_configuration_is_refused_and_written_anew(whole: Path) -> Non
     config.unlink()
     assert dpmac("train", "--resume", "run").exit_code == 0
     assert config.read_text() == written
-    assert same_weights(Path("run"), whole)
+    assert counted("run") == [6, 3]
 
 
 def test_a_damaged_file_of_a_finished_run_is_written_anew(whole: Path) -> None:

@@ -34,8 +34,7 @@ drop: [name]
 """
 COST = Regression(("cost",), 0.0, 100.0)
 #: What a message says of a word among numbers.
-LINE = 'missing_words: ["old"] in the schema'
-OLD = f" (leave the cell empty, or declare {LINE}, where there is no value)"
+OLD = " (declare decimal, thousands or missing_words in the schema)"
 
 
 @pytest.fixture(scope="module")

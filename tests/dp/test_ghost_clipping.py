@@ -506,7 +506,7 @@ class Given:
 
     def __init__(self, layer: Layer, use: Use, capacity: int, batch: int) -> None:
         self.layer, self.use = layer, use
-        given: Any = SimpleNamespace(layers=[layer])
+        given: Any = SimpleNamespace(layers=[layer], views=1)
         self.clipped_sum = ClippedChunkSum(given, capacity, batch)
         self.clipped_sum.gradients = self.gradients  # type: ignore[assignment, method-assign]
         self.limit = clip_limit(max(capacity, batch))
