@@ -265,7 +265,7 @@ class Scaled(nn.Module):
 
 def test_a_constant_that_a_network_makes_when_it_first_runs_is_made_before_training() -> None:
     network = Scaled()
-    with pytest.raises(ModelError, match="scale was added.* run it once on zeros before"):
+    with pytest.raises(ModelError, match=r"scale was added\..* run it once on zeros before"):
         make_private(network, "digits", sigma=6, steps=2)
     network = Scaled()
     network(torch.zeros(1, 1, 8, 8))

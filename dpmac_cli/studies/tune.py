@@ -107,11 +107,19 @@ def _best(
 def _trained(
     plan: TrainPlan, place: Path, stop: Callable[[], bool], data: Data
 ) -> dict[str, bytes]:
-    """Train one trial; return its published files by name, none if it diverged."""
-    try:
-        done = finish(train(plan, stop, data))
-        if done.state != "finished":
+    """Train one trial; return its published files by name, none if it diverged.
+
+    Raises KeyboardInterrupt if ``stop`` returns True.
+    """
+
+    def stop_at_once() -> bool:
+        # A part of a trial is never published: its epsilon is not that of a trial.
+        if stop():
             raise KeyboardInterrupt
+        return False
+
+    try:
+        finish(train(plan, stop_at_once, data))
         return {n: (place / n).read_bytes() for n in folder.SEALED if (place / n).exists()}
     except DivergedError:
         return {}

@@ -148,6 +148,9 @@ def _networks_of(*holders: Any) -> Iterator[nn.Module]:
         elif isinstance(value, partial):
             left += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, (FunctionType, MethodType)):
-            read = inspect.getclosurevars(inspect.unwrap(value))
-            globals_ = (of for of in read.globals.values() if not isinstance(of, FunctionType))
-            left += [getattr(value, "__self__", None), *read.nonlocals.values(), *globals_]
+            function = inspect.unwrap(value)
+            left += [function, getattr(value, "__self__", None)]  # of a compiled network, itself
+            if isinstance(function, (FunctionType, MethodType)):
+                read = inspect.getclosurevars(function)
+                globals_ = (of for of in read.globals.values() if not isinstance(of, FunctionType))
+                left += [*read.nonlocals.values(), *globals_]
