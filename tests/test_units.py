@@ -531,7 +531,8 @@ def test_the_attack_finds_a_build_that_clips_each_record_of_a_unit(
     clip = ClippedChunkSum.of
 
     def one_by_one(self: Any, x: Any, y: Any, metric: Any, out: Any, samples: int) -> None:
-        self._per_sample._views, self._capacity = 1, 10**9
+        self._per_sample.views = self.views = 1
+        self._capacity = 10**9
         clip(self, x[:samples].flatten(0, 1), y[:samples].flatten(0, 1), metric, out)
 
     if broken:

@@ -123,10 +123,9 @@ class PerSample:
         self._shapes: list[tuple[frozenset[str], tuple[int, ...]]] = []
         self.idle: tuple[str, ...] = ()
         self.notes: tuple[str, ...] = ()
-        why = self._try()
+        self._chain = self._known_chain() if rowwise else None
+        why = self._try() if self._chain is None else None
         self.vmapped = why is None
-        known = self._recorded == {layer.name for layer in self.layers}
-        self._chain = chain_of(model) if rowwise and known else None
         if why is not None:
             self.run_in_a_loop(why)
 
@@ -297,6 +296,18 @@ class PerSample:
             idle &= {name for name, p in trained.items() if p.grad is None}
         return torch.stack(losses), torch.stack(rows), idle
 
+    def _known_chain(self) -> list[nn.Module] | None:
+        """Return the parts of a sequence of known layers, which needs no trial; None for others."""
+        chain, names = chain_of(self._model), {layer.name for layer in self.layers}
+        if chain is None or next(_candidates(self.layers)) != names:
+            return None
+        self._recorded = names
+        double = next(iter(self.layers[0].parameters.values())).dtype == torch.float64
+        x, y = (of.made_up(1, double=double) for of in (self._inputs, self._labels))
+        with forked(), code_of_network(x):
+            self._note_calls(self._model, self.layers, x, y)
+        return chain
+
     def _try(self) -> str | None:
         """Find the layers to record; return why vmap cannot run the network, None if it can."""
         x, y = self._inputs.made_up(2, double=True), self._labels.made_up(2, double=True)
@@ -349,6 +360,21 @@ class PerSample:
         expected: Sequence[Tensor],
     ) -> tuple[set[str], bool]:
         """Return the names of layers with other gradients, and whether losses are alike."""
+        called = self._note_calls(probe, layers, x, y)
+        if idle := {la.name for la in layers if self._records(la) and called.isdisjoint(la.called)}:
+            return idle, True
+        found, by_layer = self._mapped(probe, layers, x, y)
+        wrong = {
+            layer.name
+            for layer, got, g in zip(layers, by_layer, expected, strict=True)
+            if not _alike(_written(layer, got), g)
+        }
+        return wrong, _alike(found, losses)
+
+    def _note_calls(
+        self, model: nn.Module, layers: Sequence[Layer], x: Batch, y: Batch
+    ) -> set[nn.Module]:
+        """Run the first sample; note the shapes of calls, and return the modules called."""
         self._shapes, called = [], set[nn.Module]()
         x_0, y_0 = (map_rows(partial(_row, 0), batch) for batch in (x, y))
 
@@ -359,16 +385,8 @@ class PerSample:
             return out
 
         with self._tapped(layers, note), torch.enable_grad():
-            self._loss(probe, x_0, y_0)
-        if idle := {la.name for la in layers if self._records(la) and called.isdisjoint(la.called)}:
-            return idle, True
-        found, by_layer = self._mapped(probe, layers, x, y)
-        wrong = {
-            layer.name
-            for layer, got, g in zip(layers, by_layer, expected, strict=True)
-            if not _alike(_written(layer, got), g)
-        }
-        return wrong, _alike(found, losses)
+            self._loss(model, x_0, y_0)
+        return called
 
     def _cost_of_loop(self) -> str:
         """Return how much longer the loop takes than plain training, on made-up samples."""
