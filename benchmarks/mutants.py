@@ -401,7 +401,10 @@ def write(out: Path, verdicts: Sequence[Verdict]) -> None:
 
 def write_page(page: Path, verdicts: Sequence[Verdict]) -> None:
     """Write the verdicts as Markdown, a row each."""
-    found = f"{killed(verdicts)} of {len(verdicts)} are found."
+    found = (
+        f"{killed(verdicts)} of {len(verdicts)} were found when each was last run, most of them "
+        "before 0.4.0."
+    )
     page.write_text(PAGE.format(found=found, rows="\n".join(map(as_row, verdicts))), "utf-8")
 
 

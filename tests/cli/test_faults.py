@@ -313,7 +313,7 @@ def test_a_network_that_fails_late_is_named_by_its_line_alone(where: str) -> Non
 def test_statistics_that_a_network_begins_to_keep_late_are_not_published(
     where: str, kept: str
 ) -> None:
-    """At the door it keeps none. In training, torch.func.grad lets it write to none."""
+    """Validation sees no change. In training, torch.func.grad refuses every in-place write."""
     made = {
         "buffer": "self.register_buffer('seen', torch.zeros(64, dtype=torch.float32))",
         "parameter": "self.kept = nn.Linear(64, 1, False).requires_grad_(False)",
