@@ -174,17 +174,20 @@ def test_removing_any_sample_of_a_batch_that_sits_on_a_far_centre(spread: float)
 
 @pytest.mark.privacy
 def test_rows_that_cancel_are_done_again_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(mlp(), 1000.0, 2e-3, size=12)
+    case = Case(mlp(), 1000.0, 1e-3, size=12)
     exact = case.exact_norms()
     plain = case.float32_norms()
-    hopeless = plain.slack > SLACK_SHARE * plain.value
+    # Between one share of slack and two, a norm goes gradually from float32 to float64.
+    hopeless = plain.slack > 2 * SLACK_SHARE * plain.value
+    fine = plain.slack <= SLACK_SHARE * plain.value
     assert hopeless.sum() > 8
+    assert fine.any()
 
     again = case.subject.squared_norms(case.x, case.y, case.region)
     torch.testing.assert_close(
         again.value[hopeless], exact[hopeless].square(), rtol=1e-7, atol=1e-7
     )
-    assert torch.equal(again.value[~hopeless], plain.value[~hopeless])
+    assert torch.equal(again.value[fine], plain.value[fine])
 
     monkeypatch.setattr(per_sample, "SLACK_SHARE", math.inf)
     left = case.subject.squared_norms(case.x, case.y, case.region)
