@@ -57,6 +57,19 @@ def test_a_loop_costs_what_it_took_and_no_step_more(optimizer: str, tmp_path: Pa
         assert torch.equal(tensor, private.model.state_dict()[name])
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_network_in_float64_trains_in_it(optimizer: str) -> None:
+    private = make_private(network().double(), "digits", optimizer=optimizer, **SETTINGS)
+    before = private.evaluate().loss
+    list(private)
+    after = list(private.model.parameters())
+    assert {p.dtype for p in after} == {torch.float64}
+    for p, start in zip(after, network().double().parameters(), strict=True):
+        assert p.isfinite().all()
+        assert (p != start).any()
+    assert private.evaluate().loss != before
+
+
 SAME = """
 import torch
 

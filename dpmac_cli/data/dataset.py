@@ -126,8 +126,12 @@ class Data:
         moved = {n: getattr(self, n).to(device) for n in ("train", "test", "gain", "offset")}
         return replace(self, **moved)
 
+    def computed_in(self, dtype: torch.dtype) -> "Data":
+        """Return the same records for a network of another dtype."""
+        return replace(self, gain=self.gain.to(dtype), offset=self.offset.to(dtype))
+
     def standardised(self, images: Tensor) -> Tensor:
-        """Return (images / levels - mean) / std in float32, in the shape of the images."""
+        """Return (images / levels - mean) / std in the network's dtype and the images' shape."""
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
 
     def in_form(self, form: tuple[int, ...]) -> "Data":

@@ -28,9 +28,9 @@ class Trial:
     classes: int | None
 
     @staticmethod
-    def of(shape: tuple[int, ...], classes: int) -> "Trial":
-        """Return the trial of a classifier of tensors, shape (samples, *shape)."""
-        return Trial(Structure(torch.zeros(1, *shape)), classes)
+    def of(model: nn.Module, shape: tuple[int, ...], classes: int) -> "Trial":
+        """Return the trial of a classifier of tensors, shape (samples, *shape), in its dtype."""
+        return Trial(Structure(torch.zeros(1, *shape, dtype=dtype_of(model))), classes)
 
     @property
     def loss(self) -> Loss:
@@ -58,6 +58,12 @@ class Trial:
 def _every_output(outputs: Tensor, _: object) -> Tensor:
     """Return a loss per sample that depends on every output, also on a single one."""
     return (outputs.square() / 2 + outputs).sum(1)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a network's inputs: float64 if all its parameters are, else float32."""
+    kinds = {p.dtype for p in model.parameters()}
+    return torch.float64 if kinds == {torch.float64} else torch.float32
 
 
 class Objective(nn.Module):

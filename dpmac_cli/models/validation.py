@@ -65,7 +65,7 @@ def check_model(
     Raises ModelError, which names the layer and the remedy.
     """
     check_trial(
-        model, Trial.of(shape, classes), frozen=frozen, isolated=isolated, built_in=built_in
+        model, Trial.of(model, shape, classes), frozen=frozen, isolated=isolated, built_in=built_in
     )
 
 
@@ -79,7 +79,7 @@ def form_of(model: nn.Module, forms: Sequence[tuple[int, ...]], classes: int) ->
         with contextlib.suppress(Exception, SystemExit), torch.no_grad():
             probe = copy.deepcopy(model).double().eval()
             for count in (FEW, 1):
-                _check_output(probe, Trial.of(form, classes), count)
+                _check_output(probe, Trial.of(model, form, classes), count)
             return form
     return forms[0]
 

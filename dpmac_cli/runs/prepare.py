@@ -20,7 +20,7 @@ from dpmac_cli.models.features import FrozenFeatures, WithHead, cut_before_head,
 from dpmac_cli.models.precision import check_precision
 from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn, UserModel
 from dpmac_cli.models.text_parts import cut_before_last
-from dpmac_cli.models.trial import Trial
+from dpmac_cli.models.trial import Trial, dtype_of
 from dpmac_cli.models.validation import check_model, form_of
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
@@ -88,6 +88,7 @@ def prepare(
         data = yield from loading(plan.data.source, plan.data.folder, device, found=plan.data.found)
     if facts.own:
         data = data.in_form(form)
+    data = data.computed_in(dtype_of(model))
     trained = model
     if parts is not None:
         # On a CPU, each text is processed at its own length.
@@ -133,9 +134,9 @@ def _check_precision(
     classes = facts.task.outputs
     if network.features is not None and isinstance(model, FrozenFeatures):
         shape = network.features.shape_of(facts.shape)
-        check_precision(model.head, Trial.of(shape, classes))
+        check_precision(model.head, Trial.of(model.head, shape, classes))
     elif not network.head_only:
-        check_precision(model, Trial.of(form, classes))
+        check_precision(model, Trial.of(model, form, classes))
 
 
 def _of_features(network: NetworkPlan) -> dict[str, object]:

@@ -20,6 +20,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
 )
 from dpmac_cli.dp.clipping.per_sample import each_alone
 from dpmac_cli.dp.losses import build_loss
+from dpmac_cli.models.trial import dtype_of
 from dpmac_cli.tasks.task import Results, Task
 from dpmac_cli.torch_errors import code_of_network
 
@@ -121,13 +122,13 @@ def outputs(
 ) -> Iterator[Tensor]:
     """Yield the logits of each batch of standardised images, filled up to ``least`` rows.
 
-    ``run`` is called instead of the model if it is given.
+    They are converted to the dtype of the model. ``run`` is called instead of it if it is given.
     """
-    training = model.training
+    training, dtype = model.training, dtype_of(model)
     model.eval()
     for x in inputs:
         with code_of_network(x):
-            logits = (run or model)(fill_rows(x, least))
+            logits = (run or model)(fill_rows(x.to(dtype), least))
         yield logits[: len(x)]
     model.train(training)
 
