@@ -392,7 +392,7 @@ def ours(
     secure: bool = False,
     ranks: Ranks | None = None,
 ) -> Step:
-    """One of the six, by the trainer that ``dpmac train`` uses."""
+    """One of the six of the paper, by the trainer that ``dpmac train`` uses."""
     network = {"model": size.model} if size.model in MODELS else {}
     config = resolve({"dataset": IMAGES[size.model], "optimizer": name, **network}).plan
     keys = make_keys(0)

@@ -1,4 +1,4 @@
-"""Compare the six optimizers with others from the literature, each at its own best learning rate.
+"""Compare the paper's six optimizers with others, each at its own best learning rate.
 
 python benchmarks/frontier.py sample_configs/bench-mnist.yaml docs/data/frontier.jsonl 0.5,0.7,1.0
 

@@ -1,4 +1,4 @@
-"""Compare step time and memory of the six optimizers with plain torch and Opacus.
+"""Compare step time and memory of the six optimizers of the paper with plain torch and Opacus.
 
 All of them run in this one process, a few steps at a time in turn, so that whatever else the
 machine does hits them alike. A ratio is the median over the rounds of a contender's time over that

@@ -1,12 +1,12 @@
 """Fixed features and public weights: what is frozen, what is trained, and what is published."""
 
+import errno
 import os
 import shutil
 import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -462,13 +462,17 @@ def test_a_damaged_file_is_computed_anew(damage: str, cache: Path) -> None:
 def test_without_a_place_to_keep_them_the_run_says_what_to_do(
     place: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     if place == "full disk":
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        monkeypatch.setattr(os, "posix_fallocate", full)
     else:
         cache.parent.write_text("")
     said = refused("--features", "scatter", "--model", "linear")
-    assert f"The features cannot be stored in {cache} (" in said
-    assert ("0.1 GB more than are available" in said) == (place == "full disk")
+    assert f"GB) cannot be stored in {cache} (" in said
+    assert ("No space left on device" in said) == (place == "full disk")
     assert "or set DPMAC_CACHE_DIR to another folder" in said
     assert not list(cache.parent.glob("**/*.rows"))
     assert not list(cache.parent.glob("**/*.begun"))

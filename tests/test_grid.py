@@ -1,10 +1,12 @@
 """From flags with several values to runs, each with an address of its own."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.errors import InputError
@@ -50,12 +52,6 @@ def test_runs_of_a_cell_lie_side_by_side() -> None:
         cell = study.runs[begin : begin + 4]
         assert len({(run.labels, run.column) for run in cell}) == 1
         assert [run.seed for run in cell] == [0, 1, 2, 3]
-
-
-def test_all_means_six_and_is_the_default() -> None:
-    names = {run.plan.optimizer.name for run in grid(optimizers="all", sigma="1", seeds="1").runs}
-    assert len(names) == 6
-    assert names == {run.plan.optimizer.name for run in grid(sigma="1", seeds="1").runs}
 
 
 def test_a_setting_without_effect_is_no_second_run() -> None:
@@ -104,6 +100,52 @@ def test_what_does_not_change_the_run_does_not_change_its_address() -> None:
         assert grid(optimizers="dp-sgd", sigma="1", seeds="1", **flags).runs[0].folder == (
             one.runs[0].folder
         )
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("what", ["file", "folder", "schema"])
+def test_runs_on_records_that_were_corrected_are_none_of_the_study(
+    what: str, tmp_path: Path
+) -> None:
+    """Their epsilons may be of other units. The name tells when they changed, and no record."""
+    data, schema = tmp_path / ("data.csv" if what == "schema" else "data.npz"), tmp_path / "s.yaml"
+    flags = {"dataset": str(data), "optimizers": "dp-sgd", "sigma": "2", "seeds": "2"}
+    changing = {"file": data, "folder": tmp_path / "photos" / "cat" / "1.png", "schema": schema}[
+        what
+    ]
+
+    def write(value: int) -> None:
+        if what == "folder":
+            photos = [tmp_path / "photos" / name for name in ("cat", "dog")]
+            for photo in (path / f"{n}.png" for path in photos for n in range(40)):
+                photo.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(np.full((8, 8), value, np.uint8)).save(photo)
+            flags["dataset"] = str(tmp_path / "photos")
+        elif what == "schema":
+            data.write_text("age,ill\n" + "40,no\n50,yes\n" * 30)
+            os.utime(data, ns=(5, 5))
+            label = "label: {column: ill, classes: ['no', 'yes']}"
+            schema.write_text(f"{label}\ncolumns: {{age: {{range: [0, {60 + value}]}}}}\n")
+            flags["schema"] = str(schema)
+        else:
+            x, y = np.full((40, 3), value / 10), np.arange(40) % 2
+            unit = np.arange(40) // 2 if value == 1 else np.arange(40) % 20
+            np.savez(data, x=x, y=y, unit=unit, low=-9, high=99)
+            flags["unit"] = "unit"
+
+    def folders() -> list[Path]:
+        return [run.folder for run in plan(flags, None, ROOT).runs]
+
+    write(1)
+    first = folders()
+    assert folders() == first
+    before = 0 if what == "folder" else changing.stat().st_mtime_ns
+    write(2)
+    second = folders()
+    assert not {*first} & {*second}
+    if before:
+        os.utime(changing, ns=(before, before))
+        assert folders() == first
 
 
 def test_a_file_says_it_too_and_flags_win(tmp_path: Path) -> None:

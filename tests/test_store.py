@@ -1,14 +1,13 @@
 """Own images are decoded once, into a file of rows that is read as it is used."""
 
+import errno
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Generator
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.runs.session import Started
 from dpmac_cli.storage.cache import (
     BEGUN,
-    HEADER,
     WHOLE,
     RowFile,
     Rows,
@@ -158,22 +156,27 @@ def test_a_damaged_file_is_decoded_again(cache: Path, decoded: list[int]) -> Non
     before = load(Source(Path("photos")))
     [file] = kept_files(cache)
     content = bytearray(file.read_bytes())
-    content[HEADER + 20 * 64] ^= 1
+    content[content.index(b"\n") + 20 * 65] ^= 1
     file.write_bytes(content)
     after = load(Source(Path("photos")))
     assert len(decoded) == 80
     np.testing.assert_array_equal(before[0][0], after[0][0])
 
 
-def test_a_full_disk_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def full(*_: int) -> None:
+    """Find the disk full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_says_how_much_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     photos(Path("photos"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    monkeypatch.setattr(os, "posix_fallocate", full)
     result = dpmac(
         "train", "--dataset", "photos", "--sigma", "4", "--device", "cpu", "--out", "run"
     )
     assert result.exit_code == 2
-    assert "The images cannot be stored in" in result.output
-    assert "0.0 GB are needed, 0.1 GB more than are available" in result.output
+    assert "The images (0.0 GB) cannot be stored in" in result.output
+    assert "(No space left on device)" in result.output
     assert not Path("run").exists()
     assert not list(Path().glob("cache/rows/*.begun"))
 

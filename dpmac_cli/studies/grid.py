@@ -19,6 +19,7 @@ from dpmac_cli.config.sources import (
     by_flag,
     is_setting,
 )
+from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.studies.values import faults_of_values, read_values, typed_value
@@ -209,8 +210,9 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
         notes |= dict.fromkeys(resolved.chosen)
         notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
     raise_errors(errors)
+    changed = last_change(next(iter(cells.values())))
     runs = tuple(
-        _placed(plan, seed, root, labels, value)
+        _placed(plan, seed, root / address(plan, seed, changed), labels, value)
         for (labels, value), plan in cells.items()
         for seed in seeds
     )
@@ -235,9 +237,8 @@ def _combinations(
         yield tuple((flag_name(name), label) for name, label in labels.items()), flags
 
 
-def _placed(plan: TrainPlan, seed: int, root: Path, labels: Labels, column: float) -> Run:
+def _placed(plan: TrainPlan, seed: int, folder: Path, labels: Labels, column: float) -> Run:
     """Return the run of a cell with a seed."""
-    folder = root / address(plan, seed)
     seeded = replace(plan, run=replace(plan.run, seed=seed))
     return Run(seeded.placed(ChosenFolder(folder, force=True)), folder, seed, labels, column)
 
@@ -248,11 +249,32 @@ def _column(given: Mapping[str, list[str]]) -> str:
     return "epsilon" if "epsilon" in given or not noise else "sigma"
 
 
-def address(plan: TrainPlan, seed: int) -> str:
-    """Return the name of a run's folder, which depends on settings and seed. Raises OSError."""
+def address(plan: TrainPlan, seed: int, changed: int = 0) -> str:
+    """Return the name of a run's folder, which depends on settings and seed. Raises OSError.
+
+    So it does on ``changed``: see :func:`last_change`. It depends on no record, because names of
+    folders may be published.
+    """
     settings = by_flag({name: value for name, value in plan.recorded.items() if name not in ASIDE})
     if plan.network.pretrained is not None:
         settings["pretrained"] = hashlib.sha256(plan.network.pretrained.read_bytes()).hexdigest()
+    if changed:
+        settings["changed"] = changed
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{plan.data.found.name}-{plan.optimizer.name}-{digest}"
+
+
+def last_change(plan: TrainPlan) -> int:
+    """Return when your own data or their schema changed last, in nanoseconds; 0 for other data.
+
+    Runs on records, units or splits that were corrected since are none of a study's, because their
+    epsilons may protect other units and do not add up.
+    """
+    data = plan.data
+    if not isinstance(data.source, Source):
+        return 0
+    schema = plan.recorded.get("schema")
+    roots = [data.source.path, *([] if schema is None else [Path(schema)])]
+    files = (path for root in roots for path in (root, *root.rglob("*")))
+    return max(path.stat().st_mtime_ns for path in files if path.exists())
