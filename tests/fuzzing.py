@@ -275,8 +275,8 @@ class InlinePool(workers.Pool):
         """As the command is asked to stop."""
         return False
 
-    def submit(self, runs: Any) -> Any:
-        return runs
+    def submit(self, run: Any) -> Any:
+        return run
 
     def result(self, job: Any) -> Result:
         with contextlib.redirect_stdout(sys.stderr):

@@ -90,6 +90,14 @@ def written(out: Path) -> dict[str, Any]:
     return table(json.loads((out / "compare.json").read_text()))
 
 
+def assert_went_on(out: Path, undisturbed: dict[str, Any]) -> None:
+    """All runs are finished, with other noise, and no run costs less than it would have."""
+    for row, whole in zip(written(out)["rows"], undisturbed["rows"], strict=True):
+        for name in ("optimizer", "sigma", "seeds", "failures"):
+            assert row[name] == whole[name]
+        assert row["epsilon"] >= whole["epsilon"] * (1 - 1e-6)
+
+
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The table of a pool of processes here that nothing happened to."""
@@ -179,7 +187,8 @@ def test_on_ray_a_killed_worker_fails_and_the_same_command_goes_on(
     running = process(*FLAGS, *flags)
     output, errors = running.communicate(timeout=300)
     assert running.returncode == 0, errors
-    assert table(json.loads(output)) == written(out) == local
+    assert table(json.loads(output)) == written(out)
+    assert_went_on(out, local)
 
 
 @pytest.mark.long
@@ -206,7 +215,7 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     running = process(*FLAGS, *flags[:-2])
     output, errors = running.communicate(timeout=300)
     assert running.returncode == 0, errors
-    assert written(out) == local
+    assert_went_on(out, local)
 
 
 @pytest.mark.privacy
@@ -237,10 +246,9 @@ class Scripted(Executor[int]):
         super().__init__(runs, slots=2)
         self.ends, self.started, self.cancelled = list(ends), list[int](), list[int]()
 
-    def submit(self, runs: Sequence[Run]) -> Sequence[int]:
-        numbers = [self.runs.index(run) for run in runs]
-        self.started += numbers
-        return numbers
+    def submit(self, run: Run) -> int:
+        self.started.append(self.runs.index(run))
+        return self.started[-1]
 
     def result(self, job: int) -> Result | None:
         return self.ends.pop(0)[1] if self.ends and self.ends[0][0] == job else None
@@ -348,9 +356,9 @@ with ray_cluster.connected(None):
     plan = resolve(dataset="digits", sigma=6, device="cpu", out="run").plan
     begun = []
     class Counted(ray_cluster.Tasks):
-        def submit(self, runs):
-            begun.extend(range(len(runs)))
-            return super().submit(runs)
+        def submit(self, run):
+            begun.append(0)
+            return super().submit(run)
     runs = [Run(plan, Path("run"), 0, {}, 6.0)] * 3
     for answers in (iter([]), iter([False])):
         stop = lambda: next(answers, True)

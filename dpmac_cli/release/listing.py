@@ -5,12 +5,11 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
@@ -31,8 +30,7 @@ NOT_TOLD = frozenset({"dataset", "optimizer", "delta", "device", "physical-batch
 OF_OPTIMIZERS = frozenset(n.replace("_", "-") for kind in OPTIMIZERS.values() for n in kind.used())
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListedRun:
+class ListedRun(BaseModel, frozen=True):
     """A run in a list. Unknown values are None.
 
     Attributes:
@@ -48,8 +46,8 @@ class ListedRun:
     folder: Path
     state: str
     changed: float
-    dataset: str | None = None
-    optimizer: str | None = None
+    dataset: PrintableText | None = None
+    optimizer: PrintableText | None = None
     private: bool | None = None
     epsilon: float | None = None
     delta: float | None = None
@@ -57,33 +55,7 @@ class ListedRun:
     score: float | None = None
     seeded: bool | None = None
     audit: bool | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-class _Settings(BaseModel):
-    """Settings of config.yaml that a list shows, whatever else is there."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    dataset: PrintableText
-    optimizer: PrintableText
-    delta: float | None = None
-    no_dp: bool = Field(False, alias="no-dp")
-    canaries: int = 0
-
-
-class _MetricsLine(BaseModel):
-    metric: str | None = None
-    score: float | None = None
-    epsilon: float | None = None
-    diverged: bool = False
-
-
-def _parsed(line: Mapping[str, Any]) -> _MetricsLine:
-    """Return a line of metrics.jsonl. Raises ValueError for values of other types."""
-    metric = headline_in(line)
-    score = {"metric": metric.name, "score": line.get(metric.logged)}
-    return _MetricsLine.model_validate({**line, **score})
+    settings: dict[str, Any] = Field(default_factory=dict)
 
 
 def find_runs(roots: Iterable[Path]) -> list[ListedRun]:
@@ -177,24 +149,24 @@ def _settings(where: Path) -> dict[str, Any]:
 
 def _unreported(where: Path, state: str) -> dict[str, Any]:
     """Return what settings and metrics say of a run without a report. Raises ``DAMAGE``."""
-    recorded = _settings(where)
-    settings = _Settings.model_validate(recorded)
-    shown = [_parsed(line) for line in files.read_lines(where / folder.METRICS)]
-    scored = (line for line in reversed(shown) if line.score is not None)
-    last = next(scored, _MetricsLine())
-    diverged = state == CUT_OFF and bool(shown) and shown[-1].diverged
-    own = settings.dataset not in DATASETS
+    settings = _settings(where)
+    lines = files.read_lines(where / folder.METRICS)
+    scored = [line for line in lines if line.get(headline_in(line).logged) is not None]
+    last = scored[-1] if scored else {}
+    metric, private = headline_in(last), not settings.get("no-dp", False)
+    diverged = state == CUT_OFF and bool(lines) and lines[-1].get("diverged", False)
+    dataset = settings["dataset"]
     return {
         "state": DIVERGED if diverged else state,
-        "dataset": Path(settings.dataset).stem if own else settings.dataset,
-        "optimizer": settings.optimizer,
-        "private": not settings.no_dp,
-        "epsilon": math.inf if settings.no_dp else last.epsilon,
-        "delta": None if settings.no_dp else settings.delta,
-        "metric": last.metric,
-        "score": last.score,
-        "audit": settings.canaries > 0,
-        "settings": recorded,
+        "dataset": dataset if dataset in DATASETS else Path(dataset).stem,
+        "optimizer": settings["optimizer"],
+        "private": private,
+        "epsilon": last.get("epsilon") if private else math.inf,
+        "delta": settings.get("delta") if private else None,
+        "metric": metric.name if scored else None,
+        "score": last.get(metric.logged),
+        "audit": settings.get("canaries", 0) > 0,
+        "settings": settings,
     }
 
 
@@ -205,15 +177,11 @@ def varied_settings(runs: Sequence[ListedRun]) -> list[dict[str, Any]]:
     """
     effective = [_effective(run) for run in runs]
     kinds = [(run.dataset, run.optimizer) for run in runs]
-    values: dict[tuple[str | None, str | None], dict[str, set[str]]] = {}
-    for kind, settings in zip(kinds, effective, strict=True):
-        of_kind = values.setdefault(kind, defaultdict(set))
-        for name, value in settings.items():
-            of_kind[name].add(str(value))
-    # A run without the setting differs from one with it.
-    for kind, settings in zip(kinds, effective, strict=True):
-        for name in (values[kind].keys() - settings.keys()) if settings else ():
-            values[kind][name].add("")
+    values = {kind: defaultdict[str, set[str]](set) for kind in kinds}
+    for kind, found in values.items():
+        known = [each for each, of in zip(effective, kinds, strict=True) if of == kind and each]
+        for name in {name for settings in known for name in settings}:
+            found[name] = {str(settings.get(name, "")) for settings in known}
     return [
         {name: value for name, value in settings.items() if len(values[kind][name]) > 1}
         for kind, settings in zip(kinds, effective, strict=True)

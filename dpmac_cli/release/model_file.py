@@ -20,9 +20,8 @@ from dpmac_cli.data.registry import DATASETS, Signature
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError, ModelError, as_typed
 from dpmac_cli.models import registry, weights
-from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
+from dpmac_cli.models.build import Network, build_model
 from dpmac_cli.models.encoders import TextEncoder, tokenizer_of
-from dpmac_cli.models.text_encoder import TextFeatures
 from dpmac_cli.release.report import Facts, Privacy, parse_file
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
@@ -100,23 +99,6 @@ def load_model(
     return _loaded(_read(Path(path)), dataset, device, signature, factory, network)
 
 
-def _prefix(features: registry.Features | None) -> str:
-    """Return how the names of a built-in network's tensors begin in a file."""
-    return "" if features is None or isinstance(features, TextEncoder) else "head."
-
-
-def _shapes_of(
-    name: str, signature: Signature, features: registry.Features | None
-) -> dict[str, str]:
-    """Return the shapes of a built-in network's tensors by name, without building it."""
-    with torch.device("meta"):  # the file's model may exceed memory
-        network: nn.Module = build_network(name, seen_by_network(signature, features))
-        if isinstance(features, TextEncoder):
-            network = nn.ModuleDict({"frozen": TextFeatures(features), "head": network})
-    forms = _forms(weights.published(network))
-    return {f"{_prefix(features)}{name}": form for name, form in forms.items()}
-
-
 def _loaded(
     read: ModelFile,
     dataset: str | None,
@@ -133,13 +115,6 @@ def _loaded(
     signature = replace(signature, own=() if facts.input.record == shape else facts.input.record)
     reference, features = _network(file, facts, factory, network), _features(file, facts)
     misfit = f"{file} ({facts.model.name}, trained on {facts.dataset.name}) does not fit {name}"
-    wanted = {"an image": f"{signature.shape}"}
-    held = {"an image": f"{shape}", **_forms(tensors)}
-    if isinstance(reference, registry.BuiltIn):
-        shapes = _shapes_of(reference.name, signature, features)
-        prefix = _prefix(features)
-        of_network = {name: held[name] for name in held if name.startswith((prefix, "an image"))}
-        _check_fit(misfit, of_network, wanted | shapes)
     public = facts.model.public_part
     trained = None if public is None else public.train
     part = "head" if trained == "head" else "all"  # LoRA updates were merged
@@ -152,7 +127,14 @@ def _loaded(
         trained=None if trained is None else registry.Trained(part),
         isolated=True,  # scoring does not need independence across samples
     )
-    _check_fit(misfit, held, wanted | _forms(weights.published(model)))
+    held = {"an image": f"{shape}", **_forms(tensors)}
+    wanted = {"an image": f"{signature.shape}", **_forms(weights.published(model))}
+    if faults := [
+        f"{key}: {held.get(key, 'missing')} in the file, expected {wanted.get(key, 'nothing')}"
+        for key in sorted(wanted.keys() | held.keys())
+        if wanted.get(key) != held.get(key)
+    ]:
+        raise ModelError(f"{misfit}: {'; '.join(faults)}.")
     weights.adopt(model, tensors)
     for training in _trainings(facts.privacy, facts.checksum):
         attach(model, training)
@@ -231,10 +213,7 @@ def _features(file: Path, facts: Facts) -> registry.Features | None:
 
 def _read(path: Path) -> ModelFile:
     """Return a model file, its weights, and its facts, also validated. Raises InputError."""
-    return _parsed(*folder.read_run_file(path, folder.MODEL, WANTED))
-
-
-def _parsed(file: Path, content: bytes) -> ModelFile:
+    file, content = folder.read_run_file(path, folder.MODEL, WANTED)
     try:
         tensors, header = weights.unpacked(content)
     except weights.NOT_SAFE as failure:
@@ -256,17 +235,6 @@ def _parsed(file: Path, content: bytes) -> ModelFile:
     if faults := weights.not_finite(tensors):
         raise InputError(f"{file} {FOREIGN} ({'; '.join(faults)}). {WANTED}")
     return file, tensors, kept, facts
-
-
-def _check_fit(misfit: str, held: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Raise ModelError with all shapes and dtypes of a file that differ from ``wanted``."""
-    faults = [
-        f"{key}: {held.get(key, 'missing')} in the file, expected {wanted.get(key, 'nothing')}"
-        for key in sorted(wanted.keys() | held.keys())
-        if wanted.get(key) != held.get(key)
-    ]
-    if faults:
-        raise ModelError(f"{misfit}: {'; '.join(faults)}.")
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:

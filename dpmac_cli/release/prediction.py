@@ -119,10 +119,10 @@ def predict(
     reading = Reading(skip_bad, id_column, encoding)
     records = read_unlabelled(data, file, facts, text_reader(file, facts), reading)
     _check_some_left(records.path, len(records.names), records.skipped)
-    if not skip_bad:
-        _refuse_unusable(records, facts.input.shape)
     answers = torch.cat([*_answers(released, facts, records, where)]).numpy()
-    _check_faults(records, skip_bad)  # images are decoded one batch after another
+    if not skip_bad:  # only now, because images are decoded one batch after another
+        strays, faults = records.skipped.records, records.faults.values()
+        raise_errors([*complaints(strays, REMOVE), *complaints([*faults], REMEDY)])
     return _usable(records, answers, facts.task)
 
 
@@ -144,12 +144,6 @@ def _answers(
         LISTENER.get()(Computing(done, len(records.names), released.path, what="predictions"))
 
 
-def _check_faults(records: Unlabelled, skip_bad: bool) -> None:
-    """Reject records of which some cannot be used, unless these are to be left out."""
-    if not skip_bad:
-        refuse([*records.faults.values()], REMEDY)
-
-
 def _usable(records: Unlabelled, answers: NDArray[np.float32], task: Task) -> Predictions:
     """Return the predictions of records without a fault."""
     kept = [row for row in range(len(records.names)) if row not in records.faults]
@@ -158,15 +152,6 @@ def _usable(records: Unlabelled, answers: NDArray[np.float32], task: Task) -> Pr
     ids = None if records.ids is None else [records.ids[row] for row in kept]
     names: Any = [records.names[row] for row in kept]
     return Predictions(answers[kept], task, names, ids, skipped)
-
-
-def _refuse_unusable(records: Unlabelled, shape: tuple[int, ...]) -> None:
-    """Raise InputError with all records and files that cannot be used, if some are known."""
-    strays, faults = records.skipped.records, records.faults
-    if strays or faults:
-        for some in places(len(records.names), shape):
-            records.at(some)  # images are decoded, and may have faults, too
-        raise_errors([*complaints(strays, REMOVE), *complaints([*faults.values()], REMEDY)])
 
 
 def _check_some_left(path: Path, count: int, skipped: LeftOut) -> None:

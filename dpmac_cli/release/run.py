@@ -60,10 +60,8 @@ def resume(
 ) -> Iterator[RunEvent]:
     """Resume a run from its newest undamaged checkpoint, with its settings.
 
-    On the same CPU and software, the result is bitwise identical to that of an uninterrupted run.
-    If steps cannot be repeated exactly (a GPU, another machine or torch), noise and batches are
-    drawn with new keys, so no noise is added to two different gradients, and epsilon also covers
-    the steps that were lost.
+    Noise and batches are drawn with new keys, so no noise is added to two different gradients, and
+    epsilon also covers the steps that were lost.
 
     ``flags`` and ``keywords`` are settings that do not change the result, such as ``device``, and
     ``model`` if it is user-supplied: code is not imported because a file refers to it. For other

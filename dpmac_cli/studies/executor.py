@@ -8,7 +8,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -62,8 +62,8 @@ class Executor(ABC, Generic[Job]):
         self.runs, self.slots = runs, slots
 
     @abstractmethod
-    def submit(self, runs: Sequence[Run]) -> Sequence[Job]:
-        """Start a job of :func:`~dpmac_cli.studies.local.train_job` for each of these runs."""
+    def submit(self, run: Run) -> Job:
+        """Start a job of :func:`~dpmac_cli.studies.local.train_job` for a run."""
 
     @abstractmethod
     def result(self, job: Job) -> Result | None:
@@ -97,8 +97,11 @@ def carry_out(
             if not asked and stop():
                 asked = True
                 waiting.clear()
-                _cancel_all(executor, jobs)
-            jobs |= _start(executor, waiting, executor.slots - len(jobs))
+                for job in jobs.values():
+                    executor.cancel(job)
+            while waiting and len(jobs) < executor.slots:
+                number = waiting.popleft()
+                jobs[number] = executor.submit(executor.runs[number])
             for number, job in list(jobs.items()):
                 result = executor.result(job)
                 moved = _progress(number, executor.runs[number], result)
@@ -110,23 +113,10 @@ def carry_out(
                     yield _end(moved, executor.runs[number], result, asked)
             time.sleep(executor.pause if jobs else 0)
     finally:
-        _cancel_all(executor, jobs)
+        for job in jobs.values():
+            executor.cancel(job)
         for job in jobs.values():
             executor.wait(job)
-
-
-def _start(executor: Executor[Job], waiting: deque[int], most: int) -> dict[int, Job]:
-    """Start jobs for the first runs that are waiting; return them by the numbers of the runs."""
-    starting = [waiting.popleft() for _ in range(min(most, len(waiting)))]
-    if not starting:
-        return {}
-    started = executor.submit([executor.runs[number] for number in starting])
-    return dict(zip(starting, started, strict=True))
-
-
-def _cancel_all(executor: Executor[Job], jobs: Mapping[int, Job]) -> None:
-    for job in jobs.values():
-        executor.cancel(job)
 
 
 def _progress(number: int, run: Run, result: Result | None) -> Moved:

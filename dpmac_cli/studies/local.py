@@ -131,28 +131,23 @@ class Pool(Executor[_Worker]):
         super().__init__(runs, min(jobs, len(runs)))
         self.data = data
         self._places = list(range(self.slots))
-        # Must be the same in every call of a command, or runs could not be resumed exactly.
         self._threads = max(1, torch.get_num_threads() // self.slots)
         CONTEXT.set_forkserver_preload(["__main__", __name__])
 
-    def submit(self, runs: Sequence[Run]) -> Sequence[_Worker]:
-        """Start a process for each of these runs."""
-        workers = []
-        for run in runs:
-            place = self._places.pop(0)
-            mine, theirs = CONTEXT.Pipe()
-            named = run.plan.run.device
-            device = choose_device(named)
-            if device.type == "cuda" and ":" not in named:  # distribute processes over GPUs
-                device = torch.device("cuda", place % torch.cuda.device_count())
-            placed, data = run.on(str(device)), self.data[run.plan.data.source]
-            # The server that processes are forked from keeps its initial environment variables.
-            arguments = (dict(os.environ), theirs, placed, data, self._threads)
-            process = CONTEXT.Process(target=_work, args=arguments)
-            process.start()
-            theirs.close()
-            workers.append(_Worker(process, mine, place))
-        return workers
+    def submit(self, run: Run) -> _Worker:
+        """Start a process for a run."""
+        place, (mine, theirs) = self._places.pop(0), CONTEXT.Pipe()
+        named = run.plan.run.device
+        device = choose_device(named)
+        if device.type == "cuda" and ":" not in named:  # distribute processes over GPUs
+            device = torch.device("cuda", place % torch.cuda.device_count())
+        placed, data = run.on(str(device)), self.data[run.plan.data.source]
+        # The server that processes are forked from keeps its initial environment variables.
+        arguments = (dict(os.environ), theirs, placed, data, self._threads)
+        process = CONTEXT.Process(target=_work, args=arguments)
+        process.start()
+        theirs.close()
+        return _Worker(process, mine, place)
 
     def result(self, job: _Worker) -> Result | None:
         """Return the result of a process, or why it ended without one; None while it runs."""

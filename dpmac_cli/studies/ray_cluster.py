@@ -91,15 +91,12 @@ class Tasks(Executor[Any]):
         kinds = [resource(run.plan.run.device, self._there) for run in runs]
         super().__init__(runs, jobs or int(self._there[kinds[0]]))
 
-    def submit(self, runs: Sequence[Run]) -> Sequence[Any]:
-        """Start a task for each of these runs."""
+    def submit(self, run: Run) -> Any:
+        """Start a task for a run."""
         places = {name: os.environ[name] for name in PLACES if name in os.environ}
-        tasks = []
-        for run in runs:
-            gpus = int(resource(run.plan.run.device, self._there) == "GPU")
-            train = ray.remote(_train).options(max_retries=0, num_cpus=1, num_gpus=gpus)
-            tasks.append(train.remote(run, os.getcwd(), places))
-        return tasks
+        gpus = int(resource(run.plan.run.device, self._there) == "GPU")
+        train = ray.remote(_train).options(max_retries=0, num_cpus=1, num_gpus=gpus)
+        return train.remote(run, os.getcwd(), places)
 
     def result(self, job: Any) -> Result | None:
         """Return the result of a task, or why it ended without one; None while it runs."""

@@ -20,7 +20,7 @@ SMALL = (
     *COMMON,
     *("--jobs", "1", "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--steps", "3"),
 )
-LONG = (*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--epochs", "60")
+LONG = (*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--epochs", "30")
 OFTEN = ("--checkpoint-every", "5", "--jobs", "2")
 
 
@@ -86,7 +86,9 @@ def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_finished_runs_are_found_again_and_never_run_twice(tmp_path: Path) -> None:
     out = tmp_path / "study"
-    assert dpmac(*SMALL, "--out", str(out)).exit_code == 0
+    first = dpmac(*SMALL, "--out", str(out))
+    # The command takes a signal to pytest, such as that of timeout, as a request to stop.
+    assert first.exit_code == 0, first.output
     models = {p: p.stat().st_mtime_ns for p in out.rglob("model.safetensors")}
     before = table(out)
     again = dpmac(*SMALL, "--out", str(out))
@@ -106,18 +108,27 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def assert_went_on(hurt: Path, undisturbed: Path) -> None:
+    """All runs are finished, with other noise, and no run costs less than it would have."""
+    for row, whole in zip(table(hurt), table(undisturbed), strict=True):
+        for name in ("optimizer", "sigma", "seeds", "failures"):
+            assert row[name] == whole[name]
+        assert row["epsilon"] >= whole["epsilon"] * (1 - 1e-6)
+
+
 @pytest.mark.long
-def test_a_killed_worker_leaves_the_table_as_it_would_have_been(
+def test_a_killed_worker_fails_and_the_same_command_goes_on(
     undisturbed: Path, tmp_path: Path
 ) -> None:
     hurt = tmp_path / "hurt"
     running = process(*LONG, *OFTEN, "--out", str(hurt))
     wait_for_steps(hurt)
     os.kill(children(running.pid)[0], signal.SIGKILL)
-    output, errors = running.communicate(timeout=300)
-    assert running.returncode == 0, errors
-    assert "its process died (signal 9); resuming it" in " ".join(output.split())
-    assert table(hurt) == table(undisturbed)
+    _, errors = running.communicate(timeout=300)
+    assert running.returncode == 4, errors
+    assert "its process died (signal 9)" in " ".join(errors.split())
+    completed(*LONG, *OFTEN, "--out", str(hurt))
+    assert_went_on(hurt, undisturbed)
 
 
 @pytest.mark.long
@@ -133,7 +144,7 @@ def test_a_killed_command_goes_on_where_it_was(undisturbed: Path, tmp_path: Path
         assert time.monotonic() < deadline, "workers outlive the command"
         time.sleep(0.1)
     completed(*LONG, *OFTEN, "--out", str(hurt))
-    assert table(hurt) == table(undisturbed)
+    assert_went_on(hurt, undisturbed)
 
 
 @pytest.mark.long

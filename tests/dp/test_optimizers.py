@@ -128,15 +128,20 @@ def test_a_whole_batch_that_is_not_finite_is_an_empty_batch(name: str, gain: flo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_runs_from_one_seed_differ_and_repeat(dtype: torch.dtype) -> None:
-    def run(name: str, seed: int) -> Tensor:
-        return walk(make_trainer(name, seed=seed, dtype=dtype), 4)
+    def run(name: str, seed: int) -> tuple[Tensor, Tensor]:
+        spy = Spy(1.0, 8)
+        thetas = walk(make_trainer(name, spy, seed=seed, dtype=dtype), 4)
+        return thetas, torch.stack([private.value for private in spy.released])
 
     runs = {name: run(name, 0) for name in OPTIMIZER_NAMES}
     for one, other in combinations(OPTIMIZER_NAMES, 2):
-        assert (runs[one][-1] != runs[other][-1]).any(), (one, other)
-    for name in OPTIMIZER_NAMES:
-        assert torch.equal(runs[name], run(name, 0)), name
-        assert (runs[name][-1] != run(name, 1)[-1]).all(), name
+        assert (runs[one][0][-1] != runs[other][0][-1]).any(), (one, other)
+    for name, (thetas, means) in runs.items():
+        again, others = run(name, 0), run(name, 1)
+        assert torch.equal(thetas, again[0]), name
+        assert torch.equal(means, again[1]), name
+        assert (thetas[-1] != others[0][-1]).any(), name
+        assert (means != others[1]).all(), name
 
 
 @pytest.mark.parametrize("name", ELLIPSOIDS)
