@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from dpmac_cli import resolve
 from dpmac_cli.dp.precision import Arithmetic, full_float32
-from dpmac_cli.runs.setup import make_trainer
-from dpmac_cli.training.trainer import Trainer
+from dpmac_cli.runs.trainer import Trainer, make_trainer
 
 SETTINGS = Arithmetic.now()
 COMMON = {"sigma": 1, "steps": 1000, "device": "cpu", "batch_size": 256}
@@ -75,7 +74,7 @@ def main() -> None:
         trainer = trainer_of(name, batch)
         trainer.step()
         step = microseconds(trainer.step, 10 if name == "mlp" else 1)
-        checks = 2 * microseconds(trainer._unchanged.check, 100)
+        checks = 2 * microseconds(trainer.sums.unchanged.check, 100)
         precision = microseconds(enter_and_leave, 100)
         print(
             f"| {name}, B = {batch} | {step / 1e3:.1f} | {checks:.0f} | {checks / step:.2%} "

@@ -24,9 +24,8 @@ from dpmac_cli.dp.geometry import MacAdam, Spread, _scaled
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.optim.dp_macadam import DPMacAdam
-from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.training.evaluation import evaluate
-from dpmac_cli.training.trainer import Trainer
 
 #: Steps at the start that are left out: the scale has yet to settle; and when its norm is read.
 SETTLING, LOOK = 100, 300

@@ -27,6 +27,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
+from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.models.build import build_network
 from dpmac_cli.models.registry import MODELS
 from dpmac_cli.optim import OPTIMIZERS
@@ -34,10 +35,11 @@ from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Indices, KeyedSampler
 from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
+from dpmac_cli.runs.trainer import Trainer
+from dpmac_cli.step import RECORD_UNIT, carry
+from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import StepPlan
-from dpmac_cli.training.state import Randomness
-from dpmac_cli.training.trainer import Trainer
 
 SIGMA, LR = 1.0, 1e-3
 #: A set whose images an architecture is timed on.
@@ -403,19 +405,23 @@ def ours(
             "poisson", size=len(data.train), batch=size.batch, key=keys.sampler, secure=secure
         )
         noise = Noise(keys.noise, secure=secure)
-    trainer = Trainer(
-        model=size.build().to(data.gain.device),
-        data=data,
-        optimizer=config.optimizer,
-        mechanism=mechanism,
-        plan=StepPlan(
-            steps=10**6,
-            steps_per_epoch=100,
-            physical_batch=config.run.gpu_batch if data.gain.is_cuda else config.run.physical_batch,
-        ),
-        randomness=Randomness(sampler=sampler, noise=noise),
-        ranks=ranks,
+    model = size.build().to(data.gain.device)
+    plan = StepPlan(
+        steps=10**6,
+        steps_per_epoch=100,
+        physical_batch=config.run.gpu_batch if data.gain.is_cuda else config.run.physical_batch,
     )
+    with full_float32():
+        trainer = Trainer(
+            DataSum(model, data, plan, mechanism.expected_batch, None),
+            optimizer=config.optimizer,
+            mechanism=mechanism,
+            plan=plan,
+            sampler=sampler,
+            noise=noise,
+            training=carry(model, config, RECORD_UNIT),
+            ranks=ranks,
+        )
     return trainer.step
 
 

@@ -16,8 +16,8 @@ from sittings import Setting, main, product
 
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.dp.mechanism import ellipsoid
-from dpmac_cli.runs.setup import make_trainer
-from dpmac_cli.training.loop import Evaluated, fit
+from dpmac_cli.runs.loop import Evaluated, fit
+from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.training.state import TrainState
 
 TRACE_EVERY = 25

@@ -28,13 +28,15 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
+from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
+from dpmac_cli.runs.trainer import Trainer
+from dpmac_cli.step import RECORD_UNIT, carry
 from dpmac_cli.storage.paths import data_folder
+from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.schedules import StepPlan
-from dpmac_cli.training.state import Randomness
-from dpmac_cli.training.trainer import Trainer
 
 WIDTHS = (30, 100, 300, 1000, 3000)
 BATCH, RECORDS, STEPS, EVERY = 256, 1024, 200, 50
@@ -52,24 +54,25 @@ def build(width: int, sigma: float, kappa: Any) -> Trainer:
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
     keys = make_keys(0)
     config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", "kappa": kappa}).plan
-    return Trainer(
-        model=model,
-        data=load_data("mnist", data_folder(None), torch.device("cpu")),
-        optimizer=config.optimizer,
-        mechanism=GaussianMechanism(sigma, BATCH),
-        plan=StepPlan(steps=STEPS, steps_per_epoch=STEPS, physical_batch=RECORDS),
-        randomness=Randomness(
+    data = load_data("mnist", data_folder(None), torch.device("cpu"))
+    plan = StepPlan(steps=STEPS, steps_per_epoch=STEPS, physical_batch=RECORDS)
+    with full_float32():
+        return Trainer(
+            DataSum(model, data, plan, BATCH, None),
+            optimizer=config.optimizer,
+            mechanism=GaussianMechanism(sigma, BATCH),
+            plan=plan,
             sampler=KeyedSampler("poisson", size=facts.train_size, batch=BATCH, key=keys.sampler),
             noise=Noise(keys.noise),
-        ),
-    )
+            training=carry(model, config, RECORD_UNIT),
+        )
 
 
 def expected_mean(trainer: Trainer, region: Ellipsoid) -> Tensor:
     """E[g-tilde] over the first records, were the region clipped to, shape (d,)."""
     data, out = trainer.data, torch.empty_like(trainer.state.theta)
     x = data.standardised(data.train.images[:RECORDS])
-    trainer._sums.clipped_sum.of(x, data.train.labels[:RECORDS], RegionMetric(region), out)
+    trainer.sums.clipped_sum.of(x, data.train.labels[:RECORDS], RegionMetric(region), out)
     return out / RECORDS + (0 if region.is_ball else region.centre)
 
 
@@ -78,7 +81,7 @@ def ideal(trainer: Trainer, mean: Tensor) -> Ellipsoid:
     data = trainer.data
     x = data.standardised(data.train.images[:RECORDS])
     y = data.train.labels[:RECORDS]
-    gradients = trainer._sums.clipped_sum.gradients(x, y, ball=False)
+    gradients = trainer.sums.clipped_sum.gradients(x, y, ball=False)
     squares = []
     for _, form in gradients:
         assert isinstance(form, OuterProducts)

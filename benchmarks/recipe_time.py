@@ -10,7 +10,6 @@ real ones, so no data set is needed.
 """
 
 import argparse
-import dataclasses
 import resource
 import statistics
 import time
@@ -24,8 +23,7 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.runs.memory import keep_freed_memory
-from dpmac_cli.runs.setup import make_trainer
-from dpmac_cli.training.trainer import Trainer
+from dpmac_cli.runs.trainer import Trainer, make_trainer
 
 #: Chunks of the longer of the two steps that are timed.
 CHUNKS = 3
@@ -40,7 +38,7 @@ class Timed(NamedTuple):
 
 def timed_step(trainer: Trainer, records: int) -> Timed:
     """Return the time of one step on ``records`` records."""
-    trainer.randomness = dataclasses.replace(trainer.randomness, sampler=FixedSize(records))
+    trainer.sampler = FixedSize(records)
     wall, cpu = time.perf_counter(), time.process_time()
     trainer.step()
     if trainer.state.theta.is_cuda:

@@ -48,7 +48,7 @@ from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.release import run
 from dpmac_cli.runs.session import Update
-from dpmac_cli.training.trainer import Trainer
+from dpmac_cli.runs.trainer import Trainer
 
 SIGMA, BATCH, STEPS, DELTA = 1.0, 500, 12, 1e-5
 #: Of every run.

@@ -9,7 +9,6 @@ Poisson draw of a small batch varies too much to be timed.
 """
 
 import argparse
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -19,8 +18,7 @@ import torch
 from contenders import DEEP, IMAGES, FixedSize, Size, plain, settings_of
 
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.runs.setup import make_trainer
-from dpmac_cli.training.trainer import Trainer
+from dpmac_cli.runs.trainer import Trainer, make_trainer
 
 VIEWS = (1, 2, 4, 8)
 OPTIMIZERS = ("dp-adam", "dp-macadam")
@@ -44,7 +42,7 @@ def build(optimizer: str, views: int, size: Size | None = None) -> Trainer:
     trainer = make_trainer(resolve(settings).plan, device=torch.device("cpu"))
     if size is not None:
         fixed = FixedSize(size.batch)
-        trainer.randomness = dataclasses.replace(trainer.randomness, sampler=fixed)
+        trainer.sampler = fixed
     return trainer
 
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.release.run import train
+from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.runs.session import Update
-from dpmac_cli.training.loop import Evaluated
 
 COMMAND = "dpmac train --dataset digits"
 WIDTH, EPOCHS_SHOWN = 88, 13

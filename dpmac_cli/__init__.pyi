@@ -64,10 +64,14 @@ from .release.run import resume as resume
 from .release.run import train as train
 from .release.scoring import Scored as Scored
 from .release.scoring import score as score
+from .runs.loop import Evaluated as Evaluated
+from .runs.loop import Progress as Progress
+from .runs.loop import fit as fit
 from .runs.session import Reduced as Reduced
 from .runs.session import Started as Started
 from .runs.session import Update as Update
-from .runs.setup import make_trainer as make_trainer
+from .runs.trainer import Trainer as Trainer
+from .runs.trainer import make_trainer as make_trainer
 from .step import PrivateStep as PrivateStep
 from .step import clipped_grad as clipped_grad
 from .storage.progress import Computing as Computing
@@ -78,10 +82,6 @@ from .studies.results import collect as collect
 from .studies.tune import tune as tune
 from .training.evaluation import Evaluation as Evaluation
 from .training.evaluation import evaluate as evaluate
-from .training.loop import Evaluated as Evaluated
-from .training.loop import Progress as Progress
-from .training.loop import fit as fit
-from .training.trainer import Trainer as Trainer
 
 __all__: list[str]
 __version__: str

@@ -1,14 +1,15 @@
-"""One private step on a batch of a program: clip each record's gradient, add noise once, update.
+"""One private step: sample records, clip the gradient of each, add noise once, update.
 
-:class:`PrivateStep` trains a network on the batches of a program. :func:`clipped_grad` is its first
-half alone, a function of a batch that knows its sensitivity.
+:class:`Step` is Algorithm 1 from top to bottom, wherever records come from. :class:`PrivateStep`
+takes it on the batches of a program, and :func:`clipped_grad` is its first half alone, a function
+of a batch that knows its sensitivity.
 """
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypedDict, cast
 
 import numpy as np
@@ -20,34 +21,36 @@ from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
 from dpmac_cli.accounting.statements import format_epsilon, statement
-from dpmac_cli.config.plan import PrivacyPlan
+from dpmac_cli.config.plan import BatchPlan, PrivacyPlan, StepsPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import SETTINGS, Settings
 from dpmac_cli.dp.clipping.batches import (
-    NOTHING,
     Batch,
     Structure,
     check_rows,
     map_rows,
     samples_in,
 )
+from dpmac_cli.dp.clipping.clipped_sum import clip_limit
+from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.dp.clipping.norms import RegionMetric
+from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, joined, part_of
 from dpmac_cli.dp.losses import returned
-from dpmac_cli.dp.mechanism import Ellipsoid
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
-from dpmac_cli.errors import BudgetError, InputError, ModelError, raise_errors
-from dpmac_cli.models.fingerprint import DURING
+from dpmac_cli.errors import BudgetError, DivergedError, InputError, ModelError, raise_errors
 from dpmac_cli.models.trial import BatchLoss, Objective
 from dpmac_cli.models.validation import validate_objective
+from dpmac_cli.optim import Optimizer
 from dpmac_cli.randomness.keystream import KEY_BYTES, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import Indices, Sampler
 from dpmac_cli.randomness.unshared import Unshared
-from dpmac_cli.runs.setup import mechanism_of, steps_of, training_of
 from dpmac_cli.torch_errors import torch_failures_explained
-from dpmac_cli.training.chunks import BatchSum, Running
-from dpmac_cli.training.descent import Descent
+from dpmac_cli.training.canaries import Canaries
+from dpmac_cli.training.chunks import BatchSum, ChunkedSum, Running
+from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable, check_counted
 from dpmac_cli.training.loading import (
     NOT_DRAWN,
@@ -59,22 +62,341 @@ from dpmac_cli.training.loading import (
     collate_of,
     first_row,
 )
-from dpmac_cli.training.state import Randomness
+from dpmac_cli.training.schedules import StepPlan
+from dpmac_cli.training.state import TrainState
 
+#: Fraction of the clipping margin below 1 that the mechanism's rounding may use; the rest is for
+#: the rounding of sums.
+ROUNDING_SHARE = 0.01
 #: Unit of privacy of a batch's rows.
 RECORD_UNIT = ("training record", "")
 
 
-@dataclass
-class _Given:
-    """Sampler of the records of a batch that was given."""
+class Step:
+    """Private steps of one network. :meth:`step` is Algorithm 1.
 
-    records: Indices | None = None
+    Args:
+        sums: clipped sum over the records of a step, and the network.
+        optimizer: geometry of the clipping, and rule of the update.
+        mechanism: adds the noise.
+        plan: number of steps, and what else is fixed about every one.
+        sampler: draws the records of each step; None at ranks other than the first.
+        noise: random numbers of the mechanism; None at ranks other than the first.
+        training: counts the steps that use records, and is carried by the network.
+        hooks: canaries of an audit.
+        ranks: the processes of the run, each of which sums its share of every batch.
 
-    def draw(self, step: int) -> Indices:
-        """Return the records of the batch."""
-        assert self.records is not None  # noqa: S101
-        return self.records
+    Attributes:
+        state: parameters, moments and region, all computed after noise.
+        notes: messages about how the network is run.
+
+    Raises:
+        ModelError: there are too many parameters for the mechanism.
+    """
+
+    def __init__(
+        self,
+        sums: ChunkedSum,
+        *,
+        optimizer: Optimizer,
+        mechanism: GaussianMechanism,
+        plan: StepPlan,
+        sampler: Sampler | None,
+        noise: Noise | None,
+        training: Training,
+        hooks: Sequence[Canaries] = (),
+        ranks: Ranks | None = None,
+    ) -> None:
+        if not plan.private and mechanism.noise_multiplier > 0:
+            raise ValueError("noise needs clipping, which is turned off without privacy")
+        self.sums, self.model, self.notes = sums, sums.model, sums.notes
+        self.sampler, self.mechanism, self.noise = sampler, mechanism, noise
+        self.geometry = optimizer.geometry() if plan.private else Ball(NO_CLIPPING)
+        self.optimizer, self.plan, self.training, self.hooks = optimizer, plan, training, hooks
+        self._ranks = ranks or Ranks()
+        theta = sums.theta
+        _check_rounding(mechanism, theta.numel())
+        region, spread = self.geometry.start(theta)
+        self.state = TrainState(
+            theta=theta,
+            moments=optimizer.start(theta),
+            region=region,
+            spread=spread,
+            chunk=sums.chunk,
+            average=theta.clone() if plan.recipe.ema else None,
+        )
+        self._scratch = torch.empty_like(region.centre)
+        self._blocks = blocks(theta.numel(), theta.device)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take one step of Algorithm 1. With an empty batch the step consists of noise only.
+
+        Raises ModelError if the network is no longer the one that was validated.
+        """
+        self.sums.check()
+        self.training.begin()  # counted before any record is read
+        with full_float32(self.sums.arithmetic):
+            batch = self._draw()
+            clipped = self._clip_and_sum(batch)
+            noise = self._begin()
+            private = (self._release(clipped, block, noise) for block in self._blocks)
+            self._end(list(map(self._update, private, self._blocks)))
+
+    def take(self) -> int:
+        """Take a step and return its number; compare the network at the end of each epoch.
+
+        Raises:
+            DivergedError: a weight is no longer finite.
+            ModelError: the network is no longer the one that was validated.
+            RunError: memory ran out with a single record, or the device failed.
+        """
+        with torch_failures_explained(), torch.inference_mode(False):
+            self.step()
+            if self.state.step % self.plan.steps_per_epoch == 0:
+                self.check_finite()
+                self.check_network()
+        return self.state.step
+
+    def _draw(self) -> Indices:
+        """Draw this rank's share of the batch: line 3."""
+        drawn = None if self.sampler is None else self.sampler.draw(self.state.step + 1)
+        batch = self._ranks.share(drawn)
+        for hook in self.hooks:
+            batch = hook.records(batch)
+        return batch
+
+    def _clip_and_sum(self, batch: Indices) -> Tensor:
+        """Sum the clipped, centred gradients over all ranks, shape (d,): lines 4 to 8."""
+        state, step = self.state, self.state.step + 1
+        metric = RegionMetric(state.region, scratch=self._scratch)
+        part, chunk = self.sums.of(batch, step, metric, state.chunk)
+        # Equal on all ranks, so differences in rounding between runs depend on public numbers.
+        state.chunk = self._ranks.least(chunk)
+        clipped = self._ranks.reduce(part)
+        for hook in self.hooks:
+            clipped = hook.add(step, clipped, self.sums.clipped_sum, metric)
+        return clipped
+
+    def _begin(self) -> SeededNormals | None:
+        """Advance all scalar state to step t; return the noise of that step."""
+        state = self.state
+        state.step += 1
+        state.moments.step = state.step
+        self.geometry.begin(state.step, state.spread)
+        return None if self.noise is None else self.noise.at(state.step)
+
+    def _release(self, clipped: Tensor, block: slice, noise: SeededNormals | None) -> PrivateMean:
+        """Return the private mean of some coordinates, from the rank with noise: lines 9 to 11."""
+        region = part_of(self.state.region, block)
+        if noise is not None:
+            private = self.mechanism.release(clipped[block], region, noise)
+        else:
+            private = self.mechanism.placeholder(region, clipped[block])
+        self._ranks.broadcast(private.value)
+        for hook in self.hooks:
+            hook.hear(private, region, block)
+        return private
+
+    def _update(self, private: PrivateMean, block: slice) -> Ellipsoid:
+        """Update some coordinates, lines 12 to 20; return their part of the next region."""
+        state = self.state
+        region, moments = part_of(state.region, block), part_of(state.moments, block)
+        spread = None if state.spread is None else part_of(state.spread, block)
+        theta, recipe = state.theta[block], self.plan.recipe
+        eta = self.optimizer.lr * recipe.rate(state.step, self.plan.steps)
+        if recipe.weight_decay:
+            theta.mul_(1 - eta * recipe.weight_decay)
+        self.optimizer.update(theta, eta, private, moments)  # lines 12 to 15
+        return self.geometry.next(private, moments, region, spread)  # lines 16 to 20
+
+    def _end(self, parts: list[Ellipsoid]) -> None:
+        """Set the next region, whose parts are given, and average theta."""
+        state = self.state
+        if state.average is not None:
+            state.average.lerp_(state.theta, 1 - self.plan.recipe.decay(state.step))
+        state.region = joined(state.region, parts)
+        for hook in self.hooks:
+            hook.end()
+        if state.step % self.plan.steps_per_epoch == 0:
+            self._ranks.agree([state.theta, state.region.centre, state.region.inverse])
+
+    def check_finite(self) -> None:
+        """Raise DivergedError if a parameter is not finite. Synchronises with the device."""
+        if not bool(torch.isfinite(self.state.theta).all()):
+            raise DivergedError(self.state.step)
+
+    def check_network(self) -> None:
+        """Raise ModelError if the network is no longer the one that was validated.
+
+        That includes buffers and frozen parameters, which are published without noise.
+        """
+        with self.sums.unchanged.training():
+            self.sums.unchanged.check()
+        self.sums.unchanged.check_values()
+
+    def public_values(self) -> dict[str, float]:
+        """Return post-noise quantities for logs. Synchronises with the device.
+
+        ``noise_norm`` is the expected norm of the noise in the next private mean,
+        ||b|| sigma / B: a function of public values, unlike the norm of the actual noise.
+        """
+        state, mechanism = self.state, self.mechanism
+        region, d = state.region, state.theta.numel()
+        scale = region.scale.double().square().sum().item() * (d if region.is_ball else 1)
+        ratio = mechanism.noise_multiplier / mechanism.expected_batch
+        values = {"noise_norm": scale**0.5 * ratio if ratio else 0.0}
+        if not region.is_ball and state.step > 0:
+            values |= self.geometry.measures(region)
+            values["centre_over_scale_norm"] = (region.centre / region.scale).double().norm().item()
+        return values
+
+
+def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
+    """Raise ModelError if the mechanism's rounding could exceed the margin of the clipping."""
+    added, margin = mechanism.rounding(size), 1 - clip_limit(mechanism.expected_batch)
+    if added > ROUNDING_SHARE * margin:
+        raise ModelError(
+            f"The model has {size:,} parameters: rounding their sums to the grid of --secure could "
+            f"add {added:.1g} to the sensitivity, but clipping leaves a margin of only "
+            f"{margin:.1g} for all rounding. Use a smaller model, or leave out --secure."
+        )
+
+
+def steps_of(plan: StepsPlan, steps: int, device: torch.device) -> StepPlan:
+    """Return what is fixed about every step up to the last one, ``steps``."""
+    return StepPlan(
+        steps=steps,
+        steps_per_epoch=plan.privacy.steps_per_epoch,
+        physical_batch=plan.run.physical_batch_on(device.type),
+        private=plan.privacy.private,
+        recipe=plan.recipe,
+    )
+
+
+def mechanism_of(privacy: PrivacyPlan, *, secure: bool) -> GaussianMechanism:
+    """Return the mechanism with the noise of a plan. Raises ValueError for private runs without."""
+    if privacy.private and privacy.sigma == 0:
+        raise ValueError("a private run needs noise")
+    kind = SecureMechanism if secure else GaussianMechanism
+    return kind(privacy.sigma, privacy.batch_size)
+
+
+def carry(network: nn.Module, plan: StepsPlan, unit: tuple[str, str]) -> Training:
+    """Return the training that a network carries from now on, with no step yet."""
+    privacy = plan.privacy
+    training = Training(
+        event=privacy.event,
+        unit=unit,
+        private=privacy.private,
+        seeded=plan.run.seed is not None,
+        secure=plan.run.secure,
+    )
+    attach(network, training)
+    return training
+
+
+class PrivateProgram(Unshared):
+    """Private training of a network in a program, and its cost with all earlier training."""
+
+    __slots__ = ("_base", "_earlier", "_keys", "_notes", "_plan", "_step", "_steps")
+
+    def _begin(
+        self, plan: StepsPlan, earlier: tuple[Training, ...], notes: tuple[str, ...]
+    ) -> None:
+        """Plan the steps that the budget allows after earlier training. Raises BudgetError."""
+        self._plan, self._earlier, self._notes = plan, earlier, notes
+        privacy = plan.privacy
+        budget = (privacy.delta, privacy.max_epsilon, self._before)
+        self._steps = affordable_steps(privacy.event, *budget)
+        self._keys = make_keys(plan.run.seed, part=len(earlier))
+        self._base = 0  # steps of the state that was loaded
+        self._step: Step | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on probable mistakes in valid settings, and on how the network is run."""
+        return self._notes
+
+    def __len__(self) -> int:
+        """Return the total number of steps."""
+        return self._steps
+
+    @property
+    def taken(self) -> int:
+        """Return the number of steps that were taken."""
+        return self._base if self._step is None else self._step.state.step
+
+    @property
+    def privacy(self) -> PrivacyPlan:
+        """Return the plan of the privacy cost: event, delta, and ``max_epsilon``."""
+        return self._plan.privacy
+
+    @property
+    def event(self) -> TrainingEvent:
+        """Return the privacy event of all steps that have begun, without earlier training."""
+        return self.privacy.event_of(self._begun)
+
+    @property
+    def delta(self) -> float:
+        """Return delta of the guarantee."""
+        return self.privacy.delta
+
+    @property
+    def sigma(self) -> float:
+        """Return the noise multiplier."""
+        return self.privacy.sigma
+
+    @property
+    def epsilon(self) -> float:
+        """Return the privacy cost of all steps that have begun, and of earlier training."""
+        return total_epsilon(self._events, self.delta)
+
+    @property
+    def statement(self) -> str:
+        """Return the meaning of the guarantee."""
+        return statement(self.epsilon, self.delta, self._events)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, before warm-up and schedule; set it to change it.
+
+        It has no privacy cost if it depends only on public values, including test scores.
+        """
+        return self._plan.optimizer.lr
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        Settings(lr=rate)  # raises InputError
+        optimizer = self._plan.optimizer.with_lr(rate)
+        recorded = {**self._plan.recorded, "lr": optimizer.lr}
+        self._plan = replace(self._plan, optimizer=optimizer, recorded=recorded)
+        if self._step is not None:
+            self._step.optimizer = optimizer
+
+    @property
+    def _begun(self) -> int:
+        """Return the number of steps that may have used records."""
+        return 0 if self._step is None else self._step.training.begun
+
+    @property
+    def _before(self) -> tuple[TrainingEvent, ...]:
+        """Return the events of earlier training."""
+        return tuple(training.done for training in self._earlier)
+
+    @property
+    def _events(self) -> tuple[TrainingEvent, ...]:
+        return (*self._before, self.event)
+
+    def _check_budget(self) -> None:
+        """Raise BudgetError if all steps have begun."""
+        if self._base + self._begun >= self._steps:
+            raise BudgetError(
+                f"All {self._steps} steps have been taken, and epsilon is "
+                f"{format_epsilon(self.epsilon)}. To train longer, start from a new network with "
+                "more epochs, or train this one again in the same way, which also counts these "
+                "steps."
+            )
 
 
 class _Saved(TypedDict):
@@ -91,7 +413,7 @@ class _Saved(TypedDict):
     lr: float
 
 
-class PrivateStep(Unshared):
+class PrivateStep(PrivateProgram):
     """Private training step of a network on the batches of a program.
 
         step = PrivateStep(model, loss, sampling=Poisson(n=len(data), batch_size=256), epsilon=3)
@@ -120,11 +442,8 @@ class PrivateStep(Unshared):
             added. If there is no ``example``, the first batch is awaited.
     """
 
-    __slots__ = (
-        *("_base", "_descent", "_drawn", "_earlier", "_given", "_keys", "_loss"),
-        *("_model", "_notes", "_plan", "_sampling", "_steps", "_structure"),
-        *("_sums", "_training"),
-    )
+    __slots__ = ("_drawn", "_loss", "_model", "_sampling", "_structure", "_sums")
+    _plan: BatchPlan
 
     def __init__(
         self,
@@ -138,25 +457,19 @@ class PrivateStep(Unshared):
         super().__init__()
         _check_arguments(model, loss, sampling, keywords)
         self._model, self._loss, self._sampling = model, loss, sampling
-        self._earlier = carried_by(model, loss)
-        check_composable(self._earlier, RECORD_UNIT)
-        counted = tuple(training.done for training in self._earlier)
+        earlier = carried_by(model, loss)
+        check_composable(earlier, RECORD_UNIT)
         named = {
             "model": f"{type(model).__module__}:{type(model).__qualname__}",
             "batch_size": sampling.batch_size,
             "sampler": sampling.sampler,
         }
         settings: dict[str, Any] = {**keywords, **named}
-        plan, self._notes = resolve_batches(sampling.n, settings, counted)
+        counted = tuple(training.done for training in earlier)
+        plan, notes = resolve_batches(sampling.n, settings, counted)
         # Nothing is scored or published.
-        self._plan = replace(plan, recipe=replace(plan.recipe, ema=0.0))
-        privacy = self._plan.privacy
-        budget = (privacy.delta, privacy.max_epsilon, counted)
-        self._steps = affordable_steps(privacy.event, *budget)
-        self._keys = make_keys(self._plan.run.seed, part=len(self._earlier))
+        self._begin(replace(plan, recipe=replace(plan.recipe, ema=0.0)), earlier, notes)
         self._drawn: Drawn | None = None
-        self._base = 0  # steps of the state that was loaded
-        self._descent: Descent | None = None  # these are made when the structure is known
         self._structure: Structure | None = None
         if example is not None:
             self._prepare(Structure(_checked_example(example, _device_of(model)), keep=True))
@@ -167,65 +480,9 @@ class PrivateStep(Unshared):
         return self._model
 
     @property
-    def privacy(self) -> PrivacyPlan:
-        """Return the plan of the privacy cost: event, delta, and ``max_epsilon``."""
-        return self._plan.privacy
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Return notes on probable mistakes in valid settings, and on how the network is run."""
-        return self._notes
-
-    def __len__(self) -> int:
-        """Return the total number of steps."""
-        return self._steps
-
-    @property
-    def taken(self) -> int:
-        """Return the number of steps that were taken."""
-        return self._base if self._descent is None else self._descent.state.step
-
-    @property
-    def event(self) -> TrainingEvent:
-        """Return the privacy event of all steps that have begun, without earlier training."""
-        return self.privacy.event_of(self._begun)
-
-    @property
-    def delta(self) -> float:
-        """Return delta of the guarantee."""
-        return self.privacy.delta
-
-    @property
-    def sigma(self) -> float:
-        """Return the noise multiplier."""
-        return self.privacy.sigma
-
-    @property
-    def epsilon(self) -> float:
-        """Return the privacy cost of all steps that have begun, and of earlier training."""
-        return total_epsilon(self._events, self.privacy.delta)
-
-    @property
     def statement(self) -> str:
         """Return the meaning of the guarantee, and who is responsible for the sampling."""
-        said = statement(self.epsilon, self.privacy.delta, self._events)
-        return f"{said}{self._sampling.caveat}"
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step, before warm-up and schedule; set it to change it.
-
-        It has no privacy cost if it depends only on public values.
-        """
-        return self._plan.optimizer.lr
-
-    @lr.setter
-    def lr(self, rate: float) -> None:
-        Settings(lr=rate)  # raises InputError
-        optimizer = self._plan.optimizer.with_lr(rate)
-        self._plan = replace(self._plan, optimizer=optimizer)
-        if self._descent is not None:
-            self._descent.optimizer = optimizer
+        return f"{super().statement}{self._sampling.caveat}"
 
     def loader(
         self, dataset: Any, collate_fn: Collate | None = None, *, workers: int = 0
@@ -256,7 +513,7 @@ class PrivateStep(Unshared):
         row = first_row(records)
         check_reread(records, size)
         structure = self._structure or Structure.of(row).to(_device_of(self._model))
-        if self._descent is None:
+        if self._step is None:
             self._prepare(structure)
         return self._batches(KeyedLoader(records, self._draws(), structure, workers))
 
@@ -286,25 +543,13 @@ class PrivateStep(Unshared):
                 on these records.
             RunError: memory ran out with a single record, or the device failed.
         """
-        if self._base + self._begun >= self._steps:
-            raise BudgetError(
-                f"All {self._steps} steps have been taken, and epsilon is "
-                f"{format_epsilon(self.epsilon)}. To train longer, start from a new PrivateStep "
-                "on this network, which also counts these steps."
-            )
+        self._check_budget()
         records, rows = self._checked(batch)
-        descent = self._descent or self._prepare(Structure.of(rows))
-        self._given.records, self._sums.batch = records, rows
-        try:
-            with torch_failures_explained(), torch.inference_mode(False):
-                descent.step()
-                if descent.state.step % descent.plan.steps_per_epoch == 0:
-                    descent.check_finite()
-                    descent.check_network()
-        finally:
-            self._given.records, self._sums.batch = None, NOTHING
+        step = self._step or self._prepare(Structure.of(rows))
+        with self._sums.given(records, rows):
+            number = step.take()
         self._drawn = None
-        return descent.state.step
+        return number
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the training after its last step, for ``torch.save``.
@@ -314,13 +559,13 @@ class PrivateStep(Unshared):
 
         Raises InputError if no step was taken yet.
         """
-        if self._descent is None or self._structure is None:
+        if self._step is None or self._structure is None:
             raise InputError("There is no state before the first step. Save it after a step.")
-        state = self._descent.state
+        state = self._step.state
         saved: _Saved = {
             "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
             "numbers": state.numbers(),
-            "trainings": [training.as_json() for training in (*self._earlier, self._training)],
+            "trainings": [training.as_json() for training in (*self._earlier, self._step.training)],
             "structure": map_rows(Tensor.cpu, self._structure.template),
             "public": self._structure.keep,
             "lr": self.lr,
@@ -360,27 +605,17 @@ class PrivateStep(Unshared):
         check_composable(self._earlier, RECORD_UNIT)
         privacy, step = self.privacy, state["numbers"]["step"]
         rest = privacy.event_of(max(0, self._steps - step))
-        counted = tuple(training.done for training in self._earlier)
         budget = min(privacy.max_epsilon, privacy.target or math.inf)
         with suppress(BudgetError):
             self._steps = step
-            self._steps += affordable_steps(rest, privacy.delta, budget, counted)
+            self._steps += affordable_steps(rest, privacy.delta, budget, self._before)
         self._base, self.lr = step, state["lr"]
         self._keys = make_keys(self._plan.run.seed, base=step, part=len(self._earlier))
         structure = Structure(state["structure"], state["public"])
-        descent = self._prepare(structure.to(_device_of(self._model)))
+        made = self._prepare(structure.to(_device_of(self._model)))
         for training in self._earlier:
             attach(self._model, training)
-        descent.state.restore(state["tensors"], state["numbers"])
-
-    @property
-    def _begun(self) -> int:
-        """Return the number of steps that may have used records."""
-        return 0 if self._descent is None else self._training.begun
-
-    @property
-    def _events(self) -> tuple[TrainingEvent, ...]:
-        return (*(training.done for training in self._earlier), self.event)
+        made.state.restore(state["tensors"], state["numbers"])
 
     def _checked(self, batch: Batch) -> tuple[Indices, Batch]:
         """Return the numbers of the records of a batch, and its rows. Raises InputError."""
@@ -393,37 +628,31 @@ class PrivateStep(Unshared):
             raise InputError(NOT_DRAWN)
         return drawn.records, drawn.rows
 
-    def _prepare(self, structure: Structure) -> Descent:
+    def _prepare(self, structure: Structure) -> Step:
         """Validate the network and the loss on a structure, and build what takes the steps."""
         self.check_process()
         check_counted(self._model, self._loss, self._earlier)
         plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
-        layers, secure = LayerDraws(keys.layers), plan.run.secure
         validate_objective(objective, structure, isolated=plan.isolate)
-        device = _device_of(objective)
-        steps = steps_of(plan, self._steps, device)
+        steps = steps_of(plan, self._steps, _device_of(objective))
         how = Running(
-            loss=returned,
-            physical_batch=steps.physical_batch,
-            batch=plan.privacy.batch_size,
+            loss=returned, physical_batch=steps.physical_batch, batch=plan.privacy.batch_size
         )
-        self._given = _Given()
-        noise = Noise(keys.noise, secure=secure)
+        secure = plan.run.secure
         with full_float32():
-            self._sums = BatchSum(objective, structure, how, layers)
-            descent = Descent(
-                model=objective,
-                sums=self._sums,
+            sums = BatchSum(objective, structure, how, LayerDraws(keys.layers))
+            self._step = Step(
+                sums,
                 optimizer=plan.optimizer,
                 mechanism=mechanism_of(plan.privacy, secure=secure),
                 plan=steps,
-                randomness=Randomness(sampler=self._given, noise=noise, layers=layers),
+                sampler=sums,
+                noise=Noise(keys.noise, secure=secure),
+                training=carry(objective, plan, RECORD_UNIT),  # a loss may have parameters, too
             )
-        self._training = descent.training = training_of(plan.privacy, plan.run, RECORD_UNIT)
-        attach(objective, self._training)  # a loss may have trained parameters, too
-        self._structure, self._descent = structure, descent
-        self._notes = (*self._notes, *self._sums.notes)
-        return descent
+        self._structure, self._sums = structure, sums
+        self._notes = (*self._notes, *sums.notes)
+        return self._step
 
 
 def _check_arguments(
@@ -519,7 +748,6 @@ class ClippedGrad:
         self._objective = objective
         self.region, self.notes = region, tuple[str, ...]()
         self._batch, self._physical, self._isolate = batch_size, physical_batch, isolate
-        self._layers = LayerDraws(secrets.token_bytes(KEY_BYTES))
         self._sums: BatchSum | None = None
         self._structure: Structure | None = None
         self._calls, self._chunk = 0, 0
@@ -537,14 +765,11 @@ class ClippedGrad:
         check_rows(batch, self._structure)
         sums = self._sums or self.prepare(batch)
         _check_region(self.region, sums.theta)
-        self._objective.train()
-        sums.unchanged.check()
-        sums.batch, self._calls = batch, self._calls + 1
-        metric = RegionMetric(self.region)
-        with full_float32(sums.arithmetic), self._layers.of(self._calls):
-            records = np.arange(samples_in(batch))
+        sums.check()
+        self._calls += 1
+        metric, records = RegionMetric(self.region), np.arange(samples_in(batch))
+        with full_float32(sums.arithmetic), sums.given(records, batch):
             total, self._chunk = sums.of(records, self._calls, metric, self._chunk)
-        sums.unchanged.check(DURING)
         return total.clone()
 
     @property
@@ -564,13 +789,10 @@ class ClippedGrad:
         check_rows(example, None)
         structure = Structure.of(example)
         validate_objective(self._objective, structure, isolated=self._isolate)
-        how = Running(
-            loss=returned,
-            physical_batch=self._physical,
-            batch=self._batch,
-        )
+        how = Running(loss=returned, physical_batch=self._physical, batch=self._batch)
+        draws = LayerDraws(secrets.token_bytes(KEY_BYTES))
         with full_float32():
-            self._sums = BatchSum(self._objective, structure, how, self._layers)
+            self._sums = BatchSum(self._objective, structure, how, draws)
         self._structure = structure
         self._chunk, self.notes = self._sums.chunk, self._sums.notes
         return self._sums

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from scipy.stats import kstest
 from torch import Tensor, nn
 
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.fields import options
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import user_data
@@ -19,22 +20,24 @@ from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
+from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
 from dpmac_cli.randomness.keystream import generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage.cache import Rows
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.classified import Classified
 from dpmac_cli.tasks.metrics import Answers
 from dpmac_cli.training.canaries import Canaries
+from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation
+from dpmac_cli.training.lineage import Training
 from dpmac_cli.training.schedules import StepPlan
-from dpmac_cli.training.state import Randomness
-from dpmac_cli.training.trainer import Trainer
 
 SETTINGS = options(Settings)
 CLASSES, SIDE, WIDTH = 4, 3, 5
@@ -238,20 +241,21 @@ def make_trainer(
     records, batch = data.train.size, int(mechanism.expected_batch)
     sampler = sampler or KeyedSampler("poisson", size=records, batch=batch, key=keys.sampler)
     leads = ranks is None or ranks.leads
-    return Trainer(
-        model=model or tiny_model(dtype),
-        data=data,
-        optimizer=optimizer_of(name, **hyper),
-        mechanism=mechanism,
-        plan=plan,
-        randomness=Randomness(
+    layers = LayerDraws(keys.layers) if plan.recipe.augmented or data.train.units else None
+    event = TrainingEvent(min(1.0, batch / records), mechanism.noise_multiplier, plan.steps)
+    unit = ("training record", "")
+    with full_float32():
+        return Trainer(
+            DataSum(model or tiny_model(dtype), data, plan, mechanism.expected_batch, layers),
+            optimizer=optimizer_of(name, **hyper),
+            mechanism=mechanism,
+            plan=plan,
             sampler=sampler if leads else None,
             noise=(noise or Noise(keys.noise)) if leads else None,
-            layers=LayerDraws(keys.layers) if plan.recipe.augmented or data.train.units else None,
-        ),
-        hooks=hooks,
-        ranks=ranks,
-    )
+            training=Training(event=event, unit=unit, private=True, seeded=True, secure=False),
+            hooks=hooks,
+            ranks=ranks,
+        )
 
 
 def assert_deviation_of(samples: NDArray[np.float64], sigma: float) -> None:

@@ -75,7 +75,7 @@ def largest_move(kind: str, physical: int, sizes: tuple[int, int]) -> float:
         delta=1e-5,
         **options,
     )
-    trainer, moves = private._trainer, []
+    trainer, moves = private._step, []
     for begin in range(0, len(x), copies):
         one, other = (
             trainer._clip_and_sum(np.arange(begin, begin + size)).double().clone() for size in sizes

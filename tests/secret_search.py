@@ -23,7 +23,7 @@ from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.randomness.keystream import STREAMS, Keys, KeyStream, make_keys
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.runs import folder
-from dpmac_cli.training.trainer import Trainer
+from dpmac_cli.runs.trainer import Trainer
 
 #: Bytes of two neighbouring numbers: so many never agree by chance.
 PAIRS = (8, 16)

@@ -20,9 +20,9 @@ from dpmac_cli.release import run
 from dpmac_cli.release.audit import read_audit
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import trainer as assembly
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.canaries import FAR, Canaries
-from dpmac_cli.training.trainer import Trainer
 from tests import secret_search
 from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.digits_runs import SEED, after, contents, digits_config, train_digits
@@ -140,7 +140,7 @@ def test_every_other_canary_is_far_beyond_the_bound(name: str) -> None:
     trainer = spied(name, gradients(), [0, 1, 40])
     walk(trainer, 3)
     region, canaries = trainer.state.region, canaries_of(trainer)
-    out = RegionMetric(region).centre_norm(trainer._sums.clipped_sum.layers)
+    out = RegionMetric(region).centre_norm(trainer.sums.clipped_sum.layers)
     heights = canaries.heights(4, region, out)
     norms = canaries.squared_norms(heights, region, out).sqrt()
     assert (norms[::2] >= FAR - 1).all()
@@ -183,7 +183,7 @@ def test_where_no_canary_is_drawn_an_audit_run_is_an_ordinary_one(name: str) -> 
 def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(secure: bool) -> None:
     config = digits_config(canaries=1000, batch_size=100, secure=secure)
     trainer = assembly.make_trainer(config, steps=3, device=CPU)
-    canaries, sampler = canaries_of(trainer), trainer.randomness.sampler
+    canaries, sampler = canaries_of(trainer), trainer.sampler
     assert sampler is not None
     rate = 100 / (1437 + 500)
     assert config.privacy.event_of(3).sampling_rate == rate

@@ -6,7 +6,6 @@ Skipped on machines without a GPU; ``tests/test_synchronisation.py`` is for thos
 import copy
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.schedules import Recipe, StepPlan
-from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import after, digits_config, dpmac, train_events
 from tests.helpers import Batches, SecureSpy, Spy, a_key, class_task, make_trainer
@@ -144,7 +143,7 @@ def test_no_record_moves_the_sum_by_more_than_one(optimizer: str, name: str, sca
         last.weight.mul_(scale)
     spy = Spy(0.0, BATCH)
     trainer = trainer_on(CUDA, optimizer, model, spy)
-    trainer.randomness = replace(trainer.randomness, sampler=Batches(*([i] for i in range(8))))
+    trainer.sampler = Batches(*([i] for i in range(8)))
     for step in range(8):
         trainer.step()
         assert float(spy.whitened_sum(step).double().norm()) <= 1

@@ -16,11 +16,11 @@ from dpmac_cli.dp.clipping import layers
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.optim.optimizer import OPTIMIZERS, InBall
-from dpmac_cli.training import loop
+from dpmac_cli.runs import loop
+from dpmac_cli.runs.loop import Evaluated, Progress, fit
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.evaluation import RECORDS, Evaluation, evaluate
-from dpmac_cli.training.loop import Evaluated, Progress, fit
 from dpmac_cli.training.schedules import StepPlan
-from dpmac_cli.training.trainer import Trainer
 from tests.conftest import every_optimizer
 from tests.helpers import (
     CLASSES,

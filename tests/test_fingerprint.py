@@ -206,7 +206,7 @@ def test_a_network_that_changes_itself_is_refused_before_the_noise(name: str) ->
     trainer.step()
     trainer.step()
     before, net.change, net.when = trainer.state.theta.clone(), change, next(net.calls) + 1
-    trainer._unchanged = Fingerprint(net, trainer._sums.trained)
+    trainer.sums.unchanged = Fingerprint(net, trainer.sums.trained)
     with pytest.raises(ModelError, match=rf"{said}.*this step is not used"):
         trainer.step()
     assert torch.equal(trainer.state.theta, before)

@@ -12,8 +12,7 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.session import Started
-from dpmac_cli.runs.setup import make_trainer
-from dpmac_cli.training.trainer import Trainer
+from dpmac_cli.runs.trainer import Trainer, make_trainer
 from tests.networks import CLASSES
 from tests.typed import dpmac
 

@@ -25,10 +25,10 @@ from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball
 from dpmac_cli.errors import RunError
+from dpmac_cli.runs.loop import fit
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.chunks import first_chunk
-from dpmac_cli.training.loop import fit
 from dpmac_cli.training.schedules import StepPlan
-from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import (
     CLASSES,
@@ -164,7 +164,7 @@ def too_many(
 
     The sizes of the others are in what is returned. A chunk fails when all its work is done.
     """
-    whole, tried, sizes = trainer._sums.clipped_sum.of, itertools.count(), []
+    whole, tried, sizes = trainer.sums.clipped_sum.of, itertools.count(), []
 
     def of(x: Tensor, y: Tensor, metric: RegionMetric, out: Tensor, samples: int) -> None:
         whole(x, y, metric, out, samples)
@@ -173,7 +173,7 @@ def too_many(
             raise fault()
         sizes.append(samples)
 
-    trainer._sums.clipped_sum.of = of  # type: ignore[assignment,method-assign]
+    trainer.sums.clipped_sum.of = of  # type: ignore[assignment,method-assign]
     return sizes
 
 

@@ -29,7 +29,7 @@ from dpmac_cli.randomness.keystream import (
 from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS, LayerDraws
 from dpmac_cli.randomness.noise import PAIRS, Noise, box_muller
 from dpmac_cli.randomness.sampling import KeyedSampler
-from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import trainer as assembly
 from tests.helpers import a_key
 
 either_source = pytest.mark.parametrize("is_secure", [False, True], ids=["seeded", "secure"])
@@ -111,16 +111,15 @@ def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: 
     config = resolve({"dataset": "digits", "sigma": 6, "seed": seed, "sampler": sampler}).plan
     keys = make_keys(seed)
     trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"), keys=keys)
-    random = trainer.randomness
     assert len(set(by_name(keys).values())) == len(STREAMS)
-    assert random.noise is not None
-    assert random.sampler is not None
-    assert torch.equal(random.noise.at(1).standard_normal(LIKE), first(keys.noise, 9))
+    assert trainer.noise is not None
+    assert trainer.sampler is not None
+    assert torch.equal(trainer.noise.at(1).standard_normal(LIKE), first(keys.noise, 9))
     size, rate = config.data.facts.train_size, config.privacy.event.sampling_rate
     twin = KeyedSampler(
         sampler, size=size, batch=config.privacy.batch_size, key=keys.sampler, rate=rate
     )
-    assert random.sampler.draw(1).tolist() == twin.draw(1).tolist()
+    assert trainer.sampler.draw(1).tolist() == twin.draw(1).tolist()
     if seed is not None:
         assert keys == make_keys(seed)
 

@@ -109,7 +109,7 @@ def test_a_step_that_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     private = make_private(network(), "digits", **SETTINGS)
     private.step()
     once = private.epsilon
-    monkeypatch.setattr(private._trainer, "_draw", lambda: 1 / 0)
+    monkeypatch.setattr(private._step, "_draw", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         private.step()
     assert private.epsilon > once

@@ -28,14 +28,14 @@ from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.runs import checkpoint
+from dpmac_cli.runs import trainer as training
+from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.runs.session import Update
-from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.storage.files import read_lines
 from dpmac_cli.tasks.classification import SeveralLabels
 from dpmac_cli.tasks.intervals import REACH
-from dpmac_cli.training import trainer as training
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.private_scores import PrivateScore, counts, release_score
 from tests.digits_runs import SEED, after, digits_config, train_digits, train_events
 from tests.helpers import class_task
@@ -150,12 +150,14 @@ def test_a_test_record_more_moves_no_other_to_another_class(
     settings: dict[str, Any] = {"sigma": 4, "steps": 1, "batch_size": 8, "device": "cpu"}
     plan = resolve(dataset=data, model="linear", cover_scores=True, **settings).plan
     trainer = make_trainer(plan, model=net)
-    trainer.plan = replace(trainer.plan, scores=Scores(4.0, 1))  # one in every step
+    trainer.scores = Scores(4.0, 1), Noise(b"k" * 32)  # one in every step
     monkeypatch.setattr(training, "release_score", lambda result, *_: result)
 
     def right(image: Any, copies: int) -> int:
         x = torch.from_numpy(image).expand(copies, *trainer.data.test.images.shape[1:])
-        trainer.data = replace(trainer.data, test=Split(x, torch.zeros(copies, dtype=torch.long)))
+        trainer.sums.data = replace(
+            trainer.data, test=Split(x, torch.zeros(copies, dtype=torch.long))
+        )
         trainer.state.step += 1
         return round(trainer.score().accuracy * copies)
 
@@ -274,7 +276,7 @@ def test_only_scores_that_are_paid_for_are_shown(monkeypatch: pytest.MonkeyPatch
         exact.append(result.accuracy)
         return release_score(result, *args, **rest)
 
-    monkeypatch.setattr("dpmac_cli.training.trainer.release_score", kept)
+    monkeypatch.setattr("dpmac_cli.runs.trainer.release_score", kept)
     events, finished = train_events(digits_config(**COVERED, score_every="2"))
     updates = [event.event for event in events if isinstance(event, Update)]
     shown = [event.result for event in updates if isinstance(event, Evaluated)]
@@ -519,7 +521,7 @@ def test_a_test_record_is_scored_alone() -> None:
 
     def logits(x: Tensor) -> Tensor:
         split = Split(x, torch.zeros(len(x), dtype=torch.long))
-        trainer.data = replace(trainer.data, test=split)
+        trainer.sums.data = replace(trainer.data, test=split)
         return trainer.evaluate(covered=True).logits
 
     x = torch.randint(0, 100, (9, *trainer.data.test.images.shape[1:]), dtype=torch.uint8)

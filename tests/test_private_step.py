@@ -150,7 +150,7 @@ def test_it_is_the_same_training_as_that_of_make_private(optimizer: str, sampler
 
     private = make_private(network(), data, batch_size=60, sampler=sampler, **settings)
     list(private)
-    split = private._trainer.data.train
+    split = private._step.data.train
     records = Digits(private.standardise(split.images), split.labels)
     kind = Poisson if sampler == "poisson" else RandomAllocation
     sampling = kind(n=len(records), batch_size=60)
@@ -825,7 +825,7 @@ def test_a_training_cannot_be_copied(example: bool, copied: Callable[[Any], Any]
     images, labels = load_digits(return_X_y=True)
     data = ArrayData(images, labels, classes="0123456789", low=0, high=16)
     private = make_private(nn.Linear(64, 10), data, sigma=SIGMA, steps=2, device="cpu")
-    holders = [] if copied is copy.copy else [private._trainer, [{"step": step}]]
+    holders = [] if copied is copy.copy else [private._step, [{"step": step}]]
     for training in (step, private, Noise(bytes(32)), *holders):
         with pytest.raises(InputError, match="cannot be copied or pickled"):
             copied(training)

@@ -26,10 +26,10 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import workers
-from dpmac_cli.runs.setup import make_trainer as make_run_trainer
+from dpmac_cli.runs.trainer import Trainer
+from dpmac_cli.runs.trainer import make_trainer as make_run_trainer
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.schedules import Recipe
-from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import digits_config, weights
 from tests.helpers import (
@@ -306,8 +306,7 @@ def test_the_others_are_told_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(workers, "make_trainer", make)
         workers.run_worker(ranks, {})
-        random = trainers[0].randomness
-        return told, (random.sampler, random.noise)
+        return told, (trainers[0].sampler, trainers[0].noise)
 
     _, (heard, draws) = together(2, work)
     assert draws == (None, None)

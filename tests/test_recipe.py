@@ -30,11 +30,11 @@ from dpmac_cli.models.registry import MODELS
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
+from dpmac_cli.runs.loop import Evaluated, fit
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.studies.grid import address
 from dpmac_cli.training.evaluation import evaluate
-from dpmac_cli.training.loop import Evaluated, fit
 from dpmac_cli.training.schedules import AUGMENTS, Recipe
-from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.digits_runs import digits_config, same_weights, train_digits
 from tests.helpers import (
@@ -268,12 +268,12 @@ def test_a_record_is_seen_alike_in_every_batch_and_chunk(chunk: int) -> None:
         inputs: list[Tensor] = []
 
         def note(
-            x: Tensor, *rest: Any, to: Any = inputs, of: Any = trainer._sums.clipped_sum.of
+            x: Tensor, *rest: Any, to: Any = inputs, of: Any = trainer.sums.clipped_sum.of
         ) -> None:
             to.append(x[: rest[-1]])
             of(x, *rest)
 
-        trainer._sums.clipped_sum.of = note  # type: ignore[assignment,method-assign]
+        trainer.sums.clipped_sum.of = note  # type: ignore[assignment,method-assign]
         trainer.step()
         views = torch.cat(inputs).view(len(rows), 3, -1)
         seen.append(views[rows.index(4)])
@@ -285,16 +285,16 @@ def test_a_record_is_seen_alike_in_every_batch_and_chunk(chunk: int) -> None:
 def test_views_survive_chunks_that_are_halved() -> None:
     recipe = Recipe(views=3, augment="flip")
     halved, whole = (trained_by(recipe, sampler=Batches(range(30))) for _ in range(2))
-    clipped, failures = halved._sums.clipped_sum.of, iter([True, True])
+    clipped, failures = halved.sums.clipped_sum.of, iter([True, True])
 
     def scarce(*args: Any) -> None:
         if next(failures, False):
             raise MemoryError
         clipped(*args)
 
-    halved._sums.clipped_sum.of = scarce  # type: ignore[assignment,method-assign]
+    halved.sums.clipped_sum.of = scarce  # type: ignore[assignment,method-assign]
     torch.testing.assert_close(walk(halved, 3), walk(whole, 3))
-    assert halved.state.chunk == halved._sums.chunk // 4
+    assert halved.state.chunk == halved.sums.chunk // 4
 
 
 def test_a_trainer_draws_other_views_and_dropout_in_every_step(

@@ -26,10 +26,10 @@ from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, finish
 from dpmac_cli.runs import checkpoint, folder, ledger
+from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.runs.session import Reduced, Started, Update
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
-from dpmac_cli.training.loop import Evaluated
-from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import RATE, SIGMA, after, contents, digits_config
 from tests.tiers import rest_long

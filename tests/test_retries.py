@@ -87,7 +87,7 @@ def test_a_loop_goes_on_after_a_failure_within_its_budget(
 
     monkeypatch.setattr(prepare, "check_model", lambda *_, **__: None)
     private = make_private(network(), "digits", **SETTINGS)
-    trainer: Any = private._trainer
+    trainer: Any = private._step
     private.step()
     before = private.epsilon
     with monkeypatch.context() as patch:

@@ -19,10 +19,10 @@ from dpmac_cli.errors import BudgetError, InputError, ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.release.report import Statement
 from dpmac_cli.release.scoring import score
-from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import trainer as assembly
+from dpmac_cli.runs import trainer as engine
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.training import evaluation
-from dpmac_cli.training import trainer as engine
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import (
     RATE,

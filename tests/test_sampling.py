@@ -17,7 +17,7 @@ from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler, SecureDraws
-from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import trainer as assembly
 from tests.helpers import a_key
 
 N, Q, STEPS = 400, 0.1, 2000
@@ -306,7 +306,7 @@ def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str,
     assert config.privacy.event.sampling_rate == 100 / 1437
     assert config.privacy.steps_per_epoch == 15
     trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
-    drawing = trainer.randomness.sampler
+    drawing = trainer.sampler
     assert drawing is not None
     sizes = [len(drawing.draw(step)) for step in range(1, 301)]
     assert trainer.mechanism.expected_batch == 100

@@ -30,7 +30,7 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish
 from dpmac_cli.release.sentences import SENTENCES
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import trainer as assembly
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import (
     after,
@@ -86,7 +86,7 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
     config = resolve({"dataset": "digits", "sigma": 1, "secure": True, "sampler": sampler}).plan
     keys = make_keys(None)
     trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"), keys=keys)
-    noise = trainer.randomness.noise
+    noise = trainer.noise
     assert type(trainer.mechanism) is SecureMechanism
     assert isinstance(noise, Noise)
     assert keys.noise != keys.sampler
@@ -105,7 +105,7 @@ def test_without_secure_nothing_is_changed() -> None:
     config = resolve({"dataset": "digits"}).plan
     trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
     assert type(trainer.mechanism) is GaussianMechanism
-    noise, sampler = trainer.randomness.noise, trainer.randomness.sampler
+    noise, sampler = trainer.noise, trainer.sampler
     assert noise is not None
     assert not noise._secure
     assert isinstance(sampler, KeyedSampler)
@@ -131,14 +131,12 @@ def drawn(where: Path) -> Mapping[str, Tensor]:
     config = resolve({}, where / folder.CONFIG).plan
     told = secrets(where)
     keys = Keys(noise=bytes.fromhex(told["noise"]), sampler=bytes.fromhex(told["sampler"]))
-    random = assembly.make_trainer(
-        config, steps=1, device=torch.device("cpu"), keys=keys
-    ).randomness
-    assert random.sampler is not None
-    assert random.noise is not None
+    trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"), keys=keys)
+    assert trainer.sampler is not None
+    assert trainer.noise is not None
     chosen = torch.zeros(1437)
-    chosen[torch.from_numpy(random.sampler.draw(1))] = 1.0
-    return {"noise": random.noise.at(1).standard_normal(torch.zeros(1437)), "sampler": chosen}
+    chosen[torch.from_numpy(trainer.sampler.draw(1))] = 1.0
+    return {"noise": trainer.noise.at(1).standard_normal(torch.zeros(1437)), "sampler": chosen}
 
 
 #: An ordinary run and a secure one, without a seed, in folders that begin as told, and their keys.

@@ -28,15 +28,15 @@ from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import events_of
 from dpmac_cli.release.run import RunEvent, finish
-from dpmac_cli.runs import checkpoint, folder, ledger, prepare
+from dpmac_cli.runs import checkpoint, folder, ledger, prepare, trainer
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Grid, plan
 from dpmac_cli.studies.results import collect
 from dpmac_cli.studies.tables import remarks
-from dpmac_cli.training import private_scores, trainer
+from dpmac_cli.training import private_scores
 from dpmac_cli.training.private_scores import PrivateScore
-from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import RATE, SIGMA, after, digits, digits_config
 from tests.tiers import rest_long
 

@@ -30,9 +30,9 @@ from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.optim.optimizer import OPTIMIZERS, InBall
 from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.chunks import ChunkedSum
 from dpmac_cli.training.schedules import Recipe, StepPlan
-from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import Batches, a_key, class_task, make_trainer
 from tests.tiers import one_in

@@ -29,12 +29,11 @@ from dpmac_cli.models.text_parts import cut_before_last, on_texts
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.runs.prepare import prepare
-from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.storage.cache import RowFile
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.studies.search import plan_search
-from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import after
 from tests.helpers import trained_names
 from tests.test_wordpiece import TEXTS
@@ -233,7 +232,7 @@ def test_no_record_rounds_another(part: str) -> None:
     Outputs may differ in the last bit, in which cross-entropy has no kink.
     """
     trainer = trainer_of(part)
-    sums, data = trainer._sums, trainer.data
+    sums, data = trainer.sums, trainer.data
     x, y = data.standardised(data.train.at(slice(None))[0]), data.train.labels
 
     def inputs(rows: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def trained(net: nn.Module, **settings: Any) -> Any:
 
 
 def both(*privates: Any) -> float:
-    events = tuple(p.plan.privacy.event_of(p._trainer.state.step) for p in privates)
+    events = tuple(p.plan.privacy.event_of(p._step.state.step) for p in privates)
     return total_epsilon(events, privates[0].plan.privacy.delta)
 
 
@@ -166,13 +166,13 @@ def test_max_epsilon_counts_earlier_steps() -> None:
     settings = {**SETTINGS, "steps": 400, "max_epsilon": 1.0}
     fresh, second = (make_private(n, "digits", **settings) for n in (network(), net))
     assert 0 < len(second) < len(fresh)
-    cost = total_epsilon((*second._earlier_events, second.plan.privacy.event_of(len(second))), 1e-5)
+    cost = total_epsilon((*second._before, second.plan.privacy.event_of(len(second))), 1e-5)
     assert cost <= 1.0
 
 
 def drawn_first(training: PrivateTraining) -> Tensor:
     """The noise of a training's first step, from its key."""
-    noise = training._trainer.randomness.noise
+    noise = training._step.noise
     assert noise is not None
     return Noise(bytes(noise._keys._cipher.key)).at(1).standard_normal(torch.zeros(8))
 

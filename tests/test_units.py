@@ -156,7 +156,7 @@ def test_records_are_drawn_afresh_in_every_step_and_alike_in_every_batch() -> No
     for batch in ([5], [2, 5], [5, 6]):
         plan = replace(PLAN, recipe=Recipe(records=3))
         trainer = make_trainer("dp-adam", plan=plan, data=in_units(), sampler=Batches(batch))
-        clipped_sum = trainer._sums.clipped_sum
+        clipped_sum = trainer.sums.clipped_sum
         with patch.object(clipped_sum, "of", wraps=clipped_sum.of) as summed:
             for _ in range(4):
                 trainer.step()

@@ -19,12 +19,12 @@ from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, e
 from dpmac_cli.release import sentences
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent
-from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import checkpoint, folder, loop
 from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.storage.progress import LISTENER, Computing
 from dpmac_cli.tasks import task as results
 from dpmac_cli.tasks.known import METRICS
-from dpmac_cli.training import evaluation, loop
+from dpmac_cli.training import evaluation
 from dpmac_cli.training.private_scores import PrivateScore
 
 #: Epsilon above which a note is printed.

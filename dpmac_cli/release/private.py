@@ -11,34 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.calibration import affordable_steps
-from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
-from dpmac_cli.errors import BudgetError, InputError
-from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.randomness.unshared import Unshared
+from dpmac_cli.errors import InputError
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
+from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session
-from dpmac_cli.runs.setup import make_trainer, unit_of
+from dpmac_cli.runs.trainer import Trainer, make_trainer, unit_of
+from dpmac_cli.step import PrivateProgram
 from dpmac_cli.storage.progress import outcome
-from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, check_composable
-from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.schedules import LossKind
 
 
-class PrivateTraining(Unshared):
+class PrivateTraining(PrivateProgram):
     """Private training of an existing network in your own training loop.
 
     Iterating takes the remaining steps and yields their numbers, from 1. Batches, losses and
@@ -65,16 +61,9 @@ class PrivateTraining(Unshared):
             be added.
     """
 
-    __slots__ = (
-        "_earlier",
-        "_notes",
-        "_plan",
-        "_seconds",
-        "_steps",
-        "_target",
-        "_task",
-        "_trainer",
-    )
+    __slots__ = ("_seconds", "_target", "_task")
+    _plan: TrainPlan
+    _step: Trainer
 
     def __init__(
         self,
@@ -88,8 +77,8 @@ class PrivateTraining(Unshared):
         super().__init__()
         named, own = (loss, None) if isinstance(loss, str) else (None, loss)
         name = f"{type(model).__module__}:{type(model).__qualname__}"
-        self._earlier = carried_by(model, own) if isinstance(model, nn.Module) else ()
-        counted = tuple(training.done for training in self._earlier if training.private)
+        earlier = carried_by(model, own) if isinstance(model, nn.Module) else ()
+        counted = tuple(training.done for training in earlier if training.private)
         chosen: dict[str, Any] = {"dataset": data, "model": name}
         if loss is not None:
             chosen["loss"] = named
@@ -102,23 +91,19 @@ class PrivateTraining(Unshared):
         if own is not None:
             plan = _with_loss(plan, own)
         if plan.privacy.private:
-            check_composable(self._earlier, unit_of(plan.privacy, plan.data))
-        if self._earlier and plan.privacy.audit.canaries:
+            check_composable(earlier, unit_of(plan.privacy, plan.data))
+        if earlier and plan.privacy.audit.canaries:
             raise InputError(
                 "canaries: the network was trained before, and an audit tests one guarantee. Use "
                 "a new network."
             )
-        self._plan = plan
-        budget = (plan.privacy.delta, plan.privacy.max_epsilon, self._earlier_events)
-        steps = affordable_steps(plan.privacy.event, *budget)
-        keys = make_keys(plan.run.seed, part=len(self._earlier))
-        self._task = outcome(prepare(plan, device, keys, model=model))
-        self._trainer = make_trainer(
-            plan, steps=steps, device=device, keys=keys, task=self._task, loss=own
+        self._target, self._seconds = resolved.settings.epsilon or math.inf, 0.0
+        self._begin(plan, earlier, resolved.notes)
+        self._task = outcome(prepare(plan, device, self._keys, model=model))
+        self._step = make_trainer(
+            plan, steps=self._steps, device=device, keys=self._keys, task=self._task, loss=own
         )
-        self._steps, self._seconds = steps, 0.0
-        self._target = resolved.settings.epsilon or math.inf
-        on_run = (*self._task.notes, *self._trainer.notes)
+        on_run = (*self._task.notes, *self._step.notes)
         self._notes = (*resolved.notes, *self._notes_on_earlier(), *on_run)
 
     @property
@@ -131,25 +116,10 @@ class PrivateTraining(Unshared):
         """Return the plan of the training, with ``sigma`` and ``delta``."""
         return self._plan
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Return notes on probable mistakes in valid settings, and on earlier training."""
-        return self._notes
-
-    @property
-    def _begun(self) -> int:
-        """Return the number of steps that may have used records."""
-        assert self._trainer.training is not None  # noqa: S101
-        return self._trainer.training.begun
-
-    @property
-    def _earlier_events(self) -> tuple[TrainingEvent, ...]:
-        return tuple(training.done for training in self._earlier)
-
     def _notes_on_earlier(self) -> tuple[str, ...]:
         if not self._earlier:
             return ()
-        events = self._earlier_events
+        events = self._before
         cost, target = total_epsilon(events, self._plan.privacy.delta), self._target
         steps = sum(event.steps for event in events)
         spent = f" of the {format_epsilon(target)} asked for" if cost < target < math.inf else ""
@@ -159,13 +129,9 @@ class PrivateTraining(Unshared):
             "network.",
         )
 
-    def __len__(self) -> int:
-        """Return the total number of steps."""
-        return self._steps
-
     def __iter__(self) -> Iterator[int]:
         """Take the remaining steps. Raises the same errors as :meth:`step`."""
-        while self._trainer.state.step < self._steps:
+        while self.taken < self._steps:
             yield self.step()
 
     def step(self) -> int:
@@ -178,52 +144,20 @@ class PrivateTraining(Unshared):
                 on these records.
             RunError: memory ran out with a single sample, or the device failed.
         """
-        trainer = self._trainer
-        if self._begun >= self._steps:
-            raise BudgetError(
-                f"All {self._steps} steps have been taken, and epsilon is "
-                f"{format_epsilon(self.epsilon)}. To train longer, start from a new network with "
-                "more epochs, or call make_private again, which also counts these steps."
-            )
+        self._check_budget()
         began = time.perf_counter()
-        with torch_failures_explained(), torch.inference_mode(False):
-            trainer.step()
-            if trainer.state.step % self.plan.privacy.steps_per_epoch == 0:
-                trainer.check_finite()
-                trainer.check_network()
+        number = self._step.take()
         self._seconds += time.perf_counter() - began
-        return trainer.state.step
-
-    @property
-    def epsilon(self) -> float:
-        """Privacy cost of all steps that have begun, and of earlier training, at plan.delta."""
-        events = (*self._earlier_events, self.plan.privacy.event_of(self._begun))
-        return total_epsilon(events, self.plan.privacy.delta)
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step, before warm-up and schedule; set it to change it.
-
-        It has no privacy cost if it depends only on public values, including test scores.
-        """
-        return self._trainer.optimizer.lr
-
-    @lr.setter
-    def lr(self, rate: float) -> None:
-        Settings(lr=rate)  # raises InputError
-        optimizer = self.plan.optimizer.with_lr(rate)
-        recorded: dict[str, Any] = {**self.plan.recorded, "lr": optimizer.lr}
-        self._plan = replace(self.plan, optimizer=optimizer, recorded=recorded)
-        self._trainer.optimizer = optimizer
+        return number
 
     def standardise(self, x: Tensor) -> Tensor:
         """Standardise records of the dataset, as for the network's inputs."""
         x = x.reshape(len(x), *self._task.form)
-        return self._task.data.standardised(x.to(self._trainer.state.theta.device))
+        return self._task.data.standardised(x.to(self._step.state.theta.device))
 
     def evaluate(self) -> Evaluation:
         """Score the network, or the average of its weights with ``ema``, on the test records."""
-        return self._trainer.evaluate()
+        return self._step.evaluate()
 
     @torch.no_grad()
     def publish(self, out: str | Path, *, force: bool = False) -> Finished:
@@ -236,7 +170,7 @@ class PrivateTraining(Unshared):
             InputError: the folder cannot be used.
             ModelError: the network is no longer the one that was validated.
         """
-        trainer, where, plan = self._trainer, Path(out), self.plan
+        trainer, where, plan = self._step, Path(out), self.plan
         folder.check_chosen_folder(where, force)
         trainer.check_finite()
         trainer.check_network()
@@ -265,7 +199,7 @@ class PrivateTraining(Unshared):
         """Return what was done to the records, as of a fork of earlier training."""
         plan, earlier = self._plan, self._earlier
         return Spent(
-            earlier=self._earlier_events,
+            earlier=self._before,
             event=plan.privacy.event_of(self._steps),
             base=0,
             begun=self._begun,

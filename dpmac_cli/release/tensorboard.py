@@ -8,9 +8,9 @@ from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.errors import raise_errors
 from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.storage import files
-from dpmac_cli.training.loop import Evaluated
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -3,9 +3,9 @@
 from typing import Any
 
 from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.tasks.known import METRICS
-from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.private_scores import PrivateScore
 
 

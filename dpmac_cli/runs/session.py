@@ -18,13 +18,13 @@ from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs import checkpoint, folder, workers
 from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
+from dpmac_cli.runs.loop import Evaluated, Progress, fit
 from dpmac_cli.runs.prepare import PreparedRun
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.loop import Evaluated, Progress, fit
-from dpmac_cli.training.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)

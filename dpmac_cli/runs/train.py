@@ -28,7 +28,7 @@ from dpmac_cli.runs.environment import check_ranks, choose_device
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session, SessionEvent
-from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.storage.progress import Computing, until
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks

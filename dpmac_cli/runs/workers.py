@@ -17,12 +17,11 @@ from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, device_name, environment
 from dpmac_cli.runs.folder import resume_command
 from dpmac_cli.runs.prepare import PreparedRun, prepare
-from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
-from dpmac_cli.training.trainer import Trainer
 
 
 class Brief(TypedDict):

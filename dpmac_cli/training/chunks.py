@@ -1,6 +1,8 @@
 """Clipped sum of a batch, in chunks that fit into memory."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import ceil, sqrt
 from operator import itemgetter
@@ -80,10 +82,11 @@ class ChunkedSum(ABC):
     """Sum of the clipped, centred gradients of a batch, computed chunk by chunk.
 
     Takes the model, the structure of a sample's inputs and labels, with all views, and the random
-    draws for the records of units and for augmented views. Raises ModelError if layers cannot be
+    draws of layers, augmented views and the records of units. Raises ModelError if layers cannot be
     clipped.
 
     Attributes:
+        model: the network, which each step sets to training mode.
         theta: the model's parameters, moved into one vector, shape (d,).
         chunk: initial number of samples per chunk: the physical batch, or fewer.
         clipped_sum: clipped sum of one chunk.
@@ -104,7 +107,7 @@ class ChunkedSum(ABC):
     ) -> None:
         self._inputs, self._labels, self._layers = inputs, labels, layers
         self._private, batch = how.private, how.batch
-        self.arithmetic = Arithmetic.now()
+        self.arithmetic, self.model = Arithmetic.now(), model
         model.train()  # as validated
         self.per_sample = PerSample(model, inputs, labels, how.views, how.loss, rowwise=how.rowwise)
         self.chunk = min(first_chunk(how.physical_batch, batch), self.per_sample.most)
@@ -173,6 +176,11 @@ class ChunkedSum(ABC):
                     raise
                 chunk //= 2  # as in a step
 
+    def check(self) -> None:
+        """Raise ModelError if the network is no longer the one that was validated."""
+        self.model.train()  # as validated; the caller may have left it in evaluation mode
+        self.unchanged.check()
+
     def of(self, drawn: Indices, step: int, metric: RegionMetric, chunk: int) -> tuple[Tensor, int]:
         """Return the sum over a batch, shape (d,), and the chunk size that fits into memory.
 
@@ -182,10 +190,21 @@ class ChunkedSum(ABC):
 
         Args:
             drawn: training records or units; may be empty.
-            step: step t, for the random draws of units and augmented views.
+            step: step t, for random draws.
             metric: metric of the ellipsoid to clip to.
-            chunk: samples to process at a time. Raises RunError if memory runs out with one.
+            chunk: samples to process at a time.
+
+        Raises ModelError if the network changes itself, and RunError if memory runs out with one
+        sample.
         """
+        with nullcontext() if self._layers is None else self._layers.of(step):
+            found = self._add_up(drawn, step, metric, chunk)
+        self.unchanged.check(DURING)
+        return found
+
+    def _add_up(
+        self, drawn: Indices, step: int, metric: RegionMetric, chunk: int
+    ) -> tuple[Tensor, int]:
         part, total, begin, chunk = self._sum, None, 0, min(chunk, self.chunk)
         while begin < len(drawn):
             end = begin + _evenly(len(drawn) - begin, chunk)
@@ -224,16 +243,11 @@ class ChunkedSum(ABC):
 
 
 class BatchSum(ChunkedSum):
-    """Sum over the records of batches that a program supplies.
+    """Sum over the records of batches that a program supplies, and the sampler that they are.
 
     Takes a network that returns its own losses, the structure of a sample, how it is run, and the
     random draws of its layers.
-
-    Attributes:
-        batch: batch of the step, one row for each drawn record, in their order.
     """
-
-    batch: Any = NOTHING
 
     def __init__(
         self, objective: nn.Module, inputs: Structure, how: Running, layers: LayerDraws | None
@@ -241,32 +255,48 @@ class BatchSum(ChunkedSum):
         super().__init__(objective, inputs, Structure(NOTHING), how, layers)
         self._most = most_samples(how.batch)
 
-    def of(self, drawn: Indices, step: int, metric: RegionMetric, chunk: int) -> tuple[Tensor, int]:
-        """Return the sum: see :meth:`ChunkedSum.of`.
+    @contextmanager
+    def given(self, records: Indices, batch: Any) -> Iterator[None]:
+        """Sum over a batch, which has one row for each of its records, in their order.
 
         Raises InputError for a batch that is too large for the margin for rounding.
         """
-        if len(drawn) > self._most:
+        if len(records) > self._most:
             raise InputError(TOO_MANY)
-        return super().of(drawn, step, metric, chunk)
+        self._records, self._batch = records, batch
+        try:
+            yield
+        finally:
+            del self._records, self._batch  # they are private
+
+    def draw(self, step: int) -> Indices:
+        """Return the records of the batch, whatever the step."""
+        del step
+        return self._records
 
     def _read(self, drawn: Indices, part: slice, ahead: slice, step: int) -> tuple[Any, Any]:
-        return map_rows(itemgetter(part), self.batch), NOTHING
+        return map_rows(itemgetter(part), self._batch), NOTHING
 
 
 class DataSum(ChunkedSum):
     """Sum over the training records of a dataset, or the records of its units.
 
-    Takes the model, the data on its device, the plan, B, and the random draws for the records of
-    units and for augmented views.
+    Takes the model, the data on its device, the plan, B, the random draws of layers, augmented
+    views and the records of units, and a loss instead of the plan's.
     """
 
     def __init__(
-        self, model: nn.Module, data: Data, plan: StepPlan, batch: float, layers: LayerDraws | None
+        self,
+        model: nn.Module,
+        data: Data,
+        plan: StepPlan,
+        batch: float,
+        layers: LayerDraws | None,
+        own: Loss | None = None,
     ) -> None:
-        self._data, self._recipe = data, plan.recipe
+        self.data, self._recipe = data, plan.recipe
         inputs, kind = plan.recipe.inputs, plan.recipe.loss
-        loss = plan.loss or build_loss(kind.name, kind.smoothing, kind.weights, data.gain.device)
+        loss = own or build_loss(kind.name, kind.smoothing, kind.weights, data.gain.device)
         several = (inputs,) if inputs > 1 else ()
         images, labels = data.train.images.shape[1:], data.train.labels
         super().__init__(
@@ -279,7 +309,7 @@ class DataSum(ChunkedSum):
                 physical_batch=plan.physical_batch,
                 batch=batch,
                 private=plan.private,
-                rowwise=plan.loss is None,
+                rowwise=own is None,
             ),
             layers,
         )
@@ -287,21 +317,21 @@ class DataSum(ChunkedSum):
     def _read(self, drawn: Indices, part: slice, ahead: slice, step: int) -> tuple[Tensor, Tensor]:
         """Return the records of units, and their augmented views, standardised, with labels."""
         recipe, rows, later = self._recipe, self._rows(drawn[part], step), drawn[ahead]
-        images, labels = self._data.train.at(rows)
+        images, labels = self.data.train.at(rows)
         if len(later):
-            self._data.train.read_ahead(self._rows(later, step))
+            self.data.train.read_ahead(self._rows(later, step))
         if recipe.augmented:
             words = self._words(drawn[part], step, recipe.inputs).reshape(len(rows), -1)
             images = views_of(images, words, recipe.augment)
             labels = labels.repeat_interleave(recipe.views, 0)
-        inputs, samples = self._data.standardised(images), len(drawn[part])
+        inputs, samples = self.data.standardised(images), len(drawn[part])
         if recipe.inputs > 1:
             inputs, labels = (t.view(samples, -1, *t.shape[1:]) for t in (inputs, labels))
         return inputs, labels
 
     def _rows(self, drawn: Indices, step: int) -> Indices:
         """Return the records of the drawn units, shape (units * K,)."""
-        units = self._data.train.units
+        units = self.data.train.units
         if units is None:
             return drawn
         recipe = self._recipe

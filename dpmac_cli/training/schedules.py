@@ -6,11 +6,7 @@ Does not import torch.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-from dpmac_cli.accounting.events import Scores
 
 #: Learning rate schedules after the warm-up.
 SCHEDULES = ("constant", "cosine", "linear")
@@ -77,5 +73,3 @@ class StepPlan:
     physical_batch: int  # samples processed at a time; noise is still added once per step
     private: bool = True  # False trains without clipping and noise, as a baseline
     recipe: Recipe = field(default_factory=Recipe)
-    loss: Callable[[Any, Any], Any] | None = None  # user-supplied, instead of the recipe's
-    scores: Scores | None = None  # noisy scores of test records; None for exact ones every epoch

@@ -10,22 +10,6 @@ from dpmac_cli.dp.geometry import Spread
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.errors import ModelError
-from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import Sampler
-
-
-@dataclass(frozen=True, kw_only=True)
-class Randomness:
-    """Random draws of a run, all of them functions of a key and the step.
-
-    Ranks other than the first have only the key of ``layers``, and neither sampler nor noise.
-    """
-
-    sampler: Sampler | None
-    noise: Noise | None
-    layers: LayerDraws | None = None  # augmented views and dropout, if there are any
-    scores: Noise | None = None  # noise of covered scores
 
 
 @dataclass(kw_only=True)

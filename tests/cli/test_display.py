@@ -14,11 +14,11 @@ from dpmac_cli.cli import compare
 from dpmac_cli.cli.console import Expendable, check_kept
 from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.errors import InputError
+from dpmac_cli.runs.loop import Progress
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.studies.executor import Ended, Moved
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.loop import Progress
 from tests.digits_runs import digits_config
 from tests.helpers import class_task
 

@@ -23,11 +23,10 @@ from dpmac_cli.data import loaders as data
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.release import publish
 from dpmac_cli.release.scoring import score
-from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import checkpoint, folder, loop
+from dpmac_cli.runs import trainer as assembly
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
-from dpmac_cli.training import loop
-from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import contents, digits_config, same_weights, train_digits
 from tests.typed import dpmac, process
 

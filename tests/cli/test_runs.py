@@ -20,8 +20,8 @@ from dpmac_cli.release.listing import ListedRun, varied_settings
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.session import Update
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
-from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import SEED, after, contents, digits_config, train_digits
 from tests.typed import dpmac, hooked, loading
 

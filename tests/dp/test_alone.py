@@ -24,7 +24,7 @@ from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.per_sample import WRITTEN_OUT, PerSample
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.errors import ModelError
-from dpmac_cli.training.trainer import Trainer
+from dpmac_cli.runs.trainer import Trainer
 from tests.conftest import every_optimizer
 from tests.helpers import CLASSES as TINY_CLASSES
 from tests.helpers import (

@@ -147,7 +147,7 @@ def test_a_network_that_no_way_helps_takes_the_same_steps_with_each_record_alone
     monkeypatch.setattr(chunks, "find_manner", after(refusals))
     trainer = make_trainer("dp-macadam")
     assert note in trainer.notes[0]
-    assert trainer._sums.per_sample.vmapped is vmapped
+    assert trainer.sums.per_sample.vmapped is vmapped
     torch.testing.assert_close(walk(trainer, 3), expected)
 
 

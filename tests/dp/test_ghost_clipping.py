@@ -783,12 +783,12 @@ def test_chunks_are_even_and_change_no_sum(
     ]
     cutting, whole = trainers
     metric = RegionMetric(whole.state.region)
-    assert cutting._sums.chunk == most
+    assert cutting.sums.chunk == most
     for size in range(most + first_chunk(physical, batch) + 1):
         drawn = np.arange(size) * 7 % 40
-        expected = whole._sums.of(drawn, 1, metric, 1000)[0].double()
+        expected = whole.sums.of(drawn, 1, metric, 1000)[0].double()
         cut.clear()
-        total, chunk = cutting._sums.of(drawn, 1, metric, most)
+        total, chunk = cutting.sums.of(drawn, 1, metric, most)
         assert chunk == most
         assert (sum(cut), len(cut)) == (size, -(-size // most))
         assert not cut or max(cut) - min(cut) <= 1

@@ -22,7 +22,7 @@ from dpmac_cli.dp.mechanism import (
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness import noise as noises
 from dpmac_cli.randomness.noise import Noise, SeededNormals
-from dpmac_cli.training.descent import ROUNDING_SHARE
+from dpmac_cli.step import ROUNDING_SHARE
 from tests.conftest import every_optimizer
 from tests.helpers import (
     CLIP_LIMIT,

@@ -1,7 +1,6 @@
 """A run of dpmac's ``make_private`` without noise, on chosen records."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -53,11 +52,11 @@ class Ours:
                 **options,
                 **situation.settings,
             )
-        self.private._trainer.mechanism = GaussianMechanism(0.0, RECORDS)
+        self.private._step.mechanism = GaussianMechanism(0.0, RECORDS)
 
     def step(self, rows: Sequence[int]) -> None:
-        trainer = self.private._trainer
-        trainer.randomness = replace(trainer.randomness, sampler=Batches(rows))
+        trainer = self.private._step
+        trainer.sampler = Batches(rows)
         self.private.step()
 
     def follow(self, weights: Weights) -> None:

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore
-from dpmac_cli.training.trainer import Trainer
 
 #: Seconds between progress events.
 PROGRESS_EVERY = 0.1

@@ -1,0 +1,195 @@
+"""Trainer of a run: the steps on its training records, and the scores of its test records."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from dpmac_cli.accounting.events import Scores
+from dpmac_cli.accounting.statements import short
+from dpmac_cli.config.plan import DataPlan, PrivacyPlan, TrainPlan
+from dpmac_cli.data.dataset import Data
+from dpmac_cli.dp.losses import Loss, check_loss
+from dpmac_cli.dp.precision import full_float32
+from dpmac_cli.errors import InputError
+from dpmac_cli.randomness.keystream import Keys, make_keys
+from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.randomness.sampling import KeyedSampler
+from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.prepare import PreparedRun, prepare
+from dpmac_cli.step import Step, carry, mechanism_of, steps_of
+from dpmac_cli.storage.progress import outcome
+from dpmac_cli.training.canaries import Canaries
+from dpmac_cli.training.chunks import DataSum
+from dpmac_cli.training.distributed import Ranks
+from dpmac_cli.training.evaluation import Evaluation, evaluate, invariant_batching
+from dpmac_cli.training.private_scores import PrivateScore, release_score
+
+
+class Trainer(Step):
+    """Steps on the records of a dataset, and the scores of its test records.
+
+    Attributes:
+        sums: clipped sum over training records.
+        scores: how scores are covered, and their noise; None for exact scores.
+    """
+
+    sums: DataSum
+    scores: tuple[Scores, Noise] | None = None
+
+    @property
+    def data(self) -> Data:
+        """Return the dataset."""
+        return self.sums.data
+
+    @contextmanager
+    def published(self) -> Iterator[nn.Module]:
+        """Use averaged parameters, if there are any, as for scoring and publishing."""
+        theta, average = self.state.theta, self.state.average
+        if average is None:
+            yield self.model
+            return
+        kept = theta.clone()
+        theta.copy_(average)
+        try:
+            yield self.model
+        finally:
+            theta.copy_(kept)
+
+    def evaluate(self, *, covered: bool = False) -> Evaluation:
+        """Score the published model on every test record.
+
+        If they are ``covered``, none changes how another is rounded.
+        """
+        with self.published() as model, full_float32(self.sums.arithmetic):
+            batching = invariant_batching(model, self.data) if covered else None
+            return evaluate(model, self.data, self.data.test, batching)
+
+    def score(self) -> Evaluation | PrivateScore:
+        """Return the scores to report: exact ones, or noisy ones for covered test records.
+
+        Raises ValueError if the scores of this step were released before.
+        """
+        if self.scores is None:
+            return self.evaluate()
+        (scores, noise), step = self.scores, self.state.step
+        if not scores.due(step, self.plan.steps):
+            return PrivateScore(self.data.task, math.nan, self.data.test.size)
+        result = self.evaluate(covered=True)
+        return release_score(result, self.data.test.units, scores, noise.at(step))
+
+
+def make_trainer(
+    plan: TrainPlan,
+    *,
+    steps: int | None = None,
+    device: torch.device | None = None,
+    keys: Keys | None = None,
+    data: Data | None = None,
+    task: PreparedRun | None = None,
+    ranks: Ranks | None = None,
+    model: nn.Module | None = None,
+    loss: Loss | None = None,
+) -> Trainer:
+    """Return the trainer of a run, ready for its first step.
+
+    Args:
+        plan: plan of the run.
+        steps, device: None for the plan's.
+        keys: secret keys; None for those of the plan's seed, or new keys. Ranks other than the
+            first only use the key of the layers.
+        data: data on the device; None to load it. ranks: the processes of the run.
+        task: result of :func:`prepare`; None to make it from ``data`` and ``model``.
+        model: a network to train in place, instead of the plan's.
+        loss: loss of one output, shape (1, classes), and its label, instead of the plan's. It runs
+            on each sample separately.
+
+    Raises:
+        InputError: data or device cannot be used, or the plan freezes a part of a network that it
+            does not build.
+        ModelError: the model is not a torch module, or cannot be clipped.
+    """
+    device = device or choose_device(plan.run.device)
+    keys = keys or make_keys(plan.run.seed)
+    task = task or outcome(prepare(plan, device, keys, data, model=model))
+    _check_size(plan.data, plan.privacy, task.data)
+    if loss is not None and not plan.network.isolate:
+        outputs, labels = plan.data.facts.task.examples()
+        check_loss(loss, outputs.to(device), labels.to(device))
+    privacy, secure, rank = plan.privacy, plan.run.secure, 0 if ranks is None else ranks.rank
+    fixed = steps_of(plan, privacy.steps if steps is None else steps, device)
+    # Built-in networks use no random numbers in their forward pass; others may.
+    drawn = task.own or plan.recipe.augmented or plan.data.found.unit
+    layers = LayerDraws(keys.layers, rank) if drawn else None
+    with full_float32():
+        trainer = Trainer(
+            DataSum(task.trained, task.data, fixed, privacy.batch_size, layers, loss),
+            optimizer=plan.optimizer,
+            mechanism=mechanism_of(privacy, secure=secure),
+            plan=fixed,
+            sampler=_sampler(plan, keys) if rank == 0 else None,
+            noise=Noise(keys.noise, secure=secure) if rank == 0 else None,
+            training=carry(task.model, plan, unit_of(privacy, plan.data)),
+            hooks=_canaries(plan, task, keys),
+            ranks=ranks,
+        )
+    if privacy.scores is not None and rank == 0:
+        trainer.scores = privacy.scores, Noise(keys.scores, secure=True)
+    return trainer
+
+
+def unit_of(privacy: PrivacyPlan, data: DataPlan) -> tuple[str, str]:
+    """Return the unit of privacy, and what tells the units of records apart."""
+    return short(privacy.unit), data.found.unit
+
+
+def _check_size(plan: DataPlan, privacy: PrivacyPlan, data: Data) -> None:
+    """Reject data whose number of records differs from that of sampling rate and epsilon."""
+    facts, name = plan.facts, plan.found.name
+    if data.train.size != facts.train_size:
+        raise InputError(
+            f"data has {data.train.size:,} {privacy.unit.split(' with ')[0]}s, but epsilon was "
+            f"computed for the {facts.train_size:,} of {name}. Save your records as an .npz and "
+            "use that as the dataset."
+        )
+    if privacy.scores is not None and data.test.size != facts.test_size:
+        raise InputError(
+            f"data has {data.test.size:,} test records or units, but scores are covered for the "
+            f"{facts.test_size:,} of {name}. Use the dataset with its units."
+        )
+
+
+def _sampler(plan: TrainPlan, keys: Keys) -> KeyedSampler:
+    """Return the sampler of a run; canaries are drawn like its records."""
+    privacy = plan.privacy
+    return KeyedSampler(
+        privacy.event.sampler,
+        size=plan.data.facts.train_size + privacy.audit.canaries,
+        batch=privacy.batch_size,
+        key=keys.sampler,
+        secure=plan.run.secure,
+        rate=privacy.event.sampling_rate,
+        base=keys.base,
+    )
+
+
+def _canaries(plan: TrainPlan, task: PreparedRun, keys: Keys) -> list[Canaries]:
+    """Return the canaries of an audit run; an empty list for other runs."""
+    privacy = plan.privacy
+    if privacy.audit.canaries == 0:
+        return []
+    return [
+        Canaries(
+            parameters=sum(p.numel() for p in task.trained.parameters() if p.requires_grad),
+            rate=privacy.event.sampling_rate,
+            batch=privacy.batch_size,
+            first=task.data.train.size,
+            count=privacy.audit.canaries,
+            inputs=plan.recipe.inputs,
+            keys=keys,
+            device=task.data.gain.device,
+        )
+    ]
