@@ -26,7 +26,7 @@ from dpmac_cli.storage.files import finite_or_none
 
 
 def privacy(case: Case) -> Privacy:
-    """Return the guarantee of a run with all its parts, without the attempts that it replaces."""
+    """Return the guarantee of a run with all its parts."""
     plan, spent = case.plan, case.spent
     part, events = plan.privacy, spent.events
     search = None if plan.search is None else plan.search.search
@@ -53,7 +53,6 @@ def privacy(case: Case) -> Privacy:
         covered_scores=_covered_scores(case) if part.scores else None,
         search=None if plan.search is None else _search(case, plan.search),
         events=_events(events),
-        abandoned=_events(spent.abandoned),
         adjacency="add-or-remove-one" if part.private else None,
         accountant=ACCOUNTANTS[cost.accountant] if part.private else None,
         risk=RiskBounds(**risk.values()) if part.private else None,

@@ -366,9 +366,9 @@ class Privacy(Said):
     events: Events
     """What each part did to the records, in order; the published model's is the last. Epsilon can
     be recomputed from these and delta (dpmac account RUN)."""
-    abandoned: tuple[Event, ...]
-    """What earlier attempts at this run of a study did to the records before they were restarted
-    from scratch. Not part of this epsilon, but of the study's."""
+    abandoned: Annotated[tuple[Event, ...], Field(exclude=True)] = ()
+    """Only before version 0.4: what attempts that the run replaced in a study did to the records.
+    Not part of this epsilon, but of the study's."""
     adjacency: Literal["add-or-remove-one"] | None
     """Which datasets are neighbours. Values of epsilon under different adjacencies are not
     comparable. Null without privacy."""
@@ -397,10 +397,9 @@ class Privacy(Said):
             raise ValueError("the events are not those of a trial of the search")
         return self
 
-    def training_events(self, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
-        """Return the events of all parts; ``attempts`` puts those of replaced attempts first."""
-        before = self.abandoned if attempts else ()
-        return tuple(event.done for event in (*before, *self.events))
+    def training_events(self) -> tuple[TrainingEvent, ...]:
+        """Return the events of all parts."""
+        return tuple(event.done for event in self.events)
 
     @property
     def trials(self) -> Search | None:
@@ -751,15 +750,15 @@ def read_report(path: Path) -> Report:
     return parse_file(Report, text, file, "is not a valid report of dpmac", remedy)
 
 
-def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
-    """Return the events of a run, or the planned events if it was killed.
+def events_of(run: Path) -> tuple[TrainingEvent, ...]:
+    """Return the events of a run and of what it replaced; all planned events if it was killed.
 
-    ``attempts`` adds the attempts that it replaced in a study. Raises InputError if neither report
-    nor ledger can be read.
+    Raises InputError if neither report nor ledger can be read.
     """
     found = ledger.read_spent(run)
     there = (run / folder.SUMS).exists()
     if found is not None and there and not folder.vouched(run, folder.REPORT):
         # The report is damaged, or from before the run was resumed.
-        return (*(found.abandoned if attempts else ()), *found.earlier, found.event)
-    return read_report(run).privacy.training_events(attempts=attempts)
+        return found.planned
+    privacy = read_report(run).privacy
+    return (*(event.done for event in privacy.abandoned), *privacy.training_events())

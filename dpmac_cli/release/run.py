@@ -26,7 +26,7 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     data: Data | None = None,
     ranks: Ranks | None = None,
-    abandoned: tuple[TrainingEvent, ...] = (),
+    earlier: tuple[TrainingEvent, ...] = (),
 ) -> Iterator[RunEvent]:
     """Train, write the run folder, and report progress.
 
@@ -38,8 +38,8 @@ def train(
         data: data on the device; None to load it.
         ranks: the processes of the run; the others call
             :func:`~dpmac_cli.runs.workers.run_worker`.
-        abandoned: events of attempts that this run replaces in a study. Its report lists them. The
-            epsilon of the study covers them, but not the run's epsilon.
+        earlier: events of what was done to the records before, in attempts that this run replaces.
+            Its epsilon and ``max_epsilon`` cover them.
 
     Raises:
         InputError: data, device or folder cannot be used; nothing was written.
@@ -47,7 +47,7 @@ def train(
         ModelError: the model mixes samples.
         RunError: training diverged, memory ran out, or the device failed.
     """
-    return _published(new_run(plan, stop, data, ranks, abandoned))
+    return _published(new_run(plan, stop, data, ranks, earlier))
 
 
 def resume(

@@ -30,7 +30,7 @@ from dpmac_cli.storage.digest import digest
 FOLDER = folder.CHECKPOINTS
 #: Number of checkpoints to keep: if the newest is damaged, the previous one is used.
 KEPT = 2
-VERSION = 6
+VERSION = 7
 #: Public facts that must be unchanged for a run to continue.
 _SAME = {
     "records": "The number of training records is not the one",

@@ -36,8 +36,6 @@ CHECKPOINTS = "checkpoint"
 LOCK = ".lock"
 #: File in the folder of checkpoints with the steps that may have begun.
 LEDGER = "spent.json"
-#: Earlier attempts at a run of a study, in case the ledger is lost.
-ATTEMPTS = ".attempts.json"
 #: Public files of a run, those for readers first.
 PUBLISHED = (MODEL, CARD, REPORT, METRICS, CONFIG)
 SEALED = (*PUBLISHED, AUDIT)
@@ -221,7 +219,7 @@ def clear(run: Path, *, keep_ledger: bool = False) -> None:
     private = run / CHECKPOINTS
     ledger = private / LEDGER
     saved = [path for path in private.rglob("*") if path != ledger and not path.is_dir()]
-    public = (run / name for name in (SUMS, *SEALED, ATTEMPTS))
+    public = (run / name for name in (SUMS, *SEALED))
     for path in (*saved, *public, *run.glob(TENSORBOARD)):
         path.unlink(missing_ok=True)
     if not keep_ledger:

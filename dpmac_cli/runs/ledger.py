@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ class Spent:
         event: event of the current part with all planned steps; it began at step ``base``.
         begun: last step of the run that may have begun.
         seeded: whether any part used a chosen seed. secure: whether all parts used --secure.
-        abandoned: events of previous attempts at the same run of a study.
         scores: scores of the test records, if they are covered.
         target: epsilon that was asked for, which a resumed run keeps to; None without.
     """
@@ -41,7 +40,6 @@ class Spent:
     begun: int
     seeded: bool
     secure: bool
-    abandoned: tuple[TrainingEvent, ...] = ()
     scores: Scores | None = None
     target: float | None = None
 
@@ -78,10 +76,10 @@ class Spent:
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Spent":
         """Return the object from the result of ``asdict``. Raises KeyError, TypeError."""
-        lists = {name: _events(values[name]) for name in ("earlier", "abandoned")}
         scores = values.get("scores") and Scores(**values["scores"])
+        earlier = tuple(TrainingEvent(**event) for event in values["earlier"])
         event = TrainingEvent(**values["event"])
-        return Spent(**{**values, "event": event, "scores": scores, **lists})
+        return Spent(**{**values, "earlier": earlier, "event": event, "scores": scores})
 
 
 def read_spent(run: Path) -> Spent | None:
@@ -93,32 +91,18 @@ def read_spent(run: Path) -> Spent | None:
         return None
 
 
-def attempts(run: Path, planned: TrainingEvent, whole: bool = False) -> tuple[TrainingEvent, ...]:
-    """Return the events of every attempt, if any, at a run of a study.
+def begun_events(
+    run: Path, planned: TrainingEvent, *, whole: bool = False
+) -> tuple[TrainingEvent, ...]:
+    """Return the events of all steps that may have begun in a folder; () if there are none.
 
-    An attempt whose ledger is missing or damaged is charged as ``planned``. The last attempt is
-    charged for all its planned steps if ``whole``.
+    The last part counts with all its planned steps if ``whole``, and as ``planned`` if the ledger
+    is missing or damaged.
     """
-    found = read_spent(run)
-    if found is not None:
-        last = (*found.earlier, found.event) if whole else found.events
-        return (*found.abandoned, *last)
-    try:
-        before = _events(json.loads((run / folder.ATTEMPTS).read_bytes()))
-    except folder.BROKEN:
-        before = ()
-    begun = whole or (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
-    return (*before, planned) if begun else before
-
-
-def keep_attempts(run: Path, events: Iterable[TrainingEvent]) -> None:
-    """Write earlier attempts to a separate file, in case the ledger is lost. Raises OSError."""
-    text = files.to_json([asdict(event) for event in events])
-    files.write_atomically(run / folder.ATTEMPTS, text.encode(), files.PRIVATE_MODE)
-
-
-def _events(values: Iterable[Mapping[str, Any]]) -> tuple[TrainingEvent, ...]:
-    return tuple(TrainingEvent(**event) for event in values)
+    if (found := read_spent(run)) is not None:
+        return tuple(e for e in (found.planned if whole else found.events) if e.steps)
+    begun = (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
+    return (planned,) if begun else ()
 
 
 def _sum(values: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from dpmac_cli.config.sources import by_setting, parse_settings
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import Keys, make_keys
-from dpmac_cli.runs import checkpoint, folder, ledger
+from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.checkpoint import Inherited, check_changes, inherited
 from dpmac_cli.runs.environment import check_ranks, choose_device
 from dpmac_cli.runs.ledger import Ledger, Spent
@@ -39,19 +39,18 @@ def new_run(
     stop: Callable[[], bool],
     data: Data | None,
     ranks: Ranks | None,
-    abandoned: tuple[TrainingEvent, ...],
+    earlier: tuple[TrainingEvent, ...],
 ) -> Generator[SessionEvent, None, None]:
     """Train a new run up to its last step; see :func:`dpmac_cli.release.run.train`."""
     with torch_failures_explained():
         folder.check_place(plan.run.folder)
         spent = Spent(
-            earlier=(),
+            earlier=earlier,
             event=plan.privacy.event,
             base=0,
             begun=0,
             seeded=False,
             secure=True,
-            abandoned=abandoned,
             target=plan.privacy.target,
         )
         session = yield from _session(plan, Inherited(None, spent), stop, data, ranks)
@@ -68,8 +67,6 @@ def _first(session: Session, stop: Callable[[], bool]) -> Generator[SessionEvent
         checkpoint.discard(where)
         session.ledger.write(session.ledger.spent.begun)
         folder.clear(where, keep_ledger=True)
-        if session.ledger.spent.abandoned:
-            ledger.keep_attempts(where, session.ledger.spent.abandoned)
         session.begin_files()
         session.save()  # so the run can be resumed from the start
         yield from session.drive(stop)

@@ -23,7 +23,7 @@ from dpmac_cli.errors import DpmacError, InputError, explain_os_error, named_as_
 from dpmac_cli.release.run import RunEvent, resume, train
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.ledger import attempts
+from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.studies.executor import Executor, Result
@@ -87,8 +87,10 @@ def _events(run: Run, data: Data | None, stop: Callable[[], bool]) -> Iterator[R
         flags = {"device": plan.run.device, "model": plan.recorded["model"], "seed": plan.run.seed}
         return resume(where, flags, stop, data)
     # The epsilon of a search covers no steps besides those of its trials, so a trial begins again.
-    before = attempts(where, plan.privacy.event) if plan.privacy.private else ()
-    return train(plan, stop, data, abandoned=before)
+    counted = plan.privacy.private and plan.search is None
+    return train(
+        plan, stop, data, earlier=begun_events(where, plan.privacy.event) if counted else ()
+    )
 
 
 def share_data(runs: Sequence[Run]) -> dict[str | Source, Data]:

@@ -12,7 +12,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.release.report import events_of
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.ledger import attempts
+from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.tasks.task import EvaluationMetric
@@ -66,7 +66,7 @@ class Cell:
 class Comparison:
     """Results of a study, row by row. :mod:`~dpmac_cli.studies.tables` renders them.
 
-    ``epsilon`` covers all attempts at all runs of the grid; it is 0 if none is private.
+    ``epsilon`` covers all runs of the grid, and what they replaced; it is 0 if none is private.
     """
 
     grid: Grid
@@ -136,12 +136,12 @@ def was_changed(run: Run) -> bool:
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
-    """Yield events of all attempts at private runs, not merged, as each begins its own epochs."""
+    """Yield events of private runs, not merged, as each part begins its own epochs."""
     for run in runs:
         if run.plan.privacy.private and finished_report(run) is not None:
-            yield from events_of(run.folder, attempts=True)
+            yield from events_of(run.folder)
         elif run.plan.privacy.private:
-            yield from attempts(run.folder, run.plan.privacy.event, whole=True)
+            yield from begun_events(run.folder, run.plan.privacy.event, whole=True)
 
 
 def standing_of(cells: Sequence[Cell], metric: EvaluationMetric) -> list[str]:

@@ -172,8 +172,7 @@ def remarks(comparison: Comparison) -> list[str]:
             "Each epsilon above is the privacy cost of one run chosen in advance. "
             f"The {runs} runs{counted} use the same records: publishing anything learnt from "
             f"all of them, such as which is best, costs epsilon {format_epsilon(epsilon)} at "
-            f"delta {comparison.grid.plan.privacy.delta:g} in total. This includes attempts at "
-            "these runs that were restarted from scratch."
+            f"delta {comparison.grid.plan.privacy.delta:g} in total."
         )
     if len(cells) > 1:
         said.append(
