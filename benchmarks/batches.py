@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from dpmac_cli import make_trainer, resolve
+from dpmac_cli import resolve
+from dpmac_cli.runs.trainer import make_trainer
 
 TUNED, SEEDS, EPOCHS = 100, (0, 1, 2, 3, 4), 5
 #: Epsilons of each dataset, and the batch with which the search begins.

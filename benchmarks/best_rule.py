@@ -35,7 +35,8 @@ import torch
 from numpy.typing import NDArray
 from sklearn import datasets
 
-from dpmac_cli import make_trainer, resolve
+from dpmac_cli import resolve
+from dpmac_cli.runs.trainer import make_trainer
 
 SEARCHED, REPETITIONS, TUNED, EPSILONS = 30, 5, 2, (1.0, 3.0)
 #: Learning rates that are tried, by optimizer.

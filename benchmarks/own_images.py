@@ -59,7 +59,8 @@ def settings(root: Path, model: str = "linear") -> dict[str, Any]:
 
 def start(root: Path, out: Path, model: str) -> None:
     """Train, and print when decoding and the first step were done, and the peak of memory."""
-    from dpmac_cli import Computing, Started, Update, resolve, train  # noqa: PLC0415  (timed)
+    from dpmac_cli import Started, Update, resolve, train  # noqa: PLC0415  (timed)
+    from dpmac_cli.storage.progress import Computing  # noqa: PLC0415  (timed)
 
     begun, decoding, first_step = float(os.environ["BEGUN"]), list[float](), 0.0
     for event in train(resolve(settings(root, model), out=out, force=True).plan):
@@ -84,8 +85,9 @@ def start(root: Path, out: Path, model: str) -> None:
 
 def compare(root: Path, model: str) -> None:
     """Print the medians of step times from the file and from memory."""
-    from dpmac_cli import make_trainer, resolve  # noqa: PLC0415  (of a child alone)
+    from dpmac_cli import resolve  # noqa: PLC0415  (of a child alone)
     from dpmac_cli.data import dataset  # noqa: PLC0415  (of a child alone)
+    from dpmac_cli.runs.trainer import make_trainer  # noqa: PLC0415  (of a child alone)
 
     trainers = []
     times: tuple[list[float], list[float]] = ([], [])

@@ -37,8 +37,11 @@ import torch
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge
 
-from dpmac_cli import Data, Split, TrainPlan, load_data, make_trainer, resolve
-from dpmac_cli.config.plan import DataPlan
+from dpmac_cli import resolve
+from dpmac_cli.config.plan import DataPlan, TrainPlan
+from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.runs.trainer import make_trainer
 
 EPSILONS, SEEDS = (1.0, 3.0), range(5)
 Floats = NDArray[np.float64]

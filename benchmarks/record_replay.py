@@ -35,11 +35,12 @@ from dp_accounting.pld import privacy_loss_distribution
 from dp_recorder.auditing.audit_primitives import Auditor, audit_spec, ensure_equality
 from sittings import Setting, main, product
 
-from dpmac_cli import finish, load_data, resolve, train
+from dpmac_cli import finish, resolve, train
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.clipping import clipped_sum
 from dpmac_cli.dp.clipping.clipped_sum import clip_weights
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean

@@ -24,7 +24,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli import load_data
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.storage.paths import data_folder
 
 SIGMA, BATCH, BETA, EPOCHS = 1.0, 256, 0.9, 5

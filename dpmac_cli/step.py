@@ -15,6 +15,7 @@ from typing import Any, TypedDict, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
@@ -35,31 +36,28 @@ from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, joined, part_of
-from dpmac_cli.dp.losses import returned
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import BudgetError, DivergedError, InputError, ModelError, raise_errors
 from dpmac_cli.models.trial import BatchLoss, Objective
 from dpmac_cli.models.validation import validate_objective
 from dpmac_cli.optim import Optimizer
-from dpmac_cli.randomness.keystream import KEY_BYTES, make_keys
+from dpmac_cli.randomness.keystream import KEY_BYTES, Unshared, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import Indices, Sampler
-from dpmac_cli.randomness.unshared import Unshared
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.canaries import Canaries
-from dpmac_cli.training.chunks import BatchSum, ChunkedSum, Running
+from dpmac_cli.training.chunks import BatchSum, ChunkedSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable, check_counted
 from dpmac_cli.training.loading import (
     NOT_DRAWN,
     Collate,
     Drawn,
-    KeyedLoader,
     OneByOne,
+    batches,
     check_reread,
-    collate_of,
     first_row,
 )
 from dpmac_cli.training.schedules import StepPlan
@@ -509,13 +507,13 @@ class PrivateStep(PrivateProgram):
                 "them, or use sampling=Poisson(...) to let dpmac draw them."
             )
         _check_size(size := len(dataset), self._sampling)
-        records = OneByOne(dataset, collate_of(collate_fn), self._keys.layers)
+        records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
         row = first_row(records)
         check_reread(records, size)
         structure = self._structure or Structure.of(row).to(_device_of(self._model))
         if self._step is None:
             self._prepare(structure)
-        return self._batches(KeyedLoader(records, self._draws(), structure, workers))
+        return self._drawn_from(records, structure, workers)
 
     def _draws(self) -> Sampler:
         assert isinstance(self._sampling, BatchSampling)  # noqa: S101
@@ -523,8 +521,9 @@ class PrivateStep(PrivateProgram):
             self._keys.sampler, secure=self._plan.run.secure, base=self._base
         )
 
-    def _batches(self, loader: KeyedLoader) -> Iterator[Batch]:
-        for drawn in loader.batches(self.taken + 1, self._steps):
+    def _drawn_from(self, records: OneByOne, structure: Structure, workers: int) -> Iterator[Batch]:
+        remaining = range(self.taken + 1, self._steps + 1)
+        for drawn in batches(records, self._draws(), structure, remaining, workers):
             self._drawn = drawn
             yield drawn.batch
 
@@ -635,12 +634,10 @@ class PrivateStep(PrivateProgram):
         plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
         validate_objective(objective, structure, isolated=plan.isolate)
         steps = steps_of(plan, self._steps, _device_of(objective))
-        how = Running(
-            loss=returned, physical_batch=steps.physical_batch, batch=plan.privacy.batch_size
-        )
         secure = plan.run.secure
         with full_float32():
-            sums = BatchSum(objective, structure, how, LayerDraws(keys.layers))
+            draws, batch = LayerDraws(keys.layers), plan.privacy.batch_size
+            sums = BatchSum(objective, structure, draws, steps.physical_batch, batch)
             self._step = Step(
                 sums,
                 optimizer=plan.optimizer,
@@ -789,10 +786,9 @@ class ClippedGrad:
         check_rows(example, None)
         structure = Structure.of(example)
         validate_objective(self._objective, structure, isolated=self._isolate)
-        how = Running(loss=returned, physical_batch=self._physical, batch=self._batch)
         draws = LayerDraws(secrets.token_bytes(KEY_BYTES))
         with full_float32():
-            self._sums = BatchSum(self._objective, structure, how, draws)
+            self._sums = BatchSum(self._objective, structure, draws, self._physical, self._batch)
         self._structure = structure
         self._chunk, self.notes = self._sums.chunk, self._sums.notes
         return self._sums

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli import ArrayData, Poisson, PrivateStep, resolve
-from dpmac_cli import make_trainer as make_planned
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs.trainer import Trainer
+from dpmac_cli.runs.trainer import make_trainer as make_planned
 from dpmac_cli.training.schedules import Recipe, StepPlan
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import after, digits_config, dpmac, train_events

@@ -25,14 +25,10 @@ from dpmac_cli import (
     Optimizer,
     PrivateMean,
     Settings,
-    Split,
     TrainingEvent,
     finish,
-    fit,
-    load_data,
     load_model,
     make_private,
-    make_trainer,
     plan,
     register_optimizer,
     resolve,
@@ -41,8 +37,12 @@ from dpmac_cli import (
     train,
 )
 from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.data.dataset import Split
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.geometry import Ball, Geometry
 from dpmac_cli.errors import named, named_as_flags
+from dpmac_cli.runs.loop import fit
+from dpmac_cli.runs.trainer import make_trainer
 from tests.conftest import every_optimizer
 from tests.digits_runs import SIGMA, digits_config, dpmac
 
@@ -78,7 +78,7 @@ def test_a_name_that_is_not_there_is_named() -> None:
 def test_prices_and_settings_load_no_torch() -> None:
     script = (
         "import sys\n"
-        "from dpmac_cli import total_epsilon, resolve, price, plan, OPTIMIZERS\n"
+        "from dpmac_cli import total_epsilon, resolve, plan\n"
         "config = resolve(dataset='digits', sigma=6, steps=3).plan\n"
         "assert total_epsilon((config.privacy.event,), 1e-5) > 0\n"
         "slow = ('torch', 'torchvision', 'sklearn', 'matplotlib', 'typer')\n"

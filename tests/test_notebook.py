@@ -14,13 +14,13 @@ from dpmac_cli import (
     Finished,
     InputError,
     ModelError,
-    PrivateTraining,
     load_model,
     make_private,
     predict,
     score,
 )
 from dpmac_cli.errors import counted
+from dpmac_cli.release.private import PrivateTraining
 
 X, Y = np.random.default_rng(0).random((150, 6)), np.arange(150) % 2
 

@@ -16,7 +16,7 @@ from sklearn import metrics as sklearn
 from torch import nn
 from torch.nn.functional import huber_loss, mse_loss, poisson_nll_loss
 
-from dpmac_cli import ArrayData, from_dataframe, make_trainer, predict
+from dpmac_cli import ArrayData, from_dataframe, predict
 from dpmac_cli.accounting.events import Scores
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import Source
@@ -30,6 +30,7 @@ from dpmac_cli.dp.losses import HUBER, build_loss
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
+from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.tasks.known import METRICS, task_of
 from dpmac_cli.tasks.regression import Counts, Regression
 from dpmac_cli.tasks.task import number

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 import dpmac_cli
-from dpmac_cli import ArrayData, InputError, TrainingEvent, load_data, resolve, total_epsilon
+from dpmac_cli import ArrayData, InputError, TrainingEvent, resolve, total_epsilon
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.array_file import ArrayFile
+from dpmac_cli.data.loaders import load_data
 from tests.conftest import every_optimizer
 from tests.helpers import make_trainer
 

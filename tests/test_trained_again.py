@@ -21,12 +21,12 @@ from dpmac_cli import (
     ModelError,
     load_model,
     make_private,
-    make_trainer,
     resolve,
     total_epsilon,
 )
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release.private import PrivateTraining
+from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.training.lineage import carried_by
 from tests.digits_runs import digits_network as network
 

@@ -1,9 +1,10 @@
 """Secret keys of a run, and random bits as a function of a key and the step."""
 
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -12,11 +13,46 @@ from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
+from dpmac_cli.errors import InputError
+
 KEY_BYTES, AES_BLOCK = 32, 16
+#: Message for a copy of a training.
+NOT_COPIED = (
+    "A private training, and its noise, cannot be copied or pickled: both copies would add the "
+    "same noise to two sums, whose difference has none. Create another one, which draws noise of "
+    "its own. To save a PrivateStep, use its state_dict()."
+)
+#: Message for a training in a copy of its process.
+FORKED = (
+    "This private training was created in another process, of which this one is a copy: both would "
+    "add the same noise to two sums, whose difference has none. Create it in the process that "
+    "takes its steps."
+)
 #: What the cipher encrypts: the key stream is its encryption of zeros.
 _ZEROS = bytes(1 << 20)
 #: Key stream blocks per step, and per part of it, as powers of two. None is in two of them.
 STEP_BITS, PART_BITS = 64, 20
+
+
+class Unshared:
+    """Object with secret keys, which only the process that created it can use.
+
+    It cannot be copied or pickled, because a copy has the same keys.
+    """
+
+    __slots__ = ("_process",)
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise InputError in another process, such as a fork."""
+        if os.getpid() != self._process:
+            raise InputError(FORKED)
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        """Raise InputError: copies and pickles are made by this method."""
+        raise InputError(NOT_COPIED)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

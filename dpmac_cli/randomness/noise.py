@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpmac_cli.randomness.keystream import KeyStream, Stretch, rows_of
-from dpmac_cli.randomness.unshared import Unshared
+from dpmac_cli.randomness.keystream import KeyStream, Stretch, Unshared, rows_of
 
 #: Smallest |u|, in (0, 1].
 LEAST_U = 2.0**-64

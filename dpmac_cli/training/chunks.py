@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from math import ceil, sqrt
 from operator import itemgetter
 from typing import Any
@@ -35,7 +34,7 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, most_samples
 from dpmac_cli.dp.clipping.layers import blocks, flatten_parameters, without_gradients
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
-from dpmac_cli.dp.losses import Loss, build_loss
+from dpmac_cli.dp.losses import Loss, build_loss, returned
 from dpmac_cli.dp.precision import Arithmetic
 from dpmac_cli.errors import InputError, ModelError, RunError
 from dpmac_cli.models.fingerprint import DURING, Fingerprint
@@ -59,31 +58,20 @@ IDLE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Running:
-    """Settings for running a network on the samples of a step.
+class ChunkedSum(ABC):
+    """Sum of the clipped, centred gradients of a batch, computed chunk by chunk.
 
-    Attributes:
+    Args:
+        model: the network.
+        inputs, labels: structure of a sample's inputs and labels, with all views.
+        layers: random draws of layers, augmented views and the records of units.
         loss: loss per sample.
         views: number of inputs per sample, whose mean loss counts.
         physical_batch: samples to process at a time. batch: expected number B in a step.
         private: whether rows must not round others. rowwise: whether the loss is built in.
-    """
 
-    loss: Loss
-    views: int = 1
-    physical_batch: int
-    batch: float
-    private: bool = True
-    rowwise: bool = False
-
-
-class ChunkedSum(ABC):
-    """Sum of the clipped, centred gradients of a batch, computed chunk by chunk.
-
-    Takes the model, the structure of a sample's inputs and labels, with all views, and the random
-    draws of layers, augmented views and the records of units. Raises ModelError if layers cannot be
-    clipped.
+    Raises:
+        ModelError: layers cannot be clipped.
 
     Attributes:
         model: the network, which each step sets to training mode.
@@ -102,15 +90,21 @@ class ChunkedSum(ABC):
         model: nn.Module,
         inputs: Structure,
         labels: Structure,
-        how: Running,
         layers: LayerDraws | None,
+        *,
+        loss: Loss,
+        physical_batch: int,
+        batch: float,
+        views: int = 1,
+        private: bool = True,
+        rowwise: bool = False,
     ) -> None:
         self._inputs, self._labels, self._layers = inputs, labels, layers
-        self._private, batch = how.private, how.batch
+        self._private = private
         self.arithmetic, self.model = Arithmetic.now(), model
         model.train()  # as validated
-        self.per_sample = PerSample(model, inputs, labels, how.views, how.loss, rowwise=how.rowwise)
-        self.chunk = min(first_chunk(how.physical_batch, batch), self.per_sample.most)
+        self.per_sample = PerSample(model, inputs, labels, views, loss, rowwise=rowwise)
+        self.chunk = min(first_chunk(physical_batch, batch), self.per_sample.most)
         found = self.per_sample.layers
         self._parameters = [p for layer in found for p in layer.parameters.values()]
         self.trained = set(map(id, self._parameters))
@@ -245,15 +239,28 @@ class ChunkedSum(ABC):
 class BatchSum(ChunkedSum):
     """Sum over the records of batches that a program supplies, and the sampler that they are.
 
-    Takes a network that returns its own losses, the structure of a sample, how it is run, and the
-    random draws of its layers.
+    Takes a network that returns its own losses, the structure of a sample, the random draws of its
+    layers, samples to process at a time, and B.
     """
 
     def __init__(
-        self, objective: nn.Module, inputs: Structure, how: Running, layers: LayerDraws | None
+        self,
+        objective: nn.Module,
+        inputs: Structure,
+        layers: LayerDraws,
+        physical_batch: int,
+        batch: float,
     ) -> None:
-        super().__init__(objective, inputs, Structure(NOTHING), how, layers)
-        self._most = most_samples(how.batch)
+        super().__init__(
+            objective,
+            inputs,
+            Structure(NOTHING),
+            layers,
+            loss=returned,
+            physical_batch=physical_batch,
+            batch=batch,
+        )
+        self._most = most_samples(batch)
 
     @contextmanager
     def given(self, records: Indices, batch: Any) -> Iterator[None]:
@@ -303,15 +310,13 @@ class DataSum(ChunkedSum):
             model,
             Structure(data.gain.new_zeros((1, *several, *images))),
             Structure(labels.new_zeros((1, *several, *labels.shape[1:])), keep=True),
-            Running(
-                loss=loss,
-                views=inputs,
-                physical_batch=plan.physical_batch,
-                batch=batch,
-                private=plan.private,
-                rowwise=own is None,
-            ),
             layers,
+            loss=loss,
+            views=inputs,
+            physical_batch=plan.physical_batch,
+            batch=batch,
+            private=plan.private,
+            rowwise=own is None,
         )
 
     def _read(self, drawn: Indices, part: slice, ahead: slice, step: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
 from dpmac_cli.errors import InputError
@@ -155,48 +155,44 @@ def _as_row(collated: Any) -> Any:
     return map_rows(lambda t: t.detach().clone(), collated)
 
 
-class KeyedLoader:
-    """Loader of the batches of the remaining steps.
+def batches(
+    records: OneByOne,
+    sampler: sampling.Sampler,
+    structure: Structure,
+    steps: range,
+    workers: int,
+) -> Iterator[Drawn]:
+    """Yield the batches of some steps.
 
     Args:
         records: reads records.
         sampler: draws the records of each step.
         structure: structure of a row, which every record must have, on the device for batches.
+        steps: numbers of the steps.
         workers: number of processes that read records; 0 to read in this one.
+
+    Raises InputError if a record cannot be used.
     """
+    drawn: dict[int, sampling.Indices] = {}
 
-    def __init__(
-        self,
-        records: OneByOne,
-        sampler: sampling.Sampler,
-        structure: Structure,
-        workers: int,
-    ) -> None:
-        self._records, self._sampler, self._workers = records, sampler, workers
-        self._device = tensors_in(structure.template)[0].device
-        self._structure = structure.to(torch.device("cpu"))
+    def asked() -> Iterator[list[Item]]:
+        for step in steps:
+            drawn[step] = sampler.draw(step)
+            yield [(step, number) for number in drawn[step].tolist()]
 
-    def batches(self, first: int, last: int) -> Iterator[Drawn]:
-        """Yield the batches of some steps. Raises InputError if a record cannot be used."""
-        drawn: dict[int, sampling.Indices] = {}
-
-        def asked() -> Iterator[list[Item]]:
-            for step in range(first, last + 1):
-                drawn[step] = self._sampler.draw(step)
-                yield [(step, number) for number in drawn[step].tolist()]
-
-        loader: DataLoader[Any] = DataLoader(
-            self._records,  # type: ignore[arg-type]  # it has no length, which is not needed
-            batch_sampler=asked(),
-            num_workers=self._workers,
-            collate_fn=partial(_joined, self._structure),
-            generator=torch.Generator(),  # torch's own draws would change the global generator
-        )
-        for step, batch in enumerate(loader, first):
-            if isinstance(batch, Fault):
-                raise InputError(batch.why)
-            there = map_rows(lambda t: t.to(self._device), batch)
-            yield Drawn.of(step, drawn.pop(step), there)
+    loader: DataLoader[Any] = DataLoader(
+        records,  # type: ignore[arg-type]  # it has no length, which is not needed
+        batch_sampler=asked(),
+        num_workers=workers,
+        collate_fn=partial(_joined, structure.to(torch.device("cpu"))),
+        generator=torch.Generator(),  # torch's own draws would change the global generator
+    )
+    device = tensors_in(structure.template)[0].device
+    for step, batch in zip(steps, loader, strict=True):
+        if isinstance(batch, Fault):
+            raise InputError(batch.why)
+        there = map_rows(lambda t: t.to(device), batch)
+        yield Drawn.of(step, drawn.pop(step), there)
 
 
 def _joined(structure: Structure, rows: list[Any]) -> Any:
@@ -259,8 +255,3 @@ def _sum_of(row: Batch) -> str:
     parts = parts_by_name(row)
     named = {name: part.cpu() for name, part in parts.items() if isinstance(part, Tensor)}
     return digest(named, {"parts": list(parts)})
-
-
-def collate_of(given: Collate | None) -> Collate:
-    """Return a collate function; torch's own by default."""
-    return default_collate if given is None else given
