@@ -522,11 +522,37 @@ def api() -> str:
 def performance() -> str:
     """Return the page of times with a table for each class of processors that was measured."""
     text = (DOCS / "performance.md").read_text(encoding="utf-8")
-    begin, end = (f"<!-- step_time {word} -->\n" for word in ("begins", "ends"))
-    before, rest = text.split(begin)
     found = [DOCS / "data" / f"step_time_{kind}.json" for kind in ("avx512", "avx2")]
     tables = "".join(times(json.loads(file.read_text())) for file in found if file.exists())
-    return f"{before}{begin}{tables}{end}{rest.split(end)[1]}"
+    file = DOCS / "data" / "zoo.json"
+    networks = zoo(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else ""
+    return between("zoo", networks, between("step_time", tables, text))
+
+
+def between(name: str, part: str, page: str) -> str:
+    """Return a page with a part between its comments of a name."""
+    begin, end = (f"<!-- {name} {word} -->\n" for word in ("begins", "ends"))
+    return f"{page.partition(begin)[0]}{begin}{part}{end}{page.partition(end)[2]}"
+
+
+def zoo(found: Mapping[str, Any]) -> str:
+    """Return the table of networks of other libraries."""
+    machine = found["machine"]
+    rows = [
+        (
+            row["network"],
+            f"{row['parameters']:,}",
+            f"{row['plain_ms']:.0f}",
+            f"{row['private_ms']:.0f}",
+            f"{row['ratio']:.2f} ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})",
+            f"{row['cpu_ratio']:.2f}",
+        )
+        for row in found["rows"]
+    ]
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "timm"))
+    heads = ("network", "parameters", "plain, ms", "private, ms", "times plain", "by CPU time")
+    said = f"{machine['device']}, {machine['threads']} threads, {versions}"
+    return f"{said}:\n\n{table(heads, rows)}\n"
 
 
 def times(found: Mapping[str, Any]) -> str:
@@ -562,9 +588,7 @@ def optimizers() -> str:
         )
         sections.append(f"## `{name}`\n\n{inspect.getdoc(kind)}\n\nSettings: {settings}.\n\n")
     page = (DOCS / "optimizers.md").read_text(encoding="utf-8")
-    begin, end = (f"<!-- optimizers {word} -->\n" for word in ("begins", "ends"))
-    before, after = page.partition(begin)[0], page.partition(end)[2]
-    return f"{before}{begin}\n{''.join(sections)}{end}{after}"
+    return between("optimizers", "\n" + "".join(sections), page)
 
 
 #: Pages by name, and what makes them.

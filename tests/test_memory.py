@@ -119,6 +119,46 @@ def test_the_batch_costs_nothing_beyond_its_chunk(name: str) -> None:
     assert large <= small + MIB
 
 
+class Shortcuts(nn.Module):
+    """No sequence of known layers, so it is tried: layers, or matrices that no rule knows."""
+
+    def __init__(self, width: int, blocks: int, *, raw: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(0 if raw else blocks))
+        matrices = (torch.randn(width, width) / width for _ in range(blocks if raw else 0))
+        self.matrices = nn.ParameterList(matrices)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        for matrix in self.matrices:
+            x = x + (x @ matrix).tanh()
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("width", "blocks", "raw", "vectors"),
+    [(500, 8, False, 5), (1000, 8, True, 9), (2000, 1, False, 7)],
+)
+def test_the_trial_of_a_network_takes_few_vectors(
+    width: int, blocks: int, raw: bool, vectors: int
+) -> None:
+    """In float64: the network, gradients of a sample by autograd, and of a layer by its rule.
+
+    A step takes up to ten, with the network.
+    """
+    network = Shortcuts(width, blocks, raw=raw)
+    d = sum(p.numel() for p in network.parameters())
+    x = torch.zeros(1, width)
+
+    def work() -> None:
+        assert PerSample(network, Structure(x)).vmapped
+
+    assert peak_bytes(work) <= vectors * 4 * d + MIB
+
+
 def peak_with_views(views: int) -> int:
     """Of the clipped sum of 16 samples of so many views, by convolutions of a million weights."""
     model = nn.Sequential(

@@ -2,8 +2,10 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.layers import flatten_parameters
+from dpmac_cli.dp.clipping.masks import MODULE
 from dpmac_cli.dp.clipping.norms import RegionMetric
-from dpmac_cli.dp.clipping.per_sample import WRITTEN_OUT, PerSample
+from dpmac_cli.dp.clipping.per_sample import WRITTEN_OUT, PerSample, each_alone
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.errors import ModelError
 from dpmac_cli.runs.trainer import Trainer
@@ -555,6 +558,41 @@ def test_a_network_that_fails_on_made_up_samples_is_refused() -> None:
     net = nn.Linear(4, CLASSES)
     with pytest.raises(ModelError, match=r"The network failed on samples of shape \(5,\)"):
         PerSample(net, numbers(5))
+
+
+class Masked(nn.Module):
+    """Leaves out a mask that hides nothing unless it is traced, as networks of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, mask = self.first(x), x[:, :4] > 0
+        if sys.modules[MODULE].is_tracing(mask) or not bool(mask.all()):
+            hidden = torch.where(mask, hidden, 0)
+        out: Tensor = self.last(hidden.tanh())
+        return out
+
+
+@pytest.mark.privacy
+def test_masks_of_transformers_are_kept_under_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
+    utilities: Any = ModuleType(MODULE)
+    utilities.is_tracing = before = lambda _: False
+    monkeypatch.setitem(sys.modules, MODULE, utilities)
+    subject = Alone(Masked().double(), (5,))
+    assert subject.per_sample.vmapped
+    x, y = subject.batch()
+    x[0] = 1.0  # hides nothing
+    exact = subject.exact(x, y)
+    region = region_clipping_half("ball", exact, subject.theta)
+    torch.testing.assert_close(
+        subject.add(x, y, region), clip(exact, region, clip_limit(1024)).sum(0)
+    )
+    alone = each_alone(subject.model, x)
+    torch.testing.assert_close(alone(x), torch.cat([subject.model(row) for row in x.split(1)]))
+    assert alone.__name__ == "mapped"
+    assert utilities.is_tracing is before
 
 
 @pytest.mark.privacy

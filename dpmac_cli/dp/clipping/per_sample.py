@@ -8,8 +8,9 @@ output gradients. The gradients of other parameters are instantiated by the same
 """
 
 import copy
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.linalg import vector_norm
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +34,7 @@ from dpmac_cli.dp.clipping.batches import (
 from dpmac_cli.dp.clipping.chain import chain_of, run_chain
 from dpmac_cli.dp.clipping.layer_rules import KNOWN, RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
+from dpmac_cli.dp.clipping.masks import masks_kept
 from dpmac_cli.dp.clipping.projections import calling_projections, projections
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
@@ -45,6 +48,8 @@ WRITTEN_OUT = 1 << 22
 CLASS = Structure(torch.zeros(1, dtype=torch.long), keep=True)
 #: Samples of a batch on which the cost of the loop is measured, and how many of them it runs on.
 MEASURED, LOOPED = 32, 2
+#: Largest error of gradients in float64, relative to the layer's largest.
+TOLERANCE = 1e-6
 LOOP = (
     "torch.func.vmap cannot run the network: {} So it runs on one record after the other, which "
     "takes {} plain training."
@@ -149,8 +154,7 @@ class PerSample:
             return self._chained(self._chain, x, y)
         if self.vmapped:
             return self._mapped(self._model, self.layers, x, y)
-        losses, g, _ = self._looped(self._model, x, y)
-        return losses, [g[:, layer.start : layer.stop] for layer in self.layers]
+        return self._looped(x, y)
 
     def multiply_each_record_alone(self) -> None:
         """Give each sample its own weights from now on, so that products are of one sample."""
@@ -226,8 +230,7 @@ class PerSample:
         trained, own = (self._for_each(samples_in(x), of) for of in (trained, own))
         mapped = vmap(one, in_dims=(None, by_row, by_row, 0, 0), randomness="different")
         draws = _DrawnAnew() if self._anew else nullcontext()
-        # The other backends have no batching rule.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), self._tapped(layers, tap), draws:
+        with torch.no_grad(), _supported(), self._tapped(layers, tap), draws:
             (deltas, g), (losses, inputs) = mapped(taps, trained, own, x, y)
         calls = dict[nn.Module, list[tuple[Tensor, Tensor]]]()
         for module, a, delta in zip(called, inputs, deltas, strict=True):
@@ -235,7 +238,7 @@ class PerSample:
         return losses, [
             _uses(layer, calls)
             if self._records(layer)
-            else torch.cat([g[name].reshape(len(losses), -1) for name in names], 1)
+            else torch.cat([g.pop(name).reshape(len(losses), -1) for name in names], 1)
             for layer, names in zip(layers, self._names, strict=True)
         ]
 
@@ -274,27 +277,38 @@ class PerSample:
             stack.enter_context(calling_projections(composites))
             yield
 
-    def _looped(self, model: nn.Module, x: Batch, y: Batch) -> tuple[Tensor, Tensor, set[str]]:
-        """Return losses, gradients (samples, d), and the parameters that no loss depends on.
+    def _looped(self, x: Batch, y: Batch) -> tuple[Tensor, list[Tensor]]:
+        """Return losses and gradients of samples that run one after the other."""
+        like, samples = next(iter(self.layers[0].parameters.values())), samples_in(x)
+        found = [like.new_zeros(samples, layer.stop - layer.start) for layer in self.layers]
+        losses = []
+        for i, (loss, gradients) in enumerate(self._one_by_one(self._model, x, y)):
+            losses.append(loss)
+            for layer, names, g in zip(self.layers, self._names, found, strict=True):
+                for name, slot in zip(names, layer.slices.values(), strict=True):
+                    if (part := gradients.pop(name)) is not None:
+                        g[i, slot] = part.flatten()
+        return torch.stack(losses), found
 
-        Each sample gets a new copy of the network, so none leaves anything to the next.
+    def _one_by_one(
+        self, model: nn.Module, x: Batch, y: Batch, shared: Iterable[Tensor] = ()
+    ) -> Iterator[tuple[Tensor, dict[str, Tensor | None]]]:
+        """Yield the loss of each sample and its gradients by parameter; None if it has no effect.
+
+        Each sample gets a new copy of the network, so none leaves anything to the next. Tensors in
+        ``shared`` are not copied.
         """
-        losses, idle = [], {name for names in self._names for name in names}
-        samples, rows = samples_in(x), list[Tensor]()
-        for i in range(samples):
+        same = {id(t): t for t in shared}
+        for i in range(samples_in(x)):
             x_i, y_i = (map_rows(partial(_row, i), batch) for batch in (x, y))
-            alone = copy.deepcopy(model).requires_grad_(False)
+            alone = copy.deepcopy(model, dict(same)).requires_grad_(False)
             named = dict(alone.named_parameters())
             trained = {n: named[n].requires_grad_() for names in self._names for n in names}
             with torch.enable_grad():
                 loss = self._loss(alone, x_i, y_i)
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            g = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained.values()]
-            rows.append(torch.cat([part.to_dense().flatten() for part in g]))
-            idle &= {name for name, p in trained.items() if p.grad is None}
-        return torch.stack(losses), torch.stack(rows), idle
+            yield loss.detach(), {name: _taken(p) for name, p in trained.items()}
 
     def _known_chain(self) -> list[nn.Module] | None:
         """Return the parts of a sequence of known layers, which needs no trial; None for others."""
@@ -318,22 +332,17 @@ class PerSample:
                 p.add_(torch.randn_like(p), alpha=0.1)
             layers = find_layers(probe)
             like = next(iter(self.layers[0].parameters.values()))
-            with constant_draws():
-                try:
-                    losses, g, idle = self._looped(probe, x, y)
-                except RuntimeError:  # the loss may hold weights of classes in float32
-                    self._single = like.dtype == torch.float32
-                    losses, g, idle = self._looped(probe, x, y)
-            pairs = zip(layers, self._names, strict=True)
-            self.idle = tuple(layer.name for layer, names in pairs if idle >= {*names})
-            expected = [g[:, layer.start : layer.stop] for layer in layers]
+            try:
+                self.idle = self._find_idle(probe, x, y)
+            except RuntimeError:  # the loss may hold weights of classes in float32
+                self._single = like.dtype == torch.float32
+                self.idle = self._find_idle(probe, x, y)
             why = ""
             for some in _candidates(layers):
                 self._recorded = some
                 while True:
                     try:
-                        with constant_draws():
-                            wrong, alike = self._compare(probe, layers, x, y, losses, expected)
+                        wrong, alike = self._compare(probe, layers, x, y)
                     except Exception as failure:
                         if out_of_memory(failure):
                             raise
@@ -350,26 +359,42 @@ class PerSample:
                     self._recorded -= _with_siblings(layers, wrong)
         return why
 
+    def _find_idle(self, probe: nn.Module, x: Batch, y: Batch) -> tuple[str, ...]:
+        """Return the names of layers on which no sample's loss depends."""
+        idle = {name for names in self._names for name in names}
+        with constant_draws():
+            for _, gradients in self._one_by_one(probe, x, y, probe.parameters()):
+                idle -= {name for name, g in gradients.items() if g is not None}
+                gradients.clear()
+        pairs = zip(self.layers, self._names, strict=True)
+        return tuple(layer.name for layer, names in pairs if idle >= {*names})
+
     def _compare(
-        self,
-        probe: nn.Module,
-        layers: Sequence[Layer],
-        x: Batch,
-        y: Batch,
-        losses: Tensor,
-        expected: Sequence[Tensor],
+        self, probe: nn.Module, layers: Sequence[Layer], x: Batch, y: Batch
     ) -> tuple[set[str], bool]:
-        """Return the names of layers with other gradients, and whether losses are alike."""
-        called = self._note_calls(probe, layers, x, y)
-        if idle := {la.name for la in layers if self._records(la) and called.isdisjoint(la.called)}:
-            return idle, True
-        found, by_layer = self._mapped(probe, layers, x, y)
-        wrong = {
-            layer.name
-            for layer, got, g in zip(layers, by_layer, expected, strict=True)
-            if not _alike(_written(layer, got), g)
-        }
-        return wrong, _alike(found, losses)
+        """Return the names of layers with other gradients, and whether losses are alike.
+
+        Gradients of few samples, and of one layer by its rule, are in memory at a time.
+        """
+        wrong, found, expected = set[str](), list[Tensor](), list[Tensor]()
+        step = min(self.most, samples_in(x))
+        with constant_draws():
+            called = self._note_calls(probe, layers, x, y)
+            recorded = filter(self._records, layers)
+            if idle := {la.name for la in recorded if called.isdisjoint(la.called)}:
+                return idle, True
+            for begin in range(0, samples_in(x), step):
+                few = partial(_rows, slice(begin, begin + step))
+                some = tuple(map_rows(few, batch) for batch in (x, y))
+                losses, by_layer = self._mapped(probe, layers, *some)
+                found.append(losses)
+                alone = self._one_by_one(probe, *some, shared=probe.parameters())
+                for i, (loss, gradients) in enumerate(alone):
+                    expected.append(loss)
+                    for la, got, names in zip(layers, by_layer, self._names, strict=True):
+                        if not _alike(_written(la, got, i), [gradients.pop(n) for n in names]):
+                            wrong.add(la.name)
+        return wrong, _alike([torch.cat(found)], [torch.stack(expected)])
 
     def _note_calls(
         self, model: nn.Module, layers: Sequence[Layer], x: Batch, y: Batch
@@ -403,7 +428,7 @@ class PerSample:
 
         try:
             with forked(), torch.enable_grad():
-                alone = _seconds(lambda: self._looped(self._model, some_x, some_y)) * rows / few
+                alone = _seconds(lambda: self._looped(some_x, some_y)) * rows / few
                 return f"about {max(1.0, alone / _seconds(plainly)):,.0f} times as long as"
         except Exception as failure:
             if out_of_memory(failure):
@@ -439,11 +464,18 @@ def _uses(layer: Layer, calls: dict[nn.Module, list[tuple[Tensor, Tensor]]]) -> 
     return [Use.of(m, a, delta) for m in layer.called for a, delta in calls.get(m, [])]
 
 
-def _written(layer: Layer, found: Sequence[Use] | Tensor) -> Tensor:
-    """Return gradients, (samples, d_layer)."""
+def _taken(p: Tensor) -> Tensor | None:
+    """Return the gradient of a parameter, and leave none."""
+    g, p.grad = p.grad, None
+    return None if g is None else g.to_dense()
+
+
+def _written(layer: Layer, found: Sequence[Use] | Tensor, sample: int) -> Sequence[Tensor]:
+    """Return the gradients of one sample by parameter, flat."""
     if isinstance(found, Tensor):
-        return found
-    return torch.cat(list(instantiate(layer, found)), 1)
+        return [found[sample, slot] for slot in layer.slices.values()]
+    uses = [use.part(slice(sample, sample + 1)) for use in found]
+    return [column[0] for column in instantiate(layer, uses)]
 
 
 def _reason(failure: Exception) -> str:
@@ -473,7 +505,7 @@ def each_alone(run: Callable[[Tensor], Tensor], example: Tensor) -> Callable[[Te
         return torch.cat([run(row) for row in torch.split(rows, 1)])
 
     def mapped(rows: Tensor) -> Tensor:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        with torch.no_grad(), _supported():
             found: Tensor = vmap(one, randomness="different")(rows)
         return found
 
@@ -484,6 +516,13 @@ def each_alone(run: Callable[[Tensor], Tensor], example: Tensor) -> Callable[[Te
             raise
         return looped
     return mapped
+
+
+@contextmanager
+def _supported() -> Iterator[None]:
+    """Choose what vmap supports: the only backend of attention with a batching rule, and masks."""
+    with sdpa_kernel(SDPBackend.MATH), masks_kept():
+        yield
 
 
 class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -532,6 +571,24 @@ def _row(index: int, rows: Tensor) -> Tensor:
     return rows[index].clone()
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """Return whether numbers are finite and differ only by rounding."""
-    return torch.allclose(a, b, rtol=1e-6, atol=1e-6 * float(b.abs().max()))
+def _rows(some: slice, rows: Tensor) -> Tensor:
+    return rows[some]
+
+
+def _alike(found: Sequence[Tensor], expected: Sequence[Tensor | None]) -> bool:
+    """Return whether numbers are finite and differ only by rounding; overwrites ``found``.
+
+    None stands for zeros.
+    """
+    sizes = [_largest(b) for b in expected if b is not None]
+    errors = [
+        _largest(a if b is None else a.sub_(b.reshape(a.shape)))
+        for a, b in zip(found, expected, strict=True)
+    ]
+    return max(errors) <= TOLERANCE * max(sizes, default=0.0) < math.inf
+
+
+def _largest(numbers: Tensor) -> float:
+    """Return the largest absolute value; infinity if a number is not finite."""
+    size = float(vector_norm(numbers, torch.inf)) if numbers.numel() else 0.0
+    return math.inf if math.isnan(size) else size

@@ -1,0 +1,319 @@
+"""Time a private step of networks that people have: torchvision, timm, transformers, LSTM and GRU.
+
+Plain torch with Adam and ``dp-adam`` take turns in this one process, on the same batch. A ratio is
+the median over the rounds of the time of a private step over that of a plain one. Weights are
+random, records made up, and texts have ordinary two-dimensional masks.
+
+    pip install timm transformers
+    OMP_NUM_THREADS=1 python benchmarks/zoo.py --json docs/data/zoo.json      # 6 minutes
+    python benchmarks/zoo.py --quick --only gpt2,llama
+    python docs/generate.py                          # writes the table of docs/performance.md
+
+Exit code 1 if a network runs in a loop, which a note says.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import timm
+import torch
+import torchvision
+import transformers
+from step_time import machine
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dpmac_cli import OwnLoader, Poisson, PrivateStep
+
+BATCH, CLASSES, WORDS, LENGTH = 32, 10, 1000, 64
+#: Number of records that epsilon would be computed for.
+RECORDS = 50_000
+#: Sizes of transformers.
+SMALL = {
+    **{"hidden_size": 128, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "intermediate_size": 512},
+}
+OF_WORDS = {**SMALL, "vocab_size": WORDS}
+#: Seconds that a turn should take at least, one step if a step takes longer.
+TURN = 0.3
+
+Batch = Mapping[str, Tensor]
+#: Returns one loss per record.
+Loss = Callable[[Any, Any], Tensor]
+
+
+def images(side: int) -> Batch:
+    """Return made-up images and classes."""
+    pixels, labels = torch.randn(BATCH, 3, side, side), torch.randint(CLASSES, (BATCH,))
+    return {"x": pixels, "labels": labels}
+
+
+def image_loss(model: Any, batch: Batch) -> Tensor:
+    """Return the losses of a classifier of images."""
+    outputs = model(batch["x"])
+    logits = getattr(outputs, "logits", outputs)
+    return cross_entropy(logits, batch["labels"], reduction="none")
+
+
+def texts(length: int = LENGTH) -> Batch:
+    """Return made-up texts of unequal length, with a two-dimensional mask."""
+    lengths = torch.randint(length // 2, length + 1, (BATCH, 1))
+    return {
+        "input_ids": torch.randint(1, WORDS, (BATCH, length)),
+        "attention_mask": (torch.arange(length) < lengths).long(),
+        "labels": torch.randint(2, (BATCH,)),
+    }
+
+
+def text_loss(model: Any, batch: Batch) -> Tensor:
+    """Return the losses of a classifier of texts."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return cross_entropy(logits, batch["labels"], reduction="none")
+
+
+def word_loss(model: Any, batch: Batch) -> Tensor:
+    """Return the mean loss of the next word of each text."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    losses = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return (losses.view_as(mask[:, 1:]) * mask[:, 1:]).sum(1) / mask[:, 1:].sum(1).clamp(min=1)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer between an embedding and a classifier."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, 128), nn.Linear(128, 2)
+        self.layer = kind(128, 128, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits of texts."""
+        logits: Tensor = self.head(self.layer(self.words(ids))[0][:, -1])
+        return logits
+
+
+def sequence_loss(model: Any, batch: Batch) -> Tensor:
+    """Return the losses of a classifier that takes no mask."""
+    return cross_entropy(model(batch["input_ids"]), batch["labels"], reduction="none")
+
+
+def group_norm(channels: int) -> nn.Module:
+    """Return the norm that replaces batch norm."""
+    return nn.GroupNorm(32, channels)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A network, its records and its loss."""
+
+    build: Callable[[], nn.Module]
+    records: Callable[[], Batch]
+    loss: Loss = image_loss
+
+
+def of_transformers(name: str, config: Any) -> Callable[[], nn.Module]:
+    """Return what builds a network of transformers."""
+    return lambda: getattr(transformers, name)(config)
+
+
+ZOO: Mapping[str, Kind] = {
+    "torchvision resnet18, group norm": Kind(
+        lambda: torchvision.models.resnet18(norm_layer=group_norm, num_classes=CLASSES),
+        partial(images, 32),
+    ),
+    "torchvision convnext_tiny": Kind(
+        lambda: torchvision.models.convnext_tiny(num_classes=CLASSES), partial(images, 64)
+    ),
+    "torchvision vit, 6 blocks of width 192": Kind(
+        lambda: torchvision.models.VisionTransformer(32, 4, 6, 3, 192, 768, num_classes=CLASSES),
+        partial(images, 32),
+    ),
+    "torchvision swin_t": Kind(
+        lambda: torchvision.models.swin_t(num_classes=CLASSES), partial(images, 64)
+    ),
+    "timm vit_tiny": Kind(
+        lambda: timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=CLASSES),
+        partial(images, 64),
+    ),
+    "timm mixer_s32": Kind(
+        lambda: timm.create_model("mixer_s32_224", img_size=64, num_classes=CLASSES),
+        partial(images, 64),
+    ),
+    "transformers bert": Kind(
+        of_transformers("BertForSequenceClassification", transformers.BertConfig(**OF_WORDS)),
+        texts,
+        text_loss,
+    ),
+    "transformers distilbert": Kind(
+        of_transformers(
+            "DistilBertForSequenceClassification",
+            transformers.DistilBertConfig(
+                dim=128, n_layers=3, n_heads=4, hidden_dim=512, vocab_size=WORDS
+            ),
+        ),
+        texts,
+        text_loss,
+    ),
+    "transformers roberta": Kind(
+        of_transformers("RobertaForSequenceClassification", transformers.RobertaConfig(**OF_WORDS)),
+        texts,
+        text_loss,
+    ),
+    "transformers vit": Kind(
+        of_transformers(
+            "ViTForImageClassification",
+            transformers.ViTConfig(image_size=32, patch_size=4, num_labels=CLASSES, **SMALL),
+        ),
+        partial(images, 32),
+    ),
+    "transformers gpt2, next words": Kind(
+        of_transformers(
+            "GPT2LMHeadModel",
+            transformers.GPT2Config(n_embd=128, n_layer=3, n_head=4, vocab_size=WORDS),
+        ),
+        texts,
+        word_loss,
+    ),
+    "transformers llama, next words": Kind(
+        of_transformers(
+            "LlamaForCausalLM", transformers.LlamaConfig(num_key_value_heads=2, **OF_WORDS)
+        ),
+        texts,
+        word_loss,
+    ),
+    "transformers qwen2, next words": Kind(
+        of_transformers(
+            "Qwen2ForCausalLM", transformers.Qwen2Config(num_key_value_heads=2, **OF_WORDS)
+        ),
+        texts,
+        word_loss,
+    ),
+    "LSTM": Kind(partial(Recurrent, nn.LSTM), texts, sequence_loss),
+    "GRU": Kind(partial(Recurrent, nn.GRU), texts, sequence_loss),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network.
+
+    Attributes:
+        parameters: number of trained parameters.
+        plain_ms, private_ms: median time of a step over the rounds.
+        ratio: median over the rounds of private over plain; ratio_low, ratio_high its quartiles.
+        cpu_ratio: as ``ratio``, by CPU time over all threads.
+        notes: how the network is run.
+    """
+
+    network: str
+    parameters: int
+    batch: int
+    plain_ms: float
+    private_ms: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    cpu_ratio: float
+    notes: Sequence[str]
+    looped: bool
+
+
+def plain_step(model: nn.Module, loss: Loss, batch: Batch) -> Callable[[], object]:
+    """Return a step of Adam without privacy."""
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        adam.zero_grad()
+        loss(model.train(), batch).mean().backward()  # type: ignore[no-untyped-call]
+        adam.step()
+
+    return step
+
+
+def taken(step: Callable[[], object], times: int) -> tuple[float, float]:
+    """Return the wall and CPU milliseconds of a step, the mean of several."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(times):
+        step()
+    spent = time.perf_counter() - wall, time.process_time() - cpu
+    return 1e3 * spent[0] / times, 1e3 * spent[1] / times
+
+
+def measure(name: str, kind: Kind, rounds: int) -> Row:
+    """Time plain and private steps of a network, in turn."""
+    torch.manual_seed(0)
+    model, batch = kind.build(), kind.records()
+    plain = plain_step(copy.deepcopy(model), kind.loss, batch)
+    sampling = OwnLoader(Poisson(n=RECORDS, batch_size=BATCH))
+    settings: dict[str, Any] = {"sigma": 1.0, "lr": 1e-3, "optimizer": "dp-adam", "seed": 0}
+    private = PrivateStep(
+        model, kind.loss, sampling=sampling, steps=1000, physical_batch=BATCH, **settings
+    )
+    steps = {plain: 1, partial(private, batch): 1}
+    for step in steps:
+        step()
+        steps[step] = max(1, round(1e3 * TURN / taken(step, 1)[0]))
+    found: list[list[tuple[float, float]]] = [[], []]
+    for _ in range(rounds):
+        for spent, (step, times) in zip(found, steps.items(), strict=True):
+            spent.append(taken(step, times))
+    pairs = list(zip(*found, strict=True))
+    ratios = [own[0] / base[0] for base, own in pairs]
+    low, _, high = quantiles(ratios, n=4) if rounds > 1 else ratios * 3
+    notes = private.notes
+    sums: Any = private._sums
+    return Row(
+        network=name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        batch=BATCH,
+        plain_ms=round(median(base[0] for base, _ in pairs), 2),
+        private_ms=round(median(own[0] for _, own in pairs), 2),
+        ratio=round(median(ratios), 3),
+        ratio_low=round(low, 3),
+        ratio_high=round(high, 3),
+        cpu_ratio=round(median(own[1] / base[1] for base, own in pairs), 3),
+        notes=notes,
+        looped=not sums.per_sample.vmapped,
+    )
+
+
+def main() -> int:
+    """Measure, print, and write JSON where asked; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7, help="turns of both (7)")
+    parser.add_argument("--quick", action="store_true", help="three rounds")
+    parser.add_argument("--only", metavar="WORDS", default="", help="networks with these words")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    rows: list[Row] = []
+    for name, kind in ZOO.items():
+        if any(word in name for word in options.only.split(",")):
+            row = measure(name, kind, 3 if options.quick else options.rounds)
+            rows.append(row)
+            said = f"{row.ratio:.2f} ({row.ratio_low:.2f}–{row.ratio_high:.2f}) times plain"
+            sys.stdout.write(f"{name}: {said}, by CPU time {row.cpu_ratio:.2f}\n")
+            sys.stdout.writelines(f"    {note}\n" for note in row.notes)
+            sys.stdout.flush()
+        if options.json:  # as it goes
+            made_by = {"timm": timm.__version__, "transformers": transformers.__version__}
+            said_of = machine(torch.device("cpu")) | made_by
+            found = {"machine": said_of, "rows": [asdict(row) for row in rows]}
+            options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return int(any(row.looped for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,25 @@
+"""Attention masks of transformers under vmap, which refuses to decide by them.
+
+transformers leaves out a mask that hides nothing: it asks ``mask.all()``, unless it is traced.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+MODULE = "transformers.masking_utils"
+
+
+@contextmanager
+def masks_kept() -> Iterator[None]:
+    """Make transformers keep every mask, as when it is traced, if it was imported."""
+    utilities = sys.modules.get(MODULE)
+    before = getattr(utilities, "is_tracing", None)
+    if utilities is None or before is None:
+        yield
+        return
+    utilities.is_tracing = lambda *_, **__: True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        utilities.is_tracing = before  # type: ignore[attr-defined]
