@@ -260,7 +260,7 @@ def measure(name: str, kind: Kind, rounds: int) -> Row:
     private = PrivateStep(
         model, kind.loss, sampling=sampling, steps=1000, physical_batch=BATCH, **settings
     )
-    steps = {plain: 1, partial(private, batch): 1}
+    steps: dict[Callable[[], object], int] = {plain: 1, partial(private, batch): 1}
     for step in steps:
         step()
         steps[step] = max(1, round(1e3 * TURN / taken(step, 1)[0]))

@@ -7,7 +7,7 @@ end.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ def full_float32(settings: Arithmetic | None = None) -> Iterator[None]:
     """
     around, wanted = contextlib.ExitStack(), settings or Arithmetic.now()
     with around:
-        around.enter_context(_precision("ieee", PLACES))
+        around.enter_context(_ieee())
         if torch.is_inference_mode_enabled():
             around.enter_context(torch.inference_mode(False))
         for device in DEVICES:
@@ -96,25 +96,18 @@ def full_float32(settings: Arithmetic | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def inherited_precision() -> Iterator[None]:
-    """Leave out settings of whole backends, because torch.export cannot read them."""
-    with _precision("none", [place for place in PLACES if place[1] == "all"]):
-        yield
-
-
-@contextlib.contextmanager
-def _precision(wanted: str, places: Sequence[tuple[str, str]]) -> Iterator[None]:
-    """Set a precision where it is another one, and restore it.
+def _ieee() -> Iterator[None]:
+    """Set full precision where it is another one, and restore it.
 
     A place that inherits the precision is left as it is: once it is set, it no longer inherits.
     """
     changed: list[tuple[tuple[str, str], str]] = []
     try:
-        for place in places:
+        for place in PLACES:
             found = _OF_TORCH._get_fp32_precision_getter(*place)
-            if found != wanted:
+            if found != "ieee":
                 changed.append((place, found))
-                _OF_TORCH._set_fp32_precision_setter(*place, wanted)
+                _OF_TORCH._set_fp32_precision_setter(*place, "ieee")
         yield
     finally:
         for place, found in changed:

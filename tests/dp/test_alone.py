@@ -590,7 +590,9 @@ def test_masks_of_transformers_are_kept_under_vmap(monkeypatch: pytest.MonkeyPat
         subject.add(x, y, region), clip(exact, region, clip_limit(1024)).sum(0)
     )
     alone = each_alone(subject.model, x)
-    torch.testing.assert_close(alone(x), torch.cat([subject.model(row) for row in x.split(1)]))
+    torch.testing.assert_close(
+        alone(x), torch.cat([subject.model(row) for row in torch.split(x, 1)])
+    )
     assert alone.__name__ == "mapped"
     assert utilities.is_tracing is before
 

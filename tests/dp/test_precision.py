@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli import ball, clipped_grad
-from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32, inherited_precision
+from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.training.evaluation import Evaluation
@@ -71,9 +71,6 @@ def test_precision_is_full_inside_and_the_programs_outside() -> None:
         before = inner()
         with full_float32():
             assert set(precisions()) == {"ieee"}
-        assert inner() == before
-        with inherited_precision():
-            pass
         assert inner() == before
         with contextlib.suppress(ZeroDivisionError), full_float32():
             1 / 0  # noqa: B018

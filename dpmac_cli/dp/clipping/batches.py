@@ -37,11 +37,6 @@ def map_rows(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def with_another(batch: Batch) -> Batch:
-    """Return a batch with its first row once more at the end."""
-    return map_rows(lambda rows: torch.cat([rows, rows[:1]]), batch)
-
-
 def by_row(batch: Batch, views: int) -> Batch:
     """Return a batch of shape (samples, views, ...) with one row per view."""
     return batch if views == 1 else map_rows(lambda t: t.flatten(0, 1), batch)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import group_norm, instance_norm, layer_norm, rms_norm
+from torch.nn.functional import group_norm, layer_norm, rms_norm
 
 from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.layers import Layer
@@ -31,8 +31,8 @@ Gradients = Mapping[str, Tensor | OuterProducts]
 #: Gradients of samples in theta's order, (samples, d_layer), as tensors side by side: one for each
 #: parameter, so that products are written to dense memory.
 ByParameter = Sequence[Tensor]
-#: Instantiates the gradients of one use of a module; None if its inputs are not as it expects.
-Rule = Callable[[Any, "Use"], Gradients | None]
+#: Instantiates the gradients of one use of a module.
+Rule = Callable[[Any, "Use"], Gradients]
 
 #: Rules by exact type.
 RULES: dict[type[nn.Module], Rule] = {}
@@ -135,8 +135,6 @@ def instantiate(layer: Layer, uses: Sequence[Use], samples: int | None = None) -
 def _write(layer: Layer, use: Use, through: Standardisation | None, out: ByParameter) -> None:
     """Write the gradients of one use to ``out``."""
     gradients = RULES[type(use.module)](use.module, use)
-    if gradients is None:
-        raise ValueError(f"{layer.name} was called with inputs of another shape")
     if through is not None:
         weight = gradients["weight"]
         by_kernel = weight if isinstance(weight, Tensor) else weight.weights()
@@ -185,24 +183,6 @@ def _channel_norm(norm: Any, use: Use) -> Gradients:
     constant = isinstance(norm, ConstantNorm)
     a = use.inputs
     normal = norm.normalised(a) if constant else group_norm(a, norm.num_groups, eps=norm.eps)
-    return _of_channels(use, normal)
-
-
-#: Instance norms, by the number of dimensions of a sample.
-_PLANES = {3: (nn.InstanceNorm2d,), 4: (nn.InstanceNorm3d,)}
-
-
-@rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-def _instance_norm(norm: Any, use: Use) -> Gradients | None:
-    """Return None for inputs without a dimension of samples, and with running statistics."""
-    a = use.inputs
-    if norm.running_mean is not None or a.ndim < 3 or isinstance(norm, _PLANES.get(a.ndim, ())):
-        return None
-    return _of_channels(use, instance_norm(a, eps=norm.eps))
-
-
-def _of_channels(use: Use, normal: Tensor) -> Gradients:
-    """Return gradients w.r.t. gains and shifts of channels, given the normalised inputs."""
     weight = _over_positions(use.delta * normal, use.rows)
     return {"weight": weight, "bias": _over_positions(use.delta, use.rows)}
 
@@ -213,15 +193,6 @@ def _layer_norm(norm: Any, use: Use) -> Gradients:
     normalise = layer_norm if isinstance(norm, nn.LayerNorm) else rms_norm
     normal = normalise(use.inputs, norm.normalized_shape, eps=norm.eps)
     return {"weight": (use.delta * normal).sum(1), "bias": use.delta.sum(1)}
-
-
-@rule(nn.PReLU)
-def _prelu(activation: Any, use: Use) -> Gradients:
-    """Sum over positions, and over channels too if they share their slope."""
-    product = use.delta * use.inputs.clamp(max=0)
-    if activation.weight.numel() > 1:
-        return {"weight": _over_positions(product, use.rows)}
-    return {"weight": product.reshape(use.samples, -1).sum(1)}
 
 
 @rule(nn.Embedding)

@@ -6,6 +6,7 @@ transformers leaves out a mask that hides nothing: it asks ``mask.all()``, unles
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 MODULE = "transformers.masking_utils"
 
@@ -13,13 +14,13 @@ MODULE = "transformers.masking_utils"
 @contextmanager
 def masks_kept() -> Iterator[None]:
     """Make transformers keep every mask, as when it is traced, if it was imported."""
-    utilities = sys.modules.get(MODULE)
+    utilities: Any = sys.modules.get(MODULE)
     before = getattr(utilities, "is_tracing", None)
-    if utilities is None or before is None:
+    if before is None:
         yield
         return
-    utilities.is_tracing = lambda *_, **__: True  # type: ignore[attr-defined]
+    utilities.is_tracing = lambda *_, **__: True
     try:
         yield
     finally:
-        utilities.is_tracing = before  # type: ignore[attr-defined]
+        utilities.is_tracing = before

@@ -154,7 +154,8 @@ class PerSample:
             return self._chained(self._chain, x, y)
         if self.vmapped:
             return self._mapped(self._model, self.layers, x, y)
-        return self._looped(x, y)
+        losses, found = self._looped(x, y)
+        return losses, [*found]
 
     def multiply_each_record_alone(self) -> None:
         """Give each sample its own weights from now on, so that products are of one sample."""
@@ -385,10 +386,10 @@ class PerSample:
                 return idle, True
             for begin in range(0, samples_in(x), step):
                 few = partial(_rows, slice(begin, begin + step))
-                some = tuple(map_rows(few, batch) for batch in (x, y))
-                losses, by_layer = self._mapped(probe, layers, *some)
+                some_x, some_y = (map_rows(few, batch) for batch in (x, y))
+                losses, by_layer = self._mapped(probe, layers, some_x, some_y)
                 found.append(losses)
-                alone = self._one_by_one(probe, *some, shared=probe.parameters())
+                alone = self._one_by_one(probe, some_x, some_y, probe.parameters())
                 for i, (loss, gradients) in enumerate(alone):
                     expected.append(loss)
                     for la, got, names in zip(layers, by_layer, self._names, strict=True):
