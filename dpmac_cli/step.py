@@ -70,7 +70,7 @@ ROUNDING_SHARE = 0.01
 RECORD_UNIT = ("training record", "")
 
 
-class Step:
+class Step(Unshared):
     """Private steps of one network. :meth:`step` is Algorithm 1.
 
     Args:
@@ -105,6 +105,7 @@ class Step:
         hooks: Sequence[Canaries] = (),
         ranks: Ranks | None = None,
     ) -> None:
+        super().__init__()
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("noise needs clipping, which is turned off without privacy")
         self.sums, self.model, self.notes = sums, sums.model, sums.notes
