@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from dpmac_cli.dp.clipping.batch_invariance import PERIOD, Manner, find_manner, some_numbers
+from dpmac_cli.dp.clipping.batch_invariance import PERIOD, TRIED, Manner, find_manner, some_numbers
 
 #: Largest number of rows.
 MOST = 160
@@ -105,7 +105,7 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
     torch.set_num_threads(threads)
     torch.manual_seed(zlib.crc32(name.encode()))
     network = nn.Sequential(build())
-    base = torch.randn(PERIOD, *shape)
+    base = torch.randn(TRIED, *shape)
     all_numbers = sorted({*range(16, 36), *range(37, MOST, 11), *some_numbers(MOST)}, reverse=True)
 
     def run(x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
             return result
 
     def rows(n: int) -> Tensor:
-        return base.repeat(-(-n // PERIOD), *[1] * len(shape))[:n]
+        return base[:PERIOD].repeat(-(-n // PERIOD), *[1] * len(shape))[:n]
 
     def odd(manner: Manner) -> list[int]:
         numbers = sorted({manner.rows(n, MOST) for n in all_numbers}, reverse=True)

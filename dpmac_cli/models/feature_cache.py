@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.data.dataset import Data, fingerprint, split_of
-from dpmac_cli.dp.clipping.batch_invariance import PERIOD, Manner, fill_rows, find_manner
+from dpmac_cli.dp.clipping.batch_invariance import TRIED, Manner, fill_rows, find_manner
 from dpmac_cli.dp.clipping.per_sample import each_alone
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, kept_file
@@ -99,7 +99,7 @@ def _run_of(parts: FrozenFeatures, data: Data) -> tuple[Callable[[Tensor], Tenso
     if parts.separate:
         return parts.features, Manner()
     shape, generator = data.train.images.shape[1:], torch.Generator().manual_seed(0)
-    base = torch.randn(PERIOD, *shape, generator=generator).to(data.gain)
+    base = torch.randn(TRIED, *shape, generator=generator).to(data.gain)
     run = each_alone(parts.features, base) if parts.own else parts.features
 
     def filled(images: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli import __version__
-from dpmac_cli.dp.clipping.batch_invariance import PERIOD, find_manner
+from dpmac_cli.dp.clipping.batch_invariance import TRIED, find_manner
 from dpmac_cli.dp.clipping.per_sample import BY_ROW
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.runs.environment import KERNEL_VARIABLES, choose_device, device_name
@@ -73,7 +73,7 @@ def _fallback(dtype: torch.dtype, device: torch.device) -> str | None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(device, dtype)
-        base = torch.randn(PERIOD, 64).to(device, dtype)
+        base = torch.randn(TRIED, 64).to(device, dtype)
 
     def run(x: Tensor) -> Tensor:
         result: Tensor = network(x)

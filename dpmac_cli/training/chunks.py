@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.clipping.batch_invariance import (
-    PERIOD,
+    TRIED,
     Manner,
     RunNetwork,
     fill_rows,
@@ -136,7 +136,7 @@ class ChunkedSum(ABC):
 
     def _manner(self) -> tuple[Manner, tuple[str, ...]]:
         """Return a way to run the network in which no record depends on others, and notes."""
-        base, label = self._inputs.made_up(PERIOD), self._labels.made_up(1)
+        base, label = self._inputs.made_up(TRIED), self._labels.made_up(1)
 
         def run(x: Any) -> Any:
             y = map_rows(lambda t: t.expand(samples_in(x), *t.shape[1:]), label)

@@ -13,7 +13,7 @@ from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.units import Units
 from dpmac_cli.dp.clipping.batch_invariance import (
     LEAST_ROWS,
-    PERIOD,
+    TRIED,
     Manner,
     fill_rows,
     find_manner,
@@ -143,7 +143,7 @@ def invariant_batching(model: nn.Module, data: Data) -> Batching:
     """
     shape, generator = data.test.images.shape[1:], torch.Generator().manual_seed(0)
     (rows, *_) = places(ROWS, shape, ROWS)
-    base = torch.randn(PERIOD, *shape, generator=generator).to(data.gain)
+    base = torch.randn(TRIED, *shape, generator=generator).to(data.gain)
 
     training = model.training
     alone = each_alone(model.eval(), base)
