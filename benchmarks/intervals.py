@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from dpmac_cli.data.units import units_of
-from dpmac_cli.tasks.intervals import of_shares
+from dpmac_cli.tasks.intervals import clopper_pearson, size_of_shares
 from dpmac_cli.tasks.metrics import Answers, all_metrics, intervals
 
 LARGEST, RESAMPLES = 10, 100
@@ -31,7 +31,8 @@ def accuracy(runs: int, units: int, share: float, icc: float | None) -> float:
         else:
             sizes, scale = draws.integers(1, LARGEST + 1, units), 1 / icc - 1
             rates = draws.beta(share * scale, (1 - share) * scale, units)
-        low, high = of_shares(draws.binomial(sizes, rates).astype(float), sizes.astype(float))
+        found = size_of_shares(draws.binomial(sizes, rates).astype(float), sizes.astype(float))
+        low, high = clopper_pearson(*found)
         inside += low <= share <= high
     return inside / runs
 

@@ -7,6 +7,7 @@ of a batch that knows its sensitivity.
 
 import math
 import secrets
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,11 +21,12 @@ from torch.utils.data import default_collate
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader
+from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader, StatedSizes
 from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.plan import BatchPlan, PrivacyPlan, StepsPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import SETTINGS, Settings
+from dpmac_cli.data.in_memory import check_copies
 from dpmac_cli.dp.clipping.batches import (
     Batch,
     Structure,
@@ -40,7 +42,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, Se
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import BudgetError, DivergedError, InputError, ModelError, raise_errors
 from dpmac_cli.models.trial import BatchLoss, Objective
-from dpmac_cli.models.validation import validate_objective
+from dpmac_cli.models.validation import trained_parts, validate_objective
 from dpmac_cli.optim import Optimizer
 from dpmac_cli.randomness.keystream import KEY_BYTES, Unshared, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
@@ -49,7 +51,7 @@ from dpmac_cli.randomness.sampling import Indices, Sampler
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum
-from dpmac_cli.training.distributed import Ranks
+from dpmac_cli.training.distributed import Ranks, check_single_process
 from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable, check_counted
 from dpmac_cli.training.loading import (
     NOT_DRAWN,
@@ -304,6 +306,7 @@ class PrivateProgram(Unshared):
         self, plan: StepsPlan, earlier: tuple[Training, ...], notes: tuple[str, ...]
     ) -> None:
         """Plan the steps that the budget allows after earlier training. Raises BudgetError."""
+        check_single_process()
         self._plan, self._earlier, self._notes = plan, earlier, notes
         privacy = plan.privacy
         budget = (privacy.delta, privacy.max_epsilon, self._before)
@@ -317,9 +320,18 @@ class PrivateProgram(Unshared):
         """Return notes on probable mistakes in valid settings, and on how the network is run."""
         return self._notes
 
+    def __repr__(self) -> str:
+        parts = trained_parts(self.model)[:-1]
+        return f"{type(self).__name__}({self.taken} of {self._steps} steps; {parts})"
+
     def __len__(self) -> int:
         """Return the total number of steps."""
         return self._steps
+
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Return the network. Every step sets it to training mode."""
 
     @property
     def taken(self) -> int:
@@ -366,7 +378,7 @@ class PrivateProgram(Unshared):
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        Settings(lr=rate)  # raises InputError
+        Settings(lr=rate or None)  # raises InputError, but not for 0, where a schedule ends
         optimizer = self._plan.optimizer.with_lr(rate)
         recorded = {**self._plan.recorded, "lr": optimizer.lr}
         self._plan = replace(self._plan, optimizer=optimizer, recorded=recorded)
@@ -388,7 +400,8 @@ class PrivateProgram(Unshared):
         return (*self._before, self.event)
 
     def _check_budget(self) -> None:
-        """Raise BudgetError if all steps have begun."""
+        """Raise BudgetError if all steps have begun; InputError in one of several processes."""
+        check_single_process()
         if self._base + self._begun >= self._steps:
             raise BudgetError(
                 f"All {self._steps} steps have been taken, and epsilon is "
@@ -441,7 +454,7 @@ class PrivateStep(PrivateProgram):
             added. If there is no ``example``, the first batch is awaited.
     """
 
-    __slots__ = ("_drawn", "_loss", "_model", "_sampling", "_structure", "_sums")
+    __slots__ = ("_drawn", "_loss", "_model", "_sampling", "_sizes", "_structure", "_sums")
     _plan: BatchPlan
 
     def __init__(
@@ -456,6 +469,7 @@ class PrivateStep(PrivateProgram):
         super().__init__()
         _check_arguments(model, loss, sampling, keywords)
         self._model, self._loss, self._sampling = model, loss, sampling
+        self._sizes = StatedSizes(sampling) if isinstance(sampling, OwnLoader) else None
         earlier = carried_by(model, loss)
         check_composable(earlier, RECORD_UNIT)
         named = {
@@ -493,13 +507,15 @@ class PrivateStep(PrivateProgram):
 
         Args:
             dataset: map-style dataset, such as a ``torch.utils.data.Dataset``, of n records. A
-                random transform is repeated exactly when a step is.
+                random transform is repeated exactly when a step is. A record must depend on
+                itself alone: not on statistics of all records, nor on a mix with others.
             collate_fn: turns a list of records, here always of one, into a batch; torch's
                 ``default_collate`` by default. All records must have the same shape.
             workers: number of processes that read records.
 
         Raises:
-            InputError: the dataset has another number of records than n, or one cannot be used.
+            InputError: the dataset has another number of records than n, or one several times, as
+                a ``Subset`` may have it, or one cannot be used.
             ModelError: see :class:`PrivateStep`.
         """
         if isinstance(self._sampling, OwnLoader):
@@ -508,6 +524,7 @@ class PrivateStep(PrivateProgram):
                 "them, or use sampling=Poisson(...) to let dpmac draw them."
             )
         _check_size(size := len(dataset), self._sampling)
+        check_copies(dataset)
         records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
         row = first_row(records)
         check_reread(records, size)
@@ -619,9 +636,9 @@ class PrivateStep(PrivateProgram):
 
     def _checked(self, batch: Batch) -> tuple[Indices, Batch]:
         """Return the numbers of the records of a batch, and its rows. Raises InputError."""
-        if isinstance(self._sampling, OwnLoader):
+        if self._sizes is not None:
             check_rows(batch, self._structure)
-            _check_number(samples_in(batch), self._sampling.n)
+            self._sizes.check(samples_in(batch))
             return np.arange(samples_in(batch)), batch
         drawn = self._drawn
         if drawn is None or not drawn.is_unchanged(batch) or drawn.step != self.taken + 1:
@@ -649,7 +666,8 @@ class PrivateStep(PrivateProgram):
                 training=carry(objective, plan, RECORD_UNIT),  # a loss may have parameters, too
             )
         self._structure, self._sums = structure, sums
-        self._notes = (*self._notes, *sums.notes)
+        frozen = any(not p.requires_grad for p in objective.parameters())
+        self._notes = (*self._notes, *[trained_parts(objective)] * frozen, *sums.notes)
         return self._step
 
 
@@ -693,16 +711,6 @@ def _checked_example(example: Batch, device: torch.device) -> Batch:
     if samples_in(example) == 0:
         raise InputError("example must have at least one row.")
     return map_rows(lambda t: t.to(device), example)
-
-
-def _check_number(rows: int, n: int) -> None:
-    """Raise InputError for a batch of a program's own loader with more rows than records."""
-    if rows > n:
-        raise InputError(
-            f"The batch has more rows than there are records, n={n:,}, so a record is in it more "
-            "than once, and moves the step by more than epsilon covers. Draw each record at most "
-            "once."
-        )
 
 
 def _check_size(size: int, sampling: BatchSampling) -> None:

@@ -7,7 +7,7 @@ from scipy.stats import binomtest
 from torch.nn.functional import one_hot
 
 from dpmac_cli.data.units import Units, units_of
-from dpmac_cli.tasks.intervals import clopper_pearson, of_shares, widened
+from dpmac_cli.tasks.intervals import clopper_pearson, size_of_shares, widened
 from dpmac_cli.tasks.metrics import all_metrics, intervals
 from dpmac_cli.training import private_scores
 from dpmac_cli.training.evaluation import Evaluation
@@ -115,6 +115,8 @@ def test_the_balanced_accuracy_without_noise_is_in_its_interval(sigma: float) ->
 
 
 def test_a_unit_with_most_records_decides_little() -> None:
-    low, high = of_shares(np.array([90.0, 0, 0, 0]), np.array([90.0, 1, 1, 1]))
+    low, high = clopper_pearson(
+        *size_of_shares(np.array([90.0, 0, 0, 0]), np.array([90.0, 1, 1, 1]))
+    )
     assert low < 0.2
     assert high > 0.97

@@ -48,7 +48,9 @@ def statement(
         )
     return (
         f"{promise} This is for {done}. The number of {short(unit)}s is public. {tested}, and "
-        "measured times are not covered. Publishing the best of several runs costs more."
+        "measured times are not covered. Neither is what was computed from these records before, "
+        "such as loaded weights, stored outputs of a teacher, or means to normalise by. Publishing "
+        "the best of several runs costs more."
     )
 
 
@@ -63,7 +65,8 @@ def search_statement(epsilon: float, delta: float, search: Search, unit: str = R
         f"{promise} This is for a whole search: the best of a secret random number of trials (mean "
         f"{trials.mean:g}{most}), each with settings drawn at random and a covered score. One "
         f"trial alone costs epsilon {one}. The number of {short(unit)}s is public. Measured times "
-        "are not covered. Other runs on the same records cost more."
+        "are not covered, nor what was computed from these records before. Other runs on the same "
+        "records cost more."
     )
 
 

@@ -190,15 +190,21 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
             "person has a folder, or a pattern for the common part of their names: --unit "
             "'patient([0-9]+)'."
         )
+    tested = found.signs.tested
     if found.signs.copies and private:
-        verb = "is an exact copy" if found.signs.copies == 1 else "are exact copies"
+        both = f" ({len(tested):,} of training records among test records)" * bool(tested)
         yield (
-            f"{counted(found.signs.copies, 'record')} of {dataset} {verb} of others. If they "
+            f"{_copies(found.signs.copies, 'record', dataset)} of others{both}. If they "
             "come from one person, epsilon protects each copy, but not the person: leave them out, "
             f"or name the unit of each record: {_unit_remedy(data.source)}."
         )
-    if found.signs.dim:
-        yield f"{dataset}: {found.signs.dim}."
+    if tested and private and not found.held_out:
+        yield (
+            f"{_copies(len(tested), 'test record', dataset)} of training records, such as test "
+            f"record {tested[0] + 1}. Epsilon does not count that they are used twice, and scores "
+            "on them are too high. Leave them out on one side."
+        )
+    yield from (f"{dataset}: {remark}." for remark in found.signs.remarks)
     if found.untested and privacy.scores is None:
         some, more = found.untested[:NAMED], len(found.untested) - NAMED
         yield (
@@ -220,6 +226,13 @@ def _notes_on_privacy(privacy: PrivacyPlan, records: int) -> Iterator[str]:
             "steps, so random sampling saves little or no privacy cost. Unless you want "
             "only a few such steps, use a smaller --batch-size."
         )
+
+
+def _copies(number: int, what: str, dataset: str) -> str:
+    return (
+        f"{counted(number, what)} of {dataset} "
+        f"{'is an exact copy' if number == 1 else 'are exact copies'}"
+    )
 
 
 def _unit_remedy(source: str | Source) -> str:

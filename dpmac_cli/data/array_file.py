@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from dpmac_cli.data.canonical import Faults, units_in
 from dpmac_cli.data.complaints import escaped
 from dpmac_cli.data.decoding import DIM, decode
+from dpmac_cli.data.ranges import remarks_on_ranges
 from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source
-from dpmac_cli.data.splits import Records, data_facts, split
+from dpmac_cli.data.splits import Records, copies_among, data_facts, split
 from dpmac_cli.data.stacking import key_of, labels_in, masks, numbers_in, stacked
 from dpmac_cli.data.targets import (
     CLASSES,
@@ -67,12 +68,14 @@ class ArrayFile:
         targets = targets_in(arrays)
         self._task = targets.task(arrays, source, found_classes)
         inferred = targets.inferred(arrays)
-        contents = _contents(x, y) if units is None else []
+        contents = [_contents(part.x, part.y) for part in self._sides]
         if held_out:
-            keys = _keys(contents) if units is None else (u.encode() for u in units.tolist())
-            self._sides = split(
-                self._sides[0], keys, self._task.names if inferred else None, source
-            )
+            keys = _keys(contents[0]) if units is None else (u.encode() for u in units.tolist())
+            numbered = Records(np.arange(len(y)), y, units)
+            parts = split(numbered, keys, self._task.names if inferred else None, source)
+            self._sides = [self._sides[0].at(part.x) for part in parts]
+            contents = [[contents[0][row] for row in part.x] for part in parts]
+        copies, tested = copies_among(contents)
         self._ends, self._size = _ends(arrays) if _is_numbers(x) else None, source.image_size
         self.found = data_facts(
             source,
@@ -84,7 +87,15 @@ class ArrayFile:
             inferred=inferred,  # an array's type declares its shape
             left_out=left_out,
             own=() if self._ends is None or x.ndim > MOST_OWN else x.shape[1:],
-            signs=Signs(copies=len(contents) - len(set(contents)), dim=_dim(x)),
+            signs=Signs(
+                copies=copies if units is None else 0,
+                tested=tested,
+                remarks=tuple(
+                    remarks_on_ranges(channels_first(x), arrays, source)
+                    if _is_numbers(x)
+                    else _dim(x)
+                ),
+            ),
         )
 
     def load(self) -> list[Records]:
@@ -340,11 +351,10 @@ def _keys(contents: Iterable[bytes]) -> Iterator[bytes]:
         seen[content] += 1
 
 
-def _dim(x: NDArray[Any]) -> str:
-    """Return a note if images use a small part of the range of uint8; "" if they do not."""
-    if _is_numbers(x) or not x.size or (most := int(x.max())) > DIM:
-        return ""
-    return f"The brightest pixel of all images is {most} of 255. Scale them by a public constant"
+def _dim(x: NDArray[Any]) -> Iterator[str]:
+    """Yield a remark if images use a small part of the range of uint8."""
+    if x.size and (most := int(x.max())) <= DIM:
+        yield f"The brightest pixel of all images is {most} of 255. Scale them by a public constant"
 
 
 def _is_numbers(x: NDArray[Any]) -> bool:

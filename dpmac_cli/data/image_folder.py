@@ -5,7 +5,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from dpmac_cli.data.decoding import (
     usable_cores,
 )
 from dpmac_cli.data.schema import Signs, Source
-from dpmac_cli.data.splits import Records, check_classes, data_facts, split
+from dpmac_cli.data.splits import Records, check_classes, copies_among, data_facts, split
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, complete, kept_file
 from dpmac_cli.storage.paths import cache_folder
@@ -96,6 +96,7 @@ class ImageFolder:
             keys = [os.fsencode(tellers[row]) for row in rows]
             needed = self._classes if declared is None else None
             self._sides = split(used, keys, needed, source)
+        copies, tested = copies_among([self._contents(side.x) for side in self._sides])
         self.found = data_facts(
             source,
             self._sides,
@@ -106,7 +107,8 @@ class ImageFolder:
             left_out=left_out(self._skipped),
             signs=Signs(
                 "" if source.unit else _repeated(names, depth),
-                0 if source.unit else self._copies(rows),
+                0 if source.unit else copies,
+                tested,
                 self._dim(rows),
             ),
         )
@@ -160,17 +162,16 @@ class ImageFolder:
         kept: NDArray[np.int64] = used[~twice]
         return kept
 
-    def _copies(self, rows: NDArray[np.int64]) -> int:
-        """Return the number of copies: of equal pixels if they are decoded, else links of files."""
+    def _contents(self, rows: NDArray[np.int64]) -> list[Hashable]:
+        """Return what equal images have in common: pixels and class, or the file if not decoded."""
         file = complete(self._path)
         if file is None:
-            return len(rows) - len({self._images[row].inode for row in rows})
+            return [self._images[row].inode for row in rows]
         sums = (hashlib.sha256(file.values[row].tobytes()).digest() for row in rows)
-        labels = (self._images[row].label for row in rows)
-        return len(rows) - len(set(zip(sums, labels, strict=True)))
+        return [(of, self._images[row].label) for of, row in zip(sums, rows, strict=True)]
 
-    def _dim(self, rows: NDArray[np.int64]) -> str:
-        """Return a note if a few images use a small part of the range of 8 bits; or ""."""
+    def _dim(self, rows: NDArray[np.int64]) -> tuple[str, ...]:
+        """Return a remark if a few images use a small part of the range of 8 bits."""
         source, most = self._source, 0
         sample = rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE]
         for row in sample:
@@ -179,10 +180,10 @@ class ImageFolder:
             )
             most = max(most, 0 if isinstance(seen, str) else int(seen.max()))
             if most > DIM:
-                return ""
+                return ()
         return (
             f"The brightest pixel of {len(sample)} images is {most} of 255. If they have 16 bits "
-            "per pixel, of which 12 are used, add --levels 4095; or scale them by a public constant"
+            "per pixel, of which 12 are used, add --levels 4095; or scale by a public constant",
         )
 
     def _units(self, names: list[str], unit: str, depth: int) -> NDArray[np.str_]:

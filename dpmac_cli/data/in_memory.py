@@ -154,7 +154,7 @@ def from_torch(
     origins = [list(_origins(dataset)) for dataset in (train, test) if dataset is not None]
     if isinstance(unit, str) and unit == RECORD:
         unit, unit_test, *_ = (*_records_as_units(origins), None)
-    _check_copies(origins[0], unit)
+    check_copies(train, unit)
     _check_held_out(*origins)
     declared = _Declared(
         None if shape is None else tuple(shape),
@@ -230,8 +230,9 @@ def _records_as_units(origins: Sequence[Sequence[Origin]]) -> list[NDArray[np.st
     ]
 
 
-def _check_copies(origins: Sequence[Origin], units: Any) -> None:
+def check_copies(dataset: Any, units: Any = None) -> None:
     """Reject a training set that has a record several times in different units."""
+    origins = list(_origins(dataset))
     names = range(len(origins)) if units is None else np.asarray(units, object).ravel().tolist()
     if len(names) != len(origins):
         return  # its length is refused elsewhere
@@ -243,7 +244,8 @@ def _check_copies(origins: Sequence[Origin], units: Any) -> None:
             f"The training set has {len(owners)} different records, and {copies} copies of them "
             "in other units: its indices repeat. Epsilon would protect each copy, but not a record "
             "with all of its copies. Leave out the copies (class weights can replace "
-            'oversampling), or protect each record with its copies: from_torch(..., unit="record").'
+            "oversampling), or protect each record with its copies: make_private(network, "
+            'from_torch(..., unit="record")).'
         )
 
 
@@ -258,7 +260,10 @@ def _check_held_out(train: Sequence[Origin], test: Sequence[Origin] = ()) -> Non
 
 
 def _origins(dataset: Any) -> Iterator[Origin]:
-    """Yield which record of which dataset each record is, by identity and index."""
+    """Yield which record of which dataset each record is, by identity and index.
+
+    A dataset that holds another one of its size, such as one with transforms, has its records.
+    """
     parts, indices = getattr(dataset, "datasets", None), getattr(dataset, "indices", None)
     inner = getattr(dataset, "dataset", None)
     if isinstance(parts, list | tuple):  # ConcatDataset
@@ -268,7 +273,16 @@ def _origins(dataset: Any) -> Iterator[Origin]:
         known = list(_origins(inner))
         yield from (known[int(index)] for index in indices)
     elif hasattr(dataset, "__len__"):
-        yield from ((id(dataset), row) for row in range(len(dataset)))
+        held = filter(_selects, getattr(dataset, "__dict__", {}).values())
+        if (inner := next((v for v in held if len(v) == len(dataset)), None)) is not None:
+            yield from _origins(inner)
+        else:
+            yield from ((id(dataset), row) for row in range(len(dataset)))
+
+
+def _selects(value: Any) -> bool:
+    """Return whether a value has the records of others, as a Subset or ConcatDataset has."""
+    return hasattr(value, "datasets") or (hasattr(value, "dataset") and hasattr(value, "indices"))
 
 
 def _place(name: str) -> Path:

@@ -102,8 +102,9 @@ class Signs:
     """Signs that records are not what they seem, for the person who types the command."""
 
     repeated: str = ""  # file whose name suggests several images of one person
-    copies: int = 0  # training records, before any split, that are exact copies of others
-    dim: str = ""  # what is said of images whose pixels use a small part of their range
+    copies: int = 0  # records that are exact copies of others; 0 if they have units
+    tested: tuple[int, ...] = ()  # numbers of test records that are copies of training records
+    remarks: tuple[str, ...] = ()  # sentences on values that use little of their range, and others
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +81,17 @@ def split(
             "the classes with --classes.",
         )
     return [train, test]
+
+
+def copies_among(sides: Sequence[Sequence[Hashable]]) -> tuple[int, tuple[int, ...]]:
+    """Return how many records equal others, and the numbers of test records that were trained on.
+
+    Args:
+        sides: contents of training and test records.
+    """
+    train, test = map(set, sides)
+    both = tuple(row for row, record in enumerate(sides[1]) if record in train)
+    return sum(map(len, sides)) - len(train | test), both
 
 
 def data_facts(

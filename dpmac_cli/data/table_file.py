@@ -14,7 +14,7 @@ from pyarrow import compute, parquet
 
 from dpmac_cli.data.canonical import text_of, unit_name
 from dpmac_cli.data.column_schema import Column, Label
-from dpmac_cli.data.complaints import refuse
+from dpmac_cli.data.complaints import NAMED, refuse
 from dpmac_cli.data.csv_file import CsvFile
 from dpmac_cli.data.schema import LeftOut, Source
 from dpmac_cli.data.table_cells import BoolArray, decoded_cells, kind_of, text_cells
@@ -32,7 +32,7 @@ NO_TEXT = re.compile(r"[-+\d.,'/:]{1,10}")
 HIDDEN = " (not shown, because it may be part of a text)"
 #: Advice on cells that are not written as declared, by the type of their column.
 ADVICE = {
-    "number": "declare decimal, thousands or missing_words in the schema",
+    "number": "declare decimal, thousands, missing_words or categories in the schema",
     "date": 'declare a format, such as "%d.%m.%Y", or missing_words in the schema',
     "boolean": "declare other categories or missing_words in the schema",
     "category": "declare it, or a range of numbers, or missing_words in the schema",
@@ -57,13 +57,16 @@ class TableRows:
         return max(map(len, self.cells.values()), default=0)
 
     def add(self, what: str, records: BoolArray, of: Column | Label | None = None) -> None:
-        """Add a reason why records cannot be used, with the cell of the first of them."""
+        """Add a reason why records cannot be used, with their first cell and some other words."""
         if of is not None and records.any():
-            first = self.cells[of.name].slice(int(records.argmax()), 1)
-            cell = next(decoded_cells(text_cells(first))) or ""
-            short = f"'{cell[:SHOWN]}...'" if len(cell) > SHOWN else f"'{cell}'"
-            hidden = self._texts and not NO_TEXT.fullmatch(cell)
-            what += HIDDEN if hidden else f": {short} ({ADVICE[of.type]})"
+            bad = text_cells(self.cells[of.name].filter(pa.array(records)))
+            cells = [cell or "" for cell in decoded_cells(bad)]
+            words = (cell for cell in cells if not re.search(r"\d", cell))  # such as k.A. and -
+            some = list(dict.fromkeys([cells[0], *words]))[:NAMED]
+            short = (f"{cell[:SHOWN]}..." if len(cell) > SHOWN else cell for cell in some)
+            hidden = self._texts and not all(map(NO_TEXT.fullmatch, some))
+            shown = ", ".join(f"'{cell}'" for cell in short)
+            what += HIDDEN if hidden else f": {shown} ({ADVICE[of.type]})"
         self.bad[what] = records | self.bad.get(what, False)
 
     def faults(self) -> list[str]:

@@ -68,6 +68,7 @@ def build_model(
             network = copy.deepcopy(model)
         else:
             network = _called(model, f"network {getattr(model, '__qualname__', model)}", seen)
+        take_logits(network)
         if fix_norm:
             network = without_batch_norm(network)
         check = partial(check_model, classes=signature.outputs, isolated=isolated)
@@ -196,6 +197,16 @@ def _imported(model: UserModel) -> ModuleType:
         raise InputError(
             f"--model {model}: {place} cannot be imported: {what_failed(failure)}"
         ) from failure
+
+
+def take_logits(network: nn.Module) -> None:
+    """Make a network of transformers return its logits instead of an object that has them."""
+    if hasattr(network, "config"):
+        network.register_forward_hook(_logits)
+
+
+def _logits(_: nn.Module, __: Any, output: Any) -> Any:
+    return getattr(output, "logits", output)
 
 
 def without_batch_norm(model: nn.Module) -> nn.Module:

@@ -101,7 +101,8 @@ class PublicWeights:
     path: Path
     sha256: str  # SHA-256 of the file
     tensors: Mapping[str, Tensor]
-    trained_on: str | None  # dataset that dpmac trained them on, if the file records it
+    trained_on: str | None = None  # dataset that dpmac trained them on, if the file records it
+    published: bool = True  # whether all records they were trained on are published, as far as said
 
     def adopted_by(self, model: nn.Module, head: str | None) -> Iterator[str]:
         """Load the weights into a model in place, and yield notes for the user.
@@ -168,7 +169,7 @@ def read_weights(
         )
     if sha256:
         known = torch.load(io.BytesIO(content), "cpu", weights_only=True)  # noqa: TID251  (published, SHA-256)
-        return PublicWeights(path, found, known, None)
+        return PublicWeights(path, found, known)
     try:
         tensors, header = unpacked(content)
     except NOT_SAFE as failure:
@@ -184,10 +185,11 @@ def read_weights(
         )
     try:
         facts = json.loads(header[MODEL_HEADER])
-        trained_on = str(facts["dataset"]["name"])
+        trained_on, own = str(facts["dataset"]["name"]), facts["dataset"]["own"]
+        start = (facts["model"].get("public_part") or {}).get("pretrained")
     except (KeyError, TypeError, ValueError, RecursionError):  # dpmac did not write the header
-        trained_on = None
-    return PublicWeights(path, found, tensors, trained_on)
+        return PublicWeights(path, found, tensors)
+    return PublicWeights(path, found, tensors, trained_on, published=not own and start is None)
 
 
 def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:

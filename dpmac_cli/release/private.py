@@ -18,6 +18,7 @@ from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.validation import trained_parts
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
@@ -104,6 +105,8 @@ class PrivateTraining(PrivateProgram):
             plan, steps=self._steps, device=device, keys=self._keys, task=self._task, loss=own
         )
         on_run = (*self._task.notes, *self._step.notes)
+        if any(not p.requires_grad for p in model.parameters()):
+            on_run = (trained_parts(model), *on_run)
         self._notes = (*resolved.notes, *self._notes_on_earlier(), *on_run)
 
     @property

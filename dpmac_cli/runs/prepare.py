@@ -27,6 +27,7 @@ from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.training.lineage import carried_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,9 +209,16 @@ def _build(plan: TrainPlan, keys: Keys) -> _Built:
         seen = build.seen_by_network(facts.signature, network.features)
         built_by = build.built_by(network.model, seen)
     if network.starts_public:
-        weights, adopted = _start(plan, model)
+        weights, notes = _start(plan, model)
         pretrained = weights.sha256
-        notes = (*_doubts(weights, plan.data, private=plan.privacy.private), *adopted)
+        if plan.privacy.private:
+            _check_public(weights, plan.data)
+    if plan.privacy.private and carried_by(model):
+        raise ModelError(
+            f"--model {network.model}: the network was trained by dpmac before, and epsilon would "
+            "not count that. To train a run further, use dpmac train --fork RUN; in a program, "
+            "make_private(network, ...) adds up the costs."
+        )
     return _Built(model=model, pretrained=pretrained, notes=notes, built_by=built_by)
 
 
@@ -245,24 +253,21 @@ def _check_passed_in(plan: TrainPlan, model: object) -> nn.Module:
         )
     if network.fix_norm:
         build.without_batch_norm(model)
+    build.take_logits(model)
     form = form_of(model, forms_of(plan, own=True), outputs)
     check_model(model, form, outputs, isolated=network.isolate)
     return model
 
 
-def _doubts(weights: PublicWeights, data: DataPlan, *, private: bool) -> tuple[str, ...]:
-    """Return notes on weights that may not be public. Raises InputError if they are not."""
+def _check_public(weights: PublicWeights, data: DataPlan) -> None:
+    """Raise InputError for weights that may tell of the records of a private run."""
     name = weights.trained_on
-    if name != data.found.name or not private:
-        return ()
-    if not data.own:
+    if name is not None and (name == data.found.name or not weights.published):
         raise InputError(
             f"--pretrained: {weights.path} was trained on {name} by dpmac, so its weights are not "
-            "public to a run on the same records, and epsilon would not cover what they reveal. "
-            "Use weights from other data. To train a run further, use dpmac train --fork."
+            "public to a run on any of the same records, and epsilon would not cover what they "
+            "reveal. To train that run further, use dpmac train --fork RUN, which counts both. If "
+            "no record of this run was used for them, save the weights without their origin: "
+            f"python -c \"from safetensors.torch import *; save_file(load_file('{weights.path}'), "
+            "'public.safetensors')\""
         )
-    return (
-        f"{weights.path.name} was trained by dpmac on data that is also called {name}. If these "
-        "are the same records, its weights are not public, and epsilon does not cover what they "
-        "tell.",
-    )

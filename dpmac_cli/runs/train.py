@@ -31,7 +31,7 @@ from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.storage.progress import Computing, until
 from dpmac_cli.torch_errors import torch_failures_explained
-from dpmac_cli.training.distributed import Ranks
+from dpmac_cli.training.distributed import Ranks, check_single_process
 
 
 def new_run(
@@ -118,7 +118,9 @@ def _session(
 ) -> Generator[Computing, None, Session]:
     device = choose_device(plan.run.device, ranks)
     plan = plan.on(str(device))
-    if ranks is not None:
+    if ranks is None:
+        check_single_process()
+    else:
         _check_parallel(plan, ranks)
     saved, steps = before.saved, _last_step(plan, before)
     spent = _spent(plan, before.spent, steps)

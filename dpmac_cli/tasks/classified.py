@@ -15,6 +15,9 @@ from dpmac_cli.tasks import metrics
 from dpmac_cli.tasks.curves import draw_curves
 from dpmac_cli.tasks.task import Interval, Results, Table, percent_or_dash
 
+#: Accuracy in a class below which it is almost never predicted.
+RARELY = 0.05
+
 
 @dataclass(frozen=True, eq=False)
 class Classified(Results):
@@ -100,10 +103,19 @@ class OneClass(Classified):
 
     @property
     def remark(self) -> str:
-        """Return a note on a model that is no better than its most frequent class."""
+        """Return a note on a model that is no better than one class, or that omits some."""
         truth, guess = self.answers.truth, self.answers.guess
         right, most, records = int((truth & guess).sum()), int(truth.sum(0).max()), len(truth)
-        if not right <= most < records:
+        if right > most:
+            found = zip(self.names, self.per_class, strict=True)
+            if not (rare := [name for name, share in found if share < RARELY]):
+                return ""
+            balanced = percent_or_dash(self.metric("balanced-accuracy"))
+            return (
+                f"almost no test sample of {', '.join(rare)} is classified correctly: balanced "
+                f"accuracy {balanced}. --class-weights can give such classes more weight."
+            )
+        if most == records:
             return ""
         return (
             f"{right:,} of {records:,} test samples are classified correctly, but the most "

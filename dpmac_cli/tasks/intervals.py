@@ -10,7 +10,8 @@ where t is the 97.5% quantile of Student's distribution, and a unit is a record 
 one. The variance is that between units: of a ratio of sums for the accuracy, and by bootstrap for
 other metrics. n* is at most the number of answers. Where nothing varies, so that no variance can be
 estimated, it is at most the number of units. For a mean over classes both are those of the smallest
-class, times the number of classes.
+class, times the number of classes. No metric has more effective answers than the accuracy, so that
+few units do not make one interval narrow beside a wide one.
 """
 
 import math
@@ -46,23 +47,23 @@ class Sizes:
     freedom: int
 
 
-def interval(value: float, variance: float, sizes: Sizes) -> Interval:
-    """Return the interval of a metric, 0 to 1; nan if it is not defined.
+def effective_size(value: float, variance: float, sizes: Sizes) -> float:
+    """Return the effective number of answers of a metric, 0 to 1.
 
     ``variance`` is an estimate from the differences between units.
     """
     spread = value * (1 - value)
-    if math.isnan(value):
-        return math.nan, math.nan
     if sizes.freedom < 1 or not variance > 0 or not spread > 0:
-        return clopper_pearson(value, max(1.0, min(sizes.answers, sizes.units)))
+        return max(1.0, min(sizes.answers, sizes.units))
     most, freedom = max(sizes.answers, 2.0), sizes.freedom
     few = stdtrit(max(most - 1, freedom), 1 - TAIL) / stdtrit(freedom, 1 - TAIL)
-    return clopper_pearson(value, min(most, most / (most - 1) * spread / variance * few**2))
+    return float(min(most, most / (most - 1) * spread / variance * few**2))
 
 
 def clopper_pearson(share: float, size: float) -> Interval:
-    """Return the exact interval of a proportion; ``size`` may be any number above 0."""
+    """Return the exact interval of a proportion; nan if it is. ``size`` is any number above 0."""
+    if math.isnan(share):
+        return math.nan, math.nan
     hits, misses = share * size, (1 - share) * size
     low = betaincinv(hits, misses + 1, TAIL) if hits > 0 else 0.0
     high = betaincinv(hits + 1, misses, 1 - TAIL) if misses > 0 else 1.0
@@ -78,8 +79,11 @@ def widened(value: float, ends: Interval, noise: float) -> Interval:
     return max(0.0, value - low), min(1.0, value + high)
 
 
-def of_shares(right: Floats, answers: Floats) -> Interval:
-    """Return the interval of an accuracy, from each unit's right answers and all its answers.
+def size_of_shares(right: Floats, answers: Floats) -> tuple[float, float]:
+    """Return an accuracy, and its effective number of answers.
+
+    Args:
+        right, answers: right answers and all answers of each unit, shape (units,).
 
     The variance includes two more units of mean size, of which one is right in everything and one
     in nothing: few units with wrong answers say little about how they differ.
@@ -90,4 +94,4 @@ def of_shares(right: Floats, answers: Floats) -> Interval:
     share, more = hits.sum() / counts.sum(), units + 2
     squares = ((hits - share * counts) ** 2).sum() / counts.sum() ** 2 * more / (more - 1)
     variance = float(squares / (share * (1 - share))) * value * (1 - value)
-    return interval(value, variance, Sizes(total, units, units - 1))
+    return value, effective_size(value, variance, Sizes(total, units, units - 1))

@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.storage.files import finite_or_none
-from dpmac_cli.tasks.intervals import Floats, Sizes, interval, of_shares
+from dpmac_cli.tasks.intervals import (
+    Floats,
+    Sizes,
+    clopper_pearson,
+    effective_size,
+    size_of_shares,
+)
 from dpmac_cli.tasks.task import Interval
 
 #: Number of equal-width bins of the calibration error.
@@ -107,13 +113,18 @@ def rates_as_values(answers: Answers) -> dict[str, list[float | None]]:
 
 def accuracy_interval(answers: Answers) -> Interval:
     """Return the 95% interval of the accuracy, see :mod:`~dpmac_cli.tasks.intervals`."""
+    return clopper_pearson(*_accuracy(answers))
+
+
+def _accuracy(answers: Answers) -> tuple[float, float]:
+    """Return the accuracy, and its effective number of answers."""
     if answers.exclusive:
         right = (answers.truth & answers.guess).any(1, keepdims=True)
     else:
         right = answers.truth == answers.guess
     owners, (records, each) = answers.owners, right.shape
     whole = np.full(records, float(each))
-    return of_shares(*(np.bincount(owners, w).astype(float) for w in (right.sum(1), whole)))
+    return size_of_shares(*(np.bincount(owners, w).astype(float) for w in (right.sum(1), whole)))
 
 
 def intervals(
@@ -129,12 +140,13 @@ def intervals(
     drawn = _resampled(
         answers, units, resamples or int(np.clip(NUMBERS // answers.truth.size, *RESAMPLES))
     )
-    found = {}
+    found, (_, most) = {}, _accuracy(answers)
     for name, value in metrics.items():
         some = drawn[name]
         variance = np.var(some[~np.isnan(some)]) if np.isfinite(some).sum() > 1 else 0.0
         sizes = _sizes(answers, name, owners)
-        found[name] = interval(value, float(variance) * units / max(units - 1, 1), sizes)
+        size = effective_size(value, float(variance) * units / max(units - 1, 1), sizes)
+        found[name] = clopper_pearson(value, min(size, most))
     return found | {"accuracy": accuracy_interval(answers)}
 
 

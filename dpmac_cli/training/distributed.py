@@ -35,6 +35,18 @@ NO_MORE = -1
 OVER = "over"
 
 
+def check_single_process() -> None:
+    """Raise InputError in one of several processes, each of which would add noise of its own."""
+    grouped = dist.is_available() and dist.is_initialized()
+    if (count := dist.get_world_size() if grouped else int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise InputError(
+            f"This is one of {count} processes of torchrun or torch.distributed. Each would train "
+            "on these records with noise of its own, and count only its own steps: together, or "
+            "averaged, they cost more. Run the program in one process. To train on several GPUs, "
+            f"use torchrun --nproc-per-node {count} -m dpmac_cli train ..., which adds noise once."
+        )
+
+
 class DismissedError(Exception):
     """Rank 0 no longer needs this rank."""
 

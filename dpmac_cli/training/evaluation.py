@@ -51,6 +51,11 @@ class Evaluation:
     task: Task
     units: Units | None = None
 
+    def __repr__(self) -> str:
+        score = self.task.headline
+        value = score.text(self.metric(score.name))
+        return f"Evaluation({score.title} {value}, loss {self.loss:.4g}, {self.samples:,} samples)"
+
     @cached_property
     def results(self) -> Results:
         """Outputs compared with targets."""

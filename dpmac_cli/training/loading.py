@@ -140,8 +140,8 @@ def _as_row(collated: Any) -> Any:
     for name, part in parts_by_name(collated).items():
         if not isinstance(part, Tensor):
             return Fault(
-                f"collate_fn returns a {type(part).__name__} as {name}, not a tensor. Leave it "
-                "out, or convert it."
+                f"collate_fn returns a {type(part).__name__} as {name}, not a tensor. Return "
+                "dicts, lists or tuples of tensors; leave out what is none."
             )
         if part.ndim == 0 or len(part) != 1:
             rows = "no dimension" if part.ndim == 0 else f"{len(part)} rows"

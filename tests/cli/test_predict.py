@@ -34,7 +34,7 @@ drop: [name]
 """
 COST = Regression(("cost",), 0.0, 100.0)
 #: What a message says of a word among numbers.
-OLD = " (declare decimal, thousands or missing_words in the schema)"
+OLD = " (declare decimal, thousands, missing_words or categories in the schema)"
 
 
 @pytest.fixture(scope="module")

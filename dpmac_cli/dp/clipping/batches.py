@@ -106,7 +106,7 @@ def check_rows(batch: Batch, structure: Structure | None) -> None:
     """
     parts = parts_by_name(batch)
     errors = [
-        f"{name} is a {type(part).__name__}, not a tensor."
+        f"{name} is a {type(part).__name__}, not a tensor. Use dicts, lists or tuples of tensors."
         for name, part in parts.items()
         if not isinstance(part, Tensor) or part.ndim == 0
     ]

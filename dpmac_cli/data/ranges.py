@@ -1,0 +1,79 @@
+"""Remarks on declared ranges and categories that do not fit the records, or were taken from them.
+
+They depend on private records, so they are shown to the person who types the command only.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpmac_cli.data.complaints import NAMED, escaped
+from dpmac_cli.data.schema import Source
+
+#: Share of the values of a column that counts as nearly all.
+NEARLY_ALL = 0.9
+
+
+def remarks_on_ranges(
+    x: NDArray[Any], arrays: Mapping[str, NDArray[Any]], source: Source
+) -> Iterator[str]:
+    """Yield remarks on the ranges of columns and of targets, and on categories.
+
+    Args:
+        x: numbers, shape (records, columns, ...). arrays: targets and declared ranges.
+        source: the dataset, whose schema names its columns.
+    """
+    names = [f"x[:, {place}]" for place in range(x.shape[1])]
+    columns, first = (() if source.schema is None else source.schema.columns), 0
+    unused = list[str]()
+    for column in columns:
+        names[first : first + column.inputs] = [column.name] * column.inputs
+        unused += [
+            f"{name} of {column.name}"
+            for place, name in enumerate(column.categories, first)
+            if column.type == "category" and not x[:, place].any()
+        ]
+        first += column.inputs
+    if unused:
+        yield f"No record has the category {_listed(unused)}: check the spelling"
+    yield from _of_each(names, np.moveaxis(x, 1, 0), arrays["low"], arrays["high"])
+    if "target_low" in arrays:
+        y = arrays["y"].reshape(len(x), -1).T
+        targets = arrays.get("target_name", np.array("y")).ravel().tolist()
+        names = targets if len(targets) == len(y) else [f"y[:, {place}]" for place in range(len(y))]
+        yield from _of_each(names, y, arrays["target_low"], arrays["target_high"])
+
+
+def _of_each(
+    names: Iterable[str], columns: NDArray[Any], low: NDArray[Any], high: NDArray[Any]
+) -> Iterator[str]:
+    """Yield remarks on the ranges of columns, shape (columns, records, ...)."""
+    if low.size == high.size == 1:  # one range for all
+        columns, names = columns.reshape(1, -1), ["x"] if len(columns) > 1 else names
+    outside, taken = list[str](), list[str]()
+    lows, highs = (np.broadcast_to(end.ravel(), len(columns)) for end in (low, high))
+    for name, values, least, most in zip(names, columns, lows, highs, strict=True):
+        beyond = (values < least) | (values > most)
+        if beyond.mean() >= NEARLY_ALL:
+            outside.append(f"{name} ({least:g} to {most:g})")
+        times = np.count_nonzero(values == least), np.count_nonzero(values == most)
+        # Values such as 0 and 255, at which many records are, are no sign of that.
+        if not beyond.any() and min(times) == 1:
+            taken.append(name)
+    if outside:
+        yield (
+            f"Nearly all values are outside the range of {_listed(outside)}, so they become its "
+            "ends, and little of them is left: declare ranges in the units of the records"
+        )
+    if taken:
+        yield (
+            f"The range of {_listed(taken)} ends at the smallest and the largest value of these "
+            "records. Ranges are published and not covered: base them on what the values mean"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return escaped(", ".join(dict.fromkeys(names[:NAMED]))) + more

@@ -1,0 +1,564 @@
+"""Mistakes of honest people that would make a printed epsilon false, at every door."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+
+from dpmac_cli import (
+    ArrayData,
+    Cyclic,
+    InputError,
+    ModelError,
+    OwnLoader,
+    Poisson,
+    PrivateStep,
+    RandomAllocation,
+    finish,
+    from_dataframe,
+    from_torch,
+    load_model,
+    make_private,
+    resolve,
+    train,
+    tune,
+)
+from dpmac_cli.accounting.sampling import BatchSampling, StatedSizes
+from dpmac_cli.accounting.statements import statement
+from dpmac_cli.data.schema import InMemoryData, Source
+from dpmac_cli.studies.grid import plan as grid_of
+from dpmac_cli.studies.search import plan_search
+from tests.digits_runs import digits_network, refused, train_digits
+from tests.helpers import load
+
+pytestmark = pytest.mark.privacy
+
+CLASSES = ["no", "yes"]
+#: Settings whose noise is cheap to price.
+STEPS: dict[str, Any] = {"sigma": 6.0, "steps": 2}
+CHEAP = {**STEPS, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def _uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise has no part in these mistakes, and takes seconds to work out."""
+    monkeypatch.setattr("dpmac_cli.studies.search.calibrate_search", lambda *_: 6.0)
+    monkeypatch.setattr("dpmac_cli.config.resolve.calibrate_noise", lambda *_, **__: 6.0)
+
+
+def network(inputs: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, 2))
+
+
+def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return cross_entropy(model(x), y, reduction="none")
+
+
+def records(count: int = 60) -> TensorDataset:
+    x = torch.rand(count, 3, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, torch.arange(count) % 2)
+
+
+#: What a command says of a dataset before it trains, by door.
+NOTES: dict[str, Callable[..., tuple[str, ...]]] = {
+    "train": lambda data: resolve(dataset=data, **CHEAP).notes,
+    "make_private": lambda data: make_private(network(), data, **CHEAP).notes,
+    "tune": lambda data: (
+        plan_search({"dataset": data, "steps": "1", "model": "linear", "lr": "0.1,0.2"}).notes
+    ),
+    "compare": lambda data: grid_of({"dataset": data, "sigma": "6"}, None).notes,
+}
+
+
+# Weights that were trained on the same records.
+
+
+def trained_on(dataset: str, where: str, **settings: Any) -> str:
+    plan = resolve(dataset=dataset, model="mlp-small", out=where, steps=1, device="cpu", **settings)
+    finish(train(plan.plan))
+    return f"{where}/model.safetensors"
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["without privacy", "private"])
+def test_weights_of_ones_own_run_are_not_public_whatever_the_dataset_is_called(
+    tmp_path: Path, private: bool
+) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (60, 8, 8), dtype=np.uint8)
+    for name in ("first", "second"):
+        np.savez(tmp_path / f"{name}.npz", x=x, y=np.arange(60) % 10)
+    how: dict[str, Any] = {"sigma": 6} if private else {"no_dp": True}
+    file = trained_on(str(tmp_path / "first.npz"), "before", batch_size=20, **how)
+    second = str(tmp_path / "second.npz")
+    again: dict[str, Any] = {"dataset": second, "model": "mlp-small", "pretrained": file}
+    again |= {"steps": "1", "batch_size": "20", "device": "cpu"}
+    plans = [
+        resolve(again, sigma=6).plan,
+        grid_of({**again, "sigma": "6"}, None).runs[0].plan,
+        plan_search({**again, "lr": "0.1,0.2"}).trial(),
+    ]
+    for plan in plans:
+        with pytest.raises(InputError, match=r"trained on first by dpmac, so .* train --fork RUN"):
+            finish(train(plan))
+    trained_on(second, "claims-nothing", pretrained=file, batch_size=20, no_dp=True)
+    public = tmp_path / "public.safetensors"
+    safetensors.torch.save_file(safetensors.torch.load_file(file), public)
+    trained_on(second, "of-others", pretrained=str(public), batch_size=20, sigma=6)
+
+
+def test_weights_of_a_public_dataset_are_public_unless_they_began_at_others(
+    tmp_path: Path,
+) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (60, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "own.npz", x=x, y=np.arange(60) % 10)
+    own = str(tmp_path / "own.npz")
+    public = trained_on("digits", "public", no_dp=True)
+    trained_on(own, "run", pretrained=public, batch_size=20, sigma=6)
+    private = trained_on(own, "private", batch_size=20, no_dp=True)
+    through = trained_on("digits", "through", pretrained=private, no_dp=True)
+    with pytest.raises(InputError, match="trained on digits by dpmac, so its weights are not"):
+        trained_on(own, "again", pretrained=through, batch_size=20, sigma=6)
+
+
+def test_a_network_file_that_loads_a_trained_model_is_refused() -> None:
+    run = train_digits(model="mlp-small", no_dp=True).folder
+    Path("net.py").write_text(
+        "import dpmac_cli\n"
+        f"def net(shape, classes):\n    return dpmac_cli.load_model({str(run)!r}).model.train()\n"
+    )
+    assert "was trained by dpmac before" in refused("--model", "net.py:net", code=4)
+    with pytest.raises(ModelError, match="trained without privacy before"):
+        make_private(load_model(run).model, "digits", **CHEAP)
+    with pytest.raises(ModelError, match="trained without privacy before"):
+        PrivateStep(load_model(run).model, loss, sampling=Poisson(n=60, batch_size=6), **STEPS)
+
+
+# Records that are there several times.
+
+
+class Transformed(Dataset[Any]):
+    """Records of another dataset, changed one by one, as programs write it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.inner[index]
+        return 1 - x, y
+
+
+REPEATED: dict[str, Callable[[Any], Any]] = {
+    "three times": lambda whole: ConcatDataset([whole] * 3),
+    "a rare class": lambda whole: Subset(whole, [*range(60), *[1] * 20]),
+    "behind a transform": lambda whole: Transformed(Subset(whole, [*range(60), 1])),
+    "transformed three times": lambda whole: ConcatDataset([Transformed(whole), whole]),
+}
+
+
+@pytest.mark.parametrize("kind", list(REPEATED)[:3])
+def test_a_dataset_that_repeats_records_is_refused(kind: str) -> None:
+    dataset = REPEATED[kind](records())
+    facts: dict[str, Any] = {"low": 0, "high": 1, "classes": CLASSES}
+    with pytest.raises(InputError, match="60 different records, and"):
+        from_torch(dataset, **facts)  # which train, tune, compare and make_private take
+    step = PrivateStep(network(), loss, sampling=Poisson(n=len(dataset), batch_size=6), **STEPS)
+    with pytest.raises(InputError, match="60 different records, and"):
+        step.loader(dataset)
+    fine = PrivateStep(network(), loss, sampling=Poisson(n=60, batch_size=6), **STEPS)
+    assert next(fine.loader(Transformed(Subset(records(), range(60)))))
+
+
+@pytest.mark.parametrize("door", NOTES)
+@pytest.mark.parametrize("units", [False, True])
+def test_records_that_are_trained_and_tested_on_are_counted(door: str, units: bool) -> None:
+    x, y = (part.numpy() for part in records().tensors)
+    named: dict[str, Any] = {}
+    if units:
+        named = {"unit": np.arange(60), "unit_test": np.arange(60, 80)}
+    both = np.r_[55:60]
+    test = np.concatenate([np.random.default_rng(1).random((15, 3), np.float32), x[both]])
+    data = ArrayData(
+        x, y, test, np.r_[np.arange(15) % 2, y[both]], low=-1, high=2, classes=CLASSES, **named
+    )
+    (said,) = [note for note in NOTES[door](data) if "test records of" in note]
+    assert "5 test records of <arrays> are exact copies of training records, such as" in said
+    assert "test record 16" in said
+
+
+def test_copies_that_a_split_would_separate_are_counted() -> None:
+    x, y = (part.numpy().repeat(10, 0) for part in records().tensors)
+    data = ArrayData(x, y, low=-1, high=2, classes=CLASSES)
+    (said,) = [note for note in resolve(dataset=data, **CHEAP).notes if "copies" in note]
+    assert "of training records among test records" in said
+
+
+# Batches that were not drawn as stated.
+
+
+def sizes_refused_after(stated: BatchSampling, sizes: Iterator[int], most: int = 4000) -> int:
+    """The number of batches that are accepted, at most ``most``."""
+    check = StatedSizes(OwnLoader(stated))
+    for number, size in zip(range(most), sizes, strict=False):
+        try:
+            check.check(size)
+        except InputError:
+            return number
+    return most
+
+
+@pytest.mark.parametrize("n", [1000, 10_000, 60_000])
+@pytest.mark.parametrize("kind", [Poisson, RandomAllocation, Cyclic])
+def test_shuffled_batches_are_not_drawn_as_stated(n: int, kind: type[BatchSampling]) -> None:
+    def shuffled() -> Iterator[int]:
+        while True:
+            yield from map(len, DataLoader(range(n), batch_size=128, shuffle=True))  # type: ignore[arg-type]
+
+    few = 16 if kind is Cyclic and n == 1000 else 12
+    accepted = sizes_refused_after(kind(n=n, batch_size=128), shuffled(), 100)
+    assert accepted <= few or kind is Cyclic
+
+
+@pytest.mark.parametrize("batch", [1, 7, 128, 500, 999, 1000])
+@pytest.mark.parametrize("kind", [Poisson, RandomAllocation, Cyclic])
+def test_batches_that_are_drawn_as_stated_are_accepted(
+    batch: int, kind: type[BatchSampling]
+) -> None:
+    stated = kind(n=1000, batch_size=batch)
+    for key in range(3):
+        draws = stated.draws(bytes([key]) * 32)
+        steps = range(1, 400)
+        assert sizes_refused_after(stated, (len(draws.draw(t)) for t in steps), 399) == 399
+
+
+def test_a_step_with_a_shuffling_loader_is_refused() -> None:
+    stated = OwnLoader(Poisson(n=600, batch_size=30))
+    step = PrivateStep(network(), loss, sampling=stated, **{**STEPS, "steps": 40})
+    loader = DataLoader(records(600), batch_size=30, shuffle=True)
+    with pytest.raises(InputError, match=r"batches have one size.*DataLoader\(shuffle=True\)"):
+        list(map(step, map(tuple, loader)))
+    assert step.taken < 20
+
+
+# Several processes.
+
+
+def doors(run: str) -> dict[str, Callable[[], object]]:
+    plan = resolve(dataset="digits", model="linear", out=run, **CHEAP).plan
+    return {
+        "PrivateStep": lambda: PrivateStep(
+            network(), loss, sampling=Poisson(n=60, batch_size=6), **STEPS
+        ),
+        "make_private": lambda: make_private(digits_network(), "digits", **CHEAP),
+        "train": lambda: finish(train(plan)),
+        "tune": lambda: finish(tune(dataset="digits", model="linear", steps=1, out=run)),
+    }
+
+
+@pytest.mark.parametrize("door", ["PrivateStep", "make_private", "train", "tune"])
+def test_one_training_in_each_of_several_processes_is_refused(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match=r"one of 4 processes.*-m dpmac_cli train"):
+        doors("out")[door]()
+
+
+def test_a_group_that_is_formed_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    private = make_private(digits_network(), "digits", **CHEAP)
+    step = PrivateStep(network(), loss, sampling=OwnLoader(Poisson(n=60, batch_size=6)), **STEPS)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    batch = tuple(part[:5] for part in records().tensors)
+    for take in (private.step, lambda: step(batch)):
+        with pytest.raises(InputError, match="one of 2 processes"):
+            take()
+    assert private.epsilon == step.epsilon == 0
+
+
+# What nothing can see is said in the sentence that people read.
+
+
+def test_the_statement_names_what_was_computed_from_the_records_before() -> None:
+    step = PrivateStep(network(), loss, sampling=Poisson(n=60, batch_size=6), **STEPS)
+    report = train_digits().report["privacy"]["statement"]
+    event = Poisson(n=60, batch_size=6).event(6.0, 3)
+    for said in (step.statement, report, statement(1.0, 1e-5, [event])):
+        for what in ("loaded weights", "outputs of a teacher", "means to normalise by"):
+            assert what in said
+
+
+# Ranges that are values of records.
+
+
+def ranged(x: Any, **ends: Any) -> ArrayData:
+    return ArrayData(x, np.arange(len(x)) % 2, classes=CLASSES, **ends)
+
+
+@pytest.mark.parametrize("door", NOTES)
+def test_a_range_that_ends_at_values_of_records_is_noted(door: str) -> None:
+    x = np.random.default_rng(0).normal(size=(60, 3))
+    one = x[:, 1]
+    for low, high in (
+        (x.min(0), x.max(0)),
+        (x.min(), x.max()),
+        ([-9, one.min(), -9], [9, one.max(), 9]),
+    ):
+        (said,) = [n for n in NOTES[door](ranged(x, low=low, high=high)) if "smallest" in n]
+        assert "Ranges are published" in said
+    y = x[:, 0]
+    target = ArrayData(x, y, low=-9, high=9, target_low=y.min(), target_high=y.max())
+    if door != "make_private":  # its network has two outputs
+        assert any("The range of y ends at" in note for note in NOTES[door](target))
+
+
+def test_a_range_of_common_values_is_not_noted() -> None:
+    rng = np.random.default_rng(0)
+    for x, low, high in (
+        (rng.integers(0, 2, (60, 3)).astype(float), 0, 1),
+        (rng.normal(size=(60, 3)), -9, 9),
+        (rng.normal(size=(60, 3)).clip(-1, 1), -1, 1),
+    ):
+        assert not [n for n in resolve(dataset=ranged(x, low=low, high=high), **CHEAP).notes
+                    if "range" in n]  # fmt: skip
+
+
+# Losses and networks that need the batch.
+
+
+class Own(nn.Module):
+    """A layer, and an operation on what it computes."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.of = nn.Linear(3, 4), nn.Linear(4, 2), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.of(self.first(x)))
+        return out
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    h = model(batch[0])
+    return cross_entropy(h @ h.T, torch.arange(len(h)), reduction="none")
+
+
+def ranking(model: nn.Module, batch: Any) -> Tensor:
+    scores = model(batch[0])[:, 0]
+    return torch.relu(1 + scores[:, None] - scores[None]).mean(1)
+
+
+def hardest(model: nn.Module, batch: Any) -> Tensor:
+    each = loss(model, batch)
+    return each * (each >= each.median())
+
+
+def mixed_up(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return cross_entropy(model((x + x.flip(0)) / 2), y, reduction="none")
+
+
+def weighed(model: nn.Module, batch: Any) -> Tensor:
+    each = loss(model, batch)
+    return each / each.detach().sum()
+
+
+BATCH: dict[str, Any] = {
+    "InfoNCE": (nn.Identity(), contrastive),
+    "ranking": (nn.Identity(), ranking),
+    "hard examples": (nn.Identity(), hardest),
+    "mixup": (nn.Identity(), mixed_up),
+    "weights of a batch": (nn.Identity(), weighed),
+    "batch norm": (lambda h: nn.functional.batch_norm(h, None, None, training=True), loss),
+    "centred": (lambda h: h - h.mean(0), loss),
+    "softmax over records": (lambda h: h.softmax(0), loss),
+    "spread": (lambda h: h / (1 + h.std(0)), loss),
+    "neighbours": (lambda h: h + h.roll(1, 0), loss),
+}
+ALONE: dict[str, Any] = {
+    "layer norm": (nn.LayerNorm(4), loss),
+    "group norm": (nn.GroupNorm(2, 4), loss),
+    "softmax": (lambda h: h.softmax(1), loss),
+    "dropout": (nn.Dropout(0.5), loss),
+    "centred in a record": (lambda h: h - h.mean(1, keepdim=True), loss),
+    "sorted": (lambda h: h.sort(1).values, loss),
+    "sums": (lambda h: h.cumsum(1), loss),
+    "largest": (lambda h: h * (h >= h.amax(1, keepdim=True)), loss),
+    "products": (lambda h: h + torch.einsum("nc,nd->nc", h, h), loss),
+    "weights of classes": (
+        nn.Identity(),
+        lambda model, batch: loss(model, batch) * torch.tensor([1.0, 3.0])[batch[1]],
+    ),
+}
+
+
+def example() -> tuple[Tensor, ...]:
+    return records(8).tensors
+
+
+@pytest.mark.parametrize("name", BATCH)
+def test_what_needs_the_batch_is_refused(name: str) -> None:
+    of, own = BATCH[name]
+    sampling = Poisson(n=60, batch_size=6)
+    with pytest.raises(ModelError, match=r"for a batch than for one|including one"):
+        PrivateStep(Own(of), own, sampling=sampling, example=example(), **STEPS)
+    if own is loss:
+        data = ranged(np.zeros((60, 3)), low=-1, high=1)
+        with pytest.raises(ModelError, match=r"for a batch than for one|including one"):
+            make_private(Own(of), data, **CHEAP)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_only_looks_like_that_is_trained(name: str) -> None:
+    of, own = ALONE[name]
+    sampling = Poisson(n=60, batch_size=6)
+    assert PrivateStep(Own(of), own, sampling=sampling, example=example(), **STEPS).taken == 0
+
+
+def test_a_network_file_that_needs_the_batch_is_refused() -> None:
+    """By the command, whose runs are those of compare and tune, too."""
+    Path("net.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self, shape, classes):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(64, classes)\n"
+        "    def forward(self, x):\n"
+        "        h = self.layer(x.flatten(1))\n"
+        "        return h - h.mean(0)\n"
+    )
+    assert "computes something else for a batch" in refused("--model", "net.py:Net", code=4)
+
+
+# What a record of a table is read as.
+
+
+def dated(last: str) -> InMemoryData:
+    import pyarrow as pa  # noqa: PLC0415
+
+    days = [f"2020-01-{1 + row % 28:02}" for row in range(39)]
+    columns = {"day": [*days, last], "sick": ["no", "yes"] * 20}
+    day = {"type": "date", "range": ["2019-01-01", "2024-12-31"]}
+    schema = {"label": {"column": "sick", "classes": CLASSES}, "columns": {"day": day}}
+    return from_dataframe(pa.table(columns), schema)
+
+
+def source_of(data: Any) -> Source:
+    source = resolve(dataset=data, **CHEAP).plan.data.source
+    assert isinstance(source, Source)
+    return source
+
+
+def test_the_newest_date_decides_no_age_of_other_records() -> None:
+    """Years count until the last day of the declared range."""
+    before, after = (
+        Counter(x for side in load(source_of(dated(last))) for x in side[0].ravel().tolist())
+        for last in ("2020-02-01", "2024-06-01")
+    )
+    assert (before - after).total() == (after - before).total() == 1
+
+
+# Values that a schema does not fit.
+
+
+def test_a_column_outside_its_range_and_a_category_without_a_record_are_noted() -> None:
+    import pyarrow as pa  # noqa: PLC0415
+
+    columns = {
+        "height": [165.5 + row for row in range(40)],
+        "sex": ["f", "m"] * 20,
+        "sick": ["no", "yes"] * 20,
+    }
+    schema = {
+        "label": {"column": "sick", "classes": CLASSES},
+        "columns": {"height": {"range": [1.0, 2.2]}, "sex": {"categories": ["f", "w"]}},
+    }
+    notes = resolve(dataset=from_dataframe(pa.table(columns), schema), **CHEAP).notes
+    assert any("Nearly all values are outside the range of height (1 to 2.2)" in n for n in notes)
+    assert any("No record has the category w of sex: check the spelling" in n for n in notes)
+    assert not any("of f" in note for note in notes)
+
+
+def test_all_words_for_a_missing_value_are_told_at_once() -> None:
+    import pyarrow as pa  # noqa: PLC0415
+
+    columns = {"crp": ["1", "k.A.", "<0.6", "unknown", "k.A."] * 8, "sick": ["no", "yes"] * 20}
+    schema = {
+        "label": {"column": "sick", "classes": CLASSES},
+        "columns": {"crp": {"range": [0, 9]}},
+    }
+    with pytest.raises(InputError, match=r"'k\.A\.', 'unknown' \(.*missing_words or categories"):
+        resolve(dataset=from_dataframe(pa.table(columns), schema), **CHEAP)
+
+
+# What a program sees.
+
+
+def test_a_rate_of_zero_is_where_schedules_end() -> None:
+    step = PrivateStep(network(), loss, sampling=Poisson(n=60, batch_size=6), **STEPS)
+    private = make_private(digits_network(), "digits", **CHEAP)
+    for training in (step, private):
+        training.lr = 0.0
+        assert training.lr == 0
+        for bad in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(InputError):
+                training.lr = bad
+    before = private.model[1].weight.detach().clone()  # type: ignore[index, union-attr, operator]
+    private.step()
+    assert torch.equal(private.model[1].weight, before)  # type: ignore[index, union-attr, arg-type]
+
+
+class Output:
+    """What networks of transformers return."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class OfTransformers(nn.Module):
+    """A network that returns its logits in an object, and has a configuration."""
+
+    config = object()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 8), nn.Linear(8, 10)
+        self.head.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(self.head(self.body(x.flatten(1)).tanh()))
+
+
+def test_logits_in_an_object_are_taken_and_what_is_frozen_is_said() -> None:
+    private = make_private(OfTransformers(), "digits", **CHEAP)
+    private.step()
+    said = "520 parameters are trained: body.weight, body.bias; 90 parameters are frozen: head."
+    assert any(said in note for note in private.notes)
+    assert repr(private).startswith("PrivateTraining(1 of 2 steps; 520 parameters are trained")
+    assert repr(private.evaluate()).startswith("Evaluation(accuracy ")
+    inputs = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    inputs[0].requires_grad_(False)
+    sampling = Poisson(n=60, batch_size=6)
+    step = PrivateStep(inputs, loss, sampling=sampling, example=example(), **STEPS)
+    said = "10 parameters are trained: 1.weight, 1.bias; 16 parameters are frozen: 0.weight, 0.bias"
+    assert step.notes == (f"{said}.",)
+    assert repr(step) == f"PrivateStep(0 of 2 steps; {said})"
+
+
+def test_a_batch_of_another_type_says_what_to_use() -> None:
+    step = PrivateStep(network(), loss, sampling=OwnLoader(Poisson(n=60, batch_size=6)), **STEPS)
+    with pytest.raises(InputError, match="Use dicts, lists or tuples of tensors"):
+        step(Output(torch.zeros(3, 3)))
