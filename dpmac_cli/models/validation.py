@@ -281,7 +281,7 @@ def _check_alone(model: nn.Module, trial: Trial) -> None:
     """
     x, _ = trial.samples(FEW, double=True)
     whole = _values_by_part(model, x)
-    for row in (0, FEW - 1):
+    for row in range(FEW):
         alone = _values_by_part(model, map_rows(itemgetter(slice(row, row + 1)), x))
         if _differ(whole[-1][1], alone[-1][1], row):
             pairs = zip(whole, alone, strict=False)
