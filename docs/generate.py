@@ -17,9 +17,8 @@ from dpmac_cli.cli.app import load_command
 from dpmac_cli.config.best import EPSILON
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import Option, flag_name
-from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import SETTINGS, Settings
-from dpmac_cli.config.sources import EXCLUSIVE, INCOMPATIBLE
+from dpmac_cli.config.resolve import NOT_RECORDED, resolve
+from dpmac_cli.config.settings import EXCLUSIVE, SETTINGS, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import Records, data_facts
@@ -336,7 +335,7 @@ def default(setting: Option) -> str:
 
 def about(setting: Option) -> str:
     """Return the help of a setting."""
-    return setting.help + ("" if setting.flag.recorded else " Not kept in `config.yaml`.")
+    return setting.help + (" Not kept in `config.yaml`." if setting.name in NOT_RECORDED else "")
 
 
 def by_data_set() -> str:
@@ -429,8 +428,9 @@ def exclusions() -> str:
 def _exclusions() -> Iterator[str]:
     for group in EXCLUSIVE:
         yield f"{flags(group)} answer the same question. A flag replaces a file's answer."
-    for pair, why in INCOMPATIBLE.items():
-        yield f"{flags(pair)}: {why}."
+    for name, setting in SETTINGS.items():
+        for other, why in setting.flag.not_with.items():
+            yield f"{flags((name, other))}: {why}."
 
 
 def flags(names: Iterable[str]) -> str:

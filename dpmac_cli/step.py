@@ -25,7 +25,7 @@ from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader, StatedSizes
 from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.plan import BatchPlan, PrivacyPlan, StepsPlan
 from dpmac_cli.config.resolve import resolve_batches
-from dpmac_cli.config.settings import SETTINGS, Settings
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.in_memory import check_copies
 from dpmac_cli.dp.clipping.batches import (
     Batch,
@@ -68,6 +68,12 @@ from dpmac_cli.training.state import TrainState
 #: Fraction of the clipping margin below 1 that the mechanism's rounding may use; the rest is for
 #: the rounding of sums.
 ROUNDING_SHARE = 0.01
+#: Settings of docs/configuration.md that a step has.
+SETTINGS_OF_STEP = (
+    *("isolate", "epochs", "steps", "sigma", "epsilon", "max_epsilon", "delta", "secure"),
+    *("optimizer", "lr", "clip_norm", "beta1", "beta2", "gamma", "gamma_prime", "h1", "h2"),
+    *("kappa", "phi", "lr_schedule", "warmup_steps", "weight_decay", "physical_batch", "seed"),
+)
 #: Unit of privacy of a batch's rows.
 RECORD_UNIT = ("training record", "")
 
@@ -378,7 +384,8 @@ class PrivateProgram(Unshared):
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        Settings(lr=rate or None)  # raises InputError, but not for 0, where a schedule ends
+        # Raises InputError, but not for 0, where a schedule ends.
+        Settings.model_validate({"lr": rate or None})
         optimizer = self._plan.optimizer.with_lr(rate)
         recorded = {**self._plan.recorded, "lr": optimizer.lr}
         self._plan = replace(self._plan, optimizer=optimizer, recorded=recorded)
@@ -691,11 +698,10 @@ def _check_arguments(
             "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256), "
             f"RandomAllocation(...), Cyclic(...) or OwnLoader(...), not {sampling!r}."
         )
-    known = [name for name, option in SETTINGS.items() if option.flag.of_step]
     errors += [
-        f"PrivateStep has no setting '{name}'. It has {', '.join(known)}."
+        f"PrivateStep has no setting '{name}'. It has {', '.join(SETTINGS_OF_STEP)}."
         for name in keywords
-        if name not in known
+        if name not in SETTINGS_OF_STEP
     ]
     raise_errors(errors)
 

@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 from dpmac_cli.cli import compare as compare_command
 from dpmac_cli.cli import train as train_command
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.account_flags import FLAGS
+from dpmac_cli.config.account import Question
 from dpmac_cli.config.fields import flag_name, options
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import loaders as data
@@ -42,6 +42,7 @@ from dpmac_cli.runs import prepare as preparation
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.studies import local as workers
 from dpmac_cli.studies.executor import Result
+from dpmac_cli.studies.grid import NOT_STUDIED
 from dpmac_cli.studies.local import train_run
 from tests.digits_runs import contents
 from tests.helpers import limits_of
@@ -529,7 +530,7 @@ def _flag(name: str, value: str | bool, joined: bool = False) -> tuple[str, ...]
 
 
 TRAINABLE = [name for name in SETTINGS if name not in ("out", "dataset")]
-STUDIED = [name for name in TRAINABLE if SETTINGS[name].flag.studied]
+STUDIED = [name for name in TRAINABLE if name not in NOT_STUDIED]
 UNKNOWN = ("--sigm", "--verbose", "-v", "--no-json", "extra", "--seed=", "--", "---", "--é", "-")
 
 
@@ -628,11 +629,11 @@ PRICED: Mapping[str, Sequence[str]] = {
     "sigma": ("0", "0.01", "0.5", "1", "6", "10000", "0.5,1", "10001", "0.005"),
     "epsilon": ("1e-9", "0.1", "1", "1,3", "1e9", "0"),
     "delta": ("1e-5", "1e-13", "1e-15", "1e-20", "1e-300", "0.5", "0.999999", "1", "1e-400"),
-    "sampler": FLAGS["sampler"].choices,
-    "accountant": FLAGS["accountant"].choices,
+    "sampler": options(Question)["sampler"].choices,
+    "accountant": options(Question)["accountant"].choices,
     "tune": ("2", "10", "1", "1001", "ten"),
 }
-assert PRICED.keys() == set(map(flag_name, FLAGS))
+assert PRICED.keys() == set(map(flag_name, options(Question)))
 
 
 @st.composite

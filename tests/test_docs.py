@@ -17,7 +17,7 @@ import yaml
 
 from dpmac_cli import __version__
 from dpmac_cli.cli.app import COMMANDS, load_command
-from dpmac_cli.config.account_flags import AccountFlags
+from dpmac_cli.config.account import Question
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Settings
@@ -34,7 +34,7 @@ CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: A file of this repository, by its path.
 FILE = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|toml|md|json|jsonl|yaml))`")
 #: Commands whose values are validated, too, by their settings.
-VALIDATED: Mapping[str, type[Flags]] = {"train": Settings, "account": AccountFlags}
+VALIDATED: Mapping[str, type[Flags]] = {"train": Settings, "account": Question}
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

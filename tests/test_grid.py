@@ -178,8 +178,8 @@ def test_in_a_file_values_may_be_written_as_on_the_command_line(tmp_path: Path) 
     ("text", "word"),
     [
         ("sigm: 1", "sigma"),
-        ("sigma: {a: 1}", "a value or a list"),
-        ("sigma: []", "a value or a list"),
+        ("sigma: {a: 1}", "sigma cannot be a dict"),
+        ("sigma: []", "list of --sigma is empty"),
         ("sigma: 1\nsigma: 2", "twice, again in line 2"),
         ("seed: 3", "seeds"),
         ("[1, 2]", "must contain lines"),

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,33 +13,32 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.account_answers import account_notes, answer
-from dpmac_cli.config.account_flags import AccountQuery, ask
+from dpmac_cli.config.account import Question, account_notes, answer
 from dpmac_cli.errors import BudgetError, InputError
 from tests.tiers import rest_long
 
 DELTA = 1e-5
 
 
-def typed(line: str) -> Mapping[str, str]:
-    """``--sigma 1 --delta 0.1`` as flags by name."""
-    words = line.split()
-    return {
-        name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)
+def ask(line: str) -> Question:
+    """The completed question of a line, such as ``--sigma 1 --delta 0.1``."""
+    words = line.replace("--", "").split()
+    given = {
+        name.replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)
     }
+    return Question.model_validate(given).completed()
 
 
 #: 40 records, and noise that is cheap to price.
-SMALL = ask(typed("--dataset-size 40 --batch-size 8 --sigma 6 --epochs 2"))
+SMALL = ask("--dataset-size 40 --batch-size 8 --sigma 6 --epochs 2")
 
 
-def changed(question: AccountQuery, **changes: Any) -> AccountQuery:
+def changed(question: Question, **changes: Any) -> Question:
     """The question with other flags."""
-    other: Any = question
-    return cast(AccountQuery, replace(other, **changes))
+    return question.model_copy(update=changes)
 
 
-def only(question: AccountQuery) -> Row:
+def only(question: Question) -> Row:
     (row,) = answer(question)
     return row
 
@@ -125,7 +124,7 @@ REFUSED = [
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.line[:70] or "nothing")
 def test_every_fault_of_a_question_is_named_at_once(refused: Refused) -> None:
     with pytest.raises(InputError) as caught:
-        ask(typed(refused.line))
+        ask(refused.line)
     assert len(caught.value.errors) == len(refused.said)
     for part in refused.said:
         assert [part in error for error in caught.value.errors].count(True) == 1, part
@@ -133,23 +132,23 @@ def test_every_fault_of_a_question_is_named_at_once(refused: Refused) -> None:
 
 def test_a_data_set_fills_in_what_is_not_given() -> None:
     whole = "--dataset-size 60000 --batch-size 256 --sigma 1 --epochs 5"
-    assert ask(typed("--sigma 1")) == ask(typed(whole))
-    digits = ask(typed("--dataset digits --recipe paper --epsilon 2,3 --batch-size 9"))
-    assert (digits.dataset_size, digits.batch_size, digits.lengths) == (1437, 9, [("epochs", 20)])
+    assert ask("--sigma 1") == ask(whole)
+    digits = ask("--dataset digits --recipe paper --epsilon 2,3 --batch-size 9")
+    assert (digits.dataset_size, digits.batch_size, digits.epochs) == (1437, 9, (20,))
     assert (digits.solve, digits.epsilon, digits.sigma) == ("sigma", (2.0, 3.0), None)
 
 
 def test_what_is_left_open_is_what_is_asked_for() -> None:
     unseen = "--dataset-size 9 --sigma 1 --epsilon 1"
-    assert ask(typed(f"{unseen} --batch-size 3")).solve == "steps"
-    assert ask(typed("--epsilon 1")).solve == "sigma"
+    assert ask(f"{unseen} --batch-size 3").solve == "steps"
+    assert ask("--epsilon 1").solve == "sigma"
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_is_priced_by_both_accountants(sampler: str) -> None:
     line = f"--sigma 1 --sampler {sampler}"
-    assert only(ask(typed(line))).accountant == "pld"
-    rows = answer(ask(typed(f"{line} --accountant all")))
+    assert only(ask(line)).accountant == "pld"
+    rows = answer(ask(f"{line} --accountant all"))
     assert [row.accountant for row in rows] == ["pld", "rdp"]
 
 

@@ -15,13 +15,12 @@ from typer.testing import CliRunner
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.cli.app import app
 from dpmac_cli.cli.recipes import print_recipes
-from dpmac_cli.config.account_answers import answer
-from dpmac_cli.config.account_flags import ask, asked
+from dpmac_cli.config.account import Question, answer, by_target
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.recipes import recipe_notes
 from dpmac_cli.config.resolve import change, resolve
-from dpmac_cli.config.settings import Complete, Settings
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import by_flag
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
@@ -40,7 +39,7 @@ def images(name: str, shape: tuple[int, ...], records: int = 600) -> None:
     np.savez(name, x=x, y=np.arange(records) % 10, x_test=x[:50], y_test=np.arange(50) % 10)
 
 
-def chosen(**flags: Any) -> tuple[Complete, str]:
+def chosen(**flags: Any) -> tuple[Settings, str]:
     """Return all settings of a named dataset, and what the recipe says about them."""
     given, facts = Settings.model_validate(flags), DATASETS[flags.get("dataset", "mnist")]
     return completed(given, facts), " ".join(recipe_notes(given, facts))
@@ -167,18 +166,19 @@ def test_a_run_is_resumed_with_its_recipe(flags: dict[str, Any], data: str) -> N
 @pytest.mark.parametrize("targets", ["1", "1,3,8"])
 @pytest.mark.parametrize("more", [{}, {"model": "mlp"}, {"recipe": "paper"}])
 def test_account_prices_what_train_runs(targets: str, more: dict[str, str]) -> None:
-    questions = asked({"epsilon": targets, "dataset": "mnist", **more})
-    rows = [row for one in questions for row in answer(one)]
+    questions = by_target(Question.model_validate({"epsilon": targets, "dataset": "mnist", **more}))
+    rows = [row for one in questions for row in answer(one.completed())]
     for target, row in zip(map(float, targets.split(",")), rows, strict=True):
         plan = resolve({"dataset": "mnist", "epsilon": target, **more}).plan
         assert row.events == (plan.privacy.event,)
         assert row.batch_size == plan.privacy.batch_size
-    assert bool(questions[0].said) is (more.get("recipe") != "paper")
+    assert bool(questions[0].notes) is (more.get("recipe") != "paper")
 
 
 def test_account_of_noise_is_of_the_paper() -> None:
-    assert (ask({"sigma": "1"}).batch_size, ask({"sigma": "1"}).epochs) == (256, (5,))
-    longest = ask({"sigma": "1", "epsilon": "2"})
+    priced = Question.model_validate({"sigma": "1"}).completed()
+    assert (priced.batch_size, priced.epochs) == (256, (5,))
+    longest = Question.model_validate({"sigma": "1", "epsilon": "2"}).completed()
     assert (longest.batch_size, longest.solve) == (256, "steps")
 
 

@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 from dpmac_cli import make_private
+from dpmac_cli.config.account import Question
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.recount import recount
 from dpmac_cli.release.run import finish, fork, resume, train
@@ -163,7 +164,7 @@ def test_a_kill_leaves_no_earlier_report_beside_a_later_model(
             assert now.get(folder.REPORT) != early[folder.REPORT]
             assert now.get(folder.CARD) != early[folder.CARD]
         if calls[0] >= 0:
-            assert recount(out, {})[1] > 0
+            assert recount(out, Question())[1] > 0
             return
     pytest.fail("it never ended")
 

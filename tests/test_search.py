@@ -221,7 +221,7 @@ def test_a_search_by_name_is_its_file() -> None:
 @pytest.mark.privacy
 def test_a_file_of_a_search_does_not_run_code() -> None:
     Path("net.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(InputError, match="refers to code"):
+    with pytest.raises(InputError, match="is code"):
         plan_search({}, written("dataset: digits\nmodel: ['net.py:N', linear]\n"))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dpmac_cli.accounting.selection import Search, Trials
+from dpmac_cli.config.account import Question
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
@@ -299,7 +300,7 @@ def test_the_report_charges_the_whole_search(published: tuple[Path, SearchSpace]
     lines = files.read_lines(run / folder.METRICS)
     assert {line["epsilon"] for line in lines} == {whole}
     assert lines[-1]["test_accuracy"] == report["test"]["accuracy"]  # the score that decided
-    rows, stored, again = recount(run, {})
+    rows, stored, again = recount(run, Question())
     assert stored == again == rows[0].epsilon == whole
     assert isinstance(rows[0].done, Search)
     (first, *_) = privacy["risk"]["epsilons"]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,17 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT
+from dpmac_cli.accounting.accountants import ACCOUNTANTS
 from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, take, with_options
-from dpmac_cli.config import account_answers, account_flags
-from dpmac_cli.config.fields import Flag, SomePath, flag_name, options
-from dpmac_cli.config.flags import Flags
+from dpmac_cli.config.account import Question, account_notes, answer, by_target
+from dpmac_cli.config.fields import Flag, SomePath, options
 from dpmac_cli.config.settings import OUTPUT, Debug, PrintJson
-from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.errors import BudgetError, InputError, raise_errors
 from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
 from dpmac_cli.storage.files import finite_or_none, to_json
 
@@ -31,27 +30,29 @@ TOLERANCE = 1e-3
 ASIDE = ("events", "risk", "unit", "search")
 
 
-class AccountOutput(Flags, frozen=True):
-    """Flags of the command besides the question."""
+class AccountFlags(Question, frozen=True):
+    """Flags of the command: the question, and how it is answered."""
 
-    risk: Annotated[
-        StrictBool,
-        Flag(OUTPUT),
-    ] = False
+    risk: Annotated[StrictBool, Flag(OUTPUT)] = False
     """Also show bounds on what an attacker can learn."""
-    plot: Annotated[
-        SomePath | None,
-        Flag(OUTPUT, metavar="FILE"),
-    ] = None
+    plot: Annotated[SomePath | None, Flag(OUTPUT, metavar="FILE")] = None
     """Draw the trade-off curve of --risk (.png, .svg or .pdf). An existing file is replaced."""
-    json: PrintJson = False
+    json: PrintJson = False  # type: ignore[assignment]
     debug: Debug = False
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the faults of flags that exclude each other."""
+        yield from super().contradictions(given)
+        if "plot" in given and "risk" not in given:
+            yield "--plot draws the trade-off curve of --risk: add --risk."
+        if "risk" in given and given.get("accountant") in ("rdp", "all"):
+            yield "--risk needs privacy loss distributions: add --accountant pld."
 
 
 @with_options(
     argument("run", "Run folder or report to recompute epsilon for.", required=False),
-    account_flags.FLAGS,
-    options(AccountOutput),
+    options(AccountFlags),
 )
 def account(run: Path | None, **given: Any) -> None:
     """Compute the privacy cost of training in advance, the noise for a budget, or the longest run.
@@ -70,75 +71,36 @@ def account(run: Path | None, **given: Any) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilon is wrong,
     3 target out of reach.
     """
-    shown = take(AccountOutput, given)
-    flags = {flag_name(name): text for name, text in given.items() if text is not None}
-    accountant = account_flags.by_name(flags, []).get("accountant", DEFAULT_ACCOUNTANT)
-    errors = list(_faults(shown, accountant))
-    with console.waiting(shown.json, "privacy cost"):
-        found = _asked(flags, errors) if run is None else _recounted(run, flags, errors)
-        notes = [*found.said, *account_answers.account_notes(found.rows, accountant)]
-        rows = [_with_risk(row) if shown.risk else row for row in found.rows]
-        if shown.plot:
-            write_figure(trade_offs(rows), shown.plot)
-    console.print_notes(notes)
-    if shown.json:
+    flags = take(AccountFlags, given)
+    raise_errors(faults_of_picture(flags.plot))
+    rows, notes, of_report, out_of_reach = list[Row](), list[str](), None, None
+    with console.waiting(flags.json, "privacy cost"):
+        if run is not None:
+            from dpmac_cli.release.recount import recount  # noqa: PLC0415  (the report's model)
+
+            rows, *of_report = recount(run, flags)
+        else:
+            asked = by_target(flags)
+            notes += dict.fromkeys(note for one in asked for note in one.notes)
+            try:
+                rows.extend(answer(*[one.completed() for one in asked]))
+            except BudgetError as failure:
+                if not rows:
+                    raise
+                out_of_reach = failure
+        if flags.risk:
+            rows = [_with_risk(row) for row in rows]
+        if flags.plot:
+            write_figure(trade_offs(rows), flags.plot)
+    console.print_notes([*notes, *account_notes(rows, flags.accountant)])
+    if flags.json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
     else:
         _print(console.stdout(), rows)
-    if found.of_report is not None:
-        _judge(*found.of_report)
-    if found.out_of_reach is not None:
-        raise found.out_of_reach
-
-
-@dataclass(frozen=True)
-class _Answers:
-    """Privacy costs that were asked for.
-
-    ``said`` are notes on the questions, ``of_report`` the epsilon in a report and the correct one,
-    and ``out_of_reach`` names the targets that have no row.
-    """
-
-    rows: Sequence[Row]
-    said: Sequence[str] = ()
-    of_report: tuple[float, float] | None = None
-    out_of_reach: BudgetError | None = None
-
-
-def _faults(shown: AccountOutput, accountant: str) -> Iterator[str]:
-    """Yield faults of the flags of the command."""
-    if shown.plot and not shown.risk:
-        yield "--plot draws the trade-off curve of --risk: add --risk."
-    if shown.risk and accountant in ("rdp", "all"):
-        yield "--risk needs privacy loss distributions: add --accountant pld."
-    yield from faults_of_picture(shown.plot)
-
-
-def _recounted(run: Path, flags: Mapping[str, str], errors: Sequence[str]) -> _Answers:
-    """Return the privacy cost of a run. Raises InputError with ``errors`` and further ones."""
-    from dpmac_cli.release.recount import recount  # noqa: PLC0415  (loads the report's model)
-
-    rows, stored, correct = recount(run, flags, errors)
-    return _Answers(rows, of_report=(stored, correct))
-
-
-def _asked(flags: Mapping[str, str], errors: Sequence[str]) -> _Answers:
-    """Return the privacy cost of settings, or settings that meet a target.
-
-    Raises:
-        InputError: there are ``errors``, or further ones.
-        BudgetError: no target can be met.
-    """
-    questions = account_flags.asked(flags, errors)
-    said = tuple(dict.fromkeys(note for one in questions for note in one.said))
-    rows: list[Row] = []
-    try:
-        rows.extend(account_answers.answer(*questions))
-    except BudgetError as failure:
-        if not rows:
-            raise
-        return _Answers(rows, said, out_of_reach=failure)
-    return _Answers(rows, said)
+    if of_report is not None:
+        _judge(*of_report)
+    if out_of_reach is not None:
+        raise out_of_reach
 
 
 def _with_risk(row: Row) -> Row:

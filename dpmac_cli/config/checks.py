@@ -3,14 +3,13 @@
 import importlib.util
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, StepsPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
-from dpmac_cli.config.sources import SettingValue
 from dpmac_cli.data.schema import TABLES, DataFacts, LeftOut, Source, listed
 from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
@@ -27,7 +26,7 @@ DECLARE = "Declare a column of texts in the schema (NAME: {text: 128}), or leave
 NAMED = 5
 
 
-def lonely(given: Mapping[str, SettingValue]) -> Iterator[str]:
+def lonely(given: Mapping[str, object]) -> Iterator[str]:
     """Yield faults of settings that need another setting."""
     for name in given:
         needs = SETTINGS[name].flag.needs
@@ -80,14 +79,11 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
 
 
 def _audit_faults(privacy: PrivacyPlan) -> Iterator[str]:
-    canaries, guesses = privacy.audit.canaries, privacy.audit.guesses
-    if canaries and privacy.event.sampler != "poisson":
+    if privacy.audit.canaries and privacy.event.sampler != "poisson":
         yield (
             f"--canaries: only poisson sampling can be audited, not {privacy.event.sampler}. Leave "
             "out --sampler or --canaries."
         )
-    if 0 < canaries < guesses:
-        yield f"--guesses ({guesses:,}) must not be above --canaries ({canaries:,})."
 
 
 def _loss_faults(loss: LossKind, data: DataPlan) -> Iterator[str]:
@@ -153,15 +149,13 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
         )
 
 
-def notes_on_steps(
-    plan: StepsPlan, records: int, flags: Mapping[str, SettingValue]
-) -> Iterator[str]:
+def notes_on_steps(plan: StepsPlan, records: int, flags: Collection[str]) -> Iterator[str]:
     """Yield notes on valid settings of private steps that are probably mistakes."""
     yield from _without_effect(_idle_rules(plan), flags)
     yield from _notes_on_privacy(plan.privacy, records)
 
 
-def notes_on_plan(plan: TrainPlan, flags: Mapping[str, SettingValue]) -> Iterator[str]:
+def notes_on_plan(plan: TrainPlan, flags: Collection[str]) -> Iterator[str]:
     """Yield notes on valid settings that are probably mistakes."""
     yield from _without_effect(_idle_rules(plan) | _idle(plan), flags)
     yield from _notes_on_records(plan.data, plan.privacy)
@@ -254,11 +248,11 @@ def _declaration(found: DataFacts) -> str:
     return " ".join(flags[part] for part in found.inferred if part in flags)
 
 
-def _without_effect(idle: Mapping[str, str], flags: Mapping[str, SettingValue]) -> Iterator[str]:
+def _without_effect(idle: Mapping[str, str], flags: Collection[str]) -> Iterator[str]:
     """Yield a note on each given setting that has no effect, with the reason."""
     for name, what in idle.items():
         if name in flags:
-            yield f"{flags[name].origin} has no effect with {what}."
+            yield f"--{flag_name(name)} has no effect with {what}."
 
 
 def _idle_rules(plan: StepsPlan) -> dict[str, str]:

@@ -3,10 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+from dpmac_cli.config.flags import valid
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
-from dpmac_cli.config.sources import Values, combined, from_flags, validated
-from dpmac_cli.config.yaml_file import read_settings
+from dpmac_cli.config.sources import Values, over
+from dpmac_cli.config.yaml_file import read_yaml
 from dpmac_cli.data.column_schema import TOKENS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
@@ -36,23 +37,23 @@ def resolve_data(
         InputError: lists every fault found.
     """
     errors: list[str] = []
-    found = {} if file is None else read_settings(file, errors)
-    recorded = {
-        name: entry
-        for name, entry in found.items()
-        if name == "dataset" or SETTINGS[name].flag.group == DATA
-    }
-    entries = combined(recorded, from_flags(settings, errors), errors)
-    dataset = entries["dataset"].value if "dataset" in entries else None
+    found = {} if file is None else read_yaml(file, errors)
+    of_data = {n: v for n, v in found.items() if n == "dataset" or _of_data(n)}
+    recorded = valid(Settings, of_data, errors, f"{file}: ").explicit
+    values = over(valid(Settings, settings, errors).explicit, recorded)
+    dataset = values.get("dataset")
     if isinstance(dataset, str) and dataset.startswith("<") and file is not None:
         remedy = as_typed(
             "Add --dataset with the path of a file of them, or score it with dpmac_cli.score.",
             "Pass them: score(run, data), with from_torch(...) or ArrayData(...) as data.",
         )
         raise InputError(f"{file.parent} was trained on records in memory of a program. {remedy}")
-    given, _ = validated(entries, errors)
     raise_errors(errors)
-    return plan_data(given, texts, schema)
+    return plan_data(Settings.model_validate(values), texts, schema)
+
+
+def _of_data(name: str) -> bool:
+    return name in SETTINGS and SETTINGS[name].flag.group == DATA
 
 
 def plan_data(

@@ -6,7 +6,7 @@ from typing import Any
 from dpmac_cli.config.best import best_for_batches
 from dpmac_cli.config.named import BEST
 from dpmac_cli.config.recipes import of_recipe
-from dpmac_cli.config.settings import DELTA, SETTINGS, Complete, Settings
+from dpmac_cli.config.settings import DELTA, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset, Defaults
 from dpmac_cli.models.registry import BACKBONES, MODELS, SMALL, Trained
 from dpmac_cli.optim import OPTIMIZERS
@@ -18,8 +18,6 @@ ROWS_AT_A_TIME = 1024
 ON_GPU = 512
 #: The paper does not state gamma'; this value reproduces Table I.
 GAMMA_PRIME = 1e-8
-#: With fewer guesses, even if all are right, an audit cannot show an epsilon above 1.8.
-FEW_GUESSES = 20
 #: Pixels to process at a time if a backbone is trained.
 PIXELS_AT_A_TIME = 16 * 224**2
 #: Tokens to process at a time if a text encoder is trained. LoRA on MiniLM then takes 2 GB.
@@ -28,8 +26,8 @@ TOKENS_AT_A_TIME = 4096
 BATCHES, RECORDS_AT_A_TIME = "<batches>", 256
 
 
-def completed(given: Settings, facts: Dataset) -> Complete:
-    """Return the values of all settings, given some of them; None if there is no value."""
+def completed(given: Settings, facts: Dataset) -> Settings:
+    """Return settings with every default that depends on the dataset or on others."""
     given = given.filled(of_recipe(given, facts))
     if given.dataset not in DATASETS:
         given = given.filled({"delta": _delta(facts.train_size)})
@@ -37,27 +35,19 @@ def completed(given: Settings, facts: Dataset) -> Complete:
     if given.augmentations is not None:
         of_task["augment"] = facts.augment
     found = given.filled(_depending(given, facts.defaults) | of_task)
-    batch = _samples_at_a_time(found, facts)
-    on_gpu = given.physical_batch or max(batch, _samples_on_gpu(found, facts))
-    return _complete(found.filled({"physical_batch": batch}), on_gpu)
+    return found.filled({"physical_batch": _samples_at_a_time(found, facts)})
 
 
-def completed_for_batches(given: Settings, records: int) -> Complete:
-    """Return the values of all settings of steps on a program's batches.
+def completed_for_batches(given: Settings, records: int) -> Settings:
+    """Return settings of steps on a program's batches with every default.
 
     ``given`` has the name of the network and the size of a batch.
     """
     given = given.replace(dataset=BATCHES).filled({"recipe": BEST, **best_for_batches(given)})
     given = given.filled({"delta": _delta(records)})
-    defaults = Defaults(str(given.model), given.batch_size or 0, physical_batch=RECORDS_AT_A_TIME)
+    defaults = Defaults(given.model, given.batch_size, physical_batch=RECORDS_AT_A_TIME)
     found = given.filled(_depending(given, defaults))
-    found = found.filled({"physical_batch": defaults.physical_batch})
-    return _complete(found, given.physical_batch or ON_GPU)
-
-
-def _complete(found: Settings, on_gpu: int) -> Complete:
-    values = {name: getattr(found, name) for name in SETTINGS}
-    return Complete.model_validate({**values, "gpu_batch": on_gpu})
+    return found.filled({"physical_batch": defaults.physical_batch})
 
 
 def _delta(records: int) -> float:
@@ -94,14 +84,12 @@ def _depending(given: Settings, defaults: Defaults) -> dict[str, Any]:
         found["train"] = "all" if given.backbone is None else "head"
     if given.train == "lora":
         found |= {"lora_rank": Trained.rank, "lora_alpha": Trained.alpha}
-    if given.canaries is not None:
-        found["guesses"] = max(given.canaries // 10, min(given.canaries, FEW_GUESSES))
     return found
 
 
 def _samples_at_a_time(found: Settings, facts: Dataset) -> int:
     """Return the physical batch size of a network; all views of a sample count."""
-    most, kind = facts.defaults.physical_batch, MODELS.get(found.model or "")
+    most, kind = facts.defaults.physical_batch, MODELS.get(found.model)
     if found.train == "head":
         most = max(most, ROWS_AT_A_TIME)
     elif (backbone := BACKBONES.get(found.backbone or "")) is not None:
@@ -114,9 +102,10 @@ def _samples_at_a_time(found: Settings, facts: Dataset) -> int:
     return max(1, most // (found.augmentations or 1))
 
 
-def _samples_on_gpu(found: Settings, facts: Dataset) -> int:
+def samples_on_gpu(settings: Settings, facts: Dataset) -> int:
     """Return how many samples a GPU should process at a time, as far as images have one size."""
-    if found.train == "head" or found.backbone is not None:
-        return 0
+    if settings.train == "head" or settings.backbone is not None:
+        return settings.physical_batch
     pixels = max(SMALL, facts.shape[1] * facts.shape[2])
-    return ON_GPU * SMALL // pixels // (found.augmentations or 1)
+    fitting = ON_GPU * SMALL // pixels // (settings.augmentations or 1)
+    return max(settings.physical_batch, fitting)

@@ -29,14 +29,6 @@ class Flag:
         metavar: placeholder of the value in the help; "" for one by type.
         needs: other settings, one of which is required.
         not_with: contradicting settings, and why.
-        recorded: whether config.yaml has it, because it describes the run and not the machine.
-        omitted: whether config.yaml leaves out the default.
-        fixed: whether a fork cannot change it.
-        local: whether it may differ when a run is resumed.
-        studied: whether a comparison can vary it.
-        labels: whether it distinguishes the runs of a comparison.
-        comma: whether a value may contain a comma.
-        of_step: whether a :class:`~dpmac_cli.step.PrivateStep` has it.
     """
 
     group: str
@@ -44,14 +36,6 @@ class Flag:
     metavar: str = ""
     needs: tuple[str, ...] = ()
     not_with: Mapping[str, str] = field(default_factory=dict)
-    recorded: bool = True
-    omitted: bool = False
-    fixed: bool = False
-    local: bool = False
-    studied: bool = True
-    labels: bool = True
-    comma: bool = False
-    of_step: bool = False
 
 
 @dataclass(frozen=True)

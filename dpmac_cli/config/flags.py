@@ -1,8 +1,8 @@
-"""Models of flags: validation, and errors with the value, its origin and a remedy."""
+"""Models of flags: validation, and errors with the value and a remedy."""
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -12,24 +12,15 @@ from pydantic import (
     ConfigDict,
     ModelWrapValidatorHandler,
     ValidationError,
-    ValidationInfo,
     model_validator,
 )
 from pydantic_core import ErrorDetails
 
 from dpmac_cli.config.fields import NUMBER, KnownFlags, Option, flag_name, options
 from dpmac_cli.config.gone import instead
-from dpmac_cli.errors import InputError, as_typed
+from dpmac_cli.errors import InputError, as_typed, raise_errors
 
 Model = TypeVar("Model", bound="Flags")
-
-
-class FlagError(InputError):
-    """Values of flags are invalid: those of ``names``."""
-
-    def __init__(self, errors: tuple[str, ...], names: frozenset[str]) -> None:
-        super().__init__(errors)
-        self.names = names
 
 
 class _Hidden:
@@ -46,8 +37,7 @@ class Flags(BaseModel, frozen=True):
     same way for command line, YAML and Python.
 
     Raises:
-        FlagError: lists every fault found. ``context`` of ``model_validate`` may name the origins
-            of values.
+        InputError: lists every fault found.
     """
 
     model_config = ConfigDict(
@@ -64,75 +54,69 @@ class Flags(BaseModel, frozen=True):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _explained(
-        cls, values: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
-    ) -> Self:
+    def _explained(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate values, and explain errors."""
         if not isinstance(values, Mapping):
             return handler(values)
-        given = {n: _as_text(v) for n, v in values.items() if v is not None and v is not False}
+        known = options(cls)
+        given = {n: _as_text(n, v, known) for n, v in values.items() if is_given(v)}
+        contradictions = [*cls.contradictions(given)]
         try:
-            return handler(given)
+            found = handler(given)
         except ValidationError as failure:
-            names = [*given]
-            faults = sorted(failure.errors(), key=lambda fault: names.index(str(fault["loc"][0])))
-            failed = frozenset(str(fault["loc"][0]) for fault in faults)
-            raise FlagError(explain(faults, options(cls), info.context or {}), failed) from None
+            order = [*given]
+            faults = sorted(failure.errors(), key=lambda fault: order.index(str(fault["loc"][0])))
+            raise InputError([*explain(faults, known), *contradictions]) from None
+        raise_errors(contradictions)
+        return found
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the faults of flags that exclude each other, from given values by name."""
+        del given
+        yield from ()
 
     @property
     def explicit(self) -> Mapping[str, Any]:
         """Return the values that were set explicitly, by name."""
-        return {name: getattr(self, name) for name in self.model_fields_set}
+        return {n: getattr(self, n) for n in type(self).model_fields if n in self.model_fields_set}
 
 
-def valid_part(
-    model: type[Model],
-    given: Mapping[Any, Any],
-    errors: list[str],
-    origins: Mapping[Any, str] | None = None,
-) -> tuple[Model, frozenset[str]]:
-    """Return a model of the valid values and the names of the others.
+def is_given(value: object) -> bool:
+    """Return whether a flag or a keyword has a value. 0 is one, which equals False."""
+    return value is not None and value is not False
 
-    Their faults are added to ``errors``. ``origins`` are those of :func:`explain`.
+
+def valid(
+    model: type[Model], values: Mapping[Any, Any], errors: list[str], origin: str = ""
+) -> Model:
+    """Return a model of values; if any is invalid, one without values, with ``errors`` extended.
+
+    ``origin`` precedes each fault, such as "FILE: ".
     """
     try:
-        return model.model_validate(given, context=origins), frozenset()
-    except FlagError as failure:
-        errors.extend(failure.errors)
-        valid = {name: value for name, value in given.items() if name not in failure.names}
-        return model.model_validate(valid), failure.names
+        return model.model_validate(values)
+    except InputError as failure:
+        errors.extend(origin + error for error in failure.errors)
+        return model()
 
 
-def explain(
-    faults: Iterable[ErrorDetails], known: KnownFlags, origins: Mapping[str, str]
-) -> tuple[str, ...]:
-    """Return pydantic's errors as sentences with the value, its origin and a remedy.
+def explain(faults: Iterable[ErrorDetails], known: KnownFlags) -> tuple[str, ...]:
+    """Return the errors of pydantic as sentences with the value and a remedy.
 
-    Args:
-        faults: ``ValidationError.errors()``.
-        known: the flags of the model.
-        origins: origin of each value, such as "sigma in FILE"; by default its flag.
+    ``known`` are the flags of the model.
     """
     said: dict[str, None] = {}
     for fault in faults:
         name = str(fault["loc"][0])
-        if name not in known:
-            said[unknown(name, known)] = None
-        else:
-            origin = origins.get(name, f"--{flag_name(name)}")
-            said[_sentence(fault, known[name], origin)] = None
+        said[_sentence(fault, known[name]) if name in known else unknown(name, known)] = None
     return tuple(said)
 
 
 def unknown(name: str, known: KnownFlags) -> str:
     """Return the error for a name that is not one of the ``known`` settings."""
-    hint = near_setting(name, known)
+    hint = instead(name, known) or near(name, map(flag_name, known))
     return f"There is no setting '{name}'.{as_typed(hint, hint.replace('-', '_'))}"
-
-
-def near_setting(written: str, known: KnownFlags) -> str:
-    """Return a hint for an unknown name of a setting."""
-    return instead(written, known) or near(written, map(flag_name, known))
 
 
 def near(text: str, names: Iterable[str]) -> str:
@@ -141,13 +125,14 @@ def near(text: str, names: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(matches)}?" if matches else ""
 
 
-def _as_text(value: object) -> object:
-    """Return a number or a path as text, and anything else unchanged."""
-    as_it_is = isinstance(value, bool) or not isinstance(value, Real | Path)
-    return value if as_it_is else str(value)
+def _as_text(name: str, value: object, known: KnownFlags) -> object:
+    """Return a number or a path as text, and text and the values of switches unchanged."""
+    if isinstance(value, bool):
+        return value if name not in known or known[name].switch else str(value).lower()
+    return str(value) if isinstance(value, Real | Path) else value
 
 
-def _sentence(fault: ErrorDetails, option: Option, origin: str) -> str:
+def _sentence(fault: ErrorDetails, option: Option) -> str:
     """Return an error of a known flag as a sentence."""
     kind, value = fault["type"], fault["input"]
     if not isinstance(value, str | bool):
@@ -169,8 +154,8 @@ def _sentence(fault: ErrorDetails, option: Option, origin: str) -> str:
     elif kind in _OUT_OF_LIMITS:
         said = f" must be {option.bounds}, not {text}.{better}"
     else:
-        said = f": '{text}' is not {_NOUNS[option.kind]}.{_decimal_point(text)}"
-    return origin + said
+        said = f": '{text}' is not {_NOUNS.get(option.kind, 'text')}.{_decimal_point(text)}"
+    return f"--{flag_name(option.name)}{said}"
 
 
 def _decimal_point(text: str) -> str:

@@ -39,6 +39,7 @@ INSTEAD: Mapping[str, str] = {
     "score-on": "Covered scores decide. Leave it out.",
     "minutes": "Use fewer --epochs: the display shows how long one takes.",
     "solve": "What is left out of --sigma, --epochs and --epsilon is solved for. Leave it out.",
+    "guesses": "It is a tenth of the canaries, at least 20. Leave it out.",
     "format": "For a web page, type: dpmac report RUN --html FILE.",
     "slurm": "Submit dpmac train as an array of jobs: docs/clusters.md has the lines.",
     "executor slurm": "Submit dpmac train as an array of jobs: docs/clusters.md has the lines.",

@@ -80,12 +80,20 @@ class NetworkPlan:
         return self.trained.part == "head" and self.features is None
 
 
-@dataclass(frozen=True, kw_only=True)
+#: With fewer guesses, even if all are right, an audit cannot show an epsilon above 1.8.
+FEW_GUESSES = 20
+
+
+@dataclass(frozen=True)
 class AuditPlan:
-    """Number of canaries of an audit, and of guesses of its attack; 0 without an audit."""
+    """Number of canaries of an audit; 0 without one."""
 
     canaries: int = 0
-    guesses: int = 0
+
+    @property
+    def guesses(self) -> int:
+        """Return the number of canaries that the attack guesses, half of them in, half out."""
+        return max(self.canaries // 10, min(self.canaries, FEW_GUESSES))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,13 @@ from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import checks
 from dpmac_cli.config.data import plan_data
-from dpmac_cli.config.defaults import BATCHES, completed, completed_for_batches
-from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.defaults import (
+    BATCHES,
+    ON_GPU,
+    completed,
+    completed_for_batches,
+    samples_on_gpu,
+)
 from dpmac_cli.config.plan import (
     AuditPlan,
     BatchPlan,
@@ -29,18 +34,9 @@ from dpmac_cli.config.plan import (
     TrainPlan,
     unit_of_privacy,
 )
-from dpmac_cli.config.recipes import recipe_notes, with_file
-from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
-from dpmac_cli.config.sources import (
-    SettingValue,
-    Values,
-    by_setting,
-    combined,
-    faults_of_model,
-    from_flags,
-    validated,
-)
-from dpmac_cli.config.yaml_file import read_settings
+from dpmac_cli.config.recipes import recipe_notes
+from dpmac_cli.config.settings import DATA, SETTINGS, Settings
+from dpmac_cli.config.sources import Values, by_setting, given_settings
 from dpmac_cli.errors import InputError, named, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.models.encoders import read_encoder
@@ -53,6 +49,11 @@ if TYPE_CHECKING:
 
     Part = TypeVar("Part", bound=DataclassInstance)
 
+#: Settings that do not describe a run, which config.yaml does not have.
+NOT_RECORDED = (
+    *("seed", "data_dir", "checkpoint_every", "out"),
+    *("force", "json", "quiet", "debug"),
+)
 #: A plan of private steps.
 Plan = TypeVar("Plan", bound=StepsPlan)
 
@@ -68,14 +69,14 @@ class Resolved:
     """
 
     plan: TrainPlan
-    settings: Complete
+    settings: Settings
     notes: tuple[str, ...]
     chosen: tuple[str, ...] = ()
 
 
 def resolve(
     settings: Settings | Values | None = None,
-    file: Path | Mapping[str, SettingValue] | None = None,
+    file: Path | None = None,
     *,
     earlier: tuple[TrainingEvent, ...] = (),
     data: DataPlan | None = None,
@@ -86,22 +87,18 @@ def resolve(
     Args:
         settings: a model, or values by name, as text or of their types; None and False if not
             given.
-        file: YAML file with flag names as keys, or its settings if it was read before.
+        file: YAML file with flag names as keys.
         earlier: events on the same records, which a target epsilon must cover too.
         data: the dataset, if its facts were read before; None to read them.
         keywords: more settings by name: ``resolve(dataset="digits", sigma=2)``.
 
     Raises:
-        InputError: lists every fault found.
+        InputError: lists every invalid value; if there is none, every fault of the dataset; if
+            there is none, every fault of settings together.
         BudgetError: no noise meets the target epsilon.
     """
-    errors: list[str] = []
     named = settings.explicit if isinstance(settings, Settings) else settings or {}
-    on_command_line = from_flags({**named, **keywords}, errors)
-    given = read_settings(file, errors) if isinstance(file, Path) else file or {}
-    if (model := given.get("model")) is not None and "model" not in on_command_line:
-        errors += faults_of_model([str(model.value)], model.origin)
-    return _resolved(on_command_line, given, errors, earlier, data)
+    return _resolved({**named, **keywords}, file, earlier, data)
 
 
 def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
@@ -110,36 +107,27 @@ def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
     Raises:
         InputError: lists every fault found.
     """
-    given = {
-        name: SettingValue(value, f"{flag_name(name)} in the checkpoint")
-        for name, value in by_setting(recorded).items()
-        if value is not False
-    }
-    errors: list[str] = []
-    return _resolved(from_flags(flags, errors), given, errors)
+    return _resolved(flags, by_setting(recorded))
 
 
 def _resolved(
-    flags: Mapping[str, SettingValue],
-    file: Mapping[str, SettingValue],
-    errors: list[str],
+    flags: Values,
+    below: Path | Values | None,
     earlier: tuple[TrainingEvent, ...] = (),
     data: DataPlan | None = None,
 ) -> Resolved:
-    """Return a validated plan; ``errors`` were found before."""
-    given = with_file(combined(file, flags, errors), errors)
-    settings, invalid = validated(given, errors)
-    # Otherwise defaults would be another dataset's, or all images would be decoded first.
-    if {"dataset", "encoding"} & {*invalid} or settings.skip_bad:
-        raise_errors(errors)
-    try:
-        data = data or plan_data(settings)
-    except InputError as failure:
-        raise InputError([*errors, *failure.errors]) from failure
-    errors += checks.lonely(given)
-    settings = settings.replace(dataset=data.dataset)
-    resolved = _planned(completed(settings, data.facts), data, flags, errors, earlier)
-    return replace(resolved, chosen=tuple(recipe_notes(settings, data.facts)))
+    """Return a validated plan with calibrated noise, and notes."""
+    given = given_settings(flags, below)
+    data = data or plan_data(given)
+    given = given.replace(dataset=data.dataset)
+    settings = completed(given, data.facts)
+    on_gpu = given.physical_batch or samples_on_gpu(settings, data.facts)
+    plan = make_plan(settings, data, on_gpu)
+    raise_errors([*checks.lonely(given.explicit), *checks.faults(plan, settings.epochs)])
+    plan = _calibrated(plan, settings, earlier, own=data.own)
+    notes = checks.notes_on_plan(plan, Settings.model_validate(flags).explicit)
+    chosen = recipe_notes(given, data.facts)
+    return Resolved(plan, settings, tuple(map(named, notes)), tuple(chosen))
 
 
 def resolve_batches(
@@ -159,40 +147,24 @@ def resolve_batches(
         InputError: lists every fault found.
         BudgetError: no noise meets the target epsilon.
     """
-    errors: list[str] = []
-    flags = from_flags(keywords, errors)
-    given, _ = validated(combined({}, flags, errors), errors)
+    given = Settings.model_validate(keywords)
     settings = completed_for_batches(given, records)
+    on_gpu = given.physical_batch or ON_GPU
     plan = BatchPlan(
         isolate=settings.isolate,
         privacy=_privacy(settings, records, RECORD),
         optimizer=_optimizer(settings),
         recipe=_recipe(settings),
-        run=_by_name(ComputePlan, settings),
-        recorded=_recorded(settings, own=False),
+        run=_by_name(ComputePlan, settings, gpu_batch=on_gpu),
+        recorded=_recorded(settings, on_gpu, own=False),
     )
-    found = checks.faults_of_steps(plan, records, BATCHES, settings.epochs)
-    raise_errors([*errors, *found])
+    raise_errors(checks.faults_of_steps(plan, records, BATCHES, settings.epochs))
     plan = _calibrated(plan, settings, earlier, own=False)
-    return plan, tuple(map(named, checks.notes_on_steps(plan, records, flags)))
-
-
-def _planned(
-    settings: Complete,
-    data: DataPlan,
-    flags: Mapping[str, SettingValue],
-    errors: list[str],
-    earlier: tuple[TrainingEvent, ...],
-) -> Resolved:
-    """Return a validated plan with calibrated noise, and notes."""
-    plan = make_plan(settings, data)
-    raise_errors([*errors, *checks.faults(plan, settings.epochs)])
-    plan = _calibrated(plan, settings, earlier, own=data.own)
-    return Resolved(plan, settings, tuple(map(named, checks.notes_on_plan(plan, flags))))
+    return plan, tuple(map(named, checks.notes_on_steps(plan, records, given.explicit)))
 
 
 def _calibrated(
-    plan: Plan, settings: Complete, earlier: tuple[TrainingEvent, ...], *, own: bool
+    plan: Plan, settings: Settings, earlier: tuple[TrainingEvent, ...], *, own: bool
 ) -> Plan:
     """Return a plan with the least noise for which the whole run costs at most the target epsilon.
 
@@ -205,7 +177,7 @@ def _calibrated(
         event = replace(privacy.event, noise_multiplier=sigma)
         privacy = replace(privacy, event=event, target=settings.epsilon)
         found = settings.replace(sigma=sigma, epsilon=None)
-        plan = replace(plan, recorded=_recorded(found, own=own))
+        plan = replace(plan, recorded=_recorded(found, plan.run.gpu_batch, own=own))
     if privacy.scores is not None:
         target = min(total_epsilon((privacy.event,), privacy.delta), privacy.max_epsilon)
         scores = privacy.scores.event(privacy.steps, privacy.steps)
@@ -214,8 +186,11 @@ def _calibrated(
     return replace(plan, privacy=privacy)
 
 
-def make_plan(settings: Complete, data: DataPlan) -> TrainPlan:
-    """Return the plan of :func:`completed` settings, before noise is calibrated."""
+def make_plan(settings: Settings, data: DataPlan, gpu_batch: int) -> TrainPlan:
+    """Return the plan of :func:`completed` settings, before noise is calibrated.
+
+    ``gpu_batch`` is the number of samples to process at a time on a GPU.
+    """
     stem = f"{data.found.name}-{settings.optimizer}{'-no-dp' if settings.no_dp else ''}"
     out = settings.out
     unit = unit_of_privacy(data.found, covered=settings.cover_scores)
@@ -229,25 +204,26 @@ def make_plan(settings: Complete, data: DataPlan) -> TrainPlan:
         run=_by_name(
             RunPlan,
             settings,
+            gpu_batch=gpu_batch,
             checkpoints=_interval(settings.checkpoint_every, privacy.steps),
             folder=NewFolder(stem) if out is None else ChosenFolder(out, settings.force),
         ),
-        recorded=_recorded(settings, own=data.own),
+        recorded=_recorded(settings, gpu_batch, own=data.own),
     )
 
 
-def _by_name(part: "type[Part]", settings: Complete, **others: Any) -> "Part":
+def _by_name(part: "type[Part]", settings: Settings, **others: Any) -> "Part":
     """Return a part of a plan whose fields are settings of the same names, or ``others``."""
     names = [field.name for field in fields(part) if field.name not in others]
     return part(**{name: getattr(settings, name) for name in names}, **others)
 
 
-def _optimizer(settings: Complete) -> Optimizer:
+def _optimizer(settings: Settings) -> Optimizer:
     kind = OPTIMIZERS[settings.optimizer]
     return kind(**{name: getattr(settings, name) for name in kind.used()})
 
 
-def _privacy(settings: Complete, records: int, unit: str) -> PrivacyPlan:
+def _privacy(settings: Settings, records: int, unit: str) -> PrivacyPlan:
     event = _event(settings, records)
     every = event.steps_per_epoch * (settings.score_every or event.steps)
     by_class = METRICS[settings.metric].by_class
@@ -259,11 +235,11 @@ def _privacy(settings: Complete, records: int, unit: str) -> PrivacyPlan:
         max_epsilon=settings.max_epsilon or math.inf,
         unit=unit,
         scores=Scores(0.0, every, by_class) if settings.cover_scores else None,
-        audit=AuditPlan(canaries=settings.canaries or 0, guesses=settings.guesses or 0),
+        audit=AuditPlan(settings.canaries or 0),
     )
 
 
-def _event(settings: Complete, records: int) -> TrainingEvent:
+def _event(settings: Settings, records: int) -> TrainingEvent:
     """Return the accounting event of a run. With K canaries it has n + K/2 records on average."""
     per_epoch = max(1, math.ceil(records / settings.batch_size))
     steps = settings.steps or 0 if settings.epochs is None else settings.epochs * per_epoch
@@ -272,7 +248,7 @@ def _event(settings: Complete, records: int) -> TrainingEvent:
     return TrainingEvent(rate, settings.sigma or 0.0, steps, settings.sampler, per_epoch)
 
 
-def _network(settings: Complete, data: DataPlan) -> NetworkPlan:
+def _network(settings: Settings, data: DataPlan) -> NetworkPlan:
     return NetworkPlan(
         model=registry.parse_model(settings.model),
         fix_norm=settings.fix_norm,
@@ -283,7 +259,7 @@ def _network(settings: Complete, data: DataPlan) -> NetworkPlan:
     )
 
 
-def _features(settings: Complete, data: DataPlan) -> registry.Features | None:
+def _features(settings: Settings, data: DataPlan) -> registry.Features | None:
     if settings.backbone is not None and settings.backbone not in registry.BACKBONES:
         encoder = read_encoder(settings.backbone)
         if (reader := data.reader) is not None and reader.tokenizer != encoder.tokenizer:
@@ -298,14 +274,14 @@ def _features(settings: Complete, data: DataPlan) -> registry.Features | None:
     return None if settings.features is None else registry.Scattered(settings.features)
 
 
-def _trained(settings: Complete) -> registry.Trained:
+def _trained(settings: Settings) -> registry.Trained:
     part = settings.train or "all"
     if settings.lora_rank is None or settings.lora_alpha is None or part != "lora":
         return registry.Trained(part)
     return registry.Trained(part, settings.lora_rank, settings.lora_alpha)
 
 
-def _recipe(settings: Complete, records: int = 1) -> Recipe:
+def _recipe(settings: Settings, records: int = 1) -> Recipe:
     weights = filter(None, (settings.class_weights or "").split(","))
     return Recipe(
         schedule=settings.lr_schedule,
@@ -331,18 +307,17 @@ def _interval(text: str | None, steps: int) -> CheckpointInterval:
     return CheckpointInterval(steps=int(text), seconds=math.inf)
 
 
-def _recorded(settings: Complete, *, own: bool) -> dict[str, Any]:
+def _recorded(settings: Settings, gpu_batch: int, *, own: bool) -> dict[str, Any]:
     """Return the settings that describe the run, with those of a dataset if it is your own."""
     kept: dict[str, Any] = {
         name: value
         for name, option in SETTINGS.items()
         if (value := getattr(settings, name)) is not None
-        and option.flag.recorded
-        and not (option.flag.omitted and value == option.default)
+        and name not in NOT_RECORDED
         and (own or option.flag.group != DATA)
     }
     if not isinstance(registry.parse_model(settings.model), registry.UserModel):
         kept.pop("fix_norm")
-    if settings.gpu_batch != settings.physical_batch:  # not given: the device decides
+    if gpu_batch != settings.physical_batch:  # not given: the device decides
         kept.pop("physical_batch")
     return kept

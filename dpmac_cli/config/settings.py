@@ -4,7 +4,7 @@ A setting has the same name as a flag, as a YAML key and as a keyword. Imports n
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
@@ -14,7 +14,16 @@ from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import ALIASES, SAMPLERS
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN
-from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomePath, options
+from dpmac_cli.config.fields import (
+    NUMBER,
+    Choice,
+    Flag,
+    Option,
+    Pattern,
+    SomePath,
+    flag_name,
+    options,
+)
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.data.column_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
@@ -30,6 +39,14 @@ from dpmac_cli.optim.optimizer import Decay, Scale, Stability, Variance
 from dpmac_cli.tasks.known import LOSSES, METRICS
 from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 
+#: Default that depends on the dataset or on other settings: ``completed`` replaces it.
+LATER: Any = None
+#: Mutually exclusive settings for the same thing. A flag replaces a file's setting.
+EXCLUSIVE: tuple[tuple[str, ...], ...] = (
+    ("sigma", "epsilon", "no_dp"),
+    ("max_epsilon", "no_dp"),
+    ("epochs", "steps"),
+)
 #: Default of ``delta`` in (epsilon, delta).
 DELTA = 1e-5
 #: Values that may replace a registered name: a test and a description.
@@ -63,22 +80,22 @@ Device = Annotated[
     str,
     Pattern(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N"),
     Field(description="Device: auto, cpu, cuda or cuda:N."),
-    Flag(RUN, metavar="DEVICE", local=True, labels=False),
+    Flag(RUN, metavar="DEVICE"),
 ]
 DataDir = Annotated[
     SomePath | None,
     Field(description="Folder of datasets (or DPMAC_DATA_DIR)."),
-    Flag(RUN, metavar="FOLDER", recorded=False),
+    Flag(RUN, metavar="FOLDER"),
 ]
 Quiet = Annotated[
     StrictBool,
     Field(description="Print only errors."),
-    Flag(OUTPUT, recorded=False, studied=False),
+    Flag(OUTPUT),
 ]
 Debug = Annotated[
     StrictBool,
     Field(description="Show tracebacks."),
-    Flag(OUTPUT, recorded=False, studied=False),
+    Flag(OUTPUT),
 ]
 #: Other encodings: a test and a description.
 OTHER_ENCODINGS = (is_encoding, "another encoding that Python knows")
@@ -86,7 +103,7 @@ Encoding = Annotated[
     str,
     Choice((UTF8, "cp1252"), OTHER_ENCODINGS),
     Field(description="Encoding of a CSV, such as cp1252 for files of older Windows programs."),
-    Flag(DATA, omitted=True),
+    Flag(DATA),
 ]
 PrintJson = Annotated[StrictBool, Field(description="Print JSON."), Flag(OUTPUT)]
 
@@ -98,43 +115,60 @@ class DisplayFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-class Settings(Flags, frozen=True):
-    """Settings of a training run, as given; None if off, or if the default depends on others.
+class Priced(Flags, frozen=True):
+    """Settings that the privacy cost of a run follows from, apart from its noise and length."""
 
-    Raises:
-        InputError: lists every invalid value.
-    """
-
-    # Task
     dataset: Annotated[
         str | InMemoryData,
         Choice(tuple(DATASETS), OWN_DATA, instances=InMemoryData),
-        Flag(TASK, fixed=True, local=True),
+        Flag(TASK),
     ] = "mnist"
     """Dataset to train on."""
     recipe: Annotated[
-        str | None,
+        str,
         Choice((PAPER, BEST, *RECIPES)),
         Flag(
             TASK,
             otherwise="paper with --sigma or --no-dp, best otherwise and for your own data",
-            fixed=True,
-            labels=False,
         ),
-    ] = None
+    ] = LATER
     """Values of the settings that are not given: of the run in the paper, of the best run for the
     epsilon, or of a recipe by name (dpmac recipes)."""
     model: Annotated[
-        str | None,
+        str,
         Choice(tuple(MODELS), OWN_MODEL),
         Flag(
             TASK,
             otherwise="the dataset's",
-            fixed=True,
-            local=True,
         ),
-    ] = None
+    ] = LATER
     """Network to train."""
+    batch_size: Annotated[
+        Count,
+        Flag(TASK, otherwise="the dataset's"),
+    ] = LATER
+    """Expected batch size B."""
+    sampler: Annotated[
+        str,
+        Choice(tuple(SAMPLERS), renamed=ALIASES),
+        Flag(PRIVACY),
+    ] = "poisson"
+    """Batch sampling method. The privacy cost depends on it."""
+    delta: Annotated[
+        Probability,
+        Flag(PRIVACY),
+    ] = DELTA
+    """Delta of (epsilon, delta). Your own data: 1e-05, or n^-1.1 if that is less."""
+
+
+class Settings(Priced, frozen=True):
+    """Settings of a training run: as given, or completed; None if off.
+
+    Raises:
+        InputError: lists every invalid value and contradiction.
+    """
+
+    # Task
     fix_norm: Annotated[
         StrictBool,
         Flag(TASK),
@@ -145,9 +179,6 @@ class Settings(Flags, frozen=True):
         Flag(
             TASK,
             otherwise="if it cannot be proven that the network does not mix samples",
-            omitted=True,
-            fixed=True,
-            of_step=True,
         ),
     ] = False
     """Run the network on each sample separately, so it cannot mix samples. Slower."""
@@ -157,30 +188,29 @@ class Settings(Flags, frozen=True):
         Flag(
             TASK,
             not_with={"pretrained": "public weights are for networks that take images"},
-            fixed=True,
         ),
     ] = None
     """Train on fixed wavelet scattering features, which are not learnt, instead of the images."""
     backbone: Annotated[
         str | None,
         Choice((*BACKBONES, *ENCODERS), OWN_ENCODER),
-        Flag(TASK, not_with={"features": "a network takes only one of them"}, fixed=True),
+        Flag(TASK, not_with={"features": "a network takes only one of them"}),
     ] = None
     """Train on features of this public network of images or texts."""
     backbone_size: Annotated[
         int | None,
         Field(ge=32, le=1024),
-        Flag(TASK, otherwise="the backbone's", needs=("backbone",), fixed=True),
+        Flag(TASK, otherwise="the backbone's", needs=("backbone",)),
     ] = None
     """Size in pixels to resize images to for the backbone."""
     backbone_flips: Annotated[
         StrictBool,
-        Flag(TASK, needs=("backbone",), omitted=True, fixed=True),
+        Flag(TASK, needs=("backbone",)),
     ] = False
     """Average the features of each image and its mirror image."""
     pretrained: Annotated[
         str | Path | None,
-        Flag(TASK, metavar="FILE", fixed=True),
+        Flag(TASK, metavar="FILE"),
     ] = None
     """Start from the public weights in this safetensors file."""
     train: Annotated[
@@ -190,36 +220,30 @@ class Settings(Flags, frozen=True):
             TASK,
             otherwise="all; with a backbone the head",
             needs=("pretrained", "backbone"),
-            fixed=True,
         ),
     ] = None
     """Part of a network with public weights to train."""
     lora_rank: Annotated[
         int | None,
         Field(ge=1, le=1024),
-        Flag(TASK, otherwise="8", needs=("train",), fixed=True),
+        Flag(TASK, otherwise="8", needs=("train",)),
     ] = None
     """With --train lora: rank of the low-rank updates."""
     lora_alpha: Annotated[
         Scale | None,
-        Flag(TASK, otherwise="16", needs=("train",), fixed=True),
+        Flag(TASK, otherwise="16", needs=("train",)),
     ] = None
     """With --train lora: scale the low-rank updates by alpha / rank."""
     epochs: Annotated[
         Count | None,
-        Flag(TASK, otherwise="the dataset's", of_step=True),
+        Flag(TASK, otherwise="the dataset's"),
     ] = None
     """Epochs of ceil(n/B) steps."""
     steps: Annotated[
         Steps | None,
-        Flag(TASK, of_step=True),
+        Flag(TASK),
     ] = None
     """Steps, instead of --epochs."""
-    batch_size: Annotated[
-        Count | None,
-        Flag(TASK, otherwise="the dataset's"),
-    ] = None
-    """Expected batch size B."""
     # Your own data
     test_fraction: Annotated[
         Probability,
@@ -235,26 +259,26 @@ class Settings(Flags, frozen=True):
     channels: Annotated[
         str | None,
         Choice(("1", "3"), noun="number of channels"),
-        Flag(DATA, otherwise="as found", fixed=True),
+        Flag(DATA, otherwise="as found"),
     ] = None
     """Convert your images to N channels."""
     image_size: Annotated[
         int | None,
         Field(ge=1, le=1024),
-        Flag(DATA, otherwise="as found", fixed=True),
+        Flag(DATA, otherwise="as found"),
     ] = None
     """Resize your images to N by N."""
     levels: Annotated[
         int | None,
         Field(ge=1, le=65535),
-        Flag(DATA, otherwise="the largest that the format can hold", fixed=True),
+        Flag(DATA, otherwise="the largest that the format can hold"),
     ] = None
     """Value of white in your grey images with 16 bits per pixel, such as 4095 for scans of 12
     bits."""
     classes: Annotated[
         str | None,
         Pattern(r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog"),
-        Flag(DATA, metavar="NAME,...", otherwise="as found", fixed=True, comma=True),
+        Flag(DATA, metavar="NAME,...", otherwise="as found"),
     ] = None
     """Names of your classes, in order of label."""
     standardise: Annotated[
@@ -266,7 +290,7 @@ class Settings(Flags, frozen=True):
     feature_range: Annotated[
         str | None,
         Pattern(rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1"),
-        Flag(DATA, metavar="LOW,HIGH", comma=True),
+        Flag(DATA, metavar="LOW,HIGH"),
     ] = None
     """Public range to clip columns of numbers to."""
     schema: Annotated[
@@ -279,7 +303,7 @@ class Settings(Flags, frozen=True):
                 "classes": "a schema declares the classes",
             },
         ),
-    ] = None
+    ] = None  # type: ignore[assignment]
     """Schema file that declares the columns of your table; see dpmac schema."""
     encoding: Encoding = UTF8
     tokens: Annotated[
@@ -293,7 +317,6 @@ class Settings(Flags, frozen=True):
         Flag(
             DATA,
             metavar="COLUMN",
-            comma=True,
             otherwise="each record is a unit, unless an .npz has an array unit",
         ),
     ] = None
@@ -317,7 +340,6 @@ class Settings(Flags, frozen=True):
         Flag(
             PRIVACY,
             otherwise="that of --epsilon; with --recipe paper the dataset's",
-            of_step=True,
         ),
     ] = None
     """Noise multiplier."""
@@ -326,27 +348,14 @@ class Settings(Flags, frozen=True):
         Flag(
             PRIVACY,
             otherwise="3; with --sigma, --no-dp or --recipe paper none",
-            fixed=True,
-            of_step=True,
         ),
     ] = None
     """Target epsilon of the run; use the least noise that meets it, instead of --sigma."""
     max_epsilon: Annotated[
         Positive | None,
-        Flag(PRIVACY, studied=False, of_step=True),
+        Flag(PRIVACY),
     ] = None
     """Stop before epsilon exceeds this (exit code 3)."""
-    sampler: Annotated[
-        str,
-        Choice(tuple(SAMPLERS), renamed=ALIASES),
-        Flag(PRIVACY, fixed=True),
-    ] = "poisson"
-    """Batch sampling method. The privacy cost depends on it."""
-    delta: Annotated[
-        Probability,
-        Flag(PRIVACY, of_step=True),
-    ] = DELTA
-    """Delta of (epsilon, delta). Your own data: 1e-05, or n^-1.1 if that is less."""
     no_dp: Annotated[
         StrictBool,
         Flag(
@@ -356,13 +365,12 @@ class Settings(Flags, frozen=True):
                 "canaries": "without a privacy guarantee there is nothing to audit",
                 "cover_scores": "without privacy, scores cannot be covered",
             },
-            fixed=True,
         ),
     ] = False
     """Train without privacy, as a baseline."""
     secure: Annotated[
         StrictBool,
-        Flag(PRIVACY, studied=False, labels=False, of_step=True),
+        Flag(PRIVACY),
     ] = False
     """Use a cipher for all random numbers and a fixed grid for noise, to prevent attacks on
     generators and floating point. Slower."""
@@ -370,153 +378,138 @@ class Settings(Flags, frozen=True):
     optimizer: Annotated[
         str,
         Choice(OPTIMIZERS),
-        Flag(OPTIMIZER, fixed=True, studied=False, of_step=True),
+        Flag(OPTIMIZER),
     ] = "dp-macadam"
     """Clipping and update method. Your own data: dp-adam."""
     lr: Annotated[
-        Scale | None,
+        Scale,
         Flag(
             OPTIMIZER,
             otherwise="depends on dataset and optimizer",
-            of_step=True,
         ),
-    ] = None
+    ] = LATER
     """Learning rate."""
     clip_norm: Annotated[
-        Scale | None,
+        Scale,
         Flag(
             OPTIMIZER,
             otherwise="the dataset's",
-            of_step=True,
         ),
-    ] = None
+    ] = LATER
     """Clipping norm C, for optimizers with a fixed one."""
     beta1: Annotated[
-        Decay | None,
-        Flag(OPTIMIZER, otherwise=defaults_of("beta1"), of_step=True),
-    ] = None
+        Decay,
+        Flag(OPTIMIZER, otherwise=defaults_of("beta1")),
+    ] = LATER
     """Decay rate of the first moment."""
     beta2: Annotated[
-        Decay | None,
-        Flag(OPTIMIZER, otherwise=defaults_of("beta2"), of_step=True),
-    ] = None
+        Decay,
+        Flag(OPTIMIZER, otherwise=defaults_of("beta2")),
+    ] = LATER
     """Decay rate of the second moment."""
     gamma: Annotated[
         Stability,
-        Flag(OPTIMIZER, of_step=True),
+        Flag(OPTIMIZER),
     ] = 1e-08
     """Adam's stability constant."""
     gamma_prime: Annotated[
-        Variance | None,
-        Flag(OPTIMIZER, otherwise="1e-08; with --phi tracked the dataset's", of_step=True),
-    ] = None
+        Variance,
+        Flag(OPTIMIZER, otherwise="1e-08; with --phi tracked the dataset's"),
+    ] = LATER
     """Lower bound of the corrected second moment."""
     h1: Annotated[
-        Variance | None,
-        Flag(OPTIMIZER, otherwise="the dataset's", of_step=True),
-    ] = None
+        Variance,
+        Flag(OPTIMIZER, otherwise="the dataset's"),
+    ] = LATER
     """Lower bound of the estimated variance."""
     h2: Annotated[
-        Variance | None,
-        Flag(OPTIMIZER, otherwise="the dataset's", of_step=True),
-    ] = None
+        Variance,
+        Flag(OPTIMIZER, otherwise="the dataset's"),
+    ] = LATER
     """Upper bound of the estimated variance."""
     kappa: Annotated[
         Kappa,
         Choice(get_args(Kappa)),
-        Flag(OPTIMIZER, of_step=True),
+        Flag(OPTIMIZER),
     ] = "tracked"
     """Variance estimate of DP-MacAdam."""
     phi: Annotated[
         Phi,
         Choice(get_args(Phi)),
-        Flag(OPTIMIZER, of_step=True),
+        Flag(OPTIMIZER),
     ] = "tracked"
     """Noise estimate of DP-MacAdamBC."""
     # Recipe
     lr_schedule: Annotated[
         str,
         Choice(SCHEDULES),
-        Flag(RECIPE, omitted=True, of_step=True),
+        Flag(RECIPE),
     ] = "constant"
     """Learning rate schedule after the warm-up."""
     warmup_steps: Annotated[
         Length,
-        Flag(RECIPE, omitted=True, of_step=True),
+        Flag(RECIPE),
     ] = 0
     """Number of steps in which the learning rate rises to --lr."""
     weight_decay: Annotated[
         float,
         Field(ge=0, le=1000.0),
-        Flag(RECIPE, omitted=True, of_step=True),
+        Flag(RECIPE),
     ] = 0.0
     """Decoupled weight decay: shrink weights by lr times this in every step."""
     ema: Annotated[
         Probability | None,
-        Flag(RECIPE, omitted=True, fixed=True),
+        Flag(RECIPE),
     ] = None
     """Score and publish a moving average of the weights with this decay. The best recipe: 0.9 to
     0.98."""
     augmentations: Annotated[
         int | None,
         Field(ge=1, le=1024),
-        Flag(RECIPE, omitted=True),
+        Flag(RECIPE),
     ] = None
     """Augmentation multiplicity: augmented views per image and step. The mean of their gradients
     is clipped."""
     augment: Annotated[
         str | None,
         Choice(AUGMENTS, noun="augmentation"),
-        Flag(RECIPE, otherwise="the dataset's", needs=("augmentations",), omitted=True),
+        Flag(RECIPE, otherwise="the dataset's", needs=("augmentations",)),
     ] = None
     """Augmentation of the views."""
     loss: Annotated[
         str,
         Choice(tuple(name for name in LOSSES if ":" not in name), QUANTILE),
-        Flag(RECIPE, otherwise="the first of them that fits the dataset", omitted=True),
+        Flag(RECIPE, otherwise="the first of them that fits the dataset"),
     ] = "cross-entropy"
     """Loss per sample: cross-entropy or focal for classes, bce for several labels, mse, huber or
     quantile:Q for numbers, poisson for counts."""
     label_smoothing: Annotated[
         Decay,
-        Flag(RECIPE, omitted=True),
+        Flag(RECIPE),
     ] = 0.0
     """Label smoothing: fraction of a label that is spread evenly over all classes."""
     class_weights: Annotated[
         str | None,
         Pattern(rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5"),
-        Flag(RECIPE, metavar="NUMBER,...", omitted=True, comma=True),
+        Flag(RECIPE, metavar="NUMBER,..."),
     ] = None
     """Public weights of the classes, or of each label's positives, such as 1,5."""
     # Audit
     canaries: Annotated[
         int | None,
         Field(ge=2, le=1000000),
-        Flag(AUDIT, fixed=True, studied=False),
+        Flag(AUDIT),
     ] = None
     """Audit this run with N canary records; fewer than 1,000 prove little. The model is then only
     for the audit."""
-    guesses: Annotated[
-        int | None,
-        Field(ge=1, le=1000000),
-        Flag(
-            AUDIT,
-            otherwise="a tenth of the canaries, at least 20",
-            needs=("canaries",),
-            fixed=True,
-            studied=False,
-        ),
-    ] = None
-    """Number of canaries that the attack guesses, half of them in, half out."""
     # Run
     physical_batch: Annotated[
-        Count | None,
+        Count,
         Flag(
             RUN,
             otherwise="depends on network, dataset and device",
-            of_step=True,
         ),
-    ] = None
+    ] = LATER
     """Physical batch size: samples to process at a time."""
     device: Device = "auto"
     seed: Annotated[
@@ -528,10 +521,6 @@ class Settings(Flags, frozen=True):
             not_with={
                 "secure": "a seed reveals the random numbers that --secure hides from everyone"
             },
-            recorded=False,
-            fixed=True,
-            studied=False,
-            of_step=True,
         ),
     ] = None
     """Seed for reproducible runs. There is no privacy against anyone who knows it."""
@@ -543,25 +532,23 @@ class Settings(Flags, frozen=True):
         Flag(
             OUTPUT,
             otherwise="the first of them that fits the dataset",
-            omitted=True,
-            labels=False,
         ),
     ] = "accuracy"
     """Test metric to show, and to rank a comparison by."""
     cover_scores: Annotated[
         StrictBool,
-        Flag(OUTPUT, omitted=True, fixed=True, studied=False),
+        Flag(OUTPUT),
     ] = False
     """Also protect the test records: release scores with noise, within the run's epsilon."""
     score_every: Annotated[
         Count | None,
-        Flag(OUTPUT, otherwise="one score at the end", needs=("cover_scores",), studied=False),
+        Flag(OUTPUT, otherwise="one score at the end", needs=("cover_scores",)),
     ] = None
     """Epochs between covered scores. More scores need more noise."""
     tuned_on: Annotated[
         str | None,
         Pattern(r"[\w .,:;=+/()-]{1,2000}", "one line of words, numbers and .,:;=+/()-"),
-        Flag(OUTPUT, otherwise="unknown", studied=False, labels=False, comma=True),
+        Flag(OUTPUT, otherwise="unknown"),
     ] = None
     """Public data that the settings were chosen on, for report and card. It is not checked."""
     checkpoint_every: Annotated[
@@ -570,7 +557,6 @@ class Settings(Flags, frozen=True):
         Flag(
             OUTPUT,
             metavar="N",
-            recorded=False,
             otherwise="every minute, and every fiftieth of the steps",
         ),
     ] = None
@@ -581,23 +567,34 @@ class Settings(Flags, frozen=True):
             OUTPUT,
             metavar="FOLDER",
             otherwise="a new one in runs/",
-            recorded=False,
-            studied=False,
         ),
     ] = None
     """Folder of the run."""
     force: Annotated[
         StrictBool,
-        Flag(OUTPUT, recorded=False, studied=False),
+        Flag(OUTPUT),
     ] = False
     """Replace an existing run in --out. Its files are removed before step 1."""
     json: Annotated[
         StrictBool,
-        Flag(OUTPUT, recorded=False, studied=False),
-    ] = False
+        Flag(OUTPUT),
+    ] = False  # type: ignore[assignment]
     """Print the report as JSON."""
     quiet: Quiet = False
     debug: Debug = False
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the faults of settings that exclude each other."""
+        for group in EXCLUSIVE:
+            flags = [f"--{flag_name(name)}" for name in group if name in given]
+            if len(flags) > 1:
+                yield f"{' and '.join(flags)} contradict each other: give one."
+        for name in given:
+            for other, why in SETTINGS[name].flag.not_with.items() if name in SETTINGS else ():
+                if other in given:
+                    flags = [f"--{flag_name(each)}" for each in (name, other)]
+                    yield f"{' and '.join(flags)} contradict each other: {why}. Give one."
 
     def replace(self, **changes: Any) -> Self:
         """Return these settings with others of the same type, which are not validated."""
@@ -607,24 +604,6 @@ class Settings(Flags, frozen=True):
         """Return these settings with defaults for those that were not given."""
         missing = {n: value for n, value in defaults.items() if n not in self.model_fields_set}
         return self.model_copy(update=missing)
-
-
-class Complete(Settings, frozen=True):
-    """Settings of a run with every default; None only for what is off."""
-
-    dataset: str  # name or path; in angle brackets for records in memory
-    model: str
-    recipe: str  # PAPER or BEST
-    batch_size: int
-    lr: float
-    clip_norm: float
-    beta1: float
-    beta2: float
-    gamma_prime: float
-    h1: float
-    h2: float
-    physical_batch: int
-    gpu_batch: int  # physical batch on a GPU; it differs only if none was given
 
 
 SETTINGS: Mapping[str, Option] = options(Settings)

@@ -1,35 +1,18 @@
-"""Sources of settings: flags and files are merged, with origins, and contradictions reported."""
+"""Sources of settings: flags, files and recipes by name. Flags take precedence."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.flags import unknown, valid_part
-from dpmac_cli.config.settings import OWN_MODEL, SETTINGS, Settings
-from dpmac_cli.errors import InputError
+from dpmac_cli.config.flags import is_given, valid
+from dpmac_cli.config.named import RECIPES, file_of
+from dpmac_cli.config.settings import EXCLUSIVE, OWN_MODEL, SETTINGS, Settings
+from dpmac_cli.config.yaml_file import read_yaml
+from dpmac_cli.errors import InputError, raise_errors
 
-#: Mutually exclusive settings for the same thing. A flag replaces a file's setting.
-EXCLUSIVE: tuple[tuple[str, ...], ...] = (
-    ("sigma", "epsilon", "no_dp"),
-    ("max_epsilon", "no_dp"),
-    ("epochs", "steps"),
-)
-#: Settings that contradict each other, and why. Neither replaces the other: a run that a file makes
-#: secure must not become insecure unnoticed.
-INCOMPATIBLE: Mapping[tuple[str, str], str] = {
-    (name, other): why for name, of in SETTINGS.items() for other, why in of.flag.not_with.items()
-}
-#: Values by the names of settings, as text or of their types.
-Values = Mapping[str, Any] | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class SettingValue:
-    """A given value and its origin: "--sigma", or "sigma in FILE"."""
-
-    value: Any
-    origin: str
+#: Values by the names of settings, as text or of their types; None and False if not given.
+Values = Mapping[str, Any]
 
 
 def is_setting(name: str) -> bool:
@@ -37,12 +20,7 @@ def is_setting(name: str) -> bool:
     return name in SETTINGS
 
 
-def is_given(value: object) -> bool:
-    """Return whether a flag or a keyword has a value. 0 is one, which equals False."""
-    return value is not None and value is not False
-
-
-def by_flag(settings: Mapping[str, Any]) -> dict[str, Any]:
+def by_flag(settings: Values) -> dict[str, Any]:
     """Return settings by the names of their flags, as files have them."""
     return {flag_name(name): value for name, value in settings.items()}
 
@@ -67,62 +45,53 @@ def by_setting(recorded: Mapping[str, Any]) -> dict[str, Any]:
     return {name: recorded[flag] for flag, name in names.items() if is_setting(name)}
 
 
-def from_flags(flags: Mapping[Any, object], errors: list[str]) -> dict[str, SettingValue]:
-    """Return the given flags; unknown settings are added to ``errors``."""
-    given: dict[str, SettingValue] = {}
-    for name, value in flags.items():
-        if not is_setting(name):
-            errors.append(unknown(name, SETTINGS))
-        elif is_given(value):
-            given[name] = SettingValue(value, f"--{flag_name(name)}")
-    return given
+def given_settings(flags: Values, below: Path | Values | None = None) -> Settings:
+    """Return the settings of flags and, below them, of a file and of the recipe of a name.
 
+    Args:
+        flags: values by name.
+        below: a YAML file, or values that were recorded.
 
-def combined(
-    file: Mapping[str, SettingValue],
-    flags: Mapping[str, SettingValue],
-    errors: list[str],
-) -> dict[str, SettingValue]:
-    """Merge settings, where flags take precedence; add contradictions to ``errors``."""
-    below = dict(file)
-    for group in EXCLUSIVE:
-        for source in (flags, below):
-            origins = [source[name].origin for name in group if name in source]
-            if len(origins) > 1:
-                errors.append(f"{' and '.join(origins)} contradict each other: give one.")
-        if any(name in flags for name in group):
-            below = {name: entry for name, entry in below.items() if name not in group}
-    given = below | dict(flags)
-    for pair, why in INCOMPATIBLE.items():
-        origins = [given[name].origin for name in pair if name in given]
-        if len(origins) == len(pair):
-            errors.append(f"{' and '.join(origins)} contradict each other: {why}. Give one.")
-    return given
-
-
-def validated(
-    given: Mapping[str, SettingValue], errors: list[str]
-) -> tuple[Settings, frozenset[str]]:
-    """Return the valid settings, and the names of the others; add their faults to ``errors``."""
-    values = {name: entry.value for name, entry in given.items()}
-    origins = {name: entry.origin for name, entry in given.items()}
-    settings, invalid = valid_part(Settings, values, errors, origins)
-    return settings, frozenset(name for name in given if name in invalid)
-
-
-def parse_settings(flags: Settings | Mapping[Any, Any]) -> dict[str, Any]:
-    """Convert given flags to values and validate each of them separately.
-
-    Raises InputError with every fault found.
+    Raises:
+        InputError: lists every fault of a value, an unknown name or a contradiction.
     """
+    errors: list[str] = []
+    above = valid(Settings, flags, errors).explicit
+    if isinstance(below, Path):
+        file, below = below, in_file(below, errors)
+        if "model" in below and not is_given(flags.get("model")):
+            errors += faults_of_model([below["model"]], file)
+    values = over(above, below or {})
+    if (recipe := RECIPES.get(name := values.get("recipe", ""))) is not None:
+        del values["recipe"]
+        if recipe.command != "train":
+            errors.append(f"--recipe {name} has several runs. Use {recipe.line(name)}.")
+        values = over(values, in_file(file_of(name), errors))
+    raise_errors(errors)
+    return Settings.model_validate(values)
+
+
+def in_file(file: Path, errors: list[str]) -> Values:
+    """Return the settings of a YAML file, and add its faults to ``errors``."""
+    return valid(Settings, read_yaml(file, errors), errors, f"{file}: ").explicit
+
+
+def over(above: Values, below: Values) -> dict[str, Any]:
+    """Merge settings, where those ``above`` take precedence, also over what they exclude."""
+    replaced = {name for group in EXCLUSIVE if not above.keys().isdisjoint(group) for name in group}
+    return {name: value for name, value in below.items() if name not in replaced} | dict(above)
+
+
+def parse_settings(flags: Settings | Values) -> dict[str, Any]:
+    """Convert given flags to values and validate them. Raises InputError with every fault found."""
     settings = flags if isinstance(flags, Settings) else Settings.model_validate(flags)
-    return {name: value for name, value in settings.explicit.items() if is_setting(name)}
+    return dict(settings.explicit)
 
 
-def faults_of_model(models: Iterable[str], origin: str) -> Iterator[str]:
+def faults_of_model(models: Iterable[str], file: Path) -> Iterator[str]:
     """Reject models in a settings file that refer to code: only flags may do that."""
     for model in filter(OWN_MODEL[0], models):
         yield (
-            f"{origin} refers to code, {model}, which dpmac does not run from a settings file. If "
+            f"{file}: --model {model} is code, which dpmac does not run from a settings file. If "
             f"you trust it, add --model {model} to the command line."
         )

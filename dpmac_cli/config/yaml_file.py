@@ -1,14 +1,12 @@
 """Settings in YAML files: flag names as keys, read without YAML's number parsing."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from dpmac_cli.config.fields import Option, flag_name
-from dpmac_cli.config.flags import near_setting
-from dpmac_cli.config.settings import SETTINGS
-from dpmac_cli.config.sources import SettingValue, by_flag
+from dpmac_cli.config.fields import flag_name
 
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
@@ -21,69 +19,45 @@ NODE_WORDS: Mapping[type[yaml.Node], str] = {
 }
 
 
-def read_settings(file: Path, errors: list[str]) -> dict[str, SettingValue]:
-    """Return the settings of a YAML file, and add its faults to ``errors``.
+def read_yaml(file: Path, errors: list[str]) -> dict[str, Any]:
+    """Return the values in a YAML file by the names of settings, and add its faults to ``errors``.
 
-    A value is the text of a flag's value: YAML's number parsing (010 is 8, 1:30 is 90, 1e-5 is
-    text) is not used. Null and false switches are ignored.
+    A value is the text of a flag's value, true, false or None, or a list of such: YAML's number
+    parsing (010 is 8, 1:30 is 90, 1e-5 is text) is not used. A mapping becomes an empty one, which
+    no setting accepts.
     """
-    given: dict[str, SettingValue] = {}
-    for name, origin, node in _entries(file, SETTINGS, "a setting", errors):
-        if not isinstance(node, yaml.ScalarNode):
-            errors.append(f"{origin} must be a single value, not {NODE_WORDS[type(node)]}.")
-        elif (value := _value(node, SETTINGS[name])) is not None:
-            given[name] = SettingValue(value, origin)
-    return given
-
-
-def _value(node: yaml.ScalarNode, option: Option) -> str | bool | None:
-    """Return a value as text, or True for a switch; None if it is not given."""
-    value: str | bool = str(node.value)
-    if option.switch and node.tag == BOOL:
-        value = yaml.SafeLoader.bool_values.get(node.value.lower(), value)
-    return None if node.tag == NULL or value is False else value
-
-
-def read_lists(file: Path, known: Mapping[str, Option], errors: list[str]) -> dict[str, list[str]]:
-    """Return the settings of a YAML file, each with one or several values, as text.
-
-    ``known`` are the allowed settings. Faults are added to ``errors``.
-    """
-    found: dict[str, list[str]] = {}
-    for name, origin, node in _entries(file, known, "a setting of a study", errors):
-        if isinstance(node, yaml.ScalarNode) and _value(node, known[name]) is None:
-            continue
-        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        if not items or not all(isinstance(item, yaml.ScalarNode) for item in items):
-            errors.append(f"{origin} must be a value or a list of values.")
+    found: dict[str, Any] = {}
+    for key, node in _pairs(file, errors):
+        name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else ""
+        if not name:
+            errors.append(f"{file}: {NODE_WORDS[type(key)]} is not a setting.")
+        elif name in found:
+            line = key.start_mark.line + 1
+            errors.append(
+                f"{file}: --{flag_name(name)} is given twice, again in line {line}. Give it once."
+            )
+        elif (value := _value(node)) == []:
+            errors.append(f"{file}: the list of --{flag_name(name)} is empty.")
         else:
-            found[name] = [str(item.value) for item in items]
+            found[name] = value
     return found
+
+
+def _value(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.SequenceNode):
+        return [*map(_value, node.value)]
+    if not isinstance(node, yaml.ScalarNode):
+        return {}
+    if node.tag == BOOL and node.value.lower() in ("true", "false"):
+        return node.value.lower() == "true"
+    return None if node.tag == NULL else str(node.value)
 
 
 def to_yaml(recorded: Mapping[str, object]) -> str:
     """Return a file that repeats a run exactly, with --config and the same --seed."""
-    body = yaml.safe_dump(by_flag(recorded), sort_keys=False)
+    named = {flag_name(name): value for name, value in recorded.items()}
+    body = yaml.safe_dump(named, sort_keys=False)
     return f"{HEADER} Repeat it with dpmac train --config FILE; a seed is not saved.\n{body}"
-
-
-def _entries(
-    file: Path, known: Mapping[str, Option], what: str, errors: list[str]
-) -> Iterator[tuple[str, str, yaml.Node]]:
-    """Yield name, origin and value of each setting, and add faults to ``errors``."""
-    seen: set[str] = set()
-    for key, node in _pairs(file, errors):
-        written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
-        name = written.replace("-", "_")
-        origin = f"{flag_name(name)} in {file}"
-        if name not in known:
-            errors.append(f"{written} in {file} is not {what}.{near_setting(written, known)}")
-        elif name in seen:
-            line = key.start_mark.line + 1
-            errors.append(f"{origin} is given twice, again in line {line}. Give it once.")
-        else:
-            yield name, origin, node
-        seen.add(name)
 
 
 def _pairs(file: Path, errors: list[str]) -> list[tuple[yaml.Node, yaml.Node]]:

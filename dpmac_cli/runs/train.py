@@ -17,7 +17,6 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.plan import ChosenFolder, TrainPlan
 from dpmac_cli.config.resolve import change
-from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import by_setting, parse_settings
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import BudgetError, InputError
@@ -206,7 +205,14 @@ def _spent(plan: TrainPlan, before: Spent, steps: int) -> Spent:
 
 
 #: Settings that a fork cannot change.
-FIXED = tuple(name for name, option in SETTINGS.items() if option.flag.fixed)
+FIXED = (
+    *("dataset", "recipe", "model", "isolate", "features", "backbone", "backbone_size"),
+    *("backbone_flips", "pretrained", "train", "lora_rank", "lora_alpha", "channels"),
+    *("image_size", "levels", "classes", "epsilon", "sampler", "no_dp", "optimizer", "ema"),
+    *("canaries", "seed", "cover_scores"),
+)
+#: Settings that may differ on another machine: a dataset and a model are compared by fingerprints.
+LOCAL = ("dataset", "model", "device")
 
 
 def _newest(where: Path) -> checkpoint.Checkpoint:
@@ -255,8 +261,7 @@ def _check_unchanged(
     changes: dict[str, str] = {name: f"--{name}" for name in placed if name in given}
     before = by_setting(recorded)
     for name, value in plan.recorded.items():
-        # A dataset or model at another path is compared by its fingerprint.
-        if before.get(name) != value and not SETTINGS[name].flag.local:
+        if before.get(name) != value and name not in LOCAL:
             flag = flag_name(name)
             changes[name] = f"--{flag}" if value is True else f"--{flag} {value}"
     if not changes:

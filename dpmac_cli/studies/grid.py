@@ -27,12 +27,17 @@ from dpmac_cli.studies.values import faults_of_values, read_values, typed_value
 #: Group of the flags of a study in the help.
 STUDY = "Study"
 #: Settings that do not distinguish runs, by the names of their flags.
-ASIDE = tuple(name for name, option in SETTINGS.items() if not option.flag.labels)
+ASIDE = ("recipe", "secure", "device", "metric", "tuned_on")
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
 DEFAULT_SEEDS = "3"
+#: Settings that a comparison does not have: those of one run.
+NOT_STUDIED = (
+    *("optimizer", "max_epsilon", "secure", "canaries", "cover_scores", "score_every"),
+    *("seed", "tuned_on", "out", "force", "json", "quiet", "debug"),
+)
 #: Settings of a study besides the optimizers.
 STUDIED: Mapping[str, Option] = {
-    name: option for name, option in SETTINGS.items() if option.flag.studied
+    name: option for name, option in SETTINGS.items() if name not in NOT_STUDIED
 }
 #: Settings with one value in a study, and why.
 _SPLIT = "some records would be trained on in one run and tested on, without noise, in another"

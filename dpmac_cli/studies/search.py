@@ -17,7 +17,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.config.best import EPSILON
 from dpmac_cli.config.fields import NUMBER, Flag, Option, flag_name, options
-from dpmac_cli.config.flags import Flags, valid_part
+from dpmac_cli.config.flags import Flags, valid
 from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import DELTA, OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
@@ -45,7 +45,6 @@ DECIDED: Mapping[str, str] = {
     "no_dp": "without privacy any search is free: use dpmac compare",
     "seed": "whoever knows the seed knows how many trials there were",
     "canaries": "an audit tests one run: use dpmac train --canaries",
-    "guesses": "an audit tests one run: use dpmac train --canaries",
     "score_every": "only the last score of a trial decides",
     "tuned_on": "the report says what the settings were chosen on",
     "force": "a search is only replaced by hand: delete its folder",
@@ -168,7 +167,7 @@ def plan_search(
     errors: list[str] = []
     values = read_values(given, file, KNOWN, errors)
     own = {name: values.pop(name)[0] for name in ("trials",) if name in values}
-    flags, _ = valid_part(SearchFlags, own, errors)
+    flags = valid(SearchFlags, own, errors)
     errors += [
         f"--{flag_name(name)} cannot be set in a search: {why}."
         for name, why in DECIDED.items()

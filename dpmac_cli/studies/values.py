@@ -4,20 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dpmac_cli.config import yaml_file
 from dpmac_cli.config.fields import Option
-from dpmac_cli.config.flags import unknown
+from dpmac_cli.config.flags import is_given, unknown
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.settings import SETTINGS
-from dpmac_cli.config.sources import (
-    EXCLUSIVE,
-    faults_of_model,
-    is_given,
-    is_setting,
-    parse_settings,
-)
-from dpmac_cli.config.yaml_file import read_lists
+from dpmac_cli.config.sources import faults_of_model, is_setting, over, parse_settings
 from dpmac_cli.errors import InputError
 
+#: Settings whose values may have commas.
+WITH_COMMAS = ("classes", "feature_range", "unit", "class_weights", "tuned_on")
 #: ValuesOf of each setting, by its name.
 ValuesOf = dict[str, list[Any]]
 
@@ -34,18 +30,13 @@ def read_values(
         errors: faults are added to these.
     """
     given = {} if file is None else _read(file, known, errors)
-    errors += [unknown(name, known) for name in flags if name not in known]
-    typed = {
-        name: listed_values(value, known[name])
-        for name, value in flags.items()
-        if is_given(value) and name in known
-    }
-    if "model" not in typed:
-        errors += faults_of_model(given.get("model", ()), f"model in {file}")
-    given = _over(given, typed)
+    typed = _listed(flags, known, errors)
+    if file is not None and "model" not in typed:
+        errors += faults_of_model(given.get("model", ()), file)
+    given = over(typed, given)
     if (recipe := given.get("recipe", [""])[0]) in RECIPES:
         del given["recipe"]
-        given = _over(_read(file_of(recipe), known, errors), given)
+        given = over(given, _read(file_of(recipe), known, errors))
     return given
 
 
@@ -56,7 +47,7 @@ def listed_values(value: Any, option: Option) -> list[Any]:
     if not isinstance(value, str | int | float | Path):  # records in memory
         return [value]
     text = str(value)
-    return [text] if option.flag.comma else [part.strip() for part in text.split(",")]
+    return [text] if option.name in WITH_COMMAS else [part.strip() for part in text.split(",")]
 
 
 def typed_value(name: str, value: Any) -> Any:
@@ -76,11 +67,16 @@ def faults_of_values(given: Mapping[str, Sequence[Any]]) -> Iterator[str]:
 
 
 def _read(file: Path, known: Mapping[str, Option], errors: list[str]) -> ValuesOf:
-    found = read_lists(file, known, errors)
-    return {name: listed_values(values, known[name]) for name, values in found.items()}
+    return _listed(yaml_file.read_yaml(file, errors), known, errors, f"{file}: ")
 
 
-def _over(below: ValuesOf, above: ValuesOf) -> ValuesOf:
-    """Merge settings, where those ``above`` take precedence, also over what they exclude."""
-    replaced = {name for group in EXCLUSIVE if not above.keys().isdisjoint(group) for name in group}
-    return {name: values for name, values in below.items() if name not in replaced} | above
+def _listed(
+    values: Mapping[str, Any], known: Mapping[str, Option], errors: list[str], origin: str = ""
+) -> ValuesOf:
+    """Return lists of values by name, without those that are not given."""
+    errors += [f"{origin}{unknown(name, known)}" for name in values if name not in known]
+    return {
+        name: listed_values(value, known[name])
+        for name, value in values.items()
+        if is_given(value) and name in known
+    }

@@ -50,7 +50,6 @@ def test_an_audit_run_says_so_everywhere(trained: tuple[Path, Result]) -> None:
     assert header["audit"] == report["audit"]
     assert f"**{sentences.AUDIT_RUN}**" in (out / folder.CARD).read_text()
     assert folder.vouched(out, folder.AUDIT)
-    assert "guesses: 20" in (out / folder.CONFIG).read_text()
 
 
 @pytest.mark.privacy
@@ -145,9 +144,6 @@ REFUSED = [
         ("--canaries", "50", "--sampler", "random-allocation"),
         "only poisson sampling can be audited, not random-allocation",
     ),
-    (("--canaries", "50", "--guesses", "51"), "--guesses (51) must not be above --canaries (50)"),
-    (("--canaries", "50", "--guesses", "0"), "--guesses must be at least 1"),
-    (("--guesses", "50"), "--guesses has no effect alone: add --canaries, or leave it out"),
 ]
 
 
@@ -177,7 +173,7 @@ def test_an_audit_is_not_for_comparing() -> None:
     Path("study.yaml").write_text("dataset: digits\ncanaries: 50\n")
     result = dpmac("compare", "--config", "study.yaml")
     assert result.exit_code == 2
-    assert "canaries in study.yaml is not a setting of a study" in result.stderr
+    assert "study.yaml: There is no setting 'canaries'." in result.stderr
 
 
 @pytest.mark.parametrize("flag", ["--dataset", "--data-dir"])
@@ -193,7 +189,6 @@ def test_an_audit_scores_no_data_set(trained: tuple[Path, Result], flag: str) ->
 def test_a_tenth_is_guessed_and_a_few_at_least(canaries: int, guesses: int) -> None:
     config = digits_config(canaries=canaries)
     assert config.privacy.audit.guesses == guesses
-    assert digits_config(canaries=canaries, guesses=1).privacy.audit.guesses == 1
 
 
 @pytest.mark.privacy
