@@ -95,7 +95,7 @@ SHARED_NAMES = {
     **dict.fromkeys(
         (
             *("Attack", "Audit", "Count", "Dataset", "Interval"),
-            *("Model", "Randomness", "Sampler", "Scores"),
+            *("Model", "Sampler", "Scores"),
         ),
         "sections of report.json are named like what they record",
     ),

@@ -16,15 +16,17 @@ from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs import checkpoint, folder, workers
-from dpmac_cli.runs.history import metrics_line
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.loop import Evaluated, Progress, fit
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
+from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.storage.progress import Computing
+from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation
+from dpmac_cli.training.private_scores import PrivateScore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +217,25 @@ class Session:
         """Write metrics.jsonl. Raises OSError."""
         lines = "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in self.history)
         files.write_atomically(self.where / folder.METRICS, lines.encode())
+
+
+def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[str, Any]:
+    """Return a line of metrics.jsonl."""
+    result, headline = evaluated.result, evaluated.result.task.headline
+    privacy, metric = plan.privacy, plan.run.metric
+    return {
+        "step": evaluated.step,
+        "epoch": evaluated.epoch,
+        "epsilon": finite_or_none(epsilon),
+        "delta": privacy.delta if privacy.private else None,
+        headline.logged: finite_or_none(result.metric(headline.name)),
+        METRICS[metric].logged: finite_or_none(result.metric(metric)),
+        "test_loss": finite_or_none(result.loss),
+        "test_samples": result.samples,
+        "seconds": round(evaluated.seconds, 3) if plan.timed else None,
+        **(result.values() if isinstance(result, PrivateScore) else {}),
+        **evaluated.public,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
