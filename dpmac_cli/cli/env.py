@@ -3,21 +3,12 @@
 from typing import Any
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import take, with_options
+from dpmac_cli.cli.options import JsonFlags, take, with_options
 from dpmac_cli.config.fields import options
-from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.settings import Debug, PrintJson
 from dpmac_cli.storage.files import to_json
 
 
-class EnvFlags(Flags, frozen=True):
-    """Flags of ``dpmac env``."""
-
-    json: PrintJson = False
-    debug: Debug = False
-
-
-@with_options(options(EnvFlags))
+@with_options(options(JsonFlags))
 def env(**given: Any) -> None:
     """Print what a bug report needs: versions, processor, libraries, folders and fallbacks.
 
@@ -28,7 +19,7 @@ def env(**given: Any) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
     """
-    flags = take(EnvFlags, given)
+    flags = take(JsonFlags, given)
     from dpmac_cli.runs.machine import facts  # noqa: PLC0415  (loads torch)
 
     found = facts()

@@ -9,8 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from dpmac_cli.config.fields import Option, flag_name
-from dpmac_cli.config.flags import Model
-from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.config.flags import Flags, Model
+from dpmac_cli.config.settings import SETTINGS, Debug, PrintJson
+
+
+class JsonFlags(Flags, frozen=True):
+    """Flags of a command that only prints, perhaps as JSON."""
+
+    json: PrintJson = False
+    debug: Debug = False
+
 
 #: Groups of options, in the order of the help. A command's own groups come first.
 GROUPS = list(dict.fromkeys(option.flag.group for option in SETTINGS.values()))
@@ -58,13 +66,6 @@ def argument(
     one: Any = list[Path] if several else Path
     kind, default = (one, ...) if required else (one | None, None)
     return _parameter(name, annotation=Annotated[kind, shown], default=default)
-
-
-def repeated(option: Option) -> inspect.Parameter:
-    """Return a parameter that becomes an option that may be given several times."""
-    flag, name = option.flag, f"--{flag_name(option.name)}"
-    shown = typer.Option(name, help=option.help, metavar=flag.metavar, rich_help_panel=flag.group)
-    return _parameter(option.name, annotation=Annotated[list[str] | None, shown], default=None)
 
 
 def with_options(

@@ -4,16 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import take, with_options
+from dpmac_cli.cli.options import JsonFlags, take, with_options
 from dpmac_cli.config.fields import options
-from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.named import BEST, PAPER, RECIPES, NamedRecipe
-from dpmac_cli.config.settings import Debug, PrintJson
 from dpmac_cli.storage.files import to_json
 
 #: Recipes without a file, with the command that runs each.
@@ -23,14 +20,7 @@ RULES = {
 }
 
 
-class RecipesFlags(Flags, frozen=True):
-    """Flags of ``dpmac recipes``."""
-
-    json: PrintJson = False
-    debug: Debug = False
-
-
-@with_options(options(RecipesFlags))
+@with_options(options(JsonFlags))
 def recipes(**given: Any) -> None:
     """List recipes: what each reaches, its epsilon, its time, and the command that runs it.
 
@@ -41,7 +31,7 @@ def recipes(**given: Any) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
     """
-    flags = take(RecipesFlags, given)
+    flags = take(JsonFlags, given)
     if flags.json:
         console.print_result(to_json({"recipes": [*_values()]}))
         return
@@ -49,14 +39,17 @@ def recipes(**given: Any) -> None:
 
 
 def print_recipes(out: Console) -> None:
-    """Print the recipes. Where a line is too short for the commands, they are below the table."""
+    """Print the recipes, and below them the commands, each in one line."""
     console.widen(out)
-    table, unlimited = _table(), out.options.update(max_width=console.UNLIMITED)
-    wide = Measurement.get(out, unlimited, table).maximum <= out.width
-    out.print(table if wide else _table(commands=False))
-    if not wide:
-        out.print(Text("\nto run one of them:", style="bold"))
-        out.print(*(Text(row["command"]) for row in _values()), sep="\n", soft_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("recipe", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "extra" else "right", no_wrap=True)
+    for row in _values():
+        table.add_row(Text(row["name"], style="bold"), *(row.get(name, "") for name in COLUMNS))
+    out.print(table)
+    out.print(Text("\nto run one of them:", style="bold"))
+    out.print(*(Text(row["command"]) for row in _values()), sep="\n", soft_wrap=True)
     out.print(
         Text("accuracy: test accuracy in percent. minutes: of the whole command, on two cores.")
     )
@@ -77,19 +70,3 @@ def _cells(recipe: NamedRecipe) -> dict[str, str]:
 
 #: Columns of numbers, and the extra of the package that a recipe needs.
 COLUMNS = ("accuracy", "epsilon", "minutes", "extra")
-
-
-def _table(*, commands: bool = True) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("recipe", no_wrap=True)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "extra" else "right", no_wrap=True)
-    if commands:
-        table.add_column("to run it", no_wrap=True)
-    for row in _values():
-        table.add_row(
-            Text(row["name"], style="bold"),
-            *(row.get(column, "") for column in COLUMNS),
-            *[row["command"]] * commands,
-        )
-    return table

@@ -13,10 +13,8 @@ from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import argument, take, with_options
+from dpmac_cli.cli.options import JsonFlags, argument, take, with_options
 from dpmac_cli.config.fields import options
-from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.settings import Debug, PrintJson
 from dpmac_cli.errors import raise_errors
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.tasks.known import METRICS
@@ -34,16 +32,9 @@ SEEDED, AUDITED = "*", "!"
 UNITS = {"d": 86_400, "h": 3600, "min": 60, "s": 1}
 
 
-class RunsFlags(Flags, frozen=True):
-    """Flags of ``dpmac runs``."""
-
-    json: PrintJson = False
-    debug: Debug = False
-
-
 @with_options(
     argument("folders", "Where to look. [default: runs]", required=False, several=True),
-    options(RunsFlags),
+    options(JsonFlags),
 )
 def runs(folders: list[Path] | None, **given: Any) -> None:
     """List runs, the newest first: what was trained, its epsilon, its accuracy and how it ended.
@@ -57,7 +48,7 @@ def runs(folders: list[Path] | None, **given: Any) -> None:
     """
     from dpmac_cli.release.listing import find_runs  # noqa: PLC0415  (loads the accountants)
 
-    flags, roots = take(RunsFlags, given), folders or [ROOT]
+    flags, roots = take(JsonFlags, given), folders or [ROOT]
     raise_errors(
         f"{root} {'is a file' if root.exists() else 'does not exist'}. Use a folder of runs, or "
         f"none for {ROOT}/."
