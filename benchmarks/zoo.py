@@ -143,8 +143,8 @@ ZOO: Mapping[str, Kind] = {
         lambda: torchvision.models.swin_t(num_classes=CLASSES), partial(images, 64)
     ),
     "timm vit_tiny": Kind(
-        lambda: timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=CLASSES),
-        partial(images, 64),
+        lambda: timm.create_model("vit_tiny_patch16_224", img_size=112, num_classes=CLASSES),
+        partial(images, 112),
     ),
     "timm mixer_s32": Kind(
         lambda: timm.create_model("mixer_s32_224", img_size=64, num_classes=CLASSES),

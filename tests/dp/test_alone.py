@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.stats import ks_2samp
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack as functorch_level
-from torch.nn.functional import cross_entropy, layer_norm
+from torch.nn.functional import cross_entropy, layer_norm, linear
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -222,6 +222,34 @@ NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str] | No
     "tied-embedding": (tied, (5,), {"mix"}),
     "shared-parameter": (shared_parameter, (5,), {"0", "0.weight", "2", "4"}),
     "flat-rows": (flat_rows, (4, 5), {"embed"}),
+    "by function": (
+        lambda: Running(
+            lambda net, x: net.last(linear(net.mid(x), net.first.weight, bias=net.first.bias)),
+            mid=nn.Linear(5, 4),
+            first=nn.Linear(4, 6),
+            last=nn.Linear(6, CLASSES),
+        ),
+        (5,),
+        {"mid", "first", "last"},
+    ),
+    "embedding by function": (
+        lambda: Running(
+            lambda net, x: net.last(linear(x, net.table.weight)),
+            table=nn.Embedding(4, 5),
+            last=nn.Linear(4, CLASSES),
+        ),
+        (5,),
+        {"last"},
+    ),
+    "by function without its bias": (
+        lambda: Running(
+            lambda net, x: net.last(linear(x, net.first.weight) + 2 * net.first.bias),
+            first=nn.Linear(5, 6),
+            last=nn.Linear(6, CLASSES),
+        ),
+        (5,),
+        {"last"},
+    ),
     "gru": (
         lambda: Running(
             lambda net, x: net.last(net.gru(x)[1][0]),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.linalg import vector_norm
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -122,6 +123,7 @@ class PerSample:
         self._names = [[names[id(p)] for p in la.parameters.values()] for la in self.layers]
         self._by_row = False  # whether each sample is multiplied with the weights by itself
         self._recorded: set[str] = set()  # names of the layers whose gradients follow from calls
+        self._by_function: set[str] = set()  # those whose products are computed by F.linear
         self._anew = False  # whether vmap needs random numbers as new tensors
         self._single = False  # whether the loss is computed in float32 in the trial, too
         # Calls of recorded layers: names of the layers, and shape of the output for one sample.
@@ -270,8 +272,12 @@ class PerSample:
             if layer.composite is not None:
                 of, key = layer.composite
                 composites.setdefault(of, dict(projections(of)))[key] = layer.module
+        names = self._by_function
+        by_function = {m for la in recorded if la.name in names for m in la.called}
         with ExitStack() as stack:
-            for module in modules:
+            if by_function:
+                stack.enter_context(_Products(by_function, tap))
+            for module in modules.keys() - by_function:
                 # Before the hooks of the program, which may change the output.
                 handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
@@ -381,9 +387,13 @@ class PerSample:
         step = min(self.most, samples_in(x))
         with constant_draws():
             called = self._note_calls(probe, layers, x, y)
-            recorded = filter(self._records, layers)
-            if idle := {la.name for la in recorded if called.isdisjoint(la.called)}:
-                return idle, True
+            idle = [la for la in filter(self._records, layers) if called.isdisjoint(la.called)]
+            products = {la.name for la in idle if all(type(m) is nn.Linear for m in la.called)}
+            if not products <= self._by_function:
+                self._by_function |= products
+                return self._compare(probe, layers, x, y)
+            if idle:
+                return {la.name for la in idle}, True
             for begin in range(0, samples_in(x), step):
                 few = partial(_rows, slice(begin, begin + step))
                 some_x, some_y = (map_rows(few, batch) for batch in (x, y))
@@ -535,6 +545,25 @@ class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
             for tensor in tensors_in(result):
                 tensor.fill_(0.5)
         return result
+
+
+class _Products(TorchFunctionMode):
+    """Taps ``F.linear(x, layer.weight, layer.bias)`` of layers that are not called themselves."""
+
+    def __init__(
+        self, layers: Iterable[Any], tap: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self._layers, self._tap = layers, tap
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is linear and torch.is_grad_enabled():
+            given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
+            for layer in self._layers:
+                if layer.weight is given["weight"]:
+                    return self._tap(layer, given["input"], out)
+        return out
 
 
 class _DrawnAnew(TorchFunctionMode):
