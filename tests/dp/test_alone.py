@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, layer_norm, linear
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.layers import flatten_parameters
@@ -623,6 +624,16 @@ def test_masks_of_transformers_are_kept_under_vmap(monkeypatch: pytest.MonkeyPat
     )
     assert alone.__name__ == "mapped"
     assert utilities.is_tracing is before
+
+
+def test_made_up_masks_leave_tokens_of_both_kinds() -> None:
+    """Among equal tokens alone, attention has no gradient to compare."""
+    for length in (2, 3, 4, 9):
+        zeros = torch.zeros(1, length, dtype=torch.long)
+        made = Structure({"ids": zeros, "mask": zeros}).made_up(3)
+        assert {0, 1} == set(made["mask"].unique().tolist())
+        seen = made["ids"][made["mask"].bool()].unique()
+        assert len(seen) == (2 if length > 3 else 1)
 
 
 @pytest.mark.privacy

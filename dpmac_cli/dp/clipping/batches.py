@@ -5,6 +5,7 @@ A batch is a tensor, or any nesting of dicts, lists, tuples and named tuples of 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeAlias
 
 import torch
@@ -55,7 +56,8 @@ class Structure:
         template: a batch of at least one row. Of tensors of numbers, only shape, dtype and device
             are used.
         keep: whether integers are those of the template, in turn. Otherwise they alternate between
-            1 and 0, which are valid as classes, tokens, and masks of either meaning.
+            1 and 0, which are valid as classes, tokens, and masks of either meaning: every one of
+            the first tensor, two or more of the others, so that no mask hides all of a kind.
     """
 
     template: Batch
@@ -68,7 +70,7 @@ class Structure:
 
     def made_up(self, samples: int, *, double: bool = False, seed: int = 0) -> Batch:
         """Return a fixed batch of random rows; with ``double``, numbers are in float64."""
-        generator = torch.Generator().manual_seed(seed)
+        generator, turns = torch.Generator().manual_seed(seed), count(1)
 
         def rows(like: Tensor) -> Tensor:
             shape = (samples, *like.shape[1:])
@@ -78,8 +80,10 @@ class Structure:
                 return torch.randn(shape, generator=generator, dtype=drawn).to(like.device, dtype)
             if self.keep:
                 return like[torch.arange(samples, device=like.device) % len(like)]
-            places = torch.arange(samples * like[:1].numel()) % max(shape[-1], 1)
-            alternating: Tensor = (1 - places % 2).view(shape).to(like)
+            width = max(shape[-1], 1)
+            places = torch.arange(samples * like[:1].numel()) % width
+            times = min(next(turns), max(1, width // 2))
+            alternating: Tensor = (1 - places // times % 2).view(shape).to(like)
             return alternating
 
         return map_rows(rows, self.template)
