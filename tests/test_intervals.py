@@ -120,3 +120,27 @@ def test_a_unit_with_most_records_decides_little() -> None:
     )
     assert low < 0.2
     assert high > 0.97
+
+
+def test_no_interval_is_narrow_beside_a_wide_one_of_the_accuracy() -> None:
+    """Of 13 persons, of which one has most of the wrong answers."""
+    owners = np.repeat(np.arange(13), 14)
+    labels = torch.arange(len(owners)) % 2
+    wrong = torch.from_numpy((owners == 4) & (np.arange(len(owners)) % 14 < 10))
+    logits = 3.0 * one_hot(torch.where(wrong, 1 - labels, labels), 2)
+    answers = answers_of(Evaluation(0.0, logits, labels, as_task(2), units_of(owners)))
+    found = intervals(answers, all_metrics(answers), 300)
+    low, high = found["accuracy"]
+    least, most = found["balanced-accuracy"]
+    assert most - least >= 0.99 * (high - low) > 0.1
+
+
+def test_classes_that_are_almost_never_predicted_are_named() -> None:
+    labels = torch.tensor([0] * 90 + [1] * 10)
+    guess = torch.tensor([0] * 91 + [1] * 9)
+    for answers, said in ((torch.zeros_like(labels), ""), (guess, ""), (labels, "")):
+        remark = Evaluation(0.0, 3.0 * one_hot(answers, 2), labels, as_task(2)).results.remark
+        assert ("almost no test sample" in remark) == bool(said)
+    labels = torch.tensor([0] * 50 + [1] * 40 + [2] * 10)
+    remark = Evaluation(0.0, 3.0 * one_hot(labels % 2, 3), labels, as_task(3)).results.remark
+    assert "almost no test sample of 2 is classified correctly: balanced accuracy 66.67%" in remark

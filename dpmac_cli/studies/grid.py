@@ -282,4 +282,4 @@ def last_change(plan: TrainPlan) -> int:
     schema = plan.recorded.get("schema")
     roots = [data.source.path, *([] if schema is None else [Path(schema)])]
     files = (path for root in roots for path in (root, *root.rglob("*")))
-    return max(path.stat().st_mtime_ns for path in files if path.exists())
+    return max((path.stat().st_mtime_ns for path in files if path.exists()), default=0)
