@@ -46,7 +46,7 @@ REFUSED = NEVER_ALONE | STORING
 #: Mix no batch of five, or only on the way back, so validation finds nothing that differs.
 NOT_SEEN = {
     *("RescaledIfLarge", "ShiftedIfNegative", "WhitenedIfLarge", "GhostNorm"),
-    *("ExpertsWithCapacity", "GradientNormalised", "CentredInSinglePrecision"),
+    *("GradientNormalised", "CentredInSinglePrecision"),
 }
 #: Decide by values, or are checkpointed, which vmap cannot run.
 LOOPED = {"RescaledIfLarge", "ShiftedIfNegative", "Checkpointed"}
