@@ -133,7 +133,7 @@ def outputs(
     model.eval()
     for x in inputs:
         with code_of_network(x):
-            logits = (run or model)(fill_rows(x.to(dtype), least))
+            logits = (run or model)(fill_rows(x.to(torch.promote_types(x.dtype, dtype)), least))
         yield logits[: len(x)]
     model.train(training)
 
