@@ -30,6 +30,8 @@ from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
+from dpmac_cli.studies.grid import plan
+from dpmac_cli.studies.results import collect, finished_report
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import RATE, SIGMA, after, contents, digits_config
 from tests.tiers import rest_long
@@ -132,6 +134,22 @@ def test_a_run_for_an_epsilon_keeps_to_it(sampler: str, monkeypatch: pytest.Monk
     assert f"{what} counted twice: {end}" in started.notes
     with pytest.raises(InputError, match="is finished"):
         finish(run.resume(Path("run"), {}))
+
+
+@pytest.mark.privacy
+def test_a_run_for_an_epsilon_is_finished_in_a_study_after_a_kill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = {"dataset": "digits", "optimizers": "dp-sgd", "epsilon": "1", "steps": "36"}
+    grid = plan({**flags, "batch_size": "128", "seeds": "1", "device": "cpu"}, None, Path("study"))
+    [planned] = grid.runs
+    kill_in(10, planned.plan, monkeypatch)
+    assert finished_report(planned) is None
+    finish(run.resume(planned.folder, {}))
+    report = finished_report(planned)
+    assert report is not None
+    assert 0 < report["hyperparameters"]["steps"] < 36
+    assert collect(grid, {}).epsilon <= 1
 
 
 @pytest.mark.privacy

@@ -16,9 +16,10 @@ from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import argument, take, with_options
+from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config.account import Question, account_notes, answer, by_target
 from dpmac_cli.config.fields import Flag, SomePath, options
+from dpmac_cli.config.flags import valid
 from dpmac_cli.config.settings import OUTPUT, Debug, PrintJson
 from dpmac_cli.errors import BudgetError, InputError, raise_errors
 from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
@@ -71,13 +72,16 @@ def account(run: Path | None, **given: Any) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilon is wrong,
     3 target out of reach.
     """
-    flags = take(AccountFlags, given)
-    raise_errors(faults_of_picture(flags.plot))
+    errors = list[str]()
+    if run is not None:
+        from dpmac_cli.release.recount import excluded, recount  # noqa: PLC0415  (report's model)
+
+        errors += excluded(run, given)
+    flags = valid(AccountFlags, given, errors)
+    raise_errors((*errors, *faults_of_picture(flags.plot)))
     rows, notes, of_report, out_of_reach = list[Row](), list[str](), None, None
     with console.waiting(flags.json, "privacy cost"):
         if run is not None:
-            from dpmac_cli.release.recount import recount  # noqa: PLC0415  (the report's model)
-
             rows, *of_report = recount(run, flags)
         else:
             asked = by_target(flags)

@@ -38,16 +38,15 @@ def resolve_data(
     """
     errors: list[str] = []
     found = {} if file is None else read_yaml(file, errors)
-    of_data = {n: v for n, v in found.items() if n == "dataset" or _of_data(n)}
-    recorded = valid(Settings, of_data, errors, f"{file}: ").explicit
-    values = over(valid(Settings, settings, errors).explicit, recorded)
-    dataset = values.get("dataset")
-    if isinstance(dataset, str) and dataset.startswith("<") and file is not None:
+    above = valid(Settings, settings, errors).explicit
+    below = {n: v for n, v in found.items() if n not in above and (n == "dataset" or _of_data(n))}
+    if file is not None and str(below.get("dataset", "")).startswith("<"):
         remedy = as_typed(
             "Add --dataset with the path of a file of them, or score it with dpmac_cli.score.",
             "Pass them: score(run, data), with from_torch(...) or ArrayData(...) as data.",
         )
         raise InputError(f"{file.parent} was trained on records in memory of a program. {remedy}")
+    values = over(above, valid(Settings, below, errors, f"{file}: ").explicit)
     raise_errors(errors)
     return plan_data(Settings.model_validate(values), texts, schema)
 

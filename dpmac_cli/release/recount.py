@@ -1,20 +1,33 @@
 """Recompute the privacy cost of a run from its report. Does not import torch."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dpmac_cli.accounting.accountants import DEFAULT_ACCOUNTANT
 from dpmac_cli.accounting.pricing import Row, price
 from dpmac_cli.accounting.selection import epsilon_of
 from dpmac_cli.config.account import USED, Question
 from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.flags import is_given
 from dpmac_cli.config.settings import DELTA
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError
 from dpmac_cli.release.report import read_report
 
 #: Flags that may be combined with a run, which determines everything else.
 BESIDE_A_RUN = ("delta", "accountant")
+
+
+def excluded(path: Path, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a fault for each given flag that contradicts a run, or its report at ``path``."""
+    for name, value in given.items():
+        if name in Question.model_fields and name not in BESIDE_A_RUN and is_given(value):
+            yield (
+                f"--{flag_name(name)} contradicts {path}, which has all facts of the run. Leave "
+                "it out."
+            )
 
 
 def recount(path: Path, asked: Question) -> tuple[list[Row], float, float]:
@@ -24,14 +37,11 @@ def recount(path: Path, asked: Question) -> tuple[list[Row], float, float]:
 
     Args:
         path: a run folder, or a report.
-        asked: flags, of which only :data:`BESIDE_A_RUN` are allowed.
+        asked: flags, of which :data:`BESIDE_A_RUN` are used.
 
     Raises:
         InputError: the file is not a dpmac report, or a flag does not apply to it.
     """
-    why = f"contradicts {path}, which has all facts of the run. Leave it out."
-    others = [n for n in asked.explicit if n in Question.model_fields and n not in BESIDE_A_RUN]
-    raise_errors(f"--{flag_name(name)} {why}" for name in others)
     report = read_report(path)
     privacy, search = report.privacy, report.privacy.trials
     if search is not None and asked.accountant != DEFAULT_ACCOUNTANT:

@@ -116,9 +116,13 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
 
 
 def finished_report(run: Run) -> Mapping[str, Any] | None:
-    """Return a run's report if it and the metrics are intact and the run took all its steps."""
-    taken = folder.reported_steps(run.folder)
-    if taken < run.plan.privacy.steps or not folder.vouched(run.folder, folder.METRICS):
+    """Return a run's report if it and the metrics are intact and the run took all its steps.
+
+    A run for an epsilon that was killed ends earlier by the steps that were lost.
+    """
+    taken, asked = folder.reported_steps(run.folder), run.plan.privacy.steps
+    short = taken < asked and run.plan.privacy.target is None
+    if not taken or short or not folder.vouched(run.folder, folder.METRICS):
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
     return report if report.get("state") == "finished" else None
