@@ -598,6 +598,7 @@ def networks() -> Iterator[tuple[Any, ...]]:
         "x - x.mean(0)",
         lambda: Do(lambda s, x: s.part(x - x.mean(0)), part=nn.Linear(16, 8)),
         VECTOR,
+        "computes something else",
     )
     yield (
         "similarity to the other records",

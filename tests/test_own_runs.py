@@ -179,7 +179,7 @@ def photos(root: str, *, split: bool = True, records: int = 300) -> str:
 
 def wine(file: str) -> str:
     bunch = load_wine()
-    low, high = np.floor(bunch.data.min(0)), np.ceil(bunch.data.max(0))
+    low, high = np.floor(bunch.data.min(0) - 0.1), np.ceil(bunch.data.max(0))
     np.savez(file, x=bunch.data, y=bunch.target, low=low, high=high, classes=bunch.target_names)
     return file
 
@@ -360,7 +360,7 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     photos("album", split=False)
     x = np.random.default_rng(0).integers(0, 256, (30, 8, 8), np.uint8)
     y = np.arange(30) % 3
-    np.savez("images.npz", x=x, y=y, x_test=x[:3], y_test=y[:3])
+    np.savez("images.npz", x=x, y=y, x_test=255 - x[:3], y_test=y[:3])
     every: dict[str, str | bool] = {
         "test_fraction": "0.3",
         "split_seed": "1",

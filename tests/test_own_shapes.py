@@ -91,12 +91,10 @@ def test_numbers_are_scaled_column_by_column_in_any_shape() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("old", [False, True])
-def test_runs_are_scored_and_predicted_with(old: bool) -> None:
-    """``old``: by a version that gave every network channels, height and width."""
-    first = "nn.Conv2d(20, 4, 1), nn.Flatten()" if old else "nn.Linear(20, 4)"
+def test_runs_are_scored_and_predicted_with() -> None:
     Path("net.py").write_text(
-        f"from torch import nn\n\ndef Net():\n    return nn.Sequential({first}, nn.Linear(4, 2))\n"
+        "from torch import nn\n\ndef Net():\n"
+        "    return nn.Sequential(nn.Linear(20, 4), nn.Linear(4, 2))\n"
     )
     x, y = DRAWS.random((120, 20)), np.arange(120) % 2
     np.savez("rows.npz", x=x, y=y, low=0, high=1, classes=["no", "yes"])
@@ -105,9 +103,7 @@ def test_runs_are_scored_and_predicted_with(old: bool) -> None:
     result = dpmac("train", "--dataset", "rows.npz", *flags, "--out", "run")
     assert result.exit_code == 0, result.output
     report = json.loads(Path("run/report.json").read_text())
-    assert report["input"]["record"] == ([20, 1, 1] if old else [20])
-    if old:
-        _as_before("run")
+    assert report["input"]["record"] == [20]
     scored = dpmac("eval", "run", "--model", "net.py:Net", "--json")
     assert scored.exit_code == 0, scored.output
     assert json.loads(scored.stdout)["accuracy"] == report["test"]["accuracy"]
@@ -118,18 +114,8 @@ def test_runs_are_scored_and_predicted_with(old: bool) -> None:
     model = dpmac_cli.load_model("run", factory="net.py:Net").model
     inputs = torch.as_tensor(2 * x[:9] - 1, dtype=torch.float32)
     with torch.no_grad():
-        expected = model(inputs[..., None, None] if old else inputs).softmax(1)[:, 1]
+        expected = model(inputs).softmax(1)[:, 1]
     assert np.allclose(found, expected, atol=1e-4)
-
-
-def _as_before(run: str) -> None:
-    """Rewrite a model file as earlier versions wrote it."""
-    path = Path(run, folder.MODEL)
-    file, _, kept, _ = model_file._read(path)
-    released = dpmac_cli.load_model(file, factory="net.py:Net")
-    del kept["input"]["record"]
-    save_model(path, released.model, kept)
-    folder.seal(Path(run))
 
 
 def test_a_network_that_takes_neither_shape_is_refused_with_that_of_the_array() -> None:
