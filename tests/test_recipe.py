@@ -380,10 +380,10 @@ def test_the_published_weights_are_the_average() -> None:
     torch.testing.assert_close(flat, tensors["average"][: len(flat)])
 
 
-def test_what_follows_no_recipe_is_recorded_as_before() -> None:
-    """Else the runs of a study would be looked for elsewhere."""
+def test_every_part_of_a_recipe_is_recorded_and_tells_runs_of_a_study_apart() -> None:
     plain = digits_config()
-    assert not {"lr_schedule", "warmup_steps", "weight_decay", "ema"} & plain.recorded.keys()
+    assert plain.recorded["warmup_steps"] == 0
+    assert address(plain, 0) == address(digits_config(warmup_steps=0), 0)
     assert address(plain, 0) != address(digits_config(warmup_steps=1), 0)
     kept = digits_config(**ALL).recorded
     assert (kept["augmentations"], kept["augment"], kept["ema"]) == (3, "crop", 0.9)
