@@ -545,7 +545,7 @@ def test_settings_that_cannot_be_are_refused(args: tuple[str, ...], said: str) -
 
 
 def test_every_fault_is_said_at_once() -> None:
-    text = refused("--features", "scatter", "--lora-rank", "5", "--pretrained", "gone")
+    text = refused("--features", "scatter", "--lora-rank", "0", "--pretrained", "gone", "--lr", "x")
     assert text.count("error:") == 3
     assert "--features and --pretrained contradict each other" in text
 

@@ -351,8 +351,8 @@ def test_an_export_with_words_of_its_own_is_trained_on_and_predicted() -> None:
     assert result.exit_code == 2
     said = " ".join(result.stderr.split())
     for what in (
-        "Record 41 has no number in age: 'k.A.' (declare decimal, thousands or "
-        "missing_words in the schema)",
+        "Record 41 has no number in age: 'k.A.' (declare decimal, thousands, "
+        "missing_words or categories in the schema)",
         "Record 42 has no date in the format %d.%m.%Y in born: '-' (declare a format",
         "Record 43 has neither nein nor ja in smoker: 'k.A.' (declare other categories",
     ):

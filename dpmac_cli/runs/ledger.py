@@ -96,12 +96,12 @@ def begun_events(
 ) -> tuple[TrainingEvent, ...]:
     """Return the events of all steps that may have begun in a folder; () if there are none.
 
-    The last part counts with all its planned steps if ``whole``, and as ``planned`` if the ledger
-    is missing or damaged.
+    If ``whole``, the last part counts with all its planned steps, and a run that has not begun as
+    ``planned``. So does one whose ledger is missing or damaged.
     """
     if (found := read_spent(run)) is not None:
         return tuple(e for e in (found.planned if whole else found.events) if e.steps)
-    begun = (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
+    begun = whole or (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
     return (planned,) if begun else ()
 
 
