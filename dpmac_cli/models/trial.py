@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.batches import NOTHING, Batch, Structure, samples_in
-from dpmac_cli.dp.clipping.per_sample import uncompiled
+from dpmac_cli.dp.clipping.per_sample import unwrapped
 from dpmac_cli.dp.losses import Loss, returned
 
 #: A loss of the network and a batch: one number per record, shape (records,).
@@ -77,7 +77,7 @@ class Objective(nn.Module):
 
     def __init__(self, network: nn.Module, loss: BatchLoss) -> None:
         super().__init__()
-        self.network = uncompiled(network)
+        self.network = unwrapped(network)
         self.loss = loss
 
     def forward(self, batch: Batch) -> Tensor:

@@ -115,7 +115,7 @@ class PerSample:
         *,
         rowwise: bool = False,
     ) -> None:
-        model = uncompiled(model)
+        model = unwrapped(model)
         self._model, self._loss_of, self.views = model, loss, views
         self._inputs, self._labels = inputs, labels
         self.layers = find_layers(model)
@@ -495,8 +495,10 @@ def _reason(failure: Exception) -> str:
     return next(remedies, what_failed(failure))
 
 
-def uncompiled(network: nn.Module) -> nn.Module:
-    """Return a network as it was before torch.compile, whose result vmap cannot run."""
+def unwrapped(network: nn.Module) -> nn.Module:
+    """Return a network without torch.compile and nn.DataParallel, which vmap cannot run."""
+    if isinstance(network, nn.DataParallel):
+        return unwrapped(network.module)
     before = getattr(network, "_orig_mod", None)
     return before if isinstance(before, nn.Module) else network
 
