@@ -355,10 +355,13 @@ def test_a_model_of_dpmacs_serves_as_public_weights(tmp_path: Path) -> None:
     }
     first = train_digits(**other, physical_batch="20", steps=1)
     file = first.folder / "model.safetensors"
-    result = dpmac(
-        *("train", "--dataset", "digits", "--model", "wrn-16-4", "--pretrained", str(file)),
-        *("--train", "head", "--steps", "2", "--sigma", "6", "--out", "tuned"),
-    )
+    flags = ("train", "--dataset", "digits", "--model", "wrn-16-4", "--train", "head")
+    more = ("--steps", "2", "--sigma", "6", "--out", "tuned", "--pretrained")
+    refused = dpmac(*flags, *more, str(file))
+    assert refused.exit_code == 2
+    assert "save the weights without their origin" in " ".join(refused.output.split())
+    save(Path("public.safetensors"), weights(first.folder))
+    result = dpmac(*flags, *more, "public.safetensors")
     assert result.exit_code == 0, result.output
     assert "has no matching layer '11'. It starts from scratch" in result.output
     before, after = weights(first.folder), weights(Path("tuned"))

@@ -85,7 +85,8 @@ def test_perplexity_falls_under_epsilon_8(lora: bool) -> None:
     found = run(argparse.Namespace(**small), lora=lora)
     assert found["perplexity after"] < 0.95 * found["perplexity before"]
     assert found["epsilon"] <= 8
-    assert found["notes"] == ()
+    assert len(found["notes"]) == lora
+    assert all("parameters are frozen: " in note for note in found["notes"])
 
 
 @pytest.mark.filterwarnings("ignore")  # of other packages
