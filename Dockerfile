@@ -10,7 +10,7 @@
 FROM python:3.13-slim
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=tables
+ARG EXTRAS=tensorboard
 
 ENV PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
     DPMAC_DATA_DIR=/runs/data DPMAC_CACHE_DIR=/runs/.dpmac-cache HOME=/tmp
