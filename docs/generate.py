@@ -551,7 +551,7 @@ def zoo(found: Mapping[str, Any]) -> str:
     ]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "timm"))
     heads = ("network", "parameters", "plain, ms", "private, ms", "times plain", "by CPU time")
-    said = f"{machine['device']}, {machine['threads']} threads, {versions}"
+    said = f"{machine['device']}, threads: {machine['threads']}, {versions}"
     return f"{said}:\n\n{table(heads, rows)}\n"
 
 
