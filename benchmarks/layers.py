@@ -1,10 +1,9 @@
 """Measure how each network of tests/layer_cases.py is run, and the cost of its clipped sums.
 
-    PYTHONPATH=. python benchmarks/layers.py docs/data/layers.json
-    PYTHONPATH=. python benchmarks/layers.py docs/data/layers.json --only "usual sizes"
-    python docs/generate.py
+    PYTHONPATH=. python benchmarks/layers.py layers.json
+    PYTHONPATH=. python benchmarks/layers.py layers.json --only "usual sizes"
 
-writes the table of docs/own-network.md; ``--only`` measures the rows of some groups again. Steps of
+``--only`` measures the rows of some groups again. Steps of
 plain training, of dpmac, and of Opacus by hooks and with ghost clipping run in turn in one process,
 on the same records; a cost is the median of the ratios of their times. Opacus is called wrong where
 its clipped sum is not that of dpmac, whose tests compare it with autograd.

@@ -1,7 +1,6 @@
 """Put privacy bugs into the code, one at a time, and run the tests that must find them.
 
-    python benchmarks/mutants.py --out docs/data/mutants.json --page docs/mutants.md
-                                                   # all of them: half an hour
+    python benchmarks/mutants.py --out docs/data/mutants.json    # all of them: half an hour
     python benchmarks/mutants.py --only chunks     # some, by name, definition or file
     python benchmarks/mutants.py --short           # by the tests that `pytest` runs, without --long
     python benchmarks/mutants.py --check           # only whether each still applies: seconds
@@ -51,8 +50,8 @@ from syntax import (
 ROOT = Path(__file__).parent.parent
 PACKAGE = "dpmac_cli"
 TABLE = Path(__file__).with_suffix(".toml")
-#: The last complete round, and the page that shows it.
-RECORD, SHOWN = ROOT / "docs/data/mutants.json", ROOT / "docs/mutants.md"
+#: The last verdict on each, which the site shows.
+RECORD = ROOT / "docs/data/mutants.json"
 #: Seconds that tests may take: a bug may have them go on for ever.
 LIMIT = 1800
 #: Loaded before any test is run. None starts a thread.
@@ -77,15 +76,6 @@ FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
 FAILURE = re.compile(r"^FAILED (\S+::.*?)(?: - (.*))?$", re.MULTILINE)
 
 HEAD = "| bug | what it would cost | file | found by |\n|---|---|---|---|"
-PAGE = f"""# Bugs put in, and the tests that find them
-
-    python benchmarks/mutants.py --out docs/data/mutants.json --page docs/mutants.md
-
-{{found}} The bugs themselves are in [benchmarks/mutants.toml](../benchmarks/mutants.toml).
-
-{HEAD}
-{{rows}}
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,15 +389,6 @@ def write(out: Path, verdicts: Sequence[Verdict]) -> None:
     out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def write_page(page: Path, verdicts: Sequence[Verdict]) -> None:
-    """Write the verdicts as Markdown, a row each."""
-    found = (
-        f"{killed(verdicts)} of {len(verdicts)} were found when each was last run, most of them "
-        "before 0.4.0."
-    )
-    page.write_text(PAGE.format(found=found, rows="\n".join(map(as_row, verdicts))), "utf-8")
-
-
 def earlier(out: Path | None) -> dict[str, Verdict]:
     """The verdicts that a file holds, by name."""
     if out is None or not out.exists():
@@ -424,22 +405,6 @@ def write_places(mutants: Sequence[Mutant], known: Known) -> None:
         for name, verdict in earlier(RECORD).items()
     ]
     write(RECORD, kept)
-    write_page(SHOWN, kept)
-
-
-def write_all(
-    verdicts: Mapping[str, Verdict],
-    mutants: Sequence[Mutant],
-    known: Known,
-    out: Path | None,
-    page: Path | None,
-) -> None:
-    """Write the verdicts in the table's order, as JSON and as a page."""
-    kept = [m.placed(known, verdicts[m.name]) for m in mutants if m.name in verdicts]
-    if out:
-        write(out, kept)
-    if page:
-        write_page(page, kept)
 
 
 def main() -> None:
@@ -451,7 +416,6 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="leave out long tests")
     parser.add_argument("--only", default="", help="part of a name, definition or file")
     parser.add_argument("--out", type=Path, help="with --only, its other rows stay as they are")
-    parser.add_argument("--page", type=Path, help="for the same as Markdown")
     options = parser.parse_args()
     mutants, known = read_table(), known_definitions(ROOT)
     if options.places:
@@ -466,7 +430,11 @@ def main() -> None:
     for verdict in examine_all(chosen, options.jobs, TIERS[: 1 if options.short else 2]):
         print(as_row(verdict), flush=True)
         verdicts[verdict.name] = verdict
-        write_all(verdicts, mutants, known, options.out, options.page)
+        if options.out:
+            write(
+                options.out,
+                [m.placed(known, verdicts[m.name]) for m in mutants if m.name in verdicts],
+            )
     count = killed(verdicts[m.name] for m in chosen)
     print(f"\n{count} of {len(chosen)} killed.")
     sys.exit(count < len(chosen))

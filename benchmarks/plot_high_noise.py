@@ -1,6 +1,6 @@
 """Draw what high_noise.py measured: the share of coordinates on h1 and on h2, step by step.
 
-python benchmarks/plot_high_noise.py docs/data/high_noise.jsonl.xz docs/high-noise.png
+python benchmarks/plot_high_noise.py docs/data/high_noise.jsonl.xz docs
 """
 
 import argparse
@@ -10,37 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from sittings import results
 
-SIGMAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 KAPPAS = ("paper", "exact", "tracked")
 H1, H2 = "#0072B2", "#D55E00"  # told apart by most colour-blind readers, and by dashes
-
-
-def of_sweep(result: dict[str, Any]) -> bool:
-    """Return whether a line belongs to the grid `sigma`: whole runs with the paper's bounds."""
-    return result["optimizer"] == "dp-macadam" and not {"h1", "steps"} & set(result)
-
-
-def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """A panel for each sigma and kappa, a pair of lines for each seed."""
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
-    panels = figure.subplots(len(KAPPAS), len(SIGMAS), sharex=True, sharey=True)
-    for result in filter(of_sweep, runs):
-        panel = panels[KAPPAS.index(result["kappa"])][SIGMAS.index(result["sigma"])]
-        steps = [point["step"] for point in result["trace"]]
-        for name, colour, dash in (("share_h1", H1, "--"), ("share_h2", H2, "-")):
-            shares = [100 * point[name] for point in result["trace"]]
-            panel.plot(steps, shares, color=colour, linestyle=dash, linewidth=1.1, alpha=0.8)
-    for column, sigma in enumerate(SIGMAS):
-        panels[0][column].set_title(f"sigma {sigma:g}", fontsize="medium")
-        panels[-1][column].set_xlabel("step")
-    for row, kappa in enumerate(KAPPAS):
-        panels[row][0].set_ylabel(f"{kappa}\n% of coordinates")
-    for panel in panels.flat:
-        panel.set(ylim=(-3, 103), xlim=(0, 1180))
-        panel.spines[["top", "right"]].set_visible(False)
-    lines = [panels[0][0].plot([], [], color=c, linestyle=d)[0] for c, d in ((H1, "--"), (H2, "-"))]
-    figure.legend(lines, ["on h1", "on h2"], loc="outside upper right", ncols=2, frameon=False)
-    figure.savefig(path, dpi=150)
 
 
 def draw_cycle(runs: list[dict[str, Any]], path: Path) -> None:
@@ -66,9 +37,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    found = results(options.results)
-    draw(found, options.folder / "high-noise.png")
-    draw_cycle(found, options.folder / "high-noise-cycle.png")
+    draw_cycle(results(options.results), options.folder / "high-noise-cycle.png")
 
 
 if __name__ == "__main__":

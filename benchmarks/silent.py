@@ -1,10 +1,9 @@
 """Situations in which training can be silently wrong, in dpmac and in Opacus, with one judge.
 
     PYTHONPATH=. python benchmarks/silent.py dpmac hooks ghost docs/data/silent.json
-    python docs/generate.py
 
 runs every situation of tests/silent with those trainers (a minute on one core), replaces their
-results in the file, and writes the table of docs/silent-failures.md. ``hooks`` and ``ghost`` are
+results in the file, which the site has a table of. ``hooks`` and ``ghost`` are
 Opacus, with per-sample gradients by hooks and with ghost clipping, used as its guides say: its
 engine, optimizer and criterion, and the loop of a user.
 """

@@ -1,15 +1,20 @@
-"""Write the reference pages from the program and its schemas: ``python docs/generate.py``."""
+"""Make the reference pages from the program and its schemas.
+
+``python docs/generate.py`` writes those that are in the tree. The site builds the others.
+"""
 
 import inspect
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
-import yaml
 
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import COMMANDS as CALLED
@@ -34,20 +39,31 @@ API = """\
 # Python API
 
 The names that programs can rely on, from their docstrings. [From Python](library.md) shows how to
-use them. `help(dpmac_cli.train)` prints the same text. `python docs/generate.py` writes this page
-from the tables of [that guide](library.md#reference).
+use them. `help(dpmac_cli.train)` prints the same text.
 """
+#: Headings of that page, by the package or module that the names come from.
+API_GROUPS = {
+    "data": "Records in memory",
+    "release": "Runs and models",
+    "runs": "Events of a run",
+    "step": "Private steps on your own batches",
+    "config": "Settings",
+    "accounting": "Sampling and privacy costs",
+    "studies": "Studies",
+    "optim": "Your own optimizer",
+    "dp": "Regions, mechanisms and moments",
+    "randomness": "Randomness",
+    "errors": "Failures",
+}
 INTRODUCTION = """\
 # Settings
 
-Every setting of `dpmac train`, by the groups of its help. `python docs/generate.py` writes this
-page from the settings themselves: change those, not this page.
-
-A setting has one name everywhere: `--batch-size 128` as a flag, `batch-size: 128` in the YAML file
-of `--config`, `batch_size=128` in [`resolve`](library.md#train). Flags win over the file. A switch
-is given as a flag alone, or as `true`. All settings are validated before anything is done, and all
-errors are reported at once. `dpmac compare` takes the same settings with several values each,
-except for those that [its section](commands.md#dpmac-compare) lists.
+Every setting of `dpmac train`, by the groups of its help (`python docs/generate.py` writes this
+page). A setting has one name everywhere: `--batch-size 128` as a flag, `batch-size: 128` in the
+YAML file of `--config`, `batch_size=128` in [`resolve`](library.md#train). Flags win over the file.
+A switch is given as a flag alone, or as `true`. All settings are validated before anything is done,
+and all errors are reported at once. `dpmac compare` takes the same settings with several values
+each, except for those that [its section](commands.md#dpmac-compare) lists.
 """
 PAPERS = """\
 With `--sigma` or `--recipe paper`, as in the paper. With `--epsilon`, see
@@ -56,7 +72,7 @@ With `--sigma` or `--recipe paper`, as in the paper. With `--epsilon`, see
 COMMANDS = """\
 # Commands
 
-`python docs/generate.py` writes this page from the program: change the program, not this page.
+`dpmac COMMAND --help` prints the same text.
 
 ## Exit codes
 
@@ -74,42 +90,29 @@ device failed, a run of a comparison failed, or an audit contradicts a claim |
 REPORT = """\
 # Report
 
-Every key of `report.json` and `compare.json`. `python docs/generate.py` writes this page from
-the JSON Schemas [report.schema.json](report.schema.json) and
-[compare.schema.json](compare.schema.json).
+Every key of `report.json` and `compare.json`, from their JSON Schemas
+[report.schema.json](report.schema.json) and [compare.schema.json](compare.schema.json). Most
+programs need these keys:
+
+| key | |
+| --- | --- |
+| `privacy.epsilon`, `privacy.delta`, `privacy.adjacency` | the guarantee |
+| `privacy.accountant`, `privacy.events` | how epsilon was computed, and from what |
+| `privacy.unit` | what is protected, if it is not one record |
+| `privacy.risk` | bounds on what an attacker can learn |
+| `privacy.not_covered`, `privacy.computed_from_records` | what epsilon covers and what not |
+| `privacy.covered_scores` | whether the test scores are covered |
+| `test.accuracy`, `test.mae` | the score of the published model |
+| `hyperparameters`, `recipe` | the settings of training |
+| `dataset.taken_from_records` | public facts that were not declared |
+| `statement` | the answers of the model card |
+| `timings`, `versions` | measured times, and libraries |
 """
-COMPARISON = """\
-# Other tools
-
-What tools for training with differential privacy have, as of November 2026. The README has ten of
-these rows. `python docs/generate.py` writes this page from `docs/data/comparison.yaml`: correct a
-cell there, with its source. A question mark means: not checked.
-
-- [Features](#features)
-- [Requests to Opacus](#requests-to-opacus)
-- [Sources](#sources)
-
-## Features
-
-{features}
-Choose JAX Privacy or opake for correlated noise, Opacus for sharded and large models, and NeMo
-Safe-Synthesizer for synthetic records instead of a model.
-
-## Requests to Opacus
-
-Threads in which users of Opacus asked for something that dpmac has:
-
-{requests}
-## Sources
-
-{cells}"""
 SILENT = """\
-# Silent failures
+# Situations in which training can be silently wrong
 
-A library can train on after a change that it does not see: nothing is learned, a setting has no
-effect, or a record moves a step by more than the noise covers. This page has {count} situations of
-this kind, and the outcome of dpmac and of Opacus {opacus} in each of them. This command runs them,
-and `python docs/generate.py` writes the page from its result:
+[Other tools](comparison.md#silent-failures) has the summary. These are all {count} situations, with
+the outcome of dpmac and of Opacus {opacus} in each:
 
     PYTHONPATH=. python benchmarks/silent.py dpmac hooks ghost docs/data/silent.json
 
@@ -125,36 +128,50 @@ record is also left out in turn.
 - **open**: one record moves a step by more than lr C / B, so the epsilon of the accountant is too
   low; followed by the move, in units of that bound
 
-`tests/test_silent.py` requires that dpmac is right or refuses in all of them, and that the judge
-finds trainers that are wrong or unprotected on purpose. Opacus is used as its guides describe, with
-per-sample gradients by hooks and with ghost clipping. Any exception of Opacus or torch counts as a
-refusal. A dash is a setting that Opacus does not have. The situations were chosen to find faults of
-dpmac, and many are variants of each other: the counts do not say how often a user meets a fault.
+Opacus is used as its guides describe, with per-sample gradients by hooks and with ghost clipping.
+Any exception of Opacus or torch counts as a refusal. A dash is a setting that Opacus does not have.
 
 """
 #: Trainers of that page, by their keys in its data.
 SIDES = {
-    "before": "dpmac 0.2",
     "dpmac": "dpmac",
     "hooks": "Opacus, hooks",
     "ghost": "Opacus, ghost",
 }
+MUTANTS = """\
+# Injected bugs
+
+Bugs that were put into the program, one at a time, each with the test that found it.
+{killed} of {mutants} were found when each was last run. The bugs themselves are in
+[benchmarks/mutants.toml](../benchmarks/mutants.toml).
+
+    python benchmarks/mutants.py --out docs/data/mutants.json    # half an hour
+
+"""
 OUTCOMES = ("right", "refused", "wrong", "open")
 #: Outcomes that the table shows with their measure.
 MEASURED = {"wrong": "error", "open": "moved"}
+#: Contenders of plain torch, of which the faster one is shown.
+PLAIN = ("plain-adam", "plain-adam, memory kept")
+#: What the table of texts has: runs by the defaults.
+EPOCHS, TOKENS, EPSILONS = 20, 128, (1.0, 3.0, 8.0, None)
 KEY = ("key", "type", "description")
 CHOICES = {
-    "Data sets": {name: facts.about for name, facts in DATASETS.items()},
     "Networks": {name: kind.about for name, kind in MODELS.items()},
     "Backbones": {
-        name: f"{kind.about}: {kind.width:,} features, {kind.size} pixels a side, "
-        f"{kind.top1:.1%} of ImageNet's validation images right (published), {kind.licence}"
+        name: f"{kind.width:,} features, {kind.size} pixels, {kind.top1:.1%}, {kind.licence}"
         for name, kind in BACKBONES.items()
     },
     "Features": FEATURES,
     "Samplers": {name: sampling.summary for name, sampling in SAMPLERS.items()},
-    "Optimizers": {name: kind.summary for name, kind in OPTIMIZERS.items()},
 }
+#: What is said above a table of choices.
+ABOUT = {
+    "Backbones": "Public networks of images, trained on ImageNet, with their published accuracy "
+    "there.\n",
+}
+#: Limits that no one reaches: numbers of seven digits, and powers of ten.
+ENDLESS = re.compile(r"000,000|\de[-+]")
 #: Settings whose defaults a data set brings, by the names of both.
 OF_DATA = ("model", "sigma", "batch_size", "epochs", "clip_norm", "h1", "h2", "physical_batch")
 
@@ -175,7 +192,7 @@ def configuration() -> str:
     parts += ["## What does not go together\n", exclusions()]
     for title, known in CHOICES.items():
         named = [(f"`{name}`", said) for name, said in known.items()]
-        parts += [f"## {title}\n", table(("name", "description"), named)]
+        parts += [f"## {title}\n", ABOUT.get(title, ""), table(("name", "description"), named)]
     return "\n".join(parts)
 
 
@@ -308,7 +325,7 @@ def kind(schema: Mapping[str, Any]) -> str:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"|{'|'.join(line)}|\n" for line in lines)
 
 
 def what(setting: Option) -> str:
@@ -321,7 +338,8 @@ def what(setting: Option) -> str:
     if setting.pattern:
         return setting.pattern.description
     kind = KINDS[setting.kind]
-    return f"{kind}, {setting.bounds}" if setting.bounds else kind
+    told = setting.bounds and not ENDLESS.search(setting.bounds)
+    return f"{kind}, {setting.bounds}" if told else kind
 
 
 def default(setting: Option) -> str:
@@ -354,9 +372,9 @@ def samples_at_a_time() -> str:
     """The physical batch of the networks that take more than the data set's."""
     more = [f"`{n}` {kind.physical_batch:,}" for n, kind in MODELS.items() if kind.physical_batch]
     return (
-        f"A physical batch of that or, where it is more: {', '.join(more)}; in proportion fewer of "
-        "images above 32 by 32 pixels. On a GPU at least 512 images of up to 32 by 32 pixels, "
-        "where the network is trained on them. K augmented views of an image count as K.\n"
+        f"`--physical-batch` is larger for some networks: {', '.join(more)}; fewer in proportion "
+        "for images above 32 by 32 pixels. On a GPU it is at most 512 images of up to 32 by 32 "
+        "pixels, and no more than a step needs. K augmented views of an image count as K.\n"
     )
 
 
@@ -400,8 +418,8 @@ def by_best() -> str:
         rows.append((name, *cells[:2], f"n/{share}", *cells[2:]))
     head = ("", *(f"`--{flag_name(name)}`" for name in (*names[:2], "batch_size", *names[2:])))
     return (
-        f"With `dp-adam` at epsilon {EPSILON:g}; other epsilons, numbers of records and networks "
-        "have other values, which a note before the first step names "
+        f"With `dp-adam` at epsilon {EPSILON:g}. A note before the first step of a run names its "
+        "values, which depend on epsilon, the number of records and the network "
         "([the rule](recipes.md#the-best-run-for-a-budget)). Delta is 1e-5; for your own data "
         f"n^-1.1 if that is less.\n\n{table(head, rows)}"
     )
@@ -443,48 +461,6 @@ def shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def compared() -> dict[str, Any]:
-    """Return what is known of other tools."""
-    found: dict[str, Any] = yaml.safe_load((DOCS / "data" / "comparison.yaml").read_text("utf-8"))
-    return found
-
-
-def features(known: Mapping[str, Any], *, readme: bool = False) -> str:
-    """Return the table of features by tool; ``readme``: only what the README has."""
-    tools = {n: t["name"] for n, t in known["tools"].items() if t["readme"] or not readme}
-    rows = [row for row in known["rows"] if row.get("readme") or not readme]
-    cells = [
-        (row["feature"], *(row["cells"].get(name, ("?",))[0] for name in tools)) for row in rows
-    ]
-    return table(("", *tools.values()), cells)
-
-
-def comparison() -> str:
-    """Return the page of features by tool, with the source of each cell."""
-    known = compared()
-    tools, sources = known["tools"], known["sources"]
-    cells = [
-        (
-            row["feature"],
-            *(tools[name][key] for key in ("name", "version", "date")),
-            value,
-            sources[source],
-        )
-        for row in known["rows"]
-        for name, (value, source) in row["cells"].items()
-    ]
-    threads = "https://github.com/meta-pytorch/opacus/issues"
-    asked = [
-        (f"[#{r['thread']}]({threads}/{r['thread']}) ({r['state']})", r["asks"], r["here"])
-        for r in known["requests"]
-    ]
-    return COMPARISON.format(
-        features=features(known),
-        requests=table(("Opacus", "asks for", "here"), asked),
-        cells=table(("feature", "tool", "version", "date", "value", "source"), cells),
-    )
-
-
 def silent() -> str:
     """Return the page of situations in which a library can be silently wrong."""
     found = json.loads((DOCS / "data" / "silent.json").read_text(encoding="utf-8"))
@@ -508,25 +484,41 @@ def outcome(line: Mapping[str, Any]) -> str:
     return f"**{kind}**, {'not finite' if measure is None else f'{measure:.4g}'}"
 
 
+def mutants() -> str:
+    """Return the page of injected bugs, and of the tests that find them."""
+    found = json.loads((DOCS / "data" / "mutants.json").read_text(encoding="utf-8"))
+    rows = [(row["name"], row["cost"], f"`{row['file']}`", found_by(row)) for row in found["rows"]]
+    head = ("bug", "what it would cost", "file", "found by")
+    return MUTANTS.format(**found) + table(head, rows)
+
+
+def found_by(row: Mapping[str, Any]) -> str:
+    """Return the test that found a bug, in words."""
+    file, _, test = row["by"].partition("[")[0].partition("::")
+    words = test.removeprefix("test_").replace("_", " ")
+    return f"`{file.removeprefix('tests/')}`: {words}" if test else f"**{row['result']}**"
+
+
 def api() -> str:
-    """Return the page of the Python API, by the tables of the guide; mkdocstrings fills it."""
-    _, _, text = (DOCS / "library.md").read_text(encoding="utf-8").partition("## Reference")
+    """Return the page of the Python API, by the stub of the package; mkdocstrings fills it."""
+    stub = (DOCS.parent / "dpmac_cli" / "__init__.pyi").read_text(encoding="utf-8")
+    names = re.findall(r"^from \.(\w+)[\w.]* import (\w+) as", stub, re.MULTILINE)
     parts = [API]
-    for part in re.split(r"^\| (?=\w[\w ]* \| \|$)", text, flags=re.MULTILINE)[1:]:
-        title, _, rows = part.partition(" |")
-        parts.append(f"## {title.capitalize()}\n")
-        parts += [f"::: dpmac_cli.{name}\n" for name in re.findall(r"^\| `(\w+)`", rows, re.M)]
+    for group, title in API_GROUPS.items():
+        parts.append(f"## {title}\n")
+        parts += [f"::: dpmac_cli.{name}\n" for package, name in names if package == group]
     return "\n".join(parts)
 
 
 def performance() -> str:
-    """Return the page of times with a table for each class of processors that was measured."""
-    text = (DOCS / "performance.md").read_text(encoding="utf-8")
-    found = [DOCS / "data" / f"step_time_{kind}.json" for kind in ("avx512", "avx2")]
-    tables = "".join(times(json.loads(file.read_text())) for file in found if file.exists())
-    file = DOCS / "data" / "zoo.json"
-    networks = zoo(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else ""
-    return between("zoo", networks, between("step_time", tables, text))
+    """Return the page of times with its measured tables."""
+    page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    tables = {"step_time": ("avx512", times), "gpu": ("gpu", times), "zoo": ("zoo", zoo)}
+    for name, (kind, made) in tables.items():
+        file = DOCS / "data" / ("zoo.json" if kind == "zoo" else f"step_time_{kind}.json")
+        part = made(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else ""
+        page = between(name, part, page)
+    return page
 
 
 def between(name: str, part: str, page: str) -> str:
@@ -556,26 +548,85 @@ def zoo(found: Mapping[str, Any]) -> str:
 
 
 def times(found: Mapping[str, Any]) -> str:
-    """Return the table of one class of processors."""
-    machine = found["machine"]
-    forced = ", ".join(f"`{name}={value}`" for name, value in machine["forced"].items())
-    said = f"{machine['device']}, {machine['instructions']}" + (f" by {forced}" if forced else "")
+    """Return the table of steps on one machine: a row for each network and batch."""
+    machine, cells = found["machine"], defaultdict[tuple[str, int], dict[str, Any]](dict)
+    for row in found["rows"]:
+        cells[row["model"], row["batch"]][row["optimizer"]] = row
+    rows = []
+    for (model, batch), by in cells.items():
+        plain = min((by[name] for name in by if name in PLAIN), key=itemgetter("step_ms"))
+        opacus = [row for name, row in by.items() if name.startswith("opacus-")]
+        private = [by["dp-adam"], by["dp-macadam"]]
+        peer = min(opacus, key=itemgetter("step_ms"), default=None)
+        shown = [*private, *([peer] if peer else [])]
+        steps = [f"{row['step_ms']:.1f} ({row['ratio']:.2f})" for row in shown]
+        peaks = [f"{row['peak_mib']:.0f}" for row in (plain, by["dp-adam"], *shown[2:])]
+        filled = [*steps, ""][:3], [*peaks, ""][:3]
+        rows.append((model, str(batch), f"{plain['step_ms']:.1f}", *filled[0], *filled[1]))
+    heads = ("network", "batch", "plain, ms", "`dp-adam`", "`dp-macadam`", "faster Opacus")
+    peaks = ("MiB: plain", "`dp-adam`", "Opacus")
+    said = f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}"
+    return f"{said}:\n\n{table((*heads, *peaks), rows)}\n"
+
+
+def recipes() -> str:
+    """Return the page of accuracies with its measured tables."""
+    page = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    return between("texts", of_texts(), between("backbones", of_backbones(), page))
+
+
+def of_backbones() -> str:
+    """Return the table of accuracies on public backbones."""
+    parts = {"Lite2, 224 pixels": "lite2", "Lite0, 128 pixels": "lite0"}
+    rows, epsilons = [], []
+    for title, name in parts.items():
+        found = json.loads((DOCS / "data" / f"backbone-{name}.json").read_text(encoding="utf-8"))
+        cells = sorted((row["epsilon"], row["mean"], row["std"]) for row in found["rows"])
+        epsilons = [f"epsilon {epsilon:.4g}" for epsilon, _, _ in cells]
+        rows.append((title, *(f"{100 * middle:.2f} ± {100 * std:.2f}" for _, middle, std in cells)))
+    return table(("EfficientNet", *epsilons), rows)
+
+
+def of_texts() -> str:
+    """Return the table of accuracies on sets of texts, by the defaults."""
+    found = found_texts()
     rows = [
         (
-            row["model"],
-            str(row["batch"]),
-            row["optimizer"],
-            f"{row['step_ms']:.1f}",
-            f"{row['ratio']:.2f} ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})",
-            f"{row['cpu_ratio']:.2f}",
-            f"{row['peak_mib']:.0f}",
-            f"{row['page_faults']:,.0f}",
+            name,
+            texts,
+            *(spread(found[name, "minilm", e]) for e in EPSILONS),
+            spread(found[name, "hashed words", 1.0]),
+            largest,
         )
-        for row in found["rows"]
+        for name, (texts, largest) in about_texts().items()
     ]
-    heads = ("network", "batch", "optimizer", "step, ms", "times plain", "by CPU time")
-    made = table((*heads, "peak, MiB", "page faults a step"), rows)
-    return f"{said}; {machine['threads']} threads, torch {machine['torch']}:\n\n{made}\n"
+    shown = (f"MiniLM, epsilon {e:g}" if e else "no privacy" for e in EPSILONS)
+    return table(("set", "texts", *shown, "hashed words, epsilon 1", "largest class"), rows)
+
+
+def found_texts() -> Mapping[tuple[str, str, float | None], Sequence[float]]:
+    """Return accuracies by set, features and epsilon."""
+    found = defaultdict[tuple[str, str, float | None], list[float]](list)
+    for row in rows_of_texts():
+        found[row["set"], row["features"], row["epsilon"]].append(row["accuracy"])
+    return found
+
+
+def about_texts() -> Mapping[str, tuple[str, str]]:
+    """Return the number of texts and the share of the largest class by set."""
+    return {r["set"]: (f"{r['texts']:,}", f"{r['majority']:.1f}") for r in rows_of_texts()}
+
+
+def rows_of_texts() -> list[dict[str, Any]]:
+    """Return the measured runs with the default settings."""
+    lines = (DOCS / "data" / "texts.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = map(json.loads, lines)
+    return [r for r in rows if (r["epochs"], r["tokens"] >= TOKENS) == (EPOCHS, True)]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return mean and standard deviation of some percentages."""
+    return f"{mean(values):.1f} ± {stdev(values):.1f}"
 
 
 def optimizers() -> str:
@@ -591,19 +642,23 @@ def optimizers() -> str:
     return between("optimizers", "\n" + "".join(sections), page)
 
 
-#: Pages by name, and what makes them.
-PAGES = {
+#: Pages and schemas in the tree, and what writes them.
+WRITTEN = {
     "configuration.md": configuration,
-    "commands.md": commands,
     "report.schema.json": report_schema,
+    "performance.md": performance,
+    "recipes.md": recipes,
+    "optimizers.md": optimizers,
+}
+#: Pages that only the site has: site_hooks.py adds them when it is built.
+BUILT = {
+    "commands.md": commands,
     "report.md": report,
     "api.md": api,
     "silent-failures.md": silent,
-    "comparison.md": comparison,
-    "performance.md": performance,
-    "optimizers.md": optimizers,
+    "mutants.md": mutants,
 }
 
 if __name__ == "__main__":
-    for name, page in PAGES.items():
+    for name, page in WRITTEN.items():
         (DOCS / name).write_text(page(), encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Hooks of mkdocs: pages for linked files outside of docs/, and formulas as MathML."""
+"""Hooks of mkdocs: generated pages, linked files outside of docs/, and formulas as MathML."""
 
 import re
+import runpy
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
@@ -11,6 +12,8 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+#: Pages that are made from the program, by name.
+BUILT = runpy.run_path(str(Path(__file__).with_name("generate.py")))["BUILT"]
 #: A relative link: what is before its target, target, anchor, and what is behind.
 LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)(#[^)\s]*)?(\))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
@@ -25,7 +28,9 @@ UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each file of the repository that some page links to."""
+    """Add the generated pages, and one for each file of the repository that some page links to."""
+    for name, page in BUILT.items():
+        files.append(File.generated(config, name, content=page()))
     pages = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
     while pages:
         path, text = pages.popitem()
@@ -42,7 +47,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Lead links out of docs/ to the pages made for them."""
     here = page.file.src_uri
     path = here.removeprefix("source/") if here.startswith("source/") else f"docs/{here}"
-    return LINK.sub(link_from(path), markdown) if (ROOT / path).exists() else markdown
+    known = here in BUILT or (ROOT / path).exists()
+    return LINK.sub(link_from(path), markdown) if known else markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:

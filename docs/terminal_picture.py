@@ -1,4 +1,4 @@
-"""Draw docs/train.svg: the terminal two thirds into a real `dpmac train --dataset digits`.
+"""Draw docs/train.svg: the terminal at the end of a real `dpmac train --dataset digits`.
 
 python docs/terminal_picture.py
 """
@@ -20,7 +20,8 @@ from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.runs.session import Update
 
 COMMAND = "dpmac train --dataset digits"
-WIDTH, EPOCHS_SHOWN = 88, 13
+#: Lines of earlier epochs are left out.
+WIDTH, FIRST_EPOCH = 88, 18
 #: Rich's frame with the reader's own typeface: a picture need not fetch one from elsewhere.
 FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
     "Fira Code", "ui-monospace, Menlo, Consolas, DejaVu Sans Mono"
@@ -29,19 +30,16 @@ PICTURE = Path(__file__).resolve().with_name("train.svg")
 
 
 def main() -> None:
-    """Train, stop to look, and draw."""
+    """Train, and draw."""
     shown = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True)
     display = RunDisplay(shown)
-    display._bar.disable = True  # until it is drawn below
+    display._bar.disable = True
     shown.print(Text.assemble(("$ ", "dim"), (COMMAND, "bold")))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        config = resolve({"dataset": "digits"}).plan
-        for event in train(config):
-            display.show(event)
+        for event in train(resolve({"dataset": "digits"}).plan):
             scored = event.event if isinstance(event, Update) else None
-            if isinstance(scored, Evaluated) and scored.epoch >= EPOCHS_SHOWN:
-                break
-    shown.print(display._bar)
+            if not isinstance(scored, Evaluated) or scored.epoch >= FIRST_EPOCH:
+                display.show(event)
     shown.save_svg(str(PICTURE), title="dpmac", code_format=FORMAT, unique_id="dpmac-train")
 
 

@@ -1,4 +1,4 @@
-"""Layers and small networks that people write, for the table of docs/own-network.md.
+"""Layers and small networks that people write, for benchmarks/layers.py and tests.
 
 Every layer of torch.nn that has parameters or mixes samples is here, in variants, and typical ways
 to put them together.

@@ -64,9 +64,9 @@ def test_the_check_sees_every_way_in(name: str) -> None:
 
 
 @pytest.mark.privacy
-def test_the_tests_that_the_privacy_page_names_exist_and_are_of_privacy() -> None:
+def test_the_tests_that_the_page_of_promises_names_exist_and_are_of_privacy() -> None:
     root = PACKAGE.parent
-    named = set(re.findall(r"`(tests/[^`]+)`", (root / "docs" / "privacy.md").read_text()))
+    named = set(re.findall(r"`(tests/[^`]+)`", (root / "tests" / "PROMISES.md").read_text()))
     assert len(named) > 15
     for name in named:
         assert "mark.privacy" in (root / name).read_text(), name

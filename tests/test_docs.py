@@ -1,20 +1,25 @@
 """The pages: links lead somewhere, names exist, commands print what stands below them."""
 
 import ast
+import json
 import math
+import os
 import re
 import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
+import dpmac_cli
 from dpmac_cli import __version__
 from dpmac_cli.cli.app import COMMANDS, load_command
 from dpmac_cli.config.account import Question
@@ -27,6 +32,9 @@ from tests.typed import dpmac
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+#: Pages that only the site has.
+BUILT = [ROOT / "docs" / name for name in GENERATE["BUILT"]]
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -36,13 +44,22 @@ FILE = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|toml|md|json|jsonl|yaml))`")
 #: Commands whose values are validated, too, by their settings.
 VALIDATED: Mapping[str, type[Flags]] = {"train": Settings, "account": Question}
 
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+by_page = pytest.mark.parametrize(
+    "page", [*PAGES, *BUILT], ids=lambda page: str(page.relative_to(ROOT))
+)
+
+
+@cache
+def read(page: Path) -> str:
+    """Return the text of a page of the tree or of the site."""
+    made = GENERATE["BUILT"][page.name] if page in BUILT else partial(page.read_text, "utf-8")
+    return str(made())
 
 
 def anchors(page: Path) -> set[str]:
     """What a page's headings are called in links, as GitHub does it."""
     found: set[str] = set()
-    for heading in HEADING.findall(FENCE.sub("", page.read_text())):
+    for heading in HEADING.findall(FENCE.sub("", read(page))):
         words = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         again = sum(1 for name in found if re.fullmatch(rf"{re.escape(words)}(-\d+)?", name))
         found.add(f"{words}-{again}" if again else words)
@@ -51,7 +68,7 @@ def anchors(page: Path) -> set[str]:
 
 def links(page: Path) -> Iterator[tuple[str, str]]:
     """Text and target of a page's links, but for those to other sites."""
-    for text, target in LINK.findall(FENCE.sub("", page.read_text())):
+    for text, target in LINK.findall(FENCE.sub("", read(page))):
         if "://" not in target:
             yield text, target
 
@@ -61,9 +78,10 @@ def broken(page: Path) -> list[str]:
     found = []
     for _, target in links(page):
         name, _, anchor = target.partition("#")
-        file = page.parent / name if name else page
-        lost = file.suffix == ".md" and file.exists() and anchor and anchor not in anchors(file)
-        if not file.exists() or lost:
+        file = Path(os.path.normpath(page.parent / name)) if name else page
+        there = file.exists() or file in BUILT
+        lost = there and file.suffix == ".md" and anchor and anchor not in anchors(file)
+        if not there or lost:
             found.append(target)
     return found
 
@@ -108,7 +126,7 @@ def test_what_is_named_in_the_code_is_there(page: Path) -> None:
 
 @by_page
 def test_files_that_are_named_are_there(page: Path) -> None:
-    for name in FILE.findall(FENCE.sub("", page.read_text())):
+    for name in FILE.findall(FENCE.sub("", read(page))):
         places = (ROOT, ROOT / "dpmac_cli", ROOT / "tests", page.parent)
         assert any((place / name).exists() for place in places), name
 
@@ -182,7 +200,7 @@ def unknown(name: str, flag: str) -> bool:
 @by_page
 def test_every_command_is_one_that_dpmac_accepts(page: Path) -> None:
     """Also those that take too long to run in a test."""
-    text = page.read_text()
+    text = read(page)
     assert [found for command in typed(text) if (found := mistyped(command))] == []
     past = page.name == "CHANGELOG.md"  # it names what was removed
     assert [pair for pair in inline_flags(text) if unknown(*pair) and not past] == []
@@ -230,25 +248,27 @@ def test_the_optimizers_page_has_every_optimizer_and_its_settings() -> None:
 
 
 def test_the_page_of_commands_has_examples_and_groups_in_words() -> None:
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    page = read(ROOT / "docs" / "commands.md")
     assert "```text\n\n```" not in page
-    groups = re.findall(r"^\| (.+) \| value \| default \|", page, re.MULTILINE)
+    groups = re.findall(r"^\|(.+)\|value\|default\|", page, re.MULTILINE)
     assert len(groups) > len(COMMANDS)
     assert [name for name in groups if not re.fullmatch(r"[A-Z][a-z]+( [a-z]+)*", name)] == []
 
 
-def test_the_generated_pages_are_up_to_date() -> None:
-    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    pages = generate["PAGES"]
-    texts = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in pages}
-    for name, page in pages.items():
-        assert texts[name] == page(), f"{name}: run python docs/generate.py"
+def test_the_generated_pages_are_up_to_date_and_complete() -> None:
+    written = {name: page() for name, page in GENERATE["WRITTEN"].items()}
+    for name, text in written.items():
+        kept = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert kept == text, f"{name}: run python docs/generate.py"
+    texts = {page.name: read(page) for page in BUILT} | written
     for name in SETTINGS:
-        assert f"| `--{name.replace('_', '-')}` |" in texts["configuration.md"]
+        assert f"|`--{name.replace('_', '-')}`|" in texts["configuration.md"]
     for name in COMMANDS:
         assert f"\n## dpmac {name}\n" in texts["commands.md"]
-    keys = set(re.findall(r"^\| `([^`]+)`", texts["report.md"], re.MULTILINE))
+    keys = set(re.findall(r"^\| ?`([^`]+)`", texts["report.md"], re.MULTILINE))
     assert keys >= {"privacy.epsilon", "privacy.events[].steps", "rows[].epsilon"}
+    named = re.findall(r"^::: dpmac_cli\.(\w+)$", texts["api.md"], re.MULTILINE)
+    assert sorted(named) == sorted({*dpmac_cli.__all__} - {"__version__"})
 
 
 def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
@@ -257,8 +277,8 @@ def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
     resolved = resolve(dataset=str(tmp_path / "rows.npz"), feature_range="0,1")
     one = resolved.plan
     text = (ROOT / "docs" / "configuration.md").read_text()
-    (row,) = re.findall(r"^\| your own rows of numbers, 500 \|  \| (.+) \|$", text, re.MULTILINE)
-    model, batch, *told = row.split(" | ")
+    (row,) = re.findall(r"^\|your own rows of numbers, 500\|\|(.+)\|$", text, re.MULTILINE)
+    model, batch, *told = row.split("|")
     share = round(500 / math.ceil(500 / int(batch.removeprefix("n/"))))
     assert (one.recorded["model"], one.privacy.batch_size) == (model, math.ceil(600 / share))
     values = (one.recorded["epochs"], one.optimizer.lr, one.recipe.ema)
@@ -272,7 +292,7 @@ def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
 def test_the_index_has_every_page() -> None:
     targets = {target for _, target in links(ROOT / "docs" / "README.md")}
     files = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.json")]
-    assert {file.name for file in files} - {"README.md"} <= targets
+    assert {file.name for file in [*files, *BUILT]} - {"README.md"} <= targets
     assert "docs/README.md" in {target for _, target in links(ROOT / "README.md")}
 
 
@@ -283,8 +303,21 @@ def test_every_measurement_has_a_line() -> None:
     assert there == {target for target in listed if not target.startswith("../")}
 
 
-def test_the_readme_has_rows_of_the_page_that_compares_tools() -> None:
-    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    rows = generate["features"](generate["compared"](), readme=True)
-    assert rows.count("\n") == 12  # ten rows and their head
-    assert rows in (ROOT / "README.md").read_text()
+def test_the_picture_of_accuracies_is_of_the_data() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "accuracy_picture.py"))
+    with Image.open(drawn["PICTURE"]) as picture:
+        told = picture.info["Source"]
+    assert told == drawn["source"](), "run python docs/accuracy_picture.py"
+
+
+def test_the_readme_quotes_the_data() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    shown = [re.findall(r"\b\d\d\.\d\b", line) for line in lines if " linear on " in line]
+    found = GENERATE["found_texts"]()
+    texts = [
+        [f"{mean(found[name, 'minilm', epsilon]):.1f}" for epsilon in (1.0, 3.0, None)]
+        for name in ("sms", "banking77")
+    ]
+    rows = json.loads((ROOT / "docs" / "data" / "backbone-lite2.json").read_text())["rows"]
+    images = {round(row["epsilon"], 3): f"{100 * row['mean']:.1f}" for row in rows}
+    assert shown == [*texts, [images[1.0], images[2.435]]]

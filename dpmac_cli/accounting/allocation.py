@@ -2,7 +2,7 @@
 
 With ``Z_i = exp(g_i/sigma - 1/(2 sigma^2))`` for independent normal ``g_i``, the dominating pair of
 an epoch is Q, under which the likelihood ratio is ``R = (Z_1 + ... + Z_t)/t``, and P with
-``dP = R dQ`` (Chua et al. 2024, arXiv 2412.16802; for adaptive steps see docs/privacy.md).
+``dP = R dQ`` (Chua et al. 2024, arXiv 2412.16802; for adaptive steps see docs/accounting.md).
 Therefore
 
     delta(epsilon) = E_Q (R - e^epsilon)+    and, with P and Q exchanged,    E_Q (1 - e^epsilon R)+.
