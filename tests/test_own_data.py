@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.splits import Records, split
 from dpmac_cli.data.user_data import inspect
@@ -442,16 +441,6 @@ def test_a_link_to_itself_is_named(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "cat" / "loop.png").symlink_to("loop.png")
     assert "loop.png cannot be read as an image" in refused(tmp_path)
-
-
-@pytest.mark.privacy
-def test_a_file_that_is_written_while_a_run_begins_is_named(tmp_path: Path) -> None:
-    plan = resolve(dataset=folder(tmp_path), sigma=1).plan
-    assert isinstance(plan.data.source, Source)
-    picture(tmp_path / "cat" / "0.png", 77)
-    os.utime(tmp_path / "cat" / "0.png", (1, 1))
-    with pytest.raises(InputError, match=r"cat/0\.png changed while the run began"):
-        load(plan.data.source, plan.data.found)
 
 
 def test_a_single_number_is_no_array_of_records(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dpmac_cli.plots import COLOURS, DASHES, new_figure, write_figure
-from dpmac_cli.tasks.curves import draw_curves
+from dpmac_cli.tasks.classified import draw_curves
 from dpmac_cli.tasks.metrics import Answers
 
 

@@ -426,7 +426,7 @@ def test_per_sample_gradients_are_those_of_autograd(name: str) -> None:
 def test_metrics_are_scikit_learns(task: Regression) -> None:
     result = evaluated(task)
     truth = task.decoded(result.labels).numpy()[1:, 0]
-    guess = task.decoded(task.scaled(result.logits)).numpy()[1:, 0]
+    guess = task.predicted(result.logits).numpy()[1:, 0]
     found = replace(result, logits=result.logits[1:], labels=result.labels[1:]).results.metrics()
     assert found["mae"] == pytest.approx(sklearn.mean_absolute_error(truth, guess))
     assert found["rmse"] == pytest.approx(sklearn.root_mean_squared_error(truth, guess))

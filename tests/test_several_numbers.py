@@ -24,8 +24,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import scores
 from dpmac_cli.tasks.known import METRICS, headline_in, task_of
-from dpmac_cli.tasks.regression import Regression
-from dpmac_cli.tasks.several_numbers import SeveralNumbers
+from dpmac_cli.tasks.regression import Regression, SeveralNumbers
 from dpmac_cli.tasks.task import number
 from dpmac_cli.training.evaluation import Evaluation
 from tests import care
@@ -369,7 +368,7 @@ def test_one_unit_moves_the_covered_error_by_at_most_one(targets: int, grouped: 
 
 def _by_unit(result: Evaluation, owners: Any) -> float:
     """The mean over units of the mean over their records and targets of errors per range."""
-    errors = np.mean([part.shares for part in result.results.parts], 0)  # type: ignore[attr-defined]
+    errors = result.results.shares.mean(1)  # type: ignore[attr-defined]
     return float(np.mean([errors[owners == unit].mean() for unit in set(owners)]))
 
 

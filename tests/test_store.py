@@ -56,11 +56,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows that this process decodes."""
     seen: list[int] = []
 
-    def watched(
-        file: RowFile, row: int, image: decoding.ImageFile, levels: int | None
-    ) -> str | None:
+    def watched(file: RowFile, row: int, path: str, levels: int | None) -> str | None:
         seen.append(row)
-        return plain(file, row, image, levels)
+        return plain(file, row, path, levels)
 
     plain = decoding.decode_into
     monkeypatch.setattr(decoding, "decode_into", watched)

@@ -113,8 +113,8 @@ def inputs(of: Source) -> tuple[list[list[float]], list[int]]:
     ("old", "new", "message"),
     [
         ("30,f,A", "old,f,A", "Record 1 has no number in age"),
-        ("70,m", "70,", "or its schema (missing: input accepts records without sex), or add"),
-        ("70,m,B", "70,m,B,B", "Record 2 has 7 values for 6 columns"),
+        ("70,m", "70,", "or its schema (missing: input accepts records without a value), or add"),
+        ("70,m,B", "70,m,B,B", "Record 2 (line 3) has 7 values for 6 columns"),
         ("name\n", "title\n", "There is no column name, which the schema declares"),
         ("name\n", "title\n", "The schema does not declare the column title"),
         ("A,ill", "\udcff,ill", "is not text in UTF-8"),

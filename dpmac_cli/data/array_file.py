@@ -1,10 +1,11 @@
 """Datasets stored as arrays in an .npz file: images, or rows of numbers."""
 
 import hashlib
+import os
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults, units_in
 from dpmac_cli.data.complaints import escaped
-from dpmac_cli.data.decoding import DIM, decode
+from dpmac_cli.data.decoding import Pictures, decode
 from dpmac_cli.data.ranges import remarks_on_ranges
 from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source
 from dpmac_cli.data.splits import Records, copies_among, data_facts, split
@@ -23,10 +24,15 @@ from dpmac_cli.data.targets import (
     CLASSES,
     DECLARED,
     are_numbers,
+    bad_targets,
+    faults_of_array,
+    faults_together,
     number_of_targets,
-    targets_in,
+    task_in,
 )
 from dpmac_cli.errors import InputError, counted, raise_errors
+from dpmac_cli.storage.progress import Computing
+from dpmac_cli.tasks.classification import Classification
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
@@ -35,7 +41,8 @@ SIDES = ("", "_test")
 #: Dimensions of an array of numbers up to which a network of yours gets records in their shape.
 #: With four they are images, with channels first.
 MOST_OWN = 3
-ArrayDict = dict[str, NDArray[Any]]
+#: Records and what is declared of them, by name; images in files are Pictures.
+ArrayDict = dict[str, Any]
 ARRAYS = (
     *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
     *DECLARED,
@@ -43,11 +50,12 @@ ARRAYS = (
 
 
 class ArrayFile:
-    """Dataset from the arrays of an .npz or a table, which are named as in :data:`ARRAYS`.
+    """Dataset from the arrays of an .npz, a table or a folder, named as in :data:`ARRAYS`.
 
+    An array ``key`` has the name of each record's file, which decides its side of a split.
     ``left_out`` lists records that were left out when they were read, and ``unusable`` says which
     rows of an array could not be. ``found_classes`` are names of folders; they are used if no
-    classes are declared.
+    classes are declared. ``repeated`` is as in :class:`Signs`.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class ArrayFile:
         left_out: LeftOut = NONE_LEFT_OUT,
         unusable: Mapping[str, Faults] | None = None,
         found_classes: Sequence[str] = (),
+        repeated: str = "",
     ) -> None:
         if source.classes is not None:
             arrays[CLASSES] = np.array(source.classes)
@@ -65,14 +74,18 @@ class ArrayFile:
         left_out += _leave_out_bad(arrays, source, _made_canonical(arrays, unusable or {}))
         self._sides = _sides(arrays)
         (x, y, units), held_out = self._sides[0], len(self._sides) == 1
-        targets = targets_in(arrays)
-        self._task = targets.task(arrays, source, found_classes)
-        inferred = targets.inferred(arrays)
+        self._task = task_in(arrays, source, found_classes)
+        # Classes that are not declared were read from the records.
+        named = CLASSES in arrays or not isinstance(self._task, Classification)
+        sizes = {"channels": source.channels, "image size": source.image_size}
+        inferred = [n for n, size in sizes.items() if isinstance(x, Pictures) and size is None]
+        inferred += [] if named else ["classes"]
         contents = [_contents(part.x, part.y) for part in self._sides]
         if held_out:
-            keys = _keys(contents[0]) if units is None else (u.encode() for u in units.tolist())
+            named_by = arrays.get("key") if units is None else units
+            keys = _keys(contents[0]) if named_by is None else map(os.fsencode, named_by.tolist())
             numbered = Records(np.arange(len(y)), y, units)
-            parts = split(numbered, keys, self._task.names if inferred else None, source)
+            parts = split(numbered, keys, None if named else self._task.names, source)
             self._sides = [self._sides[0].at(part.x) for part in parts]
             contents = [[contents[0][row] for row in part.x] for part in parts]
         copies, tested = copies_among(contents)
@@ -84,26 +97,29 @@ class ArrayFile:
             self._task,
             self._ends,
             held_out=held_out,
-            inferred=inferred,  # an array's type declares its shape
+            inferred=tuple(inferred),  # an array's type declares its shape
             left_out=left_out,
             own=() if self._ends is None or x.ndim > MOST_OWN else x.shape[1:],
             signs=Signs(
+                repeated,
                 copies=copies if units is None else 0,
                 tested=tested,
-                remarks=tuple(
-                    remarks_on_ranges(channels_first(x), arrays, source)
-                    if _is_numbers(x)
-                    else _dim(x)
-                ),
+                remarks=tuple(remarks_on_ranges(channels_first(x), arrays, source))
+                if _is_numbers(x)
+                else (),
             ),
         )
 
-    def load(self) -> list[Records]:
+    def load(self) -> Generator[Computing, None, list[Records]]:
         """Return training and test records."""
-        return [
-            Records(inputs_of(x, self._ends, self._size), self._task.encoded(y), units)
-            for x, y, units in self._sides
-        ]
+        found = []
+        for x, y, units in self._sides:
+            if isinstance(x, Pictures):
+                inputs: Any = yield from x.load()
+            else:
+                inputs = inputs_of(x, self._ends, self._size)
+            found.append(Records(inputs, self._task.encoded(y), units))
+        return found
 
 
 def _sides(arrays: ArrayDict) -> list[Records]:
@@ -227,7 +243,7 @@ def _leave_out_bad(arrays: ArrayDict, source: Source, unusable: Mapping[str, Fau
     left = "; ".join(["", *map(escaped, why)])
     faults += strange + [f"x{side} is empty{left}" for side in sides if not arrays[f"x{side}"].size]
     if not faults:
-        faults += targets_in(arrays).faults_together(arrays)
+        faults += faults_together(arrays)
     if _is_numbers(arrays["x"]):
         faults += _faults_of_range(arrays, source)
     raise_errors(f"{source.path}: {fault}." for fault in faults)
@@ -241,9 +257,11 @@ def _remove(arrays: ArrayDict, side: str, reasons: Sequence[NDArray[np.bool_]]) 
     """
     none = np.zeros(len(arrays[f"x{side}"]), bool)  # there may be no reason
     bad = np.logical_or.reduce([none, *reasons])
-    for name in {f"{name}{side}" for name in ("x", "y", "unit")} & arrays.keys():
+    names = arrays.get(f"key{side}")
+    for name in {f"{name}{side}" for name in ("x", "y", "unit", "key")} & arrays.keys():
         arrays[name] = arrays[name][~bad]
-    return [f"row {row} of x{side}" for row in np.flatnonzero(bad)]
+    rows = np.flatnonzero(bad)
+    return [f"row {row} of x{side}" for row in rows] if names is None else names[rows].tolist()
 
 
 def _bad_records(
@@ -256,7 +274,7 @@ def _bad_records(
     """
     x, bad = arrays[f"x{side}"], dict[str, NDArray[np.bool_]]()
     bad |= {f"a record of x{side} {why}": at for why, at in masks(unusable, len(x))}
-    bad |= dict(targets_in(arrays).bad_records(arrays, side))
+    bad |= dict(bad_targets(arrays, side))
     if x.dtype.kind == "f":
         finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
         bad[f"x{side} contains NaN or infinity"] = np.asarray(~finite)
@@ -273,7 +291,7 @@ def _faults_of_units(arrays: ArrayDict, source: Source) -> Iterator[str]:
     if ("unit" in arrays) > ("unit_test" in arrays or "x_test" not in arrays):
         yield "x_test requires an array unit_test with the unit of each test record"
     for side in SIDES:
-        units, x = arrays.get(f"unit{side}"), arrays.get(f"x{side}", arrays["x"])
+        units, x = arrays.get(f"unit{side}"), arrays[f"x{side}" if f"x{side}" in arrays else "x"]
         count = len(x) if x.ndim else 0
         if units is not None and units.shape != (count,):
             yield (
@@ -323,7 +341,7 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
     if x.shape[1:] != arrays["x"].shape[1:]:
         yield f"x{side} has records of shape {x.shape[1:]}, but x has {arrays['x'].shape[1:]}"
 
-    if wrong := list(targets_in(arrays, side).faults_of_array(arrays, side)):
+    if wrong := list(faults_of_array(arrays, side)):
         yield from wrong
     elif x.ndim and x.shape[:1] != y.shape[:1]:
         sizes = counted(len(x), "record"), counted(len(y), "label")
@@ -332,8 +350,10 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
         yield f"y{side} has labels of shape {y.shape[1:]}, but y has {arrays['y'].shape[1:]}"
 
 
-def _contents(x: NDArray[Any], y: NDArray[Any]) -> list[bytes]:
+def _contents(x: Any, y: NDArray[Any]) -> list[Any]:
     """Return a hash of the values of each record and its label."""
+    if isinstance(x, Pictures):
+        return x.contents(y.tolist())
     numbers = _is_numbers(x)
     return [
         hashlib.blake2b(key_of(row, label, numbers), digest_size=16).digest()
@@ -351,24 +371,20 @@ def _keys(contents: Iterable[bytes]) -> Iterator[bytes]:
         seen[content] += 1
 
 
-def _dim(x: NDArray[Any]) -> Iterator[str]:
-    """Yield a remark if images use a small part of the range of uint8."""
-    if x.size and (most := int(x.max())) <= DIM:
-        yield f"The brightest pixel of all images is {most} of 255. Scale them by a public constant"
-
-
 def _is_numbers(x: NDArray[Any]) -> bool:
     """Return whether an array holds numbers, which have a public range, and not images."""
     return x.ndim == 2 or (x.ndim in (3, 4) and x.dtype.kind == "f")
 
 
-def channels_first(x: NDArray[Any]) -> NDArray[Any]:
+def channels_first(x: Any) -> Any:
     """Return an array of shape (records, channels, height, width); each column is a channel."""
     if x.ndim == 2:
         return x[:, :, None, None]
     if x.ndim == 3:
         return x[:, None]
-    return np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.shape[3] in (1, 3) else x
+    if isinstance(x, Pictures) or x.shape[3] not in (1, 3):
+        return x
+    return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
 
 
 def _resized(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:

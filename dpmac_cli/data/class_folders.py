@@ -1,14 +1,21 @@
-"""Folders named after classes, with or without train/ and test/ above them."""
+"""Files of records in folders named after their classes, with or without train/ and test/ above."""
 
 import os
 import re
+import stat
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import unit_name
+from dpmac_cli.data.complaints import complaints
 from dpmac_cli.data.schema import Source
-from dpmac_cli.errors import InputError
+from dpmac_cli.data.splits import check_classes
+from dpmac_cli.errors import InputError, raise_errors
 
 TRAIN, TESTS = "train", ("test", "validation", "val")
 #: Files that file managers write into folders, besides those that begin with a dot.
@@ -17,6 +24,153 @@ HIDDEN = ("thumbs.db", "ehthumbs.db", "desktop.ini")
 FOLDER = "folder"
 #: Other names of folders of a split.
 LIKE_SPLITS = ("training", "testing", "valid", "valid_set", "test_set", "train_set")
+#: Label of a file of no class.
+NO_CLASS = -1
+UNLESS_SKIPPED = " Correct or remove them, or add --skip-bad to leave them out."
+
+
+class FoundFile(NamedTuple):
+    """A file as it was found. Other contents or another file have other facts."""
+
+    path: str
+    label: int
+    size: int  # bytes
+    changed: int  # nanoseconds, of the last change to contents or name: writing changes st_ctime
+    inode: int  # tells files of other folders that take the place of this one
+
+
+class ClassFolders:
+    """Files of records in folders named after their classes, at any depth.
+
+    Args:
+        source: the dataset.
+        suffixes: of the names of files of records.
+        what: a record, and several, in words.
+
+    Attributes:
+        classes: their names, in the order of the labels.
+        files: files of records, those of training records first.
+        names: their paths below the dataset's folder.
+        depth: number of folders above them, of the split and of the class.
+        skipped: why files are left out.
+        faults: why the dataset cannot be used.
+    """
+
+    def __init__(self, source: Source, suffixes: tuple[str, ...], what: tuple[str, str]) -> None:
+        self._source, self._suffixes, self._what = source, suffixes, what
+        self.faults, self.skipped = list[str](), list[str]()
+        self._seen: dict[tuple[int, int], Path] = {}  # folders, by device and inode
+        self._parts = splits_of(source)
+        self.depth = len(self._parts)
+        names = [self._class_names(part) for part in self._parts]
+        self.classes = source.classes or tuple(names[0])
+        check_classes(self.classes, source)
+        for part, some in zip(self._parts, names, strict=True):
+            where = f"is in {part}, but not in {self._parts[0]}"
+            strange = sorted({*some} - {*self.classes}) if source.classes is None else []
+            self.faults += complaints([f"The class {name} {where}" for name in strange])
+        listed = [self._listed(part) for part in self._parts]
+        self.files = [file for some in listed for file in some]
+        self._part_of = np.repeat(range(self.depth), [len(some) for some in listed])
+        if not source.skip_bad:
+            self.faults += complaints(self.skipped, UNLESS_SKIPPED)
+        self.names = [file.path.removeprefix(f"{source.path}{os.sep}") for file in self.files]
+
+    def _class_names(self, part: Path) -> list[str]:
+        """Return the names of the folders in a folder, unless classes are declared."""
+        if self._source.classes is not None:
+            return []
+        entries = visible(part)
+        names = [entry.name for entry in entries if is_folder(entry)]
+        loose = [entry.name for entry in entries if self._is_record(entry.name)]
+        if not names or loose:
+            what = f"It also contains {self._what[1]} ({loose[0]})" if names else "It has no folder"
+            raise InputError(
+                f"{part} must contain one folder of {self._what[1]} per class and nothing else. "
+                f"{what}."
+            )
+        check_not_splits(part, names)
+        return names
+
+    def _is_record(self, name: str) -> bool:
+        return name.lower().endswith(self._suffixes)
+
+    def _listed(self, part: Path) -> list[FoundFile]:
+        """Return the files of a part in order, and record why others are skipped."""
+        labels, found = {name: label for label, name in enumerate(self.classes)}, []
+        for entry in visible(part):
+            label, entries = labels.get(entry.name, NO_CLASS), list["os.DirEntry[str]"]()
+            if not is_folder(entry):
+                entries, label = [entry] * self._is_record(entry.name), NO_CLASS
+            elif label != NO_CLASS or self._source.classes is not None:
+                for _, files in tree(Path(entry.path), self.skipped, self._seen):
+                    entries += files
+            for inner in entries:
+                file = self._file(inner, label)
+                if isinstance(file, str):
+                    self.skipped.append(f"{inner.path} {file}")
+                else:
+                    found.append(file)
+        return sorted(found, key=lambda file: file.label)
+
+    def _file(self, entry: "os.DirEntry[str]", label: int) -> FoundFile | str:
+        """Describe a file without opening it, or return why it cannot be a record."""
+        if label == NO_CLASS:
+            return "belongs to no class of --classes"
+        try:
+            facts = entry.stat()
+        except OSError as failure:  # such as a broken link, or one to itself
+            return f"cannot be read as {self._what[0]} ({failure.strerror})"
+        if not self._is_record(entry.name):
+            text = entry.name.lower().endswith(".txt")
+            return f"is not {self._what[0]}" + " (texts need --backbone minilm)" * text
+        if not stat.S_ISREG(facts.st_mode):
+            return "is not a regular file"
+        return FoundFile(entry.path, label, facts.st_size, facts.st_ctime_ns, facts.st_ino)
+
+    def arrays(
+        self, x: Callable[[NDArray[np.int64]], Any], bad: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Return arrays like those of an .npz. Raises InputError with every fault found.
+
+        Args:
+            x: returns the records of some files, by their numbers.
+            bad: why files cannot be used, by their numbers.
+        """
+        source, found = self._source, dict[str, Any]()
+        used = ~np.isin(range(len(self.files)), [*bad])
+        self.skipped += bad.values()
+        if not source.skip_bad:
+            self.faults += complaints([*bad.values()], UNLESS_SKIPPED)
+        if source.unit is not None:
+            units = np.array(units_of_files(self.names, source.unit, self.depth), np.str_)
+            said = [
+                strange_unit(self.names[row], source.unit) for row in np.flatnonzero(units == "")
+            ]
+            if source.skip_bad and len(said) < len(units):
+                self.skipped += said
+                used &= units != ""
+            else:
+                remedy = " Move or rename these files, or use a pattern that matches all paths."
+                self.faults += complaints(said, remedy)
+        for place, part in enumerate(self._parts):
+            rows, side = np.flatnonzero(used & (self._part_of == place)), "_test" * place
+            labels = np.array([self.files[row].label for row in rows], np.int64)
+            found |= {f"x{side}": x(rows), f"y{side}": labels}
+            found[f"key{side}"] = np.array([self.names[row] for row in rows], object)
+            if source.unit is not None:
+                found[f"unit{side}"] = units[rows]
+            if part.name not in TESTS and source.classes is None:
+                held = set(labels.tolist())
+                empty = [name for label, name in enumerate(self.classes) if label not in held]
+                self.faults += complaints(
+                    [f"The class {name} in {part} has no {self._what[1]}" for name in empty],
+                    " Add some, remove its folder, or declare the classes with --classes.",
+                )
+            if not len(rows):
+                self.faults.append(f"{part} contains no {self._what[1]}.")
+        raise_errors(self.faults)
+        return found
 
 
 def splits_of(source: Source) -> list[Path]:

@@ -208,7 +208,7 @@ class Column(Written):
             )
         check_words(self.missing_words, self.categories, "categories", self.type == "boolean")
         if self.format is not None:
-            _check_format(self.format, self.ends)
+            _check_format(self.format)
         return self
 
     @property
@@ -254,23 +254,17 @@ def check_words(
             )
 
 
-def _check_format(written: str, ends: tuple[float, float]) -> None:
-    """Raise ValueError for a format that does not tell a day of its range."""
-    known = datetime(2019, 12, 31)
+def _check_format(written: str) -> None:
+    """Raise ValueError for a format that does not tell a day."""
+    known = datetime(1919, 12, 31)
     try:
         same = datetime.strptime(known.strftime(written), written).date() == known.date()
     except ValueError:
         same = False
     if not same:
-        raise ValueError(f"format {written} needs a day, a month and a year, such as %d.%m.%Y")
-    if "%y" in written and ends[1] - ends[0] >= CENTURY:
         raise ValueError(
-            f"format {written} has years of two digits, which need a range of less than 100 years"
+            f"format {written} needs a day, a month and a year of four digits, such as %d.%m.%Y"
         )
-
-
-#: Days of the shortest century.
-CENTURY = 36_524
 
 
 class Label(Written):

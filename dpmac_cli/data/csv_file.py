@@ -1,16 +1,17 @@
 """Cells of a CSV as text, read by pyarrow, so that no line decides how another one is read.
 
-Quotation marks are those of RFC 4180: around a whole cell, and doubled inside it. Then every line
-that ends outside of a cell has an even number of them. A stray mark, which would join its line to
-the next ones, makes the number of the whole file odd or is beside a letter. Such a file is refused.
-With ``--skip-bad`` each line is a record, and lines that do not follow the rule are left out.
+Quotation marks are those of RFC 4180: around a whole cell, and doubled inside it. Then a record
+ends with a line that ends outside of a cell: it has an even number of them. A stray mark, which
+would join its line to the next ones, makes a record that does not follow the rule, and the file is
+refused. With ``--skip-bad`` each line is a record, and those that do not follow the rule are left
+out.
 """
 
 import codecs
 import csv
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from dpmac_cli.errors import InputError
 
 #: Characters that may separate columns without a declaration: the most frequent in the header does.
 DELIMITERS = ",;\t|"
-LINE_END = re.compile(rb"\r\n|\n|\r")
+LINE_END = re.compile(r"\r\n|\n|\r")
 #: Largest number of bytes that are parsed at a time; a record may be as long.
 BLOCK = 1 << 30
 STRAY = "has a quotation mark that neither encloses a cell nor is doubled"
@@ -57,110 +58,33 @@ class CsvFile:
         with self._begin() as file:
             return max(DELIMITERS, key=file.readline().count)
 
-    def cells(self, names: tuple[str, ...]) -> pa.Table:
-        """Return columns as text. Cells in quotation marks may contain line breaks.
+    def cells(self, names: tuple[str, ...], skip_bad: bool) -> tuple[pa.Table, dict[int, str]]:
+        """Return columns as text, and why some records cannot be read; their cells are null.
 
-        Raises InputError with all lines of other lengths than the header, or with the first line
-        that is not text or has a stray quotation mark.
+        Cells in quotation marks may contain line breaks, but with ``skip_bad`` each line is a
+        record. Raises InputError: without ``skip_bad`` for all records that cannot be read, and
+        with it for an encoding in which lines cannot be told apart by themselves.
         """
-        content = self.path.read_bytes()
-        try:
-            text = content.decode(self.encoding)
-        except UnicodeDecodeError as failure:
-            line = content.count(b"\n", 0, failure.start) + 1
-            raise InputError(
-                f"{self.path}: line {line} is not text in {self.encoding.upper()}. Save the table "
-                "with that encoding, or declare its own, such as --encoding cp1252."
-            ) from failure
-        content = text.removeprefix("\ufeff").encode()
-        if b'"' in content and not self._follows_rule(content):
-            line = next(self._stray(content))
-            raise InputError(
-                f"{self.path}: line {line} {STRAY}. Correct it, or add --skip-bad to read each "
-                "line by itself and leave out those with stray marks."
-            )
-        table, ragged = self._parsed(content, names)
-        faults = [f"Record {row + 1} has {why}" for row, why in ragged.items()]
-        refuse(faults, f" Correct {self.path}, or add --skip-bad to leave these records out.")
-        return table
-
-    def lines(self, names: tuple[str, ...]) -> tuple[pa.Table, dict[int, str]]:
-        """Return columns as text, each line by itself, and why some records cannot be read.
-
-        The cells of a record that cannot be read are null. Raises InputError for an encoding in
-        which lines cannot be told apart by themselves.
-        """
-        if not has_lines(self.encoding):
-            raise InputError(
-                f"--skip-bad reads each line of {self.path} by itself, which {self.encoding} does "
-                "not allow: save the table as UTF-8, or leave out --skip-bad."
-            )
-        content = self.path.read_bytes()
-        if codecs.lookup(self.encoding).name == UTF8:
-            content = content.removeprefix(codecs.BOM_UTF8)
-        every = LINE_END.sub(b"\n", content).split(b"\n")
-        numbers = [number for number, line in enumerate(every, 1) if line]
-        lines = self._texts([every[number - 1] for number in numbers])
-        del content, every
-        fits = compute.match_substring_regex(lines, self._rule("")).fill_null(False)
+        lines = self._lines(skip_bad)
+        # A record ends with a line that ends outside of a cell; with skip_bad, with each line.
+        odd = [not skip_bad and line is not None and line.count('"') % 2 for line in lines]
+        ends = 1 + np.flatnonzero(np.cumsum(odd) % 2 == 0)
+        begins = list(dict.fromkeys([0, *ends.tolist(), len(lines)]))
+        if len(begins) <= len(lines):
+            lines = [_joined(lines[first:end]) for first, end in pairwise(begins)]
+        kept = [place for place, line in enumerate(lines) if line != ""]
+        text = pa.array([lines[place] for place in kept], pa.string())
+        fits = compute.match_substring_regex(text, self._rule()).fill_null(False)
         if not len(fits) or not fits[0].as_py():
             raise InputError(f"{self.path}: its first line {STRAY}, or is not text.")
-        good = lines.filter(fits)
-        table, ragged = self._parsed("\n".join(good.to_pylist()).encode(), names)
-        kept = np.flatnonzero(np.asarray(fits)[1:])
-        unread = compute.is_null(lines)
-        broken = {
-            int(row): f"is not text in {self.encoding}" if unread[row + 1].as_py() else STRAY
-            for row in np.flatnonzero(~np.asarray(fits)[1:])
-        }
-        broken |= {int(kept[row]): f"has {why}" for row, why in ragged.items()}
-        places = np.full(len(lines) - 1, -1)
-        places[np.delete(kept, list(ragged))] = np.arange(table.num_rows)
-        found = table.take(pa.array(places, mask=places < 0))
-        said = {row: f"Record {row + 1} (line {numbers[row + 1]}) " for row in sorted(broken)}
-        return found, {row: name + broken[row] for row, name in said.items()}
-
-    def _begin(self) -> Any:
-        codec = "utf-8-sig" if codecs.lookup(self.encoding).name == UTF8 else self.encoding
-        return self.path.open(encoding=codec, errors="replace", newline="")
-
-    def _texts(self, lines: list[bytes]) -> pa.Array:
-        """Return lines as text, null where one is not text in the encoding of the file."""
-        try:
-            return pa.array(b"\n".join(lines).decode(self.encoding).split("\n"), pa.string())
-        except UnicodeDecodeError:
-            return pa.array([_text(line, self.encoding) for line in lines], pa.string())
-
-    def _rule(self, ends: str) -> str:
-        """Return a regular expression of RE2 for cells between delimiters and ``ends``."""
-        apart = rf"[\x{ord(self.delimiter()):02x}{ends}]"
-        cell = rf'(?:"(?:[^"]|"")*"|[^"{apart[1:-1]}]*)'
-        return f"^{cell}(?:{apart}{cell})*$"
-
-    def _follows_rule(self, content: bytes) -> bool:
-        whole = pa.array([content], pa.large_binary())
-        return bool(compute.match_substring_regex(whole, self._rule(r"\r\n"))[0].as_py())
-
-    def _stray(self, content: bytes) -> Iterator[int]:
-        """Yield the numbers of lines with stray quotation marks, or that open a cell for good."""
-        rule, begun, record = re.compile(self._rule(r"\r\n").encode()), 1, b""
-        for number, line in enumerate(LINE_END.split(content), 1):
-            record, begun = (record + b"\n" + line, begun) if record else (line, number)
-            if record.count(b'"') % 2 == 0:
-                if not rule.fullmatch(record):
-                    yield begun
-                record = b""
-        yield begun
-
-    def _parsed(self, content: bytes, names: tuple[str, ...]) -> tuple[pa.Table, dict[int, str]]:
-        """Return columns as text, and the lengths of records that are not among them."""
-        ragged = dict[int, str]()
+        good, ragged = np.flatnonzero(np.asarray(fits)[1:]), dict[int, str]()
 
         def note(row: Any) -> str:
-            found = f"{row.actual_columns} values for {row.expected_columns} columns"
-            ragged[row.number - 2] = found  # the header is row 1
+            found = f"has {row.actual_columns} values for {row.expected_columns} columns"
+            ragged[int(good[row.number - 2])] = found  # the header is row 1
             return "skip"
 
+        content = "\n".join([*text.filter(fits).to_pylist(), ""]).encode()
         table = arrow_csv.read_csv(
             pa.BufferReader(content),
             # Threads lose the numbers of rows.
@@ -172,7 +96,56 @@ class CsvFile:
                 column_types=dict.fromkeys(names, pa.string()), include_columns=list(names)
             ),
         )
-        return table, ragged
+        unread = np.setdiff1d(np.arange(len(text) - 1), good).tolist()
+        foreign = f"is not text in {self.encoding.upper()} (declare another, as --encoding cp1252)"
+        why = {row: STRAY if text[row + 1].is_valid else foreign for row in unread}
+        broken = {
+            row: f"Record {row + 1} (line {begins[kept[row + 1]] + 1}) {fault}"
+            for row, fault in sorted((why | ragged).items())
+        }
+        if not skip_bad:
+            refuse(
+                [*broken.values()],
+                f" Correct {self.path}, or add --skip-bad to read each line by itself and leave "
+                "these records out.",
+            )
+        places = np.full(len(text) - 1, -1)
+        places[np.setdiff1d(np.arange(len(places)), [*broken])] = np.arange(table.num_rows)
+        return table.take(pa.array(places, mask=places < 0)), broken
+
+    def _begin(self) -> Any:
+        codec = "utf-8-sig" if codecs.lookup(self.encoding).name == UTF8 else self.encoding
+        return self.path.open(encoding=codec, errors="replace", newline="")
+
+    def _lines(self, skip_bad: bool) -> list[str | None]:
+        """Return lines as text, None where one is not text in the encoding of the file."""
+        apart, content = has_lines(self.encoding), self.path.read_bytes()
+        if skip_bad and not apart:
+            raise InputError(
+                f"--skip-bad reads each line of {self.path} by itself, which {self.encoding} does "
+                "not allow: save the table as UTF-8, or leave out --skip-bad."
+            )
+        try:
+            text = content.decode(self.encoding).removeprefix("\ufeff")
+            return [*LINE_END.sub("\n", text).split("\n")]
+        except UnicodeDecodeError as failure:
+            if not apart:
+                raise InputError(f"{self.path} is not text in {self.encoding}.") from failure
+        content = content.removeprefix(codecs.BOM_UTF8)
+        lines = re.split(LINE_END.pattern.encode(), content)
+        return [_text(line, self.encoding) for line in lines]
+
+    def _rule(self) -> str:
+        """Return a regular expression of RE2 for cells between delimiters."""
+        apart = rf"\x{ord(self.delimiter()):02x}"
+        cell = rf'(?:"(?:[^"]|"")*"|[^"{apart}]*)'
+        return f"^{cell}(?:{apart}{cell})*$"
+
+
+def _joined(lines: list[str | None]) -> str | None:
+    """Return the lines of a record as one text; None if one of them is not text."""
+    texts = [line for line in lines if line is not None]
+    return "\n".join(texts) if len(texts) == len(lines) else None
 
 
 def _text(line: bytes, encoding: str) -> str | None:

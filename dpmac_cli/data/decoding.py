@@ -3,23 +3,26 @@
 Threads would gain half as much, because Pillow holds the GIL during some of the work.
 """
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.data.class_folders import UNLESS_SKIPPED, FoundFile
 from dpmac_cli.data.complaints import refuse
+from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import RunError
-from dpmac_cli.storage.cache import RowFile
+from dpmac_cli.storage.cache import RowFile, Rows, complete, kept_file
 from dpmac_cli.storage.progress import Computing
 
 if TYPE_CHECKING:
@@ -35,32 +38,78 @@ COMPANIONS = ("MPO",)
 #: turns TIFF itself.
 ORIENTATION, TURNS = 0x0112, {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 BITS_PER_SAMPLE, WHITE = 258, 65535
-#: Images whose brightest pixel is at most this are remarked on.
-DIM = 31
-CHANGED = "changed while the run began"
 #: Largest number of images that are decoded without worker processes.
 FEW = 128
 #: Seconds between reports of progress.
 PATIENCE = 0.2
 
 
-class ImageFile(NamedTuple):
-    """An image file as it was found."""
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Images in files, decoded when they are loaded, which an array of them may be replaced by.
 
-    path: str
-    label: int
-    size: int  # bytes
-    changed: int  # nanoseconds, of the last change to contents or name
-    inode: int  # tells files of other folders that take the place of this one
+    Attributes:
+        files: all images of a dataset. rows: numbers of those that these are.
+        each: (channels, height, width) of an image.
+        path: file of the decoded images.
+        source: the dataset.
+    """
 
-    @classmethod
-    def of(cls, path: str, label: int, facts: os.stat_result) -> "ImageFile":
-        """Describe a file. Writing to it always changes ``st_ctime``."""
-        return cls(path, label, facts.st_size, facts.st_ctime_ns, facts.st_ino)
+    files: Sequence[FoundFile]
+    rows: NDArray[np.int64]
+    each: tuple[int, int, int]
+    path: Path
+    source: Source
+
+    ndim: ClassVar[int] = 4
+    dtype: ClassVar["np.dtype[np.uint8]"] = np.dtype(np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def size(self) -> int:
+        """Number of images."""
+        return len(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array: (records, channels, height, width)."""
+        return len(self), *self.each
+
+    def __getitem__(self, places: Any) -> "Pictures":
+        return replace(self, rows=self.rows[places])
+
+    def contents(self, labels: Iterable[int]) -> list[Hashable]:
+        """Return what equal images have in common: pixels and class, or the file if not decoded."""
+        file = complete(self.path)
+        if file is None:
+            return [self.files[row].inode for row in self.rows]
+        sums = (hashlib.sha256(file.values[row].tobytes()).digest() for row in self.rows)
+        return list(zip(sums, labels, strict=True))
+
+    def decoded(self) -> Generator[Computing, None, RowFile]:
+        """Return the file of decoded images of the whole dataset."""
+        paths = [file.path for file in self.files]
+        return kept_file(
+            self.path,
+            len(paths),
+            self.each,
+            self.dtype,
+            lambda file: decoded(file, paths, self.source.levels),
+            what="images",
+        )
+
+    def load(self) -> Generator[Computing, None, Rows]:
+        """Return the images, decoded. Raises InputError for damaged ones, if none is left out."""
+        file = yield from self.decoded()
+        if not self.source.skip_bad:
+            refuse([*file.faults.values()], UNLESS_SKIPPED)
+        return Rows(file, self.rows)
 
 
 def decoded(
-    rows: RowFile, images: Sequence[ImageFile], levels: int | None = None
+    rows: RowFile, paths: Sequence[str], levels: int | None = None
 ) -> Generator[Computing, None, dict[int, str]]:
     """Decode images into a file with one row per image.
 
@@ -69,20 +118,14 @@ def decoded(
 
     Returns:
         Why images could not be decoded, by their rows.
-
-    Raises:
-        InputError: files changed during decoding.
     """
-    yield _progress(rows)
-    if len(rows.missing()) > FEW:
-        yield from _by_processes(rows, images, levels)
-    faults, progress = dict[int, str](), _progress(rows)
+    if len(rows) > FEW:
+        yield from _by_processes(rows, paths, levels)
+    faults = dict[int, str]()
     for row in rows.missing().tolist():  # few images, or damaged ones, to report why
-        yield progress  # a listener may stop here
-        if fault := decode_into(rows, row, images[row], levels):
-            faults[row] = f"{images[row].path} {fault}"
-    changed = [fault for fault in faults.values() if fault.endswith(CHANGED)]
-    refuse(changed, " Run the command again once nothing writes to these files.")
+        yield _progress(rows)  # a listener may stop here
+        if fault := decode_into(rows, row, paths[row], levels):
+            faults[row] = f"{paths[row]} {fault}"
     yield _progress(rows)
     return faults
 
@@ -92,30 +135,29 @@ def _progress(rows: RowFile) -> Computing:
     return Computing(done, len(rows), rows.path.parent, what="images", nbytes=rows.values.nbytes)
 
 
-def _by_processes(
-    rows: RowFile, images: Sequence[ImageFile], levels: int | None
-) -> Iterator[Computing]:
+def _by_processes(rows: RowFile, paths: Sequence[str], levels: int | None) -> Iterator[Computing]:
     """Decode images with one process per core, and skip damaged ones."""
-    job, count = [(row, images[row]) for row in rows.missing().tolist()], usable_cores()
+    job, count, workers = [*enumerate(paths)], usable_cores(), list[subprocess.Popen[str]]()
     with ExitStack() as stack:
-        workers = []
-        for number in range(count):
-            given = stack.enter_context(TemporaryFile("w+"))
-            json.dump([levels, job[number::count]], given)
-            given.seek(0)
+        for _ in range(count):
             worker = subprocess.Popen(  # noqa: S603  (this very module)
                 [sys.executable, "-m", __name__, str(rows.path)],
-                stdin=given,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                text=True,
                 start_new_session=True,  # only this process handles Ctrl-C
             )
             stack.callback(worker.wait)
             stack.callback(worker.kill)
             workers.append(worker)
+        for number, worker in enumerate(workers):
+            assert worker.stdin is not None  # noqa: S101
+            with suppress(BrokenPipeError), worker.stdin as given:
+                json.dump([levels, job[number::count]], given)
         while any(worker.poll() is None for worker in workers):
-            time.sleep(PATIENCE)
             yield _progress(rows)
+            time.sleep(PATIENCE)
     for worker in workers:
         if worker.returncode:
             raise RunError(
@@ -129,9 +171,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def decode_into(rows: RowFile, row: int, image: ImageFile, levels: int | None = None) -> str | None:
+def decode_into(rows: RowFile, row: int, path: str, levels: int | None = None) -> str | None:
     """Decode an image into its row, or return why it cannot be decoded. Raises OSError."""
-    found = looked_at(image.path, lambda opened: decode(opened, rows.shape, levels), image)
+    found = looked_at(path, lambda opened: decode(opened, rows.shape, levels))
     if isinstance(found, str):
         return found
     rows.write(row, found)
@@ -190,31 +232,12 @@ def size_of(opened: "Image") -> tuple[int, int]:
     return (height, width) if turn_of(opened) in (2, 4, 5, 6) else (width, height)
 
 
-def looked_at(
-    path: str, look: "Callable[[Image], Seen]", image: ImageFile | None = None
-) -> "Seen | str":
-    """Open an image and return the result of ``look``, or why it cannot be read.
-
-    ``image`` says what the file was. It is compared with the file that is open, because another one
-    may take its place for a while.
-    """
-    try:
-        with open(path, "rb") as file:
-            result = _looked(file, look)
-            if image is not None and image != ImageFile.of(
-                path, image.label, os.fstat(file.fileno())
-            ):
-                return CHANGED
-            return result
-    except OSError as failure:
-        return f"cannot be read as an image ({failure.strerror})"
-
-
-def _looked(file: IO[bytes], look: "Callable[[Image], Seen]") -> "Seen | str":
+def looked_at(path: str, look: "Callable[[Image], Seen]") -> "Seen | str":
+    """Open an image and return the result of ``look``, or why it cannot be read."""
     from PIL import Image, UnidentifiedImageError  # noqa: PLC0415  (only pictures need it)
 
     try:
-        with Image.open(file) as image:
+        with open(path, "rb") as file, Image.open(file) as image:
             if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
                 fault = "has 32 bits per pixel, for which there is no public range"
                 return f"{fault} (save it with 8 or 16 bits)"
@@ -224,17 +247,17 @@ def _looked(file: IO[bytes], look: "Callable[[Image], Seen]") -> "Seen | str":
     except UnidentifiedImageError:  # its message names an object of Python
         return "cannot be read as an image (damaged, or of an unknown format)"
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
-        return f"cannot be read as an image ({failure})"
+        return f"cannot be read as an image ({getattr(failure, 'strerror', None) or failure})"
 
 
 def decode_listed() -> None:
     """Decode the images listed on standard input, and skip damaged ones."""
     rows, parent = RowFile(Path(sys.argv[1]), writable=True), os.getppid()
     levels, job = json.load(sys.stdin)
-    for row, image in job:
+    for row, path in job:
         if os.getppid() != parent:  # the parent was killed
             return
-        decode_into(rows, row, ImageFile(*image), levels)
+        decode_into(rows, row, path, levels)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,16 @@
 import copy
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpmac_cli.data.canonical import Faults
 from dpmac_cli.data.schema import InMemoryData
-from dpmac_cli.data.stacking import Stack, labels_in, one_by_one
+from dpmac_cli.data.stacking import Stack, labels_in, one_by_one, read_record
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.errors import InputError
 
@@ -156,16 +157,13 @@ def from_torch(
         unit, unit_test, *_ = (*_records_as_units(origins), None)
     check_copies(train, unit)
     _check_held_out(*origins)
-    declared = _Declared(
-        None if shape is None else tuple(shape),
-        None if label_shape is None else tuple(label_shape),
-        {"low", "high"} <= facts.keys() or (None if shape is None or len(shape) < 2 else False),
+    numbers = {"low", "high"} <= facts.keys() or (
+        None if shape is None or len(shape) < 2 else False
     )
-    x, y, faults = _read(train, declared)
-    x_test = y_test = None
-    faulty: Faults = {}
-    if test is not None:
-        x_test, y_test, faulty = _read(test, declared)
+    forms = (None if form is None else tuple(form) for form in (shape, label_shape))
+    read = partial(_read, numbers=numbers, forms=tuple(forms))
+    x, y, faults = read(train)
+    x_test, y_test, faulty = (None, None, {}) if test is None else read(test)
     unusable = {"": faults, "_test": faulty}
     units = {"unit": unit, "unit_test": unit_test}
     return ArrayData(x, y, x_test, y_test, **units, **facts, unusable=unusable)
@@ -177,14 +175,15 @@ Origin: TypeAlias = tuple[int, int]
 RECORD = "record"
 
 
-class _Declared(NamedTuple):
-    shape: tuple[int, ...] | None
-    label_shape: tuple[int, ...] | None
-    numbers: bool | None
+def _read(
+    dataset: Any, numbers: bool | None, forms: tuple[tuple[int, ...] | None, ...]
+) -> tuple[NDArray[Any], NDArray[Any], Faults]:
+    """Return records, labels, and why records cannot be used. Raises InputError.
 
-
-def _read(dataset: Any, declared: _Declared) -> tuple[NDArray[Any], NDArray[Any], Faults]:
-    """Return records, labels, and why records cannot be used. Raises InputError."""
+    Args:
+        numbers: as in :func:`read_record`.
+        forms: public shapes of records and of labels.
+    """
     from dpmac_cli.randomness.layers import forked, seed_all  # noqa: PLC0415  (torch takes a second)
     from dpmac_cli.torch_errors import type_and_place  # noqa: PLC0415  (loads torch)
 
@@ -193,7 +192,8 @@ def _read(dataset: Any, declared: _Declared) -> tuple[NDArray[Any], NDArray[Any]
     if not hasattr(dataset, "__len__"):
         raise InputError(f"{kind} has no length, so records cannot be read by index. {remedy}")
     count = len(dataset)
-    stack, labels = Stack(count, declared.shape, declared.numbers, np.float32), [0] * count
+    (shape, label_shape), labels = forms, [0] * count
+    stack = Stack(count, partial(read_record, numbers=numbers, dtype=np.float32), shape)
     with forked():
         for row in range(count):
             # The draws of one record must not shift those of others, nor may anyone know them.
@@ -216,7 +216,7 @@ def _read(dataset: Any, declared: _Declared) -> tuple[NDArray[Any], NDArray[Any]
     y, faults = one_by_one(labels), stack.faults
     names = any(isinstance(label, str) for label in labels)
     if not names:
-        y, more = labels_in(y, None, declared.label_shape, known=faults)
+        y, more = labels_in(y, None, label_shape, known=faults)
         faults |= more
     return stack.array(), y, faults
 

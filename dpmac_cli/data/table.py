@@ -72,7 +72,11 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     rows = read_rows(file, used, schema.columns, source.skip_bad, table)
     of_records, ends = _contents(source, schema, rows)
     if not source.skip_bad:
-        refuse(rows.faults(), _remedy(path, schema, rows))
+        remedy = (
+            f" Correct {path} or its schema (missing: input accepts records without a value), or "
+            "add --skip-bad to leave these records out."
+        )
+        refuse(rows.faults(), remedy)
     good, left_out = rows.left_out()
     sides = {"": good}
     if schema.test is not None:
@@ -88,15 +92,6 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     return arrays, left_out
 
 
-def _remedy(path: Path, schema: TableSchema, rows: TableRows) -> str:
-    """Return what to do about records that cannot be used."""
-    reasons = {what for what, records in rows.bad.items() if records.any()}
-    names = [column.name for column in schema.columns]
-    empty = [name for name in names if {f"no value in {name}", f"no text in {name}"} & reasons]
-    accept = f" (missing: input accepts records without {' or '.join(empty)})" if empty else ""
-    return f" Correct {path} or its schema{accept}, or add --skip-bad to leave these records out."
-
-
 def _contents(
     source: Source, schema: TableSchema, rows: TableRows
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
@@ -109,15 +104,6 @@ def _contents(
         for why, records in masks(unusable, len(rows)):
             rows.add(f"{NO_UNIT if why == UNUSABLE else 'no value'} in {source.unit}", records)
     of_records["x"], low, high = _inputs(schema.columns, rows, source.texts)
-    if not source.skip_bad:
-        first = 0
-        for column in schema.columns:
-            last = first + len(column.categories)
-            if column.type == "category" and column.outside == "accept":
-                other = of_records["x"][:, last] == 1
-                what = f"no category of the schema in {column.name}, nor has any other"
-                rows.add(what, other & other.all(), column)
-            first += column.inputs
     return of_records, {**declared, "low": low, "high": high}
 
 
@@ -184,7 +170,7 @@ def _inputs(
             missing = _add_tokens(column, rows.cells[column.name], reader, x[:, here])
             low[here], high[here] = reader.ends
         else:
-            missing = _add_values(column, rows, x[:, here], low[here], high[here])
+            missing, (low[here.start], high[here.start]) = _add_values(column, rows, x[:, here])
         if column.missing == "input":
             x[:, here.stop - 1], low[here.stop - 1], high[here.stop - 1] = missing, -1, 1
         else:
@@ -193,34 +179,30 @@ def _inputs(
 
 
 def _add_values(
-    column: Column, rows: TableRows, x: CellNumbers, low: CellNumbers, high: CellNumbers
-) -> BoolArray:
-    """Write the inputs of a column, and their ends if they are not [-1, 1]; return where none is.
+    column: Column, rows: TableRows, x: CellNumbers
+) -> tuple[BoolArray, tuple[float, float]]:
+    """Write the inputs of a column; return where there is no value, and the ends of the first.
 
     Flags are in [-1, 1], so that standardisation does not change them.
     """
     values, missing = values_in(rows.cells[column.name], column)
-    unread, name = np.isnan(values) & ~missing, column.name
+    unread, undeclared = np.isnan(values) & ~missing, "a value that the schema does not declare in"
     if column.type == "category":
-        for place in range(len(column.categories)):
-            x[:, place] = values == place
+        count = len(column.categories)
+        x[:, :count] = values[:, None] == np.arange(count)
         if column.outside == "accept":
-            x[:, len(column.categories)] = unread
+            x[:, count] = unread
         else:
-            rows.add(f"a value that the schema does not declare in {name}", unread, column)
-        return missing
-    rows.add(f"{_expected(column)} in {name}", unread, column)
-    if column.type == "boolean":
-        low[0], high[0] = 0, 1
-    else:
-        outside, ends = _outside(column, values), column.ends
-        if column.outside == "refuse":
-            rows.add(f"a value that the schema does not declare in {name}", outside, column)
-        if column.type == "date":  # years until the last day
-            values, ends = (ends[1] - values) / YEAR, (0, (ends[1] - ends[0]) / YEAR)
-        low[0], high[0] = ends
-    x[:, 0] = np.where(np.isnan(values), (low[0] + high[0]) / 2, values)
-    return missing
+            rows.add(f"{undeclared} {column.name}", unread, column)
+        return missing, (-1, 1)
+    rows.add(f"{_expected(column)} in {column.name}", unread, column)
+    ends = (0.0, 1.0) if column.type == "boolean" else column.ends
+    if column.outside == "refuse" and column.type != "boolean":
+        rows.add(f"{undeclared} {column.name}", _outside(column, values), column)
+    if column.type == "date":  # years until the last day
+        values, ends = (ends[1] - values) / YEAR, (0, (ends[1] - ends[0]) / YEAR)
+    x[:, 0] = np.where(np.isnan(values), sum(ends) / 2, values)
+    return missing, ends
 
 
 def _expected(column: Column) -> str:

@@ -41,10 +41,7 @@ def values_in(cells: pa.Array, of: Column | Label) -> tuple[CellNumbers, BoolArr
     missing = np.asarray(cells.is_null()) | is_one_of(text, [*usual, *of.missing_words])
     if of.missing_words and of.range is not None:  # 999 stands for 999.0, too
         words = pa.array(of.missing_words, pa.string())
-        codes = [read(words, of)]
-        if pa.types.is_temporal(cells.type):  # written as in the schema, or as in ISO 8601
-            codes.append(_dates_in(words, of, None))
-        missing |= np.isin(values, np.concatenate(codes)) & ~np.isnan(values)
+        missing |= np.isin(values, read(words, of)) & ~np.isnan(values)
     return np.where(missing, np.nan, values), missing
 
 
@@ -57,13 +54,12 @@ def is_one_of(text: pa.Array, words: Iterable[str]) -> BoolArray:
 def _numbers_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
     if is_number(cells.type):
         return _floats(cells.cast(pa.float64(), safe=False))
-    form = of if has_text(cells) else Written()  # a type is written with a point
     text = text_cells(cells)
-    plain = compute.if_else(compute.match_substring_regex(text, _pattern(form)), text, None)
-    if form.thousands is not None:
-        plain = compute.replace_substring_regex(plain, GROUPING[form.thousands], "")
-    if form.point != ".":
-        plain = compute.replace_substring(plain, form.point, ".")
+    plain = compute.if_else(compute.match_substring_regex(text, _pattern(of)), text, None)
+    if of.thousands is not None:
+        plain = compute.replace_substring_regex(plain, GROUPING[of.thousands], "")
+    if of.point != ".":
+        plain = compute.replace_substring(plain, of.point, ".")
     return _floats(plain.cast(pa.float64()))
 
 
@@ -79,20 +75,17 @@ def _pattern(form: Written) -> str:
     return rf"^[-+]?(?:(?:{group}\d+)(?:{point}\d*)?|{point}\d+)(?:[eE][-+]?\d+)?$"
 
 
-def _days_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
-    assert isinstance(of, Column)  # noqa: S101
-    return _dates_in(cells, of, None if pa.types.is_temporal(cells.type) else of.format)
-
-
-def _dates_in(cells: pa.Array, of: Column | Label, written: str | None) -> CellNumbers:
+def _dates_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
     """Return days since 1970-01-01; the time is as written, so a time zone is not converted."""
+    assert isinstance(of, Column)  # noqa: S101
+    written = None if pa.types.is_temporal(cells.type) else of.format
     different = compute.dictionary_encode(text_cells(cells))
-    days = [_days(cell, written, of.ends[0]) for cell in decoded_cells(different.dictionary)]
+    days = [_days(cell, written) for cell in decoded_cells(different.dictionary)]
     return _floats(pa.array(days, pa.float64()).take(different.indices))
 
 
-def _days(cell: str | None, written: str | None, first: float) -> float:
-    """Return days since 1970-01-01, with a year of two digits in the century from ``first`` on."""
+def _days(cell: str | None, written: str | None) -> float:
+    """Return days since 1970-01-01; NaN for a cell that is no date as written."""
     try:
         if written is not None:
             found = datetime.strptime(cell or "", written)
@@ -100,11 +93,6 @@ def _days(cell: str | None, written: str | None, first: float) -> float:
             found = datetime.fromisoformat(cell or "")
         else:
             return np.nan
-        if written is not None and "%y" in written:
-            begin = datetime.fromordinal(int(first) + EPOCH)
-            year = begin.year + (found.year - begin.year) % 100
-            early = year == begin.year and (found.month, found.day) < (begin.month, begin.day)
-            found = found.replace(year=year + 100 * early)
     except ValueError:
         return np.nan
     seconds = (found.hour * 60 + found.minute) * 60 + found.second + found.microsecond / 1e6
@@ -125,7 +113,7 @@ def _places_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
 #: Functions that read each type of column but texts.
 READERS: Mapping[str, Callable[[pa.Array, Column | Label], CellNumbers]] = {
     "number": _numbers_in,
-    "date": _days_in,
+    "date": _dates_in,
     "category": _places_in,
     "boolean": _booleans_in,
 }
@@ -133,7 +121,8 @@ READERS: Mapping[str, Callable[[pa.Array, Column | Label], CellNumbers]] = {
 
 def is_number(kind: pa.DataType) -> bool:
     """Return whether a type is one of numbers."""
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
+    return any(test(kind) for test in kinds)
 
 
 def has_text(cells: pa.Array) -> bool:
@@ -147,7 +136,7 @@ def kind_of(kind: pa.DataType) -> str:
         return "boolean"
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return "date"
-    return "number" if is_number(kind) or pa.types.is_decimal(kind) else "category"
+    return "number" if is_number(kind) else "category"
 
 
 def decoded_cells(text: pa.Array) -> Iterator[str | None]:

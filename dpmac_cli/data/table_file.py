@@ -14,7 +14,7 @@ from pyarrow import compute, parquet
 
 from dpmac_cli.data.canonical import text_of, unit_name
 from dpmac_cli.data.column_schema import Column, Label
-from dpmac_cli.data.complaints import NAMED, refuse
+from dpmac_cli.data.complaints import NAMED, refuse, some_of
 from dpmac_cli.data.csv_file import CsvFile
 from dpmac_cli.data.schema import LeftOut, Source
 from dpmac_cli.data.table_cells import BoolArray, decoded_cells, kind_of, text_cells
@@ -52,6 +52,7 @@ class TableRows:
     def __init__(self, cells: Cells, broken: dict[int, str], texts: bool) -> None:
         self.cells, self.broken, self._texts = cells, broken, texts
         self.bad: dict[str, BoolArray] = {}
+        self._lost = np.isin(range(len(self)), [*broken])
 
     def __len__(self) -> int:
         return max(map(len, self.cells.values()), default=0)
@@ -71,24 +72,18 @@ class TableRows:
 
     def faults(self) -> list[str]:
         """Return why records cannot be used, with the first of them and how many others."""
-        lost, found = np.zeros(len(self), bool), list(self.broken.values())
-        lost[list(self.broken)] = True
+        found = some_of([*self.broken.values()])
         for what, records in self.bad.items():
-            if count := int((records & ~lost).sum()):
+            if count := int((records & ~self._lost).sum()):
                 others = f" and {count - 1} more have" if count > 1 else " has"
-                found.append(f"Record {int((records & ~lost).argmax()) + 1}{others} {what}")
+                found.append(f"Record {int((records & ~self._lost).argmax()) + 1}{others} {what}")
         return found
 
     def left_out(self) -> tuple[BoolArray, LeftOut]:
         """Return which records can be used, and a description of the others."""
-        lost = np.zeros(len(self), bool)
-        lost[list(self.broken)] = True
-        good = ~np.logical_or.reduce([lost, *self.bad.values()])
+        good = ~np.logical_or.reduce([self._lost, *self.bad.values()])
         named = (self.broken.get(r, f"record {r + 1}") for r in np.flatnonzero(~good).tolist())
-        faults, count = self.faults(), len(self.broken)
-        if count > 1:
-            faults[:count] = [f"{faults[0]}, and {count - 1} more lines cannot be read"]
-        return good, LeftOut(tuple(named), tuple(faults))
+        return good, LeftOut(tuple(named), tuple(self.faults()))
 
 
 def column_kinds(file: CsvFile) -> dict[str, str | None]:
@@ -165,8 +160,7 @@ def read_rows(
         if table is None and path.suffix == ".parquet":
             table = parquet.read_table(path, columns=list(names))
         elif table is None:
-            table, broken = file.lines(names) if skip_bad else (file.cells(names), broken)
-            parsed = True
+            (table, broken), parsed = file.cells(names, skip_bad), True
         table = table.select(names)  # a file may have been replaced since its header was read
     except (OSError, ValueError, KeyError, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure

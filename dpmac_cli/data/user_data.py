@@ -9,7 +9,7 @@ from typing import Any
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
 from dpmac_cli.data.complaints import left_out
-from dpmac_cli.data.image_folder import ImageFolder
+from dpmac_cli.data.image_folder import read_images
 from dpmac_cli.data.schema import TABLES, DataFacts, Source
 from dpmac_cli.data.splits import Records
 from dpmac_cli.data.text_folder import read_folder
@@ -41,7 +41,7 @@ def load(
         InputError: the dataset is read again and has other facts.
     """
     reader = found.reader if found is not None else None
-    if not isinstance(reader, ImageFolder | ArrayFile):
+    if not isinstance(reader, ArrayFile):
         reader = _read(source)
         if found is not None and reader.found.facts != found.facts:
             parts = (reader.found.facts, found.facts)
@@ -50,12 +50,10 @@ def load(
                 f"{source.path} changed while it was being read ({before} training and test "
                 f"records before, {now} now). Run the command again once nothing writes to it."
             )
-    if isinstance(reader, ImageFolder):
-        return (yield from reader.load())
-    return reader.load()
+    return (yield from reader.load())
 
 
-def _read(source: Source) -> ImageFolder | ArrayFile:
+def _read(source: Source) -> ArrayFile:
     in_memory = source.in_memory
     if in_memory is not None and in_memory.arrays is not None:
         return _of_arrays(source, dict(in_memory.arrays), in_memory.unusable or {})
@@ -64,10 +62,12 @@ def _read(source: Source) -> ImageFolder | ArrayFile:
 
         return ArrayFile(source, *read_table(source))
     if source.path.is_dir():
+        repeated = ""
         if source.texts is None:
-            return ImageFolder(source)
-        arrays, skipped, names = read_folder(source)
-        return ArrayFile(source, arrays, left_out(skipped), found_classes=names)
+            arrays, skipped, names, repeated = read_images(source)
+        else:
+            arrays, skipped, names = read_folder(source)
+        return ArrayFile(source, arrays, left_out(skipped), None, names, repeated)
     if not source.path.is_file():
         raise InputError(f"--dataset {source.path}: no such file or folder.")
     if source.path.suffix == ".npz":

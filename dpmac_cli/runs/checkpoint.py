@@ -196,7 +196,7 @@ def check_changes(
 def compared_facts(task: PreparedRun) -> dict[str, Any]:
     """Return the facts of a run's data and weights that are compared, as JSON values."""
     data = task.data
-    declared = json.loads(json.dumps(data.task.declared))
+    declared = json.loads(json.dumps(data.task.facts))
     return {
         "records": data.train.size,
         "tested": data.test.size,

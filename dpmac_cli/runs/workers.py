@@ -118,6 +118,6 @@ def _records(plan: TrainPlan, data: Data) -> str:
     record = {
         "records": fingerprint(data.train, data.test),
         "units": [None if each is None else each.sha256() for each in units],
-        "declared": [facts.task.declared, facts.mean, facts.std],
+        "declared": [facts.task.facts, facts.mean, facts.std],
     }
     return digest({}, record)

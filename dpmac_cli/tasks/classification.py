@@ -14,25 +14,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-ACCURACY = EvaluationMetric("accuracy", "accuracy", covered=True)
 BALANCED = EvaluationMetric(
-    "balanced-accuracy", "balanced accuracy", by_class=True, interval="balanced_interval"
+    "balanced-accuracy",
+    "balanced accuracy",
+    covered=True,
+    by_class=True,
+    interval="balanced_interval",
 )
 #: Probability above which a label is predicted.
 HALF = 0.5
-OTHERS = (
-    EvaluationMetric("auroc", "AUROC"),
-    EvaluationMetric("average-precision", "average precision"),
-    EvaluationMetric("f1", "F1"),
-    EvaluationMetric("calibration-error", "calibration error", chosen=False),
-)
-
-#: Keys of scores in a report; those of covered scores are null for exact ones.
-REPORTED = (
-    *("balanced_accuracy", "f1", "calibration_error", "auroc", "average_precision"),
-    *("sensitivity", "specificity", "noise", "interval", "balanced_interval"),
-    "accuracy_interval",
-)
 
 
 class NamedClasses(Task):
@@ -42,12 +32,30 @@ class NamedClasses(Task):
         multilabel: whether a record may have any number of them.
     """
 
-    multilabel: ClassVar[bool]
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
+        EvaluationMetric("accuracy", "accuracy", covered=True),
+        BALANCED,
+        EvaluationMetric("auroc", "AUROC"),
+        EvaluationMetric("average-precision", "average precision"),
+        EvaluationMetric("f1", "F1"),
+        EvaluationMetric("calibration-error", "calibration error", chosen=False),
+    )
+    reported: ClassVar[tuple[str, ...]] = (
+        *("balanced_accuracy", "f1", "calibration_error", "auroc", "average_precision"),
+        *("sensitivity", "specificity", "noise", "interval", "balanced_interval"),
+        "accuracy_interval",
+    )
+    multilabel: ClassVar[bool] = False
 
     @property
     def described(self) -> str:
         """Return the outputs in words."""
         return f"{len(self.names)} classes"
+
+    @property
+    def summary(self) -> str:
+        """Return the outputs by name."""
+        return f"the {self.usage.row[0]} {', '.join(self.names)}"
 
     @property
     def facts(self) -> TaskFacts:
@@ -61,6 +69,62 @@ class NamedClasses(Task):
             return None
         return cls(tuple(facts["classes"]))
 
+    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
+        """Return classes or labels that no test record has."""
+        import numpy as np  # noqa: PLC0415  (help is fast)
+
+        tested = np.flatnonzero(targets.any(0)) if self.multilabel else np.unique(targets)
+        return tuple(name for k, name in enumerate(self.names) if k not in tested)
+
+    def examples(self) -> "tuple[Tensor, Tensor]":
+        """Return two made-up outputs per class or label, and their only one."""
+        import torch  # noqa: PLC0415  (help is fast)
+
+        labels = torch.eye(len(self.names), dtype=torch.uint8).repeat(2, 1)
+        outputs = torch.randn(labels.shape, generator=torch.Generator().manual_seed(0))
+        return outputs, labels if self.multilabel else labels.argmax(1)
+
+    def answers(self, outputs: "Tensor") -> "Tensor":
+        """Return probabilities of the classes or labels."""
+        finite = outputs.nan_to_num(0.0)  # infinity is the largest number: softmax is not NaN
+        found = finite.sigmoid() if self.multilabel else finite.softmax(1)
+        return found.float().masked_fill_(outputs.isnan().any(1, keepdim=True), float("nan"))
+
+    def columns(self, answers: "NDArray[np.float32]") -> dict[str, Sequence[Any]]:
+        """Return the prediction, "" if an output contains NaN, and probabilities.
+
+        It is the most probable class, or the labels above one half, joined by ";".
+        """
+        lost = (answers != answers).any(1)  # noqa: PLR0124  (NaN)
+        if self.multilabel:
+            chosen = [
+                ";".join(k for k, p in zip(self.names, row, strict=True) if p > HALF)
+                for row in answers
+            ]
+        else:
+            chosen = [self.names[place] for place in answers.argmax(1)]
+        predicted = ["" if bad else text for bad, text in zip(lost, chosen, strict=True)]
+        probabilities = zip(self.names, answers.T, strict=True)
+        return {"predicted": predicted, **{f"p_{name}": part for name, part in probabilities}}
+
+    def results(
+        self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
+    ) -> Results:
+        """Compare outputs with targets. A record whose output contains NaN is wrong."""
+        from torch.nn.functional import one_hot  # noqa: PLC0415  (help is fast)
+
+        from dpmac_cli.tasks.classified import Classified  # noqa: PLC0415  (help is fast)
+        from dpmac_cli.tasks.metrics import Answers  # noqa: PLC0415  (help is fast)
+
+        lost, one = outputs.isnan().any(1, keepdim=True), not self.multilabel
+        truth = (one_hot(targets, self.outputs) if one else targets).bool()
+        guess = one_hot(outputs.argmax(1), self.outputs).bool() if one else outputs > 0
+        guess = guess.where(~lost, ~truth & (not one))
+        # Scores that are worse than all others.
+        scores = (2 - 3 * truth.float()).where(lost, self.answers(outputs))
+        answers = Answers(truth.numpy(), guess.numpy(), scores.numpy(), one, owners)
+        return Classified(answers, self.names)
+
 
 @dataclass(frozen=True)
 class Classification(NamedClasses):
@@ -70,19 +134,7 @@ class Classification(NamedClasses):
     of_record: ClassVar[str] = "one class"
     unknown: ClassVar[str] = "no class"
     losses: ClassVar[tuple[str, ...]] = ("cross-entropy", "focal")
-    metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
-        ACCURACY,
-        replace(BALANCED, covered=True),
-        *OTHERS,
-    )
-    reported: ClassVar[tuple[str, ...]] = REPORTED
     target: ClassVar[str] = "int64"
-    multilabel: ClassVar[bool] = False
-
-    @property
-    def summary(self) -> str:
-        """Return the outputs by name."""
-        return f"the classes {', '.join(self.names)}"
 
     @property
     def usage(self) -> Usage:
@@ -90,45 +142,6 @@ class Classification(NamedClasses):
         result = "The result is the index of the class in the list above, from 0."
         row = "classes", self.names
         return Usage("classifier", row, "", "classify", "{}.argmax(1)", result)
-
-    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
-        """Return classes without a test record."""
-        tested = set(targets.tolist())
-        return tuple(name for label, name in enumerate(self.names) if label not in tested)
-
-    def examples(self) -> "tuple[Tensor, Tensor]":
-        """Return two made-up outputs per class, and their classes."""
-        import torch  # noqa: PLC0415  (help is fast)
-
-        outputs = _random_outputs(len(self.names))
-        return outputs, torch.arange(len(outputs)) % len(self.names)
-
-    def answers(self, outputs: "Tensor") -> "Tensor":
-        """Return probabilities of the classes."""
-        return _known(outputs, _finite(outputs).softmax(1))
-
-    def columns(self, answers: "NDArray[np.float32]") -> dict[str, Sequence[Any]]:
-        """Return the most probable classes, "" if an output contains NaN, and probabilities."""
-        lost = (answers != answers).any(1)  # noqa: PLR0124  (NaN)
-        best = zip(answers.argmax(1).tolist(), lost.tolist(), strict=True)
-        predicted = ["" if nothing else self.names[place] for place, nothing in best]
-        return {"predicted": predicted, **_probabilities(self.names, answers)}
-
-    def results(
-        self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
-    ) -> Results:
-        """Compare outputs with classes."""
-        from torch.nn.functional import one_hot  # noqa: PLC0415  (help is fast)
-
-        from dpmac_cli.tasks.classified import OneClass  # noqa: PLC0415  (help is fast)
-        from dpmac_cli.tasks.metrics import Answers  # noqa: PLC0415  (help is fast)
-
-        lost = outputs.isnan().any(1, keepdim=True)
-        truth = one_hot(targets, len(self.names)).bool()
-        guess = one_hot(outputs.argmax(1), len(self.names)).bool() & ~lost
-        scores = _worst_if_lost(self.answers(outputs), truth, lost).numpy()
-        answers = Answers(truth.numpy(), guess.numpy(), scores, exclusive=True, unit_of=owners)
-        return OneClass(answers, self.names)
 
 
 @dataclass(frozen=True)
@@ -139,17 +152,13 @@ class SeveralLabels(NamedClasses):
     of_record: ClassVar[str] = "several labels"
     unknown: ClassVar[str] = "no labels"
     losses: ClassVar[tuple[str, ...]] = ("bce",)
-    metrics: ClassVar[tuple[EvaluationMetric, ...]] = (ACCURACY, BALANCED, *OTHERS)
-    reported: ClassVar[tuple[str, ...]] = REPORTED
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = tuple(
+        replace(metric, covered=metric.name == "accuracy") for metric in NamedClasses.metrics
+    )
     target: ClassVar[str] = "uint8"
     frozen_parts: ClassVar[bool] = False
     audited: ClassVar[bool] = False
     multilabel: ClassVar[bool] = True
-
-    @property
-    def summary(self) -> str:
-        """Return the outputs by name."""
-        return f"the labels {', '.join(self.names)}"
 
     @property
     def usage(self) -> Usage:
@@ -157,68 +166,3 @@ class SeveralLabels(NamedClasses):
         result = "The result says which of the labels in the list above each record has."
         row = "labels", self.names
         return Usage("classifier", row, "", "classify", "{} > 0", result)
-
-    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
-        """Return labels that no test record has."""
-        import numpy as np  # noqa: PLC0415  (help is fast)
-
-        there = np.any(targets, axis=0)
-        return tuple(name for name, tested in zip(self.names, there, strict=True) if not tested)
-
-    def examples(self) -> "tuple[Tensor, Tensor]":
-        """Return two made-up outputs per label, and their only label."""
-        import torch  # noqa: PLC0415  (help is fast)
-
-        labels = torch.eye(len(self.names), dtype=torch.uint8)
-        return _random_outputs(len(self.names)), labels.repeat(2, 1)
-
-    def answers(self, outputs: "Tensor") -> "Tensor":
-        """Return probabilities of the labels."""
-        return _known(outputs, _finite(outputs).sigmoid())
-
-    def columns(self, answers: "NDArray[np.float32]") -> dict[str, Sequence[Any]]:
-        """Return the labels above one half, joined by ";", and probabilities."""
-        predicted = [
-            ";".join(k for k, p in zip(self.names, row, strict=True) if p > HALF) for row in answers
-        ]
-        return {"predicted": predicted, **_probabilities(self.names, answers)}
-
-    def results(
-        self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
-    ) -> Results:
-        """Compare outputs with labels."""
-        from dpmac_cli.tasks.classified import EachLabel  # noqa: PLC0415  (help is fast)
-        from dpmac_cli.tasks.metrics import Answers  # noqa: PLC0415  (help is fast)
-
-        lost, truth = outputs.isnan().any(1, keepdim=True), targets.bool()
-        guess = (outputs > 0).where(~lost, ~truth)
-        scores = _worst_if_lost(self.answers(outputs), truth, lost).numpy()
-        answers = Answers(truth.numpy(), guess.numpy(), scores, exclusive=False, unit_of=owners)
-        return EachLabel(answers, self.names)
-
-
-def _random_outputs(names: int) -> "Tensor":
-    import torch  # noqa: PLC0415  (help is fast)
-
-    return torch.randn(2 * names, names, generator=torch.Generator().manual_seed(0))
-
-
-def _finite(outputs: "Tensor") -> "Tensor":
-    """Return outputs in which infinity is the largest number, so that softmax is not NaN."""
-    return outputs.nan_to_num(0.0)
-
-
-def _known(outputs: "Tensor", answers: "Tensor") -> "Tensor":
-    """Return answers as float32, NaN where an output of the record is."""
-    return answers.float().masked_fill_(outputs.isnan().any(1, keepdim=True), float("nan"))
-
-
-def _worst_if_lost(answers: "Tensor", truth: "Tensor", lost: "Tensor") -> "Tensor":
-    """Return scores that are worse than all others if a record's output contains NaN."""
-    return (2 - 3 * truth.float()).where(lost, answers)
-
-
-def _probabilities(
-    names: tuple[str, ...], answers: "NDArray[np.float32]"
-) -> dict[str, Sequence[Any]]:
-    return {f"p_{name}": part for name, part in zip(names, answers.T, strict=True)}

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
-from dpmac_cli.tasks.regression import Counts, Regression
-from dpmac_cli.tasks.several_numbers import SeveralNumbers
+from dpmac_cli.tasks.regression import Counts, Regression, SeveralNumbers
 from dpmac_cli.tasks.task import EvaluationMetric, Task, TaskFacts
 
 TASKS: tuple[type[Task], ...] = (

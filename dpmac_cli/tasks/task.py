@@ -246,11 +246,6 @@ class Task(ABC):
         """Return the facts of the task in a model file, as JSON values."""
 
     @property
-    def declared(self) -> dict[str, Any]:
-        """Return the facts that must be unchanged to resume a run."""
-        return {"classes": list(self.names)}
-
-    @property
     def width(self) -> float:
         """Largest value of the covered metric: of a record that is wrong in everything."""
         return 1.0

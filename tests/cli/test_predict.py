@@ -18,8 +18,7 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import prediction
 from dpmac_cli.tasks.classification import Classification, SeveralLabels
-from dpmac_cli.tasks.regression import Counts, Regression
-from dpmac_cli.tasks.several_numbers import SeveralNumbers
+from dpmac_cli.tasks.regression import Counts, Regression, SeveralNumbers
 from dpmac_cli.tasks.task import Task
 from tests.digits_runs import train_digits
 from tests.typed import dpmac, hooked, loading
@@ -314,8 +313,8 @@ def test_unusable_rows_of_a_table_are_named_and_left_out(tabular: Path) -> None:
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
     assert (
-        "note: 4 records of new.csv are left out: Record 4 (line 5) has 2 values for 3 columns, "
-        "and 1 more lines cannot be read; " in said
+        "note: 4 records of new.csv are left out: Record 4 (line 5) has 2 values for 3 columns; "
+        "Record 5 (line 6) has a quotation mark that" in said
     )
     assert f"Record 2 has no number in age: 'old'{OLD}; Record 3 has no value in age." in said
     assert "predictions for 2 records" in result.stdout
