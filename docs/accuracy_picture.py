@@ -60,7 +60,7 @@ def texts(panel: Any) -> None:
                 if key[:2] == (name, features)
             )
             panel.errorbar(*zip(*points, strict=True), label=f"{title}, {label}", **LOOK)
-    panel.set(title="Texts, five seeds")
+    panel.set(title="Texts")
 
 
 def source() -> str:
