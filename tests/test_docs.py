@@ -1,7 +1,6 @@
 """The pages: links lead somewhere, names exist, commands print what stands below them."""
 
 import ast
-import json
 import math
 import os
 import re
@@ -11,13 +10,11 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
 import dpmac_cli
 from dpmac_cli import __version__
@@ -301,23 +298,3 @@ def test_every_measurement_has_a_line() -> None:
     listed = [target for _, target in links(data / "README.md")]
     there = {file.name for file in data.iterdir()} - {"README.md"}
     assert there == {target for target in listed if not target.startswith("../")}
-
-
-def test_the_picture_of_accuracies_is_of_the_data() -> None:
-    drawn = runpy.run_path(str(ROOT / "docs" / "accuracy_picture.py"))
-    with Image.open(drawn["PICTURE"]) as picture:
-        told = picture.info["Source"]
-    assert told == drawn["source"](), "run python docs/accuracy_picture.py"
-
-
-def test_the_readme_quotes_the_data() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    shown = [re.findall(r"\b\d\d\.\d\b", line) for line in lines if " linear on " in line]
-    found = GENERATE["found_texts"]()
-    texts = [
-        [f"{mean(found[name, 'minilm', epsilon]):.1f}" for epsilon in (1.0, 3.0, None)]
-        for name in ("sms", "banking77")
-    ]
-    rows = json.loads((ROOT / "docs" / "data" / "backbone-lite2.json").read_text())["rows"]
-    images = {round(row["epsilon"], 3): f"{100 * row['mean']:.1f}" for row in rows}
-    assert shown == [*texts, [images[1.0], images[2.435]]]
