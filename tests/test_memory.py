@@ -42,6 +42,8 @@ from tests.helpers import (
 )
 from tests.tiers import rest_long
 
+pytestmark = pytest.mark.trial
+
 WIDTH = 2000
 PLAN = StepPlan(steps=100, steps_per_epoch=10, physical_batch=1000)
 MIB = 2**20

@@ -26,6 +26,8 @@ from dpmac_cli.training import chunks
 from tests.helpers import make_trainer, walk
 from tests.tiers import rest_long
 
+pytestmark = pytest.mark.trial
+
 ONE_ULP = 2.0**-20
 EVENLY = [*FILLS][1]
 

@@ -152,13 +152,26 @@ def find_manner(run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False
     """
     # On GPUs, most products are rounded by the number of rows.
     fills = (FULL,) if fixed or any(x.is_cuda for x in tensors_in(base)) else FILLS
-    for fill, way in product(fills, WAYS):
-        manner = Manner(way, fill)
-        numbers = sorted({manner.rows(n, chunk) for n in some_numbers(chunk)}, reverse=True)
-        with manner.running():
-            if rows_alike(run, base, numbers):
-                return manner
+    # Random numbers differ by place.
+    with constant_draws() if _draws(run, base, min(chunk, LEAST_ROWS)) else nullcontext():
+        for fill, way in product(fills, WAYS):
+            manner = Manner(way, fill)
+            numbers = sorted({manner.rows(n, chunk) for n in some_numbers(chunk)}, reverse=True)
+            with manner.running():
+                if rows_alike(run, base, numbers):
+                    return manner
     return None
+
+
+@torch.no_grad()
+def _draws(run: RunNetwork, base: Batch, rows: int) -> bool:
+    """Return whether results differ with the seed of torch's random numbers."""
+    some, found = map_rows(itemgetter(slice(rows)), base), []
+    with torch.random.fork_rng():
+        for seed in range(2):
+            torch.manual_seed(seed)
+            found.append([x.clone() for x in tensors_in(run(some))])
+    return not all(map(_equal, *found))
 
 
 def some_numbers(chunk: int) -> list[int]:
@@ -189,12 +202,7 @@ def rows_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
 
 def _rows_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
     first: dict[tuple[int, int], Tensor] = {}
-    places = [(n, shift) for n in numbers for shift in _shifts(n)]
-    with torch.random.fork_rng():
-        drawn: dict[tuple[int, int], Tensor] = {}
-        again = [_alike(drawn, run, base, *places[-1], seed) for seed in (0, 1)]
-        with nullcontext() if all(again) else constant_draws():  # random numbers differ by place
-            return all(_alike(first, run, base, *place) for place in places)
+    return all(_alike(first, run, base, n, shift) for n in numbers for shift in _shifts(n))
 
 
 def _shifts(number: int) -> range:
@@ -207,11 +215,9 @@ def _alike(
     run: RunNetwork,
     base: Batch,
     number: int,
-    shift: int,
-    seed: int = 0,
+    shift: int = 0,
 ) -> bool:
     """Run on a number of rows, moved by ``shift``; return whether results are the first ones."""
-    torch.manual_seed(seed)
     same = True
     for n, tensor in enumerate(tensors_in(run(map_rows(partial(_in_turn, number, shift), base)))):
         if tensor.ndim == 0 or len(tensor) == 0 or len(tensor) % number:
