@@ -41,6 +41,11 @@ def texts(count: int = COUNT) -> dict[str, Tensor]:
     return {"input_ids": records.ids, "attention_mask": records.mask}
 
 
+def assert_mapped(notes: tuple[str, ...]) -> None:
+    """Whatever this machine's products need, no network runs in a loop."""
+    assert not any("one record after the other" in note for note in notes)
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("lora", "physical"), rest_long(itertools.product([False, True], [2, 256]))
@@ -49,7 +54,7 @@ def test_a_document_moves_the_sum_by_at_most_the_radius(lora: bool, physical: in
     net, batch = model(lora=lora), texts()
     clipped = clipped_grad(net, text_loss, ball(RADIUS), batch_size=COUNT, physical_batch=physical)
     total = clipped(batch).clone()
-    assert not clipped.notes, "vmap runs it"
+    assert_mapped(clipped.notes)
     moved = [float((total - clipped(without(batch, i))).double().norm()) for i in range(COUNT)]
     assert 0.99 * RADIUS < max(moved) <= RADIUS
 
@@ -103,7 +108,8 @@ def test_the_program_for_hugging_face_runs(
     step = names["step"]
     assert step.taken == len(step) > 4
     assert step.epsilon <= 8
-    assert step.notes == (), "vmap runs it"
+    assert_mapped(step.notes)
+    assert any("parameters are frozen" in note for note in step.notes)
     assert "Poisson-sampled" in capsys.readouterr().out
     sums = step._sums.clipped_sum
     assert all("lora_" in layer.name or "classifier" in layer.name for layer in sums.layers)
