@@ -10,7 +10,6 @@
 FROM python:3.13-slim
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=tensorboard
 
 ENV PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
     DPMAC_DATA_DIR=/runs/data DPMAC_CACHE_DIR=/runs/.dpmac-cache HOME=/tmp
@@ -19,7 +18,7 @@ RUN pip install torch torchvision --index-url "$TORCH_INDEX"
 
 COPY pyproject.toml README.md LICENSE /src/
 COPY dpmac_cli /src/dpmac_cli
-RUN pip install "/src[$EXTRAS]" && rm -r /src
+RUN pip install /src && rm -r /src
 
 WORKDIR /runs
 ENTRYPOINT ["dpmac"]

@@ -409,7 +409,7 @@ def ours(
     plan = StepPlan(
         steps=10**6,
         steps_per_epoch=100,
-        physical_batch=config.run.gpu_batch if data.gain.is_cuda else config.run.physical_batch,
+        physical_batch=config.gpu_batch if data.gain.is_cuda else config.settings.physical_batch,
     )
     with full_float32():
         trainer = Trainer(

@@ -88,7 +88,7 @@ def accuracy(theta: Tensor, split: Split) -> float:
 def main() -> None:
     """Search, and print a line for each n and epsilon."""
     plan = resolve({"seed": 0, "device": "cpu"}, CONFIG).plan
-    data = outcome(prepare(plan, torch.device("cpu"), make_keys(plan.run.seed))).data
+    data = outcome(prepare(plan, torch.device("cpu"), make_keys(plan.settings.seed))).data
     test = Split(data.test.images[:SCORED], data.test.labels[:SCORED])
     for n, epsilon in itertools.product(map(int, sys.argv[1].split(",")), (1.0, 3.0, 8.0)):
         found = []

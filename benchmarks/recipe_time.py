@@ -48,7 +48,7 @@ def timed_step(trainer: Trainer, records: int) -> Timed:
 
 def measure(plan: TrainPlan, trainer: Trainer, rounds: int) -> tuple[Timed, Timed]:
     """Return the medians of a chunk and of a whole step at the plan's batch size."""
-    chunk = plan.run.physical_batch
+    chunk = plan.settings.physical_batch
     timed_step(trainer, chunk)
     chunks, steps = [], []
     for _ in range(rounds):

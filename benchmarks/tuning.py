@@ -45,7 +45,7 @@ from sklearn.feature_extraction.text import HashingVectorizer
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
-from dpmac_cli.config.plan import ChosenFolder, TrainPlan
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError
@@ -148,7 +148,7 @@ def accuracy(run: Path) -> float:
 def defaults(space: SearchSpace, given: Given, out: Path, seed: int) -> float:
     """Return the accuracy of one run of the best recipe."""
     del space, seed
-    finish(train(resolve(given).plan.placed(ChosenFolder(out))))
+    finish(train(resolve(given).plan.placed(out)))
     return accuracy(out)
 
 
@@ -163,7 +163,7 @@ def composed(space: SearchSpace, given: Given, out: Path, seed: int) -> float:
     """Return the accuracy of the trial with the best covered score, where all are charged."""
     epsilon = float(given["epsilon"])
     runs = list(_trials(space, out, seed, lambda plan, count: _shared(plan, count, epsilon)))
-    metric = space.plans[0].run.metric
+    metric = space.plans[0].settings.metric
     best = max(runs, key=lambda run: covered_score(json.loads((run / REPORT).read_bytes()), metric))
     return accuracy(best)
 
@@ -197,7 +197,7 @@ def _trials(
         setting = {each.name: each.draw(source) for each in space.dimensions}
         plan = noisy(space.plan_of(setting), count)
         try:
-            finish(train(plan.placed(ChosenFolder(out / str(number)))))
+            finish(train(plan.placed(out / str(number))))
         except DivergedError:
             continue
         yield out / str(number)

@@ -22,7 +22,8 @@ from dpmac_cli.cli.app import load_command
 from dpmac_cli.config.best import EPSILON
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import Option, flag_name
-from dpmac_cli.config.resolve import NOT_RECORDED, resolve
+from dpmac_cli.config.plan import NOT_RECORDED
+from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import EXCLUSIVE, SETTINGS, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source

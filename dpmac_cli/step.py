@@ -23,7 +23,7 @@ from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader, StatedSizes
 from dpmac_cli.accounting.statements import format_epsilon, statement
-from dpmac_cli.config.plan import BatchPlan, PrivacyPlan, StepsPlan
+from dpmac_cli.config.plan import PrivacyPlan, StepsPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.in_memory import check_copies
@@ -275,7 +275,7 @@ def steps_of(plan: StepsPlan, steps: int, device: torch.device) -> StepPlan:
     return StepPlan(
         steps=steps,
         steps_per_epoch=plan.privacy.steps_per_epoch,
-        physical_batch=plan.run.physical_batch_on(device.type),
+        physical_batch=plan.physical_batch_on(device.type),
         private=plan.privacy.private,
         recipe=plan.recipe,
     )
@@ -296,8 +296,8 @@ def carry(network: nn.Module, plan: StepsPlan, unit: tuple[str, str]) -> Trainin
         event=privacy.event,
         unit=unit,
         private=privacy.private,
-        seeded=plan.run.seed is not None,
-        secure=plan.run.secure,
+        seeded=plan.settings.seed is not None,
+        secure=plan.settings.secure,
     )
     attach(network, training)
     return training
@@ -317,7 +317,7 @@ class PrivateProgram(Unshared):
         privacy = plan.privacy
         budget = (privacy.delta, privacy.max_epsilon, self._before)
         self._steps = affordable_steps(privacy.event, *budget)
-        self._keys = make_keys(plan.run.seed, part=len(earlier))
+        self._keys = make_keys(plan.settings.seed, part=len(earlier))
         self._base = 0  # steps of the state that was loaded
         self._step: Step | None = None
 
@@ -387,8 +387,8 @@ class PrivateProgram(Unshared):
         # Raises InputError, but not for 0, where a schedule ends.
         Settings.model_validate({"lr": rate or None})
         optimizer = self._plan.optimizer.with_lr(rate)
-        recorded = {**self._plan.recorded, "lr": optimizer.lr}
-        self._plan = replace(self._plan, optimizer=optimizer, recorded=recorded)
+        settings = self._plan.settings.replace(lr=optimizer.lr)
+        self._plan = replace(self._plan, optimizer=optimizer, settings=settings)
         if self._step is not None:
             self._step.optimizer = optimizer
 
@@ -462,7 +462,7 @@ class PrivateStep(PrivateProgram):
     """
 
     __slots__ = ("_drawn", "_loss", "_model", "_sampling", "_sizes", "_structure", "_sums")
-    _plan: BatchPlan
+    _plan: StepsPlan
 
     def __init__(
         self,
@@ -543,7 +543,7 @@ class PrivateStep(PrivateProgram):
     def _draws(self) -> Sampler:
         assert isinstance(self._sampling, BatchSampling)  # noqa: S101
         return self._sampling.draws(
-            self._keys.sampler, secure=self._plan.run.secure, base=self._base
+            self._keys.sampler, secure=self._plan.settings.secure, base=self._base
         )
 
     def _drawn_from(self, records: OneByOne, structure: Structure, workers: int) -> Iterator[Batch]:
@@ -634,7 +634,7 @@ class PrivateStep(PrivateProgram):
             self._steps = step
             self._steps += affordable_steps(rest, privacy.delta, budget, self._before)
         self._base, self.lr = step, state["lr"]
-        self._keys = make_keys(self._plan.run.seed, base=step, part=len(self._earlier))
+        self._keys = make_keys(self._plan.settings.seed, base=step, part=len(self._earlier))
         structure = Structure(state["structure"], state["public"])
         made = self._prepare(structure.to(_device_of(self._model)))
         for training in self._earlier:
@@ -657,9 +657,9 @@ class PrivateStep(PrivateProgram):
         self.check_process()
         check_counted(self._model, self._loss, self._earlier)
         plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
-        validate_objective(objective, structure, isolated=plan.isolate)
+        validate_objective(objective, structure, isolated=plan.settings.isolate)
         steps = steps_of(plan, self._steps, _device_of(objective))
-        secure = plan.run.secure
+        secure = plan.settings.secure
         with full_float32():
             draws, batch = LayerDraws(keys.layers), plan.privacy.batch_size
             sums = BatchSum(objective, structure, draws, steps.physical_batch, batch)

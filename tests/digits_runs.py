@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.plan import ChosenFolder, TrainPlan
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
@@ -52,7 +52,7 @@ def digits_config(file: Path | None = None, **flags: Any) -> TrainPlan:
 
 def a_run(plan: TrainPlan, folder: Path = Path("run")) -> Run:
     """The only run of a study, in a folder."""
-    return Run(plan.placed(ChosenFolder(folder, force=True)), folder, 0, (), plan.privacy.sigma)
+    return Run(plan.placed(folder, force=True), folder, 0, (), plan.privacy.sigma)
 
 
 def after(steps: int) -> Callable[[], bool]:

@@ -216,7 +216,6 @@ def test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve(
     assert found.curve_bound > found.lower_bound > 0.3
     assert replace(found, claimed=found.curve_bound * 1.001).holds
     assert not replace(found, claimed=found.curve_bound * 0.999).holds
-    assert found.true_positive_rates[0.1] == pytest.approx(0.3, abs=0.02)
 
 
 # Files.

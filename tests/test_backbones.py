@@ -361,7 +361,7 @@ def test_a_head_needs_no_settings(size: int, batch: int) -> None:
     assert (other.privacy.sigma, other.optimizer.lr) == (2, chosen.default_lr(name))
     whole = resolve({"dataset": name, "backbone": LITE0, "train": "norm"}).plan
     assert (whole.recipe.ema, whole.optimizer.name, whole.privacy.steps) == (0.95, "dp-adam", 240)
-    assert whole.run.physical_batch == 16
+    assert whole.settings.physical_batch == 16
 
 
 @pytest.mark.privacy

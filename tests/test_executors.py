@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Started
 from dpmac_cli.studies import executor
 from dpmac_cli.studies import local as workers
-from dpmac_cli.studies.executor import Ended, Executor, Moved, Result, carry_out
+from dpmac_cli.studies.executor import Ended, Moved, Result, carry_out
 from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.local import Pool, share_data, train_run
 from dpmac_cli.studies.results import collect
@@ -104,7 +105,9 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     grid = grid_in(tmp_path_factory.mktemp("local"))
     ended = [
         event
-        for event in carry_out(Pool(grid.runs, 1, share_data(grid.runs)), range(4), never)
+        for event in carry_out(
+            Pool(grid.runs, 1, share_data(grid.runs)), grid.runs, range(4), never
+        )
         if isinstance(event, Ended)
     ]
     assert ended == [Ended(number) for number in range(4)]
@@ -237,34 +240,32 @@ def test_ray_is_told_to_report_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1"
 
 
-class Scripted(Executor[int]):
-    """An executor whose jobs, the numbers of their runs, end one by one as they are told to."""
+class Scripted:
+    """An executor whose jobs have these results, by the numbers of their runs.
 
-    pause = 0.0
+    A job without one ends as soon as it is asked to stop.
+    """
 
-    def __init__(self, runs: Sequence[Run], *ends: tuple[int, Result | None]) -> None:
-        super().__init__(runs, slots=2)
-        self.ends, self.started, self.cancelled = list(ends), list[int](), list[int]()
+    slots = 2
 
-    def submit(self, run: Run) -> int:
-        self.started.append(self.runs.index(run))
-        return self.started[-1]
+    def __init__(self, runs: Sequence[Run], results: dict[int, Result]) -> None:
+        self.runs, self.results, self.started = runs, results, list[int]()
 
-    def result(self, job: int) -> Result | None:
-        return self.ends.pop(0)[1] if self.ends and self.ends[0][0] == job else None
-
-    def cancel(self, job: int) -> None:
-        self.cancelled.append(job)
+    def train(self, run: Run, stop: threading.Event) -> Result:
+        number = self.runs.index(run)
+        self.started.append(number)
+        if number not in self.results:
+            stop.wait()
+        return self.results.get(number, (None, number))
 
 
 def test_a_run_whose_process_dies_has_failed_and_others_go_on(tmp_path: Path) -> None:
     runs = grid_in(tmp_path, seeds="2", epochs="1").runs
-    dies = Scripted(runs, (0, ("signal 9", None)), (1, ("failed", 3)))
-    first, *rest = carry_out(dies, [0, 1], never)
-    assert "its process died (signal 9)" in str(first)
-    assert rest == [Moved(1, 3, None), Ended(1, "failed")]
-    assert dies.started == [0, 1]
-    assert not dies.cancelled
+    dies = Scripted(runs, {0: ("signal 9", None), 1: ("failed", 3)})
+    events = {str(event) for event in carry_out(dies, runs, [0, 1], never)}
+    assert len(events) == 3
+    assert any("its process died (signal 9)" in event for event in events)
+    assert events >= {str(Moved(1, 3, None)), str(Ended(1, "failed"))}
 
 
 @pytest.mark.parametrize(
@@ -296,26 +297,28 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
     runs = grid_in(tmp_path, epochs="1").runs
-    answers = iter([False, True])
-    asked = Scripted(runs, (0, None), (1, None), (1, ("cancelled", None)), (0, (None, 1)))
-    ended = list(carry_out(asked, [0, 1, 2], lambda: next(answers)))
-    assert asked.started == asked.cancelled == [0, 1]
-    assert ended == [Ended(1), Moved(0, 1, None), Ended(0)]
+    asked = Scripted(runs, {})
+    ended = list(carry_out(asked, runs, [0, 1, 2], lambda: len(asked.started) == 2))
+    assert sorted(asked.started) == [0, 1]
+    assert sorted(str(event) for event in ended) == sorted(
+        map(str, (Ended(0), Moved(1, 1, None), Ended(1)))
+    )
+    assert list(carry_out(Scripted(runs, {}), runs, [0], lambda: True)) == []
 
 
-def test_jobs_that_are_left_are_cancelled(tmp_path: Path) -> None:
-    left = Scripted(grid_in(tmp_path, epochs="1").runs, (0, ("failed", 3)))
-    events = carry_out(left, [0, 1], never)
+def test_jobs_that_are_left_are_asked_to_stop(tmp_path: Path) -> None:
+    runs = grid_in(tmp_path, epochs="1").runs
+    left = Scripted(runs, {0: ("failed", 3)})
+    events = carry_out(left, runs, [0, 1], never)
     assert next(events) == Moved(0, 3, None)
-    del events
-    assert left.cancelled == [0, 1]
+    del events  # waits for the other one, which ends once it is asked to
+    assert sorted(left.started) == [0, 1]
 
 
 def test_a_process_killed_after_its_run_was_finished_is_no_failure(tmp_path: Path) -> None:
-    grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
-    run = grid.runs[0]
-    assert train_run(run, None, never) == (None, run.plan.privacy.steps)
-    *_, last = carry_out(Scripted([run], (0, ("job 7_0", None))), [0], never)
+    runs = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd").runs
+    assert train_run(runs[0], None, never) == (None, runs[0].plan.privacy.steps)
+    *_, last = carry_out(Scripted(runs, {0: ("job 7_0", None)}), runs, [0], never)
     assert last == Ended(0)
 
 
@@ -356,13 +359,13 @@ with ray_cluster.connected(None):
     plan = resolve(dataset="digits", sigma=6, device="cpu", out="run").plan
     begun = []
     class Counted(ray_cluster.Tasks):
-        def submit(self, run):
+        def train(self, run, stop):
             begun.append(0)
-            return super().submit(run)
+            return super().train(run, stop)
     runs = [Run(plan, Path("run"), 0, {}, 6.0)] * 3
     for answers in (iter([]), iter([False])):
         stop = lambda: next(answers, True)
-        events = list(carry_out(Counted(runs, 1), range(3), stop))
+        events = list(carry_out(Counted(runs, 1), runs, range(3), stop))
         print(begun, [event.failure for event in events if isinstance(event, Ended)])
     print(before == after, flush=True)
     sys.stdin.read()
@@ -392,17 +395,12 @@ def test_a_folder_that_is_not_seen_here_is_told(
     there = tmp_path / "elsewhere"
     config = a_run(digits_config(), there)
     steps = config.plan.privacy.steps
-
-    def ended(*, step: int = steps, stopped: bool = False) -> Ended:
-        return executor._end(Moved(0, step, None), config, (None, step), stopped)
-
-    unseen = ended()
-    assert f"its folder {there} is not visible here" in str(unseen.failure)
-    assert "a folder on shared storage" in str(unseen.failure)
-    assert ended(stopped=True) == Ended(0)
-    assert ended(step=steps - 1).failure == "its cluster asked it to stop"
+    unseen = str(executor._failure(config, (None, steps), False))
+    assert f"its folder {there} is not visible here" in unseen
+    assert "a folder on shared storage" in unseen
+    assert executor._failure(config, (None, steps), True) is None
     train_digits(out=there)
-    assert ended() == Ended(0)
+    assert executor._failure(config, (None, steps), False) is None
 
 
 def test_a_run_goes_on_on_the_device_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

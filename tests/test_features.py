@@ -373,7 +373,7 @@ def test_all_of_a_network_starts_from_the_weights_in_the_file(tmp_path: Path) ->
     file = save(tmp_path / "start.safetensors", {k: t.half() for k, t in start.items()})
     config = digits_config(model="mlp-small", pretrained=str(file))
     assert config.network.trained.part == "all"
-    task = outcome(prepare(config, CPU, make_keys(config.run.seed)))
+    task = outcome(prepare(config, CPU, make_keys(config.settings.seed)))
     assert task.trained is task.model
     assert task.notes == ()
     for name, tensor in task.model.state_dict().items():
@@ -611,7 +611,7 @@ def test_the_head_may_be_missing(part: str, net: str, public: Path) -> None:
         del tensors[name]
     save(public, tensors)
     config = digits_config(**tuned(net, public))
-    task = outcome(prepare(config, CPU, make_keys(config.run.seed)))
+    task = outcome(prepare(config, CPU, make_keys(config.settings.seed)))
     fresh = not bool((task.model.state_dict()["5.weight"] == 1).all())
     assert fresh == (part != "nothing")
     assert len(task.notes) == int(fresh)

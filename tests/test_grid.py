@@ -38,7 +38,7 @@ def test_every_combination_is_run_with_every_seed() -> None:
     assert len(seen) == 24
     assert len({run.folder for run in study.runs}) == 24
     for run in study.runs:
-        assert run.plan.run.seed == run.seed
+        assert run.plan.settings.seed == run.seed
         assert run.column == run.plan.privacy.sigma
         assert dict(run.labels) == {
             "optimizer": run.plan.optimizer.name,

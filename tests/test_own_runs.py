@@ -24,7 +24,6 @@ from torch import Tensor
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import DATA, SETTINGS
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, finish, train
@@ -351,64 +350,6 @@ def notes_on(data: str, **flags: str | bool) -> tuple[str, ...]:
     """What the author of a run should know, with small batches unless told otherwise."""
     noise = {} if "no_dp" in flags else {"sigma": "9"}
     return resolve({"dataset": data, "batch_size": "8", **noise, **flags}).notes
-
-
-@pytest.mark.long
-def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
-    wine("wine.npz")
-    photos("photos")
-    photos("album", split=False)
-    x = np.random.default_rng(0).integers(0, 256, (30, 8, 8), np.uint8)
-    y = np.arange(30) % 3
-    np.savez("images.npz", x=x, y=y, x_test=255 - x[:3], y_test=y[:3])
-    every: dict[str, str | bool] = {
-        "test_fraction": "0.3",
-        "split_seed": "1",
-        "channels": "1",
-        "image_size": "8",
-        "levels": "4095",
-        "classes": names_of(10),
-        "standardise": "half",
-        "feature_range": "0,1",
-        "schema": "schema.yaml",
-        "records_per_unit": "2",
-        "skip_bad": True,
-        "encoding": "latin-1",
-        "data_dir": "there",
-    }
-    in_panel = {n for n, s in SETTINGS.items() if s.flag.group == DATA} | {"data_dir"}
-    # Units and tokens are refused where they do nothing.
-    assert every.keys() | {"unit", "tokens"} == in_panel
-    split_off = {"test_fraction", "split_seed"}
-    always = {"schema", "encoding", "data_dir", "records_per_unit"}
-    idle = {
-        "photos": {*split_off, "feature_range", *always},
-        "album": {"feature_range", *always},
-        "wine.npz": {"channels", "image_size", "levels", "standardise", *always},
-        "images.npz": {*split_off, "feature_range", "levels", *always},
-    }
-    Path("schema.yaml").write_text(
-        "label: {column: y, classes: [a, b]}\ncolumns: {x: {range: [0, 1]}}\n"
-    )
-    schema: dict[str, dict[str, str]] = {
-        "photos": DECLARED,
-        "album": DECLARED,
-        "wine.npz": {},
-        "images.npz": {"classes": names_of(3)},
-    }
-    for data, names in idle.items():
-        every["classes"] = names_of(10 if data in ("photos", "album") else 3)
-        del every["schema"]
-        found = [note for note in notes_on(data, **every) if "has no effect with" in note]
-        without = {name: every.pop(name) for name in ("classes", "feature_range")}
-        every["schema"] = "schema.yaml"
-        found += [note for note in notes_on(data, **every) if "is not a table" in note]
-        every |= without
-        assert {note.split()[0].removeprefix("--").replace("-", "_") for note in found} == names
-        assert notes_on(data, **schema[data]) == ()
-    assert notes_on("photos", test_fraction="0.3", **DECLARED) == (
-        "--test-fraction has no effect with photos, which has its own test set.",
-    )
 
 
 @pytest.mark.long

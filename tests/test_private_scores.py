@@ -308,7 +308,7 @@ def test_only_scores_that_are_paid_for_are_shown(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.privacy
 def test_every_run_and_every_score_has_noise_of_its_own() -> None:
     """With the same noise, the difference of two scores would be exact."""
-    keys = [make_keys(digits_config(**COVERED).run.seed).scores for _ in range(2)]
+    keys = [make_keys(digits_config(**COVERED).settings.seed).scores for _ in range(2)]
     seeded = make_keys(SEED)
     every = {*keys, seeded.scores, seeded.noise, seeded.layers, seeded.sampler}
     assert len(every) == 6

@@ -396,14 +396,14 @@ def test_a_gpu_processes_more_samples_at_a_time_unless_told_otherwise() -> None:
         plan = resolve({"dataset": "cifar10", "sigma": 1, **flags}).plan
         again = change(by_flag(plan.recorded), {}).plan
         assert again.recorded == plan.recorded
-        assert (again.run.physical_batch, again.run.gpu_batch) == (
-            plan.run.physical_batch,
-            plan.run.gpu_batch,
+        assert (again.settings.physical_batch, again.gpu_batch) == (
+            plan.settings.physical_batch,
+            plan.gpu_batch,
         )
         assert ("physical_batch" in plan.recorded) == (
-            plan.run.gpu_batch == plan.run.physical_batch
+            plan.gpu_batch == plan.settings.physical_batch
         )
-        return plan.run.physical_batch, plan.run.gpu_batch
+        return plan.settings.physical_batch, plan.gpu_batch
 
     assert sizes() == (32, 512)
     assert sizes(augmentations=16) == (2, 32)
@@ -414,20 +414,20 @@ def test_a_gpu_processes_more_samples_at_a_time_unless_told_otherwise() -> None:
 
 def test_views_take_their_share_of_the_physical_batch() -> None:
     assert (
-        digits_config(augmentations=16).run.physical_batch
-        == digits_config().run.physical_batch // 16
+        digits_config(augmentations=16).settings.physical_batch
+        == digits_config().settings.physical_batch // 16
     )
-    assert digits_config(augmentations=1000, physical_batch=7).run.physical_batch == 7
+    assert digits_config(augmentations=1000, physical_batch=7).settings.physical_batch == 7
 
 
 @pytest.mark.long
 def test_a_network_of_many_weights_works_on_more_small_images_at_a_time() -> None:
     for model, samples in {"cnn": 32, "wrn-16-4": 32, "resnet18": 128, "mlp": 1024}.items():
         plan = resolve({"dataset": "cifar10", "model": model, "sigma": 1}).plan
-        assert plan.run.physical_batch == samples
+        assert plan.settings.physical_batch == samples
     assert MODELS["resnet18"].samples_at_a_time(224 * 224) < 32
     behind = resolve({"dataset": "cifar10", "backbone": "efficientnet-lite0", "model": "cnn"})
-    assert behind.plan.run.physical_batch == 1024
+    assert behind.plan.settings.physical_batch == 1024
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ STUDIED = [name for name, recipe in RECIPES.items() if recipe.command == "compar
 
 def numbers_of(plan: TrainPlan) -> dict[str, Any]:
     """Return everything that decides what a run computes, as JSON values."""
-    event, run = plan.privacy.event, plan.run
+    event, settings = plan.privacy.event, plan.settings
     return {
         "dataset": plan.data.dataset,
         "event": [event.sampling_rate, event.noise_multiplier, event.steps, event.sampler],
@@ -37,8 +37,8 @@ def numbers_of(plan: TrainPlan) -> dict[str, Any]:
         "model": plan.network.model.name,
         "features": None if plan.network.features is None else str(plan.network.features),
         "trained": str(plan.network.trained),
-        "at a time": [run.physical_batch, run.gpu_batch],
-        "metric": run.metric,
+        "at a time": [settings.physical_batch, plan.gpu_batch],
+        "metric": settings.metric,
     }
 
 

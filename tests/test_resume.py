@@ -576,7 +576,7 @@ def test_the_last_two_checkpoints_are_kept() -> None:
 def test_a_checkpoint_is_due_every_minute_and_every_fiftieth_of_the_steps(
     steps: int, seconds: float, cost: float, due: bool
 ) -> None:
-    interval = digits_config(steps=1000).run.checkpoints
+    interval = digits_config(steps=1000).checkpoints
     assert interval.due(steps, seconds, cost) == due
 
 

@@ -11,7 +11,6 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
-from dpmac_cli.config.plan import ChosenFolder
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
 from dpmac_cli.release.run import finish, fork, train
@@ -114,7 +113,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (root / "schema.yaml").write_text(TEXT_SCHEMA)
         train_digits(dataset=str(root / "t.csv"), out=root / "texts", **of_text)
         trial = space_of(Dimension("lr", ("0.1", "1"))).plan_of({"lr": "1"})
-        finish(train(trial.placed(ChosenFolder(root / "search"))))
+        finish(train(trial.placed(root / "search")))
         head: dict[str, Any] = {"pretrained": public, "train": "head", "no_dp": True}
         train_digits(model="mlp-small", out=root / "pretrained", **head)
     found = {path.parent.name: json.loads(path.read_text()) for path in root.glob("*/report.json")}

@@ -316,6 +316,6 @@ def test_a_model_too_large_for_the_grid_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_secure_is_kept_in_the_configuration() -> None:
     config: TrainPlan = resolve({"dataset": "digits", "secure": True}).plan
-    assert config.run.secure is True
+    assert config.settings.secure is True
     assert config.recorded["secure"] is True
     assert resolve({"dataset": "digits"}).plan.recorded["secure"] is False

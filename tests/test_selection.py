@@ -13,8 +13,8 @@ from scipy.stats import beta, chisquare, norm
 
 from dpmac_cli.accounting import calibration
 from dpmac_cli.accounting.accountants import renyi_epsilon, total_epsilon
-from dpmac_cli.accounting.calibration import calibrate_noise, calibrate_search, with_score
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.calibration import calibrate_noise, calibrate_search
+from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.risk import assess_risk, trade_off
 from dpmac_cli.accounting.selection import LONGEST, Search, Trials, trials_of
 from dpmac_cli.errors import BudgetError, InputError
@@ -145,6 +145,13 @@ def test_the_surcharge_covers_every_place_of_a_normal_number(mean: float, most: 
     assert ratio > 0.1
     claimed = search.epsilon(DELTA) - search.trial_epsilon(DELTA / mean)
     assert ratio <= claimed <= 1.5 * ratio
+
+
+def with_score(event: TrainingEvent, delta: float) -> tuple[TrainingEvent, TrainingEvent]:
+    """Training, and one covered score of its result that costs at most as much."""
+    scores = Scores(0.0, max(1, event.steps)).event(event.steps, event.steps)
+    sigma = calibrate_noise(scores, delta, total_epsilon((event,), delta))
+    return event, replace(scores, noise_multiplier=sigma)
 
 
 def winners(

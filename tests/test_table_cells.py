@@ -208,7 +208,7 @@ def test_a_csv_is_read_in_any_encoding_with_any_delimiter_and_end_of_line(
     writer.writerows(csv.reader(TABLE.replace(",,b", ",?,b").splitlines()))
     given = {"label": LABEL, "columns": columns}
     given |= {} if delimiter in ",;\t|" else {"delimiter": delimiter}
-    more = {"encoding": encoding, "skip_bad": skip_bad, "schema": given}
+    more = {"skip_bad": skip_bad, "schema": {**given, "encoding": encoding}}
     if encoding == "utf-16" and skip_bad:  # a byte more would shift all lines after it
         with pytest.raises(InputError, match=r"reads each line of .* by itself, which utf-16"):
             arrays(written.getvalue().encode(encoding), columns, tmp_path, **more)
@@ -257,7 +257,13 @@ def test_in_another_encoding_no_line_changes_the_next(tmp_path: Path, encoding: 
     kept = [b"%d,a" % n for n in range(9)]
     for line in (b"\xff\xfe\x81,a", b"\x81", b'"1,a', b"+2,a\x8f", b"\x1b$B5,a"):
         content = b"\n".join([b"c,y", *kept[:4], line, *kept[4:]])
-        found, left_out = arrays(content, {"c": NUMBER}, tmp_path, skip_bad=True, encoding=encoding)
+        found, left_out = arrays(
+            content,
+            {},
+            tmp_path,
+            skip_bad=True,
+            schema={"encoding": encoding, "label": LABEL, "columns": {"c": NUMBER}},
+        )
         assert found["x"].ravel().tolist() == list(range(9))
         assert len(left_out.records) == 1
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from dpmac_cli import from_dataframe, predict, score
 from dpmac_cli.cli.app import app
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.table_schema import read_schema
+from dpmac_cli.data.table_schema import read_schema, schema_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError, ModelError
 from tests.helpers import load
@@ -82,7 +82,7 @@ def stays(where: Path) -> None:
     """The made-up stays of the page, and their schema."""
     ((program,), (schema,)) = (
         re.findall(rf"```{kind}\n({begin}.*?)```", GUIDE, re.DOTALL)
-        for kind, begin in (("python", "import random"), ("yaml", 'decimal: ","'))
+        for kind, begin in (("python", "import random"), ("yaml", "encoding: cp1252"))
     )
     (where / "stays.yaml").write_text(schema)
     subprocess.run([sys.executable, "-c", program], cwd=where, check=True)
@@ -445,6 +445,9 @@ def test_an_encoding_that_is_not_known_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "--encoding" in result.output
     assert "utf-8" in result.output
+    columns = {"c": {"range": [0, 1]}}
+    with pytest.raises(InputError, match="there is no encoding 'cp99'; use utf-8"):
+        schema_of({"encoding": "cp99", "label": {"column": "y"}, "columns": columns}, "it")
 
 
 def test_a_table_is_cleaned_and_passed_as_the_page_says() -> None:

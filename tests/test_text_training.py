@@ -407,7 +407,7 @@ def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
 def test_chunks_of_a_trained_encoder_fit_in_memory() -> None:
     data = some_notes(4000)
     head, whole = (plan(data, tokens=64, train=part, batch_size=500) for part in ("head", "lora"))
-    assert (head.run.physical_batch, whole.run.physical_batch) == (1024, 64)
+    assert (head.settings.physical_batch, whole.settings.physical_batch) == (1024, 64)
 
 
 def test_canaries_are_coordinates_of_what_is_trained() -> None:

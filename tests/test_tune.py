@@ -15,7 +15,7 @@ import pytest
 
 from dpmac_cli.accounting.selection import Search, Trials
 from dpmac_cli.config.account import Question
-from dpmac_cli.config.plan import ChosenFolder, TrainPlan
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
 from dpmac_cli.release.model_file import load_model
@@ -54,8 +54,8 @@ class Trainer:
 
     def __call__(self, plan: TrainPlan, stop: Callable[[], bool], data: Data) -> Iterator[Finished]:
         del data
-        assert isinstance(plan.run.folder, ChosenFolder)
-        where = plan.run.folder.path
+        assert plan.settings.out is not None
+        where = plan.settings.out
         assert not where.exists()
         folder.make_folder(where)
         folder.checkpoints(where)
@@ -232,8 +232,8 @@ def test_the_copy_of_a_trial_is_not_continued(monkeypatch: pytest.MonkeyPatch) -
 
     def copied(plan: TrainPlan, *args: Any) -> Iterator[Any]:
         yield from train(plan, *args)
-        assert isinstance(plan.run.folder, ChosenFolder)
-        shutil.copytree(plan.run.folder.path, "copy")
+        assert plan.settings.out is not None
+        shutil.copytree(plan.settings.out, "copy")
         raise RunError("memory ran out")
 
     monkeypatch.setattr(tuning, "train", copied)

@@ -73,13 +73,6 @@ def calibrate_noise(
     return _smallest(cost, target, rough, 1.01, limits) / SIGMA_TICKS
 
 
-def with_score(event: TrainingEvent, delta: float) -> tuple[TrainingEvent, TrainingEvent]:
-    """Return training, and one covered score of its result that costs at most as much."""
-    scores = Scores(0.0, max(1, event.steps)).event(event.steps, event.steps)
-    sigma = calibrate_noise(scores, delta, total_epsilon((event,), delta))
-    return event, replace(scores, noise_multiplier=sigma)
-
-
 def calibrate_search(search_of: Callable[[float], Search], delta: float, target: float) -> float:
     """Return an epsilon of one trial at which a search costs at most ``target``, and hardly less.
 

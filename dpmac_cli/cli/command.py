@@ -27,12 +27,21 @@ class Command(TyperCommand):
                 ctx.fail(f"No such option: {typed}.{said.replace('called ', 'called --')}")
         return super().parse_args(ctx, args)
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options by group, without boxes, which would take most of the time of help."""
+        groups: dict[str, list[Any]] = {}
+        for parameter in self.get_params(ctx):
+            named = getattr(parameter, "rich_help_panel", None) or "Options"
+            of = "Arguments" if parameter.param_type_name == "argument" else named
+            groups.setdefault(of, []).append(parameter.get_help_record(ctx))
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
+
 
 def command_of(name: str, function: Callable[..., None]) -> TyperCommand:
     """Return the command ``name``, which calls a function and reports its failures."""
-    alone = typer.Typer(
-        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
-    )
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     alone.command(name, cls=Command)(reports_failures(function))
     built: Any = typer.main.get_command(alone)  # of its only command, so of its class
     found: TyperCommand = built

@@ -27,7 +27,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.studies import tables
 from dpmac_cli.studies.executor import Ended, Executor, Moved, StudyEvent, carry_out
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, STUDY, Grid, Run, StudyFlags, plan, row_name
-from dpmac_cli.studies.results import collect, finished_report, was_changed
+from dpmac_cli.studies.results import collect, finished_report
 from dpmac_cli.tasks.known import METRICS
 
 #: Folder of the runs of a study, in its own.
@@ -59,6 +59,8 @@ class CompareFlags(Flags, frozen=True):
         Flag(STUDY),
     ] = False
     """Show runs, their privacy costs and steps, without training."""
+    config: Annotated[SomePath | None, Flag(STUDY, metavar="FILE")] = None
+    """YAML file with settings by the same names. Flags take precedence."""
     out: Annotated[SomePath, Flag(OUTPUT, metavar="FOLDER")] = Path("runs/compare")
     """Folder of the study."""
     json: Annotated[StrictBool, Flag(OUTPUT)] = False
@@ -67,18 +69,7 @@ class CompareFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-class ConfigFlag(Flags, frozen=True):
-    """The file of a study."""
-
-    config: Annotated[
-        SomePath | None,
-        Flag(STUDY, metavar="FILE"),
-    ] = None
-    """YAML file with settings by the same names. Flags take precedence."""
-
-
 @with_options(
-    options(ConfigFlag),
     options(StudyFlags),
     options(CompareFlags),
     {name: replace(option, several=name not in ONE_VALUE) for name, option in STUDIED.items()},
@@ -96,18 +87,22 @@ def compare(**given: Any) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible, 4 some
     run failed (the others are in the table), 130 interrupted (run the same command to resume).
     """
-    flags, file = take(CompareFlags, given), take(ConfigFlag, given).config
+    flags = take(CompareFlags, given)
     both = "--dry-run and --json contradict each other: a plan has no table. Give one."
     raise_errors([*_faults_of_ray(flags), *[both] * (flags.dry_run and flags.json)])
     with console.waiting(flags.quiet, "settings"):
-        grid = plan(given, file, flags.out / RUNS)
+        grid = plan(given, flags.config, flags.out / RUNS)
         planned = planned_runs(grid) if flags.dry_run else None
     if not flags.quiet:
         console.print_notes(grid.notes)
     if planned is not None:
         console.stdout().print(planned)
         return
-    _check_folder(grid, flags.out)
+    out = flags.out
+    if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
+        raise InputError(
+            f"--out {out} contains files that do not belong to a study. Use a new or empty folder."
+        )
     screen = console.for_display(flags.quiet, flags.json)
     failures, interrupted = _carry_out(grid, flags, screen)
     with console.waiting(flags.quiet, "table"):
@@ -124,39 +119,11 @@ def compare(**given: Any) -> None:
         raise typer.Exit(MISFIT)
 
 
-def _check_folder(grid: Grid, out: Path) -> None:
-    """Raise InputError if the folder of a study has other files, or runs with other settings."""
-    if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
-        raise InputError(
-            f"--out {out} contains files that do not belong to a study. Use a new or empty folder."
-        )
-    raise_errors(
-        f"{run.folder} contains a run with other settings, which is not part of this study. Move "
-        "it elsewhere and run the same command again to train it from scratch."
-        for run in grid.runs
-        if was_changed(run)
-    )
-
-
 def _faults_of_ray(flags: CompareFlags) -> Iterator[str]:
     if flags.executor == "ray":
         yield from fault_of_package("ray", "ray", "--executor ray")
     elif flags.cluster is not None:
         yield "--cluster is the address of a Ray cluster. Add --executor ray, or leave it out."
-
-
-@contextlib.contextmanager
-def _executor(flags: CompareFlags, runs: Sequence[Run], data: Any) -> Iterator[Executor[Any]]:
-    """Create the executor of the runs. Raises InputError if there is no cluster."""
-    if flags.executor == "ray":
-        from dpmac_cli.studies import ray_cluster  # noqa: PLC0415  (loads ray)
-
-        with ray_cluster.connected(flags.cluster):
-            yield ray_cluster.Tasks(runs, flags.jobs)
-    else:
-        from dpmac_cli.studies import local  # noqa: PLC0415  (loads torch)
-
-        yield local.Pool(runs, flags.jobs, data)
 
 
 def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[int, str], bool]:
@@ -169,21 +136,22 @@ def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[i
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         asked = held.enter_context(stop_request())
-        executor = held.enter_context(_executor(flags, grid.runs, data)) if data else None
+        executor: Executor | None = None
+        if data and flags.executor == "ray":
+            from dpmac_cli.studies import ray_cluster  # noqa: PLC0415  (loads ray)
+
+            held.enter_context(ray_cluster.connected(flags.cluster))
+            executor = ray_cluster.Tasks(grid.runs, flags.jobs)
+        elif data:
+            executor = local.Pool(grid.runs, flags.jobs, data)
         folder.make_folder(flags.out / RUNS)
         held.enter_context(folder.locked(flags.out))
         missing = _missing(grid)
-        console.print_notes(
-            f"{run.folder / name} is damaged: the run resumes from its checkpoint."
-            for run in (grid.runs[number] for number in missing)
-            for name in (folder.REPORT, folder.METRICS, folder.MODEL)
-            if folder.vouched(run.folder, name) is False
-        )
         display = StudyDisplay(screen, grid, missing)
         held.enter_context(display.bar)
         if executor is None or not missing:
             return failures, False
-        for event in carry_out(executor, missing, asked):
+        for event in carry_out(executor, grid.runs, missing, asked):
             display.show(event)
             if isinstance(event, Ended) and event.failure:
                 failures[event.number] = event.failure
@@ -237,7 +205,7 @@ class StudyDisplay:
         if event.failure:
             self._screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
         elif moved and done:
-            metric = METRICS[run.plan.run.metric]
+            metric = METRICS[run.plan.settings.metric]
             known = moved.score is not None
             score = f"  test {metric.title} {metric.text(moved.score)}" if known else ""
             self._screen.print(Text(f"{self._ended}/{self._count}  {name}{score}"))

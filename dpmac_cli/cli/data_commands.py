@@ -11,44 +11,37 @@ from rich.text import Text
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, take, with_options
-from dpmac_cli.config.fields import Flag, options
+from dpmac_cli.config.fields import Choice, Flag, options
 from dpmac_cli.config.flags import Flags, near
-from dpmac_cli.config.settings import Debug, Encoding
-from dpmac_cli.data.schema import UTF8
+from dpmac_cli.config.settings import Debug
+from dpmac_cli.data.schema import UTF8, is_encoding
 from dpmac_cli.data.table_schema import draft
 from dpmac_cli.errors import counted, raise_errors
 from dpmac_cli.storage.paths import cache_folder, cache_size
+
+Named = Annotated[str | None, Flag("Table", metavar="COLUMN,...")]
 
 
 class Columns(Flags, frozen=True):
     """Flags of ``dpmac schema``."""
 
-    label: Annotated[
-        str | None,
-        Flag("Table", metavar="COLUMN,..."),
-    ] = None
+    label: Named = None
     """Column to predict, or several of numbers, separated by commas."""
-    drop: Annotated[
-        str | None,
-        Flag("Table", metavar="COLUMN,..."),
-    ] = None
+    drop: Named = None
     """Columns to leave out, separated by commas."""
-    date: Annotated[
-        str | None,
-        Flag("Table", metavar="COLUMN,..."),
-    ] = None
+    date: Named = None
     """Columns of dates or times, separated by commas."""
-    boolean: Annotated[
-        str | None,
-        Flag("Table", metavar="COLUMN,..."),
-    ] = None
+    boolean: Named = None
     """Columns of two values, such as ja and nein, separated by commas."""
-    text: Annotated[
-        str | None,
-        Flag("Table", metavar="COLUMN,..."),
-    ] = None
+    text: Named = None
     """Columns of texts, such as notes, separated by commas."""
-    encoding: Encoding = UTF8
+    encoding: Annotated[
+        str,
+        Choice((UTF8, "cp1252"), (is_encoding, "another encoding that Python knows")),
+        Flag("Table"),
+    ] = UTF8
+    """Encoding of a CSV, such as cp1252 for files of older Windows programs. The draft declares
+    it."""
     debug: Debug = False
 
 
@@ -90,7 +83,7 @@ def schema(file: Path, **given: Any) -> None:
     kinds |= {name: flag for flag, names in named.items() for name in names}
     # A schema is read as UTF-8, whatever the encoding of the terminal that wrote it.
     escaped = (sys.stdout.encoding or "").lower() != "utf-8"
-    console.print_result(draft(file, kinds, labels, drop, escaped))
+    console.print_result(draft(file, kinds, labels, drop, escaped, flags.encoding))
 
 
 def _names_in(text: str | None, columns: Container[str]) -> list[str]:

@@ -1,14 +1,13 @@
 """Display of training runs and evaluations."""
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -38,34 +37,6 @@ def epsilon_or_dots(epsilon: float | None) -> str:
     return "..." if epsilon is None else statements.format_epsilon(epsilon)
 
 
-class InStep(ProgressColumn):
-    """Seconds since the last step ended, once they are more than one, and those of that step.
-
-    Only time is shown: how much of a batch is done would reveal its size, which is private.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._step = 0
-        self._began = time.perf_counter()
-        self._usual = 0.0
-
-    def ended(self, step: int) -> None:
-        """Note that a step has ended."""
-        now = time.perf_counter()
-        if step > self._step:
-            self._usual = (now - self._began) / (step - self._step)
-        self._step, self._began = step, now
-
-    def render(self, task: Task) -> Text:
-        """Return the seconds, or nothing in a short step."""
-        seconds = time.perf_counter() - self._began
-        if seconds < 1 or task.finished:
-            return Text("")
-        usual = f" of about {self._usual:.0f}" if self._usual >= 1 else ""
-        return Text(f"this step {seconds:.0f}{usual} s", style="dim")
-
-
 class RunDisplay:
     """One line per evaluation and, on a terminal, a live bar of steps."""
 
@@ -80,9 +51,7 @@ class RunDisplay:
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[epsilon]}", style="bold"),
             TextColumn("{task.fields[accuracy]}", style="bold"),
-            in_step := InStep(),
         ]
-        self._in_step = in_step
         self._bar = bar(*columns, console=console, expand=True)
 
     def show(self, event: RunEvent) -> None:
@@ -115,7 +84,7 @@ class RunDisplay:
                 if result is not None:
                     remarks = (*doubts(result), result.results.remark)
                     notes = [Text(f"note: {remark}", "red") for remark in remarks if remark]
-                self.console.print(*notes, *_summary(event, self._plan.run.metric), sep="\n")
+                self.console.print(*notes, *_summary(event, self._plan.settings.metric), sep="\n")
 
     def _move(self, event: Update) -> None:
         """Update the bar; print a line per evaluation, and a note on a weak epsilon."""
@@ -124,7 +93,6 @@ class RunDisplay:
             note = f"note: epsilon will be {epsilon_or_dots(event.planned)}. {ABOVE}"
             self.console.print(Text(note, ATTENTION))
         step = event.event.step
-        self._in_step.ended(step)
         # An upper bound: between points of the schedule, show the next point's epsilon.
         spent = f"ε ≤ {epsilon_or_dots(event.epsilon)} of {epsilon_or_dots(event.planned)}"
         self._bar.update(
@@ -136,10 +104,10 @@ class RunDisplay:
         if isinstance(event.event, loop.Evaluated):
             result = event.event.result
             self._scored = result if isinstance(result, evaluation.Evaluation) else None
-            self.console.print(_evaluated(event.event, event.epsilon, self._plan.run.metric))
-            value = result.metric(self._plan.run.metric)
+            self.console.print(_evaluated(event.event, event.epsilon, self._plan.settings.metric))
+            value = result.metric(self._plan.settings.metric)
             if not math.isnan(value):
-                text = METRICS[self._plan.run.metric].text(value)
+                text = METRICS[self._plan.settings.metric].text(value)
                 self._bar.update(self._task, accuracy=f"test {text}")
 
     def stopping(self) -> None:
@@ -167,7 +135,7 @@ def _heading(event: Started) -> Iterator[Text]:
         (plan.optimizer.name, "bold"),
         f" on {plan.data.found.name}: {plan.data.facts.train_size:,} "
         f"{'units' if plan.data.found.unit else 'records'}, "
-        f"{plan.network.model.name} with {trained:,}{of_all} parameters, {plan.run.device}",
+        f"{plan.network.model.name} with {trained:,}{of_all} parameters, {plan.device}",
     )
     if not privacy.private:
         yield Text(NO_PRIVACY, style="bold red")
@@ -181,9 +149,9 @@ def _heading(event: Started) -> Iterator[Text]:
         given_by = plan.data.found.unit
         several = f"{privacy.unit}, given by {given_by}"
         yield Text(f"unit of privacy: {several if given_by else one}")
-    if privacy.audit.canaries:
+    if privacy.canaries:
         yield Text(
-            f"AUDIT: {privacy.audit.canaries:,} canaries, about half of them "
+            f"AUDIT: {privacy.canaries:,} canaries, about half of them "
             "trained on; the model will be unfit for release",
             style="bold red",
         )
@@ -298,9 +266,8 @@ def follow(
     events: Iterator[RunEvent],
     display: RunDisplay,
     asked: Callable[[], bool],
-    listeners: Sequence[Callable[[RunEvent], None]],
 ) -> Finished:
-    """Pass the events of a run to listeners, the display among them, until it ends.
+    """Show the events of a run until it ends.
 
     ``asked`` returns whether the user has asked it to stop.
 
@@ -316,8 +283,7 @@ def follow(
             if isinstance(event, Update) and asked() and not told:
                 told = True
                 display.stopping()
-            for listen in listeners:
-                listen(event)
+            display.show(event)
             if isinstance(event, Finished):
                 return event
     except (KeyboardInterrupt, OSError, RunError) as failure:

@@ -17,7 +17,6 @@ from dpmac_cli.config.fields import Choice, Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.settings import (
     DATA,
-    OTHER_ENCODINGS,
     OUTPUT,
     OWN_DATA,
     TASK,
@@ -28,7 +27,6 @@ from dpmac_cli.config.settings import (
     Quiet,
 )
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import UTF8
 from dpmac_cli.errors import MISFIT, counted, raise_errors
 from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.runs.folder import CARD, WANTED_MODEL
@@ -49,12 +47,6 @@ BROKEN = (
 )
 
 
-OtherEncoding = Annotated[
-    str | None,
-    Choice((UTF8, "cp1252"), OTHER_ENCODINGS),
-    Field(description="Encoding of a CSV."),
-    Flag(DATA, otherwise="that of the training table"),
-]
 OwnFactory = Annotated[
     str | None,
     Field(
@@ -86,7 +78,6 @@ class EvalFlags(Flags, frozen=True):
     ] = None
     """Draw ROC and calibration (.png, .svg or .pdf). An existing file is replaced."""
     json: PrintJson = False
-    encoding: OtherEncoding = None
     data_dir: DataDir = None
     device: Device = "auto"
     debug: Debug = False
@@ -109,7 +100,6 @@ class PredictFlags(Flags, frozen=True):
         Flag(DATA, otherwise="id, if there is one", metavar="COLUMN"),
     ] = None
     """Column of the table to keep as id beside each prediction."""
-    encoding: OtherEncoding = None
     device: Device = "auto"
     quiet: Quiet = False
     debug: Debug = False
@@ -133,7 +123,6 @@ def evaluate(run: Path, **given: Any) -> None:
     flags = take(EvalFlags, given)
     if flags.audit:  # only reads files of the run
         others = {"dataset": flags.dataset, "data-dir": flags.data_dir, "plot": flags.plot}
-        others |= {"encoding": flags.encoding}
         what = "--audit scores guesses, not test samples: leave out"
         raise_errors(f"{what} --{name}." for name, value in others.items() if value is not None)
         with console.waiting(flags.json, "bounds"):
@@ -147,10 +136,7 @@ def evaluate(run: Path, **given: Any) -> None:
     with console.waiting(flags.json, "scores"), console.kept_clear(flags.json):
         from dpmac_cli.release.scoring import score  # noqa: PLC0415  (loads torch)
 
-        scored = score(
-            *(run, flags.dataset, flags.data_dir, flags.device, flags.model),
-            encoding=flags.encoding,
-        )
+        scored = score(run, flags.dataset, flags.data_dir, flags.device, flags.model)
     if flags.dataset is not None and scored.held_out:
         part = f"{counted(scored.result.samples, 'record')} that the run's split holds out"
         console.print_notes([f"{flags.dataset} has no test set: only the {part} are scored."])
@@ -190,7 +176,6 @@ def predict(run: Path, data: Path, **given: Any) -> None:
             *(run, data, flags.device, flags.model),
             skip_bad=flags.skip_bad,
             id_column=flags.id,
-            encoding=flags.encoding,
         )
     found.write(out)
     if found.skipped.records:
@@ -258,8 +243,6 @@ def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
             f"{found.curve_bound:.3f} if only the amount of noise may be wrong "
             f"({verdict['confidence']:.0%} confidence)"
         )
-        for rate, share in found.true_positive_rates.items():
-            out.print(f"included canaries found at {rate:.1%} false alarms: {share:.1%}")
         out.print(HOLDS if found.holds else BROKEN)
     if not found.holds:
         raise typer.Exit(MISFIT)

@@ -20,32 +20,23 @@ from dpmac_cli.studies.tables import COMPARE_JSON, study_page
 DEBUG = {"debug": SETTINGS["debug"]}
 
 
+Answer = Annotated[str | None, Flag(OUTPUT)]
+
+
 class CardAnswers(Flags, frozen=True):
     """Answers of a model card that only its publisher knows."""
 
-    data_curator: Annotated[
-        str | None,
-        Flag(OUTPUT),
-    ] = None
+    data_curator: Answer = None
     """Person or organisation that publishes the model."""
-    intended_use: Annotated[
-        str | None,
-        Flag(OUTPUT),
-    ] = None
+    intended_use: Answer = None
     """What the model is intended for, and what it is not."""
-    contact: Annotated[str | None, Flag(OUTPUT)] = None
+    contact: Answer = None
     """Contact for questions."""
-    region: Annotated[str | None, Flag(OUTPUT)] = None
+    region: Answer = None
     """Region that the records come from."""
-    access_and_collection: Annotated[
-        str | None,
-        Flag(OUTPUT),
-    ] = None
+    access_and_collection: Answer = None
     """Who can access the records, and what else is collected about the same people."""
-    justification: Annotated[
-        str | None,
-        Flag(OUTPUT),
-    ] = None
+    justification: Answer = None
     """Justification of epsilon, delta and the unit of privacy."""
 
 

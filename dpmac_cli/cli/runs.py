@@ -1,11 +1,12 @@
-"""dpmac runs: one line per run."""
+"""dpmac runs: one line per run, from its public files alone. Loads no torch."""
 
+import contextlib
+import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,21 +16,27 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import JsonFlags, argument, take, with_options
 from dpmac_cli.config.fields import options
-from dpmac_cli.errors import raise_errors
-from dpmac_cli.storage.files import to_json
-from dpmac_cli.tasks.known import METRICS
-
-if TYPE_CHECKING:
-    from dpmac_cli.release.listing import ListedRun
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.runs import folder
+from dpmac_cli.storage.files import read_lines, to_json
+from dpmac_cli.tasks.known import METRICS, headline_in
 
 #: Where runs are, unless a folder is named.
 ROOT = Path("runs")
-#: States without a report: figures are as of the last epoch that was scored.
-UNREPORTED = ("running", "diverged", "cut-off")
-STYLES = {"finished": "", "running": "bold", "diverged": "red", "cut-off": "red", "damaged": "red"}
+#: States that no report has: a process holds the run; it diverged; it ended without a report; its
+#: files cannot be read or were changed.
+RUNNING, DIVERGED, CUT_OFF, DAMAGED = "running", "diverged", "cut-off", "damaged"
+#: Facts of a run by their keys in JSON; None if unknown, as epsilon without privacy.
+UNKNOWN: Mapping[str, Any] = dict.fromkeys(
+    (
+        *("folder", "state", "changed", "dataset", "optimizer", "private", "epsilon", "delta"),
+        *("metric", "score", "seeded", "audit"),
+    )
+)
+#: Exceptions raised while reading a damaged file.
+DAMAGE = (*folder.BROKEN, InputError)
 SEEDED, AUDITED = "*", "!"
-#: Units of time in seconds, the largest first.
-UNITS = {"d": 86_400, "h": 3600, "min": 60, "s": 1}
 
 
 @with_options(
@@ -39,15 +46,12 @@ UNITS = {"d": 86_400, "h": 3600, "min": 60, "s": 1}
 def runs(folders: list[Path] | None, **given: Any) -> None:
     """List runs, the newest first: what was trained, its epsilon, its accuracy and how it ended.
 
-    Runs are looked for in these folders and below them. A setting is shown if it had an effect,
-    and if runs of the same dataset and optimizer differ in it.
+    Runs are looked for in these folders and below them.
 
     Example: dpmac runs runs/compare
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    from dpmac_cli.release.listing import find_runs  # noqa: PLC0415  (loads the accountants)
-
     flags, roots = take(JsonFlags, given), folders or [ROOT]
     raise_errors(
         f"{root} {'is a file' if root.exists() else 'does not exist'}. Use a folder of runs, or "
@@ -55,109 +59,168 @@ def runs(folders: list[Path] | None, **given: Any) -> None:
         for root in folders or ()
         if not root.is_dir()
     )
-    found = find_runs(roots)
+    places = {where.resolve(): where for root in roots for where in _runs_below(root)}
+    found = sorted(map(_facts, places.values()), key=lambda run: run["changed"], reverse=True)
     if flags.json:
-        console.print_result(to_json({"runs": [_values(run) for run in found]}))
+        console.print_result(to_json({"runs": found}))
     elif found:
-        _print(console.stdout(), found, roots)
+        _print(console.stdout(), found)
     else:
         where = " or ".join(map(str, roots))
         hint = "To train one: dpmac train --dataset digits"
         console.stdout().print(Text(f"There are no runs in {where} yet. {hint}"))
 
 
-def _values(run: "ListedRun") -> dict[str, Any]:
-    """Return JSON values; an infinite epsilon is null, and then ``private`` is false."""
-    changed = datetime.fromtimestamp(run.changed, UTC).isoformat(timespec="seconds")
-    epsilon = None if run.epsilon == math.inf else run.epsilon
-    return {**vars(run), "folder": str(run.folder), "changed": changed, "epsilon": epsilon}
+def _runs_below(root: Path) -> Iterator[Path]:
+    """Yield runs in a folder and below it.
+
+    Folders within a run, hidden folders, links to folders that are not runs, and what cannot be
+    read are skipped.
+    """
+    if _is_run(root):
+        yield root
+        return
+    below: list[Path] = []
+    with contextlib.suppress(OSError):
+        below = sorted(path for path in root.iterdir() if path.is_dir())
+    for path in below:
+        if not path.name.startswith(".") and (not path.is_symlink() or _is_run(path)):
+            yield from _runs_below(path)
 
 
-def _print(out: Console, found: Sequence["ListedRun"], roots: Sequence[Path]) -> None:
-    """Print a table. What all runs have in common stands above it, so that a run fits in a line."""
-    same = [name for name in COMMON if len({getattr(run, name) for run in found}) == 1]
-    if shared := [str(value) for name in same if (value := getattr(found[0], name))]:
-        out.print(Text(" with ".join(shared), style="bold"))
+def _is_run(where: Path) -> bool:
+    """Return whether a folder is a run's, whole or damaged."""
+    with contextlib.suppress(*DAMAGE):
+        if (where / folder.CHECKPOINTS).is_dir() and (where / folder.LOCK).is_file():
+            return True
+        if folder.is_configured(where):
+            return True
+        # Any report, also one that cannot be read, so that what it cost is not overlooked.
+        report = json.loads((where / folder.REPORT).read_bytes())
+        return {"schema_version", "privacy"} <= set(report)
+    return False
+
+
+def _facts(where: Path) -> dict[str, Any]:
+    """Return the facts of a run by the keys of :data:`UNKNOWN`."""
+    files = (where / name for name in (folder.CONFIG, folder.METRICS, folder.REPORT))
+    changed = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+    said = {
+        **UNKNOWN,
+        "folder": str(where),
+        "state": RUNNING if folder.in_use(where) else DAMAGED,
+        "changed": datetime.fromtimestamp(changed, UTC).isoformat(timespec="seconds"),
+    }
+    with contextlib.suppress(*DAMAGE):
+        if said["state"] == RUNNING:
+            return said | _unreported(where)
+        intact = folder.vouched(where, folder.REPORT)
+        there = [(where / name).exists() for name in (folder.SUMS, folder.REPORT)]
+        # A resumed run that was killed has an old report, which is not among its checksums.
+        if intact is None and there != [False, True]:
+            return said | {"state": CUT_OFF} | _unreported(where)
+        if intact is not False:
+            return said | _reported(where)
+    return said
+
+
+def _reported(where: Path) -> dict[str, Any]:
+    """Return the facts in the report of a run. Raises ``DAMAGE``."""
+    from dpmac_cli.release.report import read_report  # noqa: PLC0415  (help need not wait for it)
+
+    report = read_report(where)
+    privacy, (metric, score) = report.privacy, report.score
+    return {
+        "state": report.state,
+        "dataset": report.dataset.name,
+        "optimizer": report.optimizer,
+        "private": privacy.private,
+        "epsilon": privacy.epsilon,
+        "delta": privacy.delta,
+        "metric": metric.name,
+        "score": score,
+        "seeded": privacy.seed_policy.given,
+        "audit": report.audit is not None,
+    }
+
+
+def _unreported(where: Path) -> dict[str, Any]:
+    """Return what settings and metrics say of a run without a report. Raises ``DAMAGE``."""
+    settings, lines = folder.config(where), read_lines(where / folder.METRICS)
+    name, optimizer = str(settings["dataset"]), str(settings["optimizer"])
+    if folder.vouched(where, folder.CONFIG) is False or not f"{name}{optimizer}".isprintable():
+        raise ValueError(f"{folder.CONFIG} was changed")
+    scored = [line for line in lines if line.get(headline_in(line).logged) is not None]
+    last = scored[-1] if scored else {}
+    metric, private = headline_in(last), not settings.get("no-dp", False)
+    diverged = bool(lines) and lines[-1].get("diverged", False) and not folder.in_use(where)
+    return {
+        **({"state": DIVERGED} if diverged else {}),
+        "dataset": name if name in DATASETS else Path(name).stem,
+        "optimizer": optimizer,
+        "private": private,
+        "epsilon": last.get("epsilon") if private else None,
+        "delta": settings.get("delta") if private else None,
+        "metric": metric.name if scored else None,
+        "score": last.get(metric.logged),
+        "audit": settings.get("canaries", 0) > 0,
+    }
+
+
+def _print(out: Console, found: Sequence[Mapping[str, Any]]) -> None:
     console.widen(out)
-    out.print(_table(found, roots, [column for column in COLUMNS if column not in same]))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("run")  # the only one that is made narrower
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
+    for run in found:
+        path = Text(run["folder"], overflow="ellipsis", no_wrap=True)
+        table.add_row(path, *(Text(show(run)) for show in COLUMNS.values()))
+    out.print(table)
     for remark in _remarks(found):
         out.print(Text(remark, style="dim"))
 
 
-def _table(found: Sequence["ListedRun"], roots: Sequence[Path], columns: Sequence[str]) -> Table:
-    from dpmac_cli.release.listing import varied_settings  # noqa: PLC0415  (loads the accountants)
-
-    below = len(roots) == 1 and all(run.folder != roots[0] for run in found)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(f"{roots[0]}/" if below else "run", overflow="ellipsis", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
-    varied = [", ".join(_settings(settings)) for settings in varied_settings(found)]
-    if any(varied):
-        table.add_column("settings")  # the only one that is made narrower, see below
-    for run, settings in zip(found, varied, strict=True):
-        path = run.folder.relative_to(roots[0]) if below else run.folder
-        cells = [COLUMNS[name](run) for name in columns]
-        last = [Text(settings, overflow="ellipsis", no_wrap=True)] if any(varied) else []
-        table.add_row(Text(str(path)), *cells, *last)
-    return table
-
-
-def _settings(settings: dict[str, Any]) -> Iterator[str]:
-    for name, value in settings.items():
-        if isinstance(value, bool):
-            yield name if value else f"no {name}"
-        else:
-            yield f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
-
-
-def _epsilon(run: "ListedRun") -> Text:
-    if run.private is False:
-        return Text("no privacy", style="red")
-    if run.epsilon is None:
-        return Text("-")
-    marks = SEEDED * bool(run.seeded) + AUDITED * bool(run.audit)
-    return Text(format_epsilon(run.epsilon) + marks)
-
-
-def _remarks(found: Iterable["ListedRun"]) -> Iterator[str]:
-    private = [run for run in found if run.private]
-    deltas = {run.delta for run in private}
+def _remarks(found: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    private = [run for run in found if run["private"]]
+    deltas = {run["delta"] for run in private}
     if len(deltas) == 1:
         yield f"epsilon at delta {deltas.pop():g}"
     elif deltas:
         yield "epsilons at different deltas do not compare; --json has each"
-    if any(run.seeded for run in private):
+    if any(run["seeded"] for run in private):
         yield f"{SEEDED} with --seed: no privacy against anyone who knows the seed"
-    if any(run.audit for run in private):
+    if any(run["audit"] for run in private):
         yield f"{AUDITED} an audit run: the model is unfit for release"
-    states = {run.state for run in found}
-    if shown := ", ".join(name for name in UNREPORTED if name in states):
+    states = {run["state"] for run in found}
+    if shown := ", ".join(name for name in (RUNNING, DIVERGED, CUT_OFF) if name in states):
         yield f"{shown}: as of the last epoch that was scored; whether with --seed is not known"
 
 
-def age(seconds: float) -> str:
-    """Return a duration in its largest unit, rounded down."""
-    unit, size = next((pair for pair in UNITS.items() if seconds >= pair[1]), ("s", 1))
-    return f"{int(max(seconds, 0) / size)} {unit}"
-
-
-def _score(run: "ListedRun") -> str:
-    """Return the accuracy, or the name and value of another score."""
-    metric = METRICS.get(run.metric or "")
-    if metric is None or run.score is None:
+def _epsilon(run: Mapping[str, Any]) -> str:
+    if run["private"] is False:
+        return "no privacy"
+    if run["epsilon"] is None and run["seeded"] is None:  # without a report, none is known yet
         return "-"
-    return f"{metric.title} " * (metric.name != "accuracy") + metric.text(run.score)
+    epsilon = math.inf if run["epsilon"] is None else run["epsilon"]
+    return format_epsilon(epsilon) + SEEDED * bool(run["seeded"]) + AUDITED * bool(run["audit"])
 
 
-#: Cells of a run by the names of columns.
-COLUMNS: Mapping[str, Callable[["ListedRun"], Text | str]] = {
-    "dataset": lambda run: Text(run.dataset or "-"),
-    "optimizer": lambda run: Text(run.optimizer or "-"),
+def _score(run: Mapping[str, Any]) -> str:
+    """Return the accuracy, or the name and value of another score."""
+    metric = METRICS.get(run["metric"] or "")
+    if metric is None or run["score"] is None:
+        return "-"
+    return f"{metric.title} " * (metric.name != "accuracy") + metric.text(run["score"])
+
+
+#: Cells of a run by the names of columns, and columns of numbers.
+COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "dataset": lambda run: run["dataset"] or "-",
+    "optimizer": lambda run: run["optimizer"] or "-",
     "epsilon": _epsilon,
     "score": _score,
-    "state": lambda run: Text(run.state, style=STYLES.get(run.state, console.ATTENTION)),
-    "age": lambda run: age(time.time() - run.changed),
+    "state": lambda run: run["state"],
+    "changed": lambda run: run["changed"][:10],
 }
-#: Columns that are left out if all runs have the same value, and columns of numbers.
-COMMON, NUMBERS = ("dataset", "optimizer"), ("epsilon", "score", "age")
+NUMBERS = ("epsilon", "score")

@@ -5,14 +5,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import StrictBool
-
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
 from dpmac_cli.config.fields import Flag, SomePath, options
 from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.settings import OUTPUT, SETTINGS, TASK, DisplayFlags, Settings
+from dpmac_cli.config.settings import SETTINGS, TASK, DisplayFlags, Settings
 from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
 from dpmac_cli.runs.memory import keep_freed_memory
@@ -46,11 +44,6 @@ class Start(Flags, frozen=True):
         Flag(TASK, metavar="RUN"),
     ] = None
     """Continue from the run in this folder with other settings, in a new folder --out."""
-    tensorboard: Annotated[
-        StrictBool,
-        Flag(OUTPUT),
-    ] = False
-    """Also write the scores for TensorBoard to the folder of the run."""
 
 
 @with_options(options(Start), SETTINGS)
@@ -107,10 +100,8 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     with console.waiting(quiet, "loading torch"):
         from dpmac_cli.cli.display import RunDisplay, follow  # noqa: PLC0415  (loads torch)
         from dpmac_cli.release.run import fork, resume, train  # noqa: PLC0415  (loads torch)
-        from dpmac_cli.release.tensorboard import TensorBoard  # noqa: PLC0415  (loads torch)
 
     display = RunDisplay(console.for_display(quiet, json))
-    shown_by = [display.show, *([TensorBoard().show] if start.tensorboard else [])]
     with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
             events = train(resolved.plan, asked, ranks=ranks)
@@ -119,7 +110,7 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
         else:
             assert start.fork is not None  # noqa: S101
             events = fork(start.fork, settings, asked, ranks=ranks)
-        finished = follow(events, display, asked, shown_by)
+        finished = follow(events, display, asked)
     if json:
         console.print_result(to_json(finished.report))
     _end(finished)

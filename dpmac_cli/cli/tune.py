@@ -96,7 +96,7 @@ def tune(**given: Any) -> None:
             stop(f"{said}start it again, repeat the command.", INTERRUPTED)
     if json:
         console.print_result(to_json(finished.report))
-    screen.print(*_summary(finished, space.plans[0].run.metric), sep="\n")
+    screen.print(*_summary(finished, space.plans[0].settings.metric), sep="\n")
 
 
 def _plan_lines(space: SearchSpace) -> Iterator[Text]:

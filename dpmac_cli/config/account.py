@@ -16,7 +16,6 @@ from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT, SI
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import LEAST_NOISE, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, accountant_note, price
-from dpmac_cli.accounting.selection import Search, Trials, trials_of
 from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.fields import Choice, Flag, Several, flag_name
@@ -28,7 +27,6 @@ from dpmac_cli.config.settings import (
     TASK,
     Count,
     Length,
-    MeanTrials,
     Positive,
     Priced,
     Settings,
@@ -58,9 +56,6 @@ class Question(Priced, frozen=True):
     """Noise multiplier."""
     epsilon: Annotated[Several[Positive] | None, Flag(PRIVACY)] = None
     """Target epsilon: solve for a setting that meets it."""
-    tune: Annotated[MeanTrials | None, Flag(PRIVACY)] = None
-    """Privacy cost of a search (dpmac tune) with this mean number of trials, each trained like
-    this."""
     accountant: Annotated[str, Choice(tuple(USED)), Flag(PRIVACY)] = DEFAULT_ACCOUNTANT
     """Accounting method."""
 
@@ -80,16 +75,12 @@ class Question(Priced, frozen=True):
         if "epsilon" in given and "sigma" in given:
             if "0" in str(given["sigma"]).split(","):
                 yield "--sigma 0 adds no noise, so epsilon is infinite: nothing can be solved for."
-            if "tune" in given:
-                yield "--tune can only solve for sigma, not for steps: leave out --sigma."
             for name in ("epochs", "steps"):
                 if name in given:
                     yield (
                         f"--sigma, --epsilon and --{name} together leave nothing to solve for: "
                         "leave one out."
                     )
-        if "tune" in given and given.get("accountant", DEFAULT_ACCOUNTANT) != DEFAULT_ACCOUNTANT:
-            yield f"--tune needs privacy curves: add --accountant {DEFAULT_ACCOUNTANT}."
 
     @property
     def solve(self) -> str | None:
@@ -97,11 +88,6 @@ class Question(Priced, frozen=True):
         if self.epsilon is None:
             return None
         return "sigma" if self.sigma is None else "steps"
-
-    @property
-    def trials(self) -> Trials | None:
-        """Return the number of trials of a search; None if there is none."""
-        return None if self.tune is None else trials_of(self.tune)
 
     @property
     def run(self) -> Settings | None:
@@ -199,33 +185,13 @@ def _solved(
     per_epoch = math.ceil(size / batch)
     steps = count * per_epoch if unit == "epochs" else count
     event = TrainingEvent(batch / size, sigma, steps, question.sampler, per_epoch)
-    if question.trials is not None:
-        row = _searched(question.trials, event, delta, target if question.solve else None)
-    else:
-        if question.solve == "sigma":
-            sigma = calibration.calibrate_noise(event, delta, target, accountant)
-            event = replace(event, noise_multiplier=sigma)
-        elif question.solve == "steps":
-            event = replace(event, steps=calibration.longest_run(event, delta, target, accountant))
-        row = price((event,), delta, accountant)
+    if question.solve == "sigma":
+        sigma = calibration.calibrate_noise(event, delta, target, accountant)
+        event = replace(event, noise_multiplier=sigma)
+    elif question.solve == "steps":
+        event = replace(event, steps=calibration.longest_run(event, delta, target, accountant))
+    row = price((event,), delta, accountant)
     return replace(row, dataset_size=size, batch_size=batch, solved=question.solve)
-
-
-def _searched(trials: Trials, event: TrainingEvent, delta: float, target: float | None) -> Row:
-    """Return the cost of a search whose trials train like this, with noise for a target if any."""
-
-    def search_of(epsilon: float) -> Search:
-        noisy = replace(event, noise_multiplier=calibration.calibrate_noise(event, delta, epsilon))
-        return Search(trials, (calibration.with_score(noisy, delta),))
-
-    if target is not None:
-        search = search_of(calibration.calibrate_search(search_of, delta, target))
-    elif event.noise_multiplier == 0:
-        search = Search(trials, ((event,),))
-    else:
-        search = Search(trials, (calibration.with_score(event, delta),))
-    (events,) = search.candidates
-    return price(events, delta, search=search)
 
 
 def account_notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, StepsPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
-from dpmac_cli.data.schema import TABLES, DataFacts, LeftOut, Source, listed
+from dpmac_cli.data.schema import DataFacts, LeftOut, listed
 from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.optim.adaclip import AdaClip
@@ -60,26 +60,26 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
     yield from _frozen_faults(plan.network, plan.recipe, data)
     task = data.facts.task
     known, chosen = task.covered, [metric.name for metric in task.metrics if metric.chosen]
-    if plan.run.metric not in chosen:
+    if plan.settings.metric not in chosen:
         yield (
-            f"--metric {plan.run.metric}: records of {data.dataset} have {task.of_record} each. "
-            f"Use {', '.join(chosen)}."
+            f"--metric {plan.settings.metric}: records of {data.dataset} have {task.of_record} "
+            f"each. Use {', '.join(chosen)}."
         )
-    elif privacy.scores is not None and plan.run.metric not in known:
+    elif privacy.scores is not None and plan.settings.metric not in known:
         yield (
-            f"--metric {plan.run.metric} cannot be released with --cover-scores. Use "
+            f"--metric {plan.settings.metric} cannot be released with --cover-scores. Use "
             f"{' or '.join(known)}, or leave out --cover-scores."
         )
     if plan.recipe.augmented and not data.facts.is_images and data.facts.shape[1:] == (1, 1):
         yield f"--augmentations is for images, but {data.dataset} is a table. Leave it out."
     yield from _loss_faults(plan.recipe.loss, data)
-    audited = task.audited or not privacy.audit.canaries
+    audited = task.audited or not privacy.canaries
     if not (audited and (task.frozen_parts or plan.network.features is None)):
         yield f"--canaries, --features and --backbone need one class each, not {data.dataset}."
 
 
 def _audit_faults(privacy: PrivacyPlan) -> Iterator[str]:
-    if privacy.audit.canaries and privacy.event.sampler != "poisson":
+    if privacy.canaries and privacy.event.sampler != "poisson":
         yield (
             f"--canaries: only poisson sampling can be audited, not {privacy.event.sampler}. Leave "
             "out --sampler or --canaries."
@@ -190,7 +190,7 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
         yield (
             f"{_copies(found.signs.copies, 'record', dataset)} of others{both}. If they "
             "come from one person, epsilon protects each copy, but not the person: leave them out, "
-            f"or name the unit of each record: {_unit_remedy(data.source)}."
+            "or name the unit of each record: --unit, or in an .npz an array unit."
         )
     if tested and private and not found.held_out:
         yield (
@@ -229,16 +229,6 @@ def _copies(number: int, what: str, dataset: str) -> str:
     )
 
 
-def _unit_remedy(source: str | Source) -> str:
-    """Return how to name the unit of each record of a dataset."""
-    if not isinstance(source, Source) or source.in_memory is not None:
-        return "unit= with one item per record"
-    path = source.path
-    if path.is_dir():
-        return "--unit folder, or --unit 'patient([0-9]+)'"
-    return "--unit COLUMN" if path.suffix in TABLES else "an array unit"
-
-
 def _declaration(found: DataFacts) -> str:
     """Return the flags that declare inferred facts; names with commas are not supported."""
     (channels, *size), names = found.facts.shape, ",".join(found.facts.task.names)
@@ -268,36 +258,11 @@ def _idle(plan: TrainPlan) -> dict[str, str]:
     if not isinstance(plan.network.model, UserModel):
         idle |= {"fix_norm": plan.network.model.name}
     if plan.network.trained.part != "lora":
-        idle |= dict.fromkeys(_LORA, f"--train {plan.network.trained.part}")
-    of_data = [name for name, option in SETTINGS.items() if option.flag.group == DATA]
-    return idle | _idle_on(plan.data, of_data)
-
-
-def _idle_on(data: DataPlan, settings: Iterable[str]) -> dict[str, str]:
-    """Return which ``settings`` of datasets have no effect on one, with the reason."""
-    idle: dict[str, str] = {}
-    dataset, source, facts = data.dataset, data.source, data.facts
-    if not data.found.unit:
-        idle |= {"records_per_unit": f"{dataset}, where each record is a unit"}
-    if not isinstance(source, Source):
-        return idle | dict.fromkeys(settings, dataset)
-    idle |= {"data_dir": f"{dataset}, which is a path"}
-    if not data.found.held_out:
-        idle |= dict.fromkeys(_OF_SPLIT, f"{dataset}, which has its own test set")
-    if not source.path.is_dir():
-        idle |= {"levels": f"{dataset}, which is not a folder of images"}
-    if source.path.suffix not in (".csv", ".tsv"):
-        idle |= {"encoding": f"{dataset}, which is not a CSV"}
-    if source.path.suffix not in TABLES:
-        idle |= {"schema": f"{dataset}, which is not a table"}
-    if not facts.is_images:
-        return idle | dict.fromkeys(_OF_IMAGES, f"{dataset}, which contains numbers")
-    return idle | {"feature_range": f"{dataset}, which contains images"}
-
-
-_LORA: tuple[str, ...] = ("lora_rank", "lora_alpha")
-_OF_SPLIT: tuple[str, ...] = ("test_fraction", "split_seed")
-_OF_IMAGES: tuple[str, ...] = ("channels", "image_size", "standardise")
+        idle |= {"lora_rank": f"--train {plan.network.trained.part}"}
+    if not plan.data.own:
+        of_data = (name for name, option in SETTINGS.items() if option.flag.group == DATA)
+        idle |= dict.fromkeys(of_data, plan.data.dataset)
+    return idle
 
 
 def delta_note(delta: float, records: int) -> Iterable[str]:

@@ -120,7 +120,6 @@ def _source(
         schema=schema,
         in_memory=in_memory,
         unit=settings.unit,
-        encoding=settings.encoding,
         skip_bad=settings.skip_bad,
     )
 

@@ -83,7 +83,7 @@ def _depending(given: Settings, defaults: Defaults) -> dict[str, Any]:
     if given.pretrained is not None or given.backbone is not None:
         found["train"] = "all" if given.backbone is None else "head"
     if given.train == "lora":
-        found |= {"lora_rank": Trained.rank, "lora_alpha": Trained.alpha}
+        found["lora_rank"] = Trained.rank
     return found
 
 

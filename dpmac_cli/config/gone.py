@@ -27,12 +27,12 @@ RENAMED: Mapping[str, str] = {
     "optimizers": "optimizer",
     "seed": "seeds",
     "seeds": "seed",
-    "trials": "tune",
 }
 #: What to type instead of a flag, a setting or a value, such as "sigma 0".
 INSTEAD: Mapping[str, str] = {
     "search": "Write the values at the settings: --lr 1e-4:0.1 --clip-norm 0.1,1,10.",
-    "trials": "It belongs to a search: use dpmac tune, or dpmac account --tune.",
+    "trials": "It belongs to a search: use dpmac tune.",
+    "tune": "dpmac tune --dry-run shows what a search costs.",
     "most-trials": "The largest number of trials is 4 times their mean. Leave it out.",
     "stop-early": "Every search ends with its last trial. Leave it out.",
     "on": "Compare settings on the public data with dpmac compare, and train with the best.",
@@ -40,7 +40,11 @@ INSTEAD: Mapping[str, str] = {
     "minutes": "Use fewer --epochs: the display shows how long one takes.",
     "solve": "What is left out of --sigma, --epochs and --epsilon is solved for. Leave it out.",
     "guesses": "It is a tenth of the canaries, at least 20. Leave it out.",
+    "lora-alpha": "Updates are scaled by 16 / rank. Leave it out.",
+    "tuned-on": "Say it in the card: dpmac card RUN --justification TEXT.",
+    "encoding": "Declare it in the schema of the table: encoding: cp1252.",
     "format": "For a web page, type: dpmac report RUN --html FILE.",
+    "tensorboard": "metrics.jsonl has the scores, which a SummaryWriter of torch can write.",
     "slurm": "Submit dpmac train as an array of jobs: docs/clusters.md has the lines.",
     "executor slurm": "Submit dpmac train as an array of jobs: docs/clusters.md has the lines.",
     "sigma 0": "To train without privacy use --no-dp.",

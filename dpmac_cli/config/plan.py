@@ -1,19 +1,27 @@
 """Plan of a training run: settings resolved to plain values, in parts by who needs them."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
-from dpmac_cli.data.registry import Dataset
+from dpmac_cli.config.defaults import BATCHES
+from dpmac_cli.config.settings import DATA, SETTINGS, Settings
+from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.models.encoders import TextEncoder
-from dpmac_cli.models.registry import Backbone, BuiltIn, Features, Trained, UserModel
+from dpmac_cli.models.registry import (
+    Backbone,
+    BuiltIn,
+    Features,
+    Trained,
+    UserModel,
+    parse_model,
+)
 from dpmac_cli.optim import Optimizer
 from dpmac_cli.training.schedules import Recipe
 
@@ -84,18 +92,6 @@ class NetworkPlan:
 FEW_GUESSES = 20
 
 
-@dataclass(frozen=True)
-class AuditPlan:
-    """Number of canaries of an audit; 0 without one."""
-
-    canaries: int = 0
-
-    @property
-    def guesses(self) -> int:
-        """Return the number of canaries that the attack guesses, half of them in, half out."""
-        return max(self.canaries // 10, min(self.canaries, FEW_GUESSES))
-
-
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
     """Privacy of a run: what its epsilon is computed from.
@@ -107,6 +103,7 @@ class PrivacyPlan:
         max_epsilon: epsilon to stop before; infinite for no limit.
         unit: unit of privacy, in words.
         scores: noise of test scores, which covers the test records; None for exact scores.
+        canaries: number of canaries of an audit; 0 without one.
         target: epsilon that the noise was calibrated for; None if the noise was given.
     """
 
@@ -117,8 +114,13 @@ class PrivacyPlan:
     max_epsilon: float
     unit: str
     scores: Scores | None
-    audit: AuditPlan
+    canaries: int
     target: float | None = None
+
+    @property
+    def guesses(self) -> int:
+        """Return the number of canaries that the attack guesses, half of them in, half out."""
+        return max(self.canaries // 10, min(self.canaries, FEW_GUESSES))
 
     @property
     def sigma(self) -> float:
@@ -138,21 +140,6 @@ class PrivacyPlan:
     def event_of(self, steps: int) -> TrainingEvent:
         """Return the accounting event of the first ``steps`` steps."""
         return replace(self.event, steps=steps)
-
-
-@dataclass(frozen=True)
-class NewFolder:
-    """The first folder of runs/STEM-1, -2, ... that does not exist."""
-
-    stem: str
-
-
-@dataclass(frozen=True)
-class ChosenFolder:
-    """A new or empty folder; with ``force`` an existing run in it is replaced."""
-
-    path: Path
-    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,41 +167,6 @@ class CheckpointInterval:
         return seconds >= self.seconds or (self.at(step) and cost <= self.share * seconds)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComputePlan:
-    """Random keys of private steps, and samples at a time.
-
-    Attributes:
-        seed: seed of all random numbers; None for secret keys from the operating system.
-        secure: whether all random numbers come from a cipher.
-        physical_batch: samples to process at a time.
-        gpu_batch: the same on a GPU; it differs only if no physical batch was given.
-    """
-
-    seed: int | None
-    secure: bool
-    physical_batch: int
-    gpu_batch: int
-
-    def physical_batch_on(self, device: str) -> int:
-        """Return the number of samples to process at a time on a type of device, such as "cuda"."""
-        return self.gpu_batch if device == "cuda" else self.physical_batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPlan(ComputePlan):
-    """Machine, random keys and files of a run.
-
-    Attributes:
-        metric: test metric of metrics.jsonl besides accuracy.
-    """
-
-    device: str
-    metric: str
-    checkpoints: CheckpointInterval
-    folder: NewFolder | ChosenFolder
-
-
 @dataclass(frozen=True)
 class SearchPlan:
     """Search that a run is one trial of.
@@ -228,31 +180,53 @@ class SearchPlan:
     space: tuple[str, ...]
 
 
+#: Settings that do not describe a run, which config.yaml does not have.
+NOT_RECORDED = (
+    *("seed", "data_dir", "checkpoint_every", "out"),
+    *("force", "json", "quiet", "debug"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepsPlan:
     """Plan of private steps, wherever their records come from.
 
     Attributes:
+        settings: completed settings, with the noise that was calibrated.
         recipe: training settings besides the optimizer.
-        recorded: settings that describe the run, which config.yaml and checkpoints keep.
+        gpu_batch: number of samples to process at a time on a GPU; it differs from the physical
+            batch only if that was not given.
     """
 
+    settings: Settings
     privacy: PrivacyPlan
     optimizer: Optimizer
     recipe: Recipe
-    run: ComputePlan
-    recorded: Mapping[str, Any] = field(hash=False, repr=False)
+    gpu_batch: int
 
+    def physical_batch_on(self, device: str) -> int:
+        """Return the number of samples to process at a time on a type of device, such as "cuda"."""
+        return self.gpu_batch if device == "cuda" else self.settings.physical_batch
 
-@dataclass(frozen=True, kw_only=True)
-class BatchPlan(StepsPlan):
-    """Plan of private steps on the batches of a program.
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Settings that describe the run, which config.yaml and checkpoints keep.
 
-    Attributes:
-        isolate: whether the network runs on each sample alone even if proven independent.
-    """
-
-    isolate: bool
+        Those of a dataset are among them if it is your own.
+        """
+        own = self.settings.dataset not in (*DATASETS, BATCHES)
+        kept: dict[str, Any] = {
+            name: value
+            for name, option in SETTINGS.items()
+            if (value := getattr(self.settings, name)) is not None
+            and name not in NOT_RECORDED
+            and (own or option.flag.group != DATA)
+        }
+        if not isinstance(parse_model(self.settings.model), UserModel):
+            kept.pop("fix_norm")
+        if self.gpu_batch != self.settings.physical_batch:  # not given: the device decides
+            kept.pop("physical_batch")
+        return kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,13 +234,21 @@ class TrainPlan(StepsPlan):
     """Complete plan of a run. Nothing is looked up again on disk or in a registry.
 
     Attributes:
+        device: as typed, or the one that it is trained on.
         search: search that the run is one trial of; None if it is a run by itself.
     """
 
     data: DataPlan
     network: NetworkPlan
-    run: RunPlan
+    device: str
+    checkpoints: CheckpointInterval
     search: SearchPlan | None = None
+
+    @property
+    def stem(self) -> str:
+        """Beginning of the name of a new folder in runs/, before its number."""
+        no_dp = "" if self.privacy.private else "-no-dp"
+        return f"{self.data.found.name}-{self.optimizer.name}{no_dp}"
 
     @property
     def timed(self) -> bool:
@@ -278,11 +260,11 @@ class TrainPlan(StepsPlan):
 
     def on(self, device: str) -> "TrainPlan":
         """Return the plan of the same run on another device."""
-        return replace(self, run=replace(self.run, device=device))
+        return replace(self, device=device)
 
-    def placed(self, folder: ChosenFolder) -> "TrainPlan":
-        """Return the plan of the same run in another folder."""
-        return replace(self, run=replace(self.run, folder=folder))
+    def placed(self, folder: Path, *, force: bool = False) -> "TrainPlan":
+        """Return the plan of the same run in another folder, where ``force`` replaces a run."""
+        return replace(self, settings=self.settings.replace(out=folder, force=force))
 
 
 def unit_of_privacy(found: DataFacts, *, covered: bool) -> str:

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
@@ -20,22 +20,16 @@ from dpmac_cli.config.defaults import (
     samples_on_gpu,
 )
 from dpmac_cli.config.plan import (
-    AuditPlan,
-    BatchPlan,
     CheckpointInterval,
-    ChosenFolder,
-    ComputePlan,
     DataPlan,
     NetworkPlan,
-    NewFolder,
     PrivacyPlan,
-    RunPlan,
     StepsPlan,
     TrainPlan,
     unit_of_privacy,
 )
 from dpmac_cli.config.recipes import recipe_notes
-from dpmac_cli.config.settings import DATA, SETTINGS, Settings
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import Values, by_setting, given_settings
 from dpmac_cli.errors import InputError, named, raise_errors
 from dpmac_cli.models import registry
@@ -44,16 +38,6 @@ from dpmac_cli.optim import OPTIMIZERS, Optimizer
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.schedules import LossKind, Recipe
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    Part = TypeVar("Part", bound=DataclassInstance)
-
-#: Settings that do not describe a run, which config.yaml does not have.
-NOT_RECORDED = (
-    *("seed", "data_dir", "checkpoint_every", "out"),
-    *("force", "json", "quiet", "debug"),
-)
 #: A plan of private steps.
 Plan = TypeVar("Plan", bound=StepsPlan)
 
@@ -124,7 +108,7 @@ def _resolved(
     on_gpu = given.physical_batch or samples_on_gpu(settings, data.facts)
     plan = make_plan(settings, data, on_gpu)
     raise_errors([*checks.lonely(given.explicit), *checks.faults(plan, settings.epochs)])
-    plan = _calibrated(plan, settings, earlier, own=data.own)
+    plan = _calibrated(plan, earlier)
     notes = checks.notes_on_plan(plan, Settings.model_validate(flags).explicit)
     chosen = recipe_notes(given, data.facts)
     return Resolved(plan, settings, tuple(map(named, notes)), tuple(chosen))
@@ -132,7 +116,7 @@ def _resolved(
 
 def resolve_batches(
     records: int, keywords: dict[str, Any], earlier: tuple[TrainingEvent, ...] = ()
-) -> tuple[BatchPlan, tuple[str, ...]]:
+) -> tuple[StepsPlan, tuple[str, ...]]:
     """Resolve the settings of a training whose batches a program supplies.
 
     Args:
@@ -150,40 +134,35 @@ def resolve_batches(
     given = Settings.model_validate(keywords)
     settings = completed_for_batches(given, records)
     on_gpu = given.physical_batch or ON_GPU
-    plan = BatchPlan(
-        isolate=settings.isolate,
+    plan = StepsPlan(
+        settings=settings,
         privacy=_privacy(settings, records, RECORD),
         optimizer=_optimizer(settings),
         recipe=_recipe(settings),
-        run=_by_name(ComputePlan, settings, gpu_batch=on_gpu),
-        recorded=_recorded(settings, on_gpu, own=False),
+        gpu_batch=on_gpu,
     )
     raise_errors(checks.faults_of_steps(plan, records, BATCHES, settings.epochs))
-    plan = _calibrated(plan, settings, earlier, own=False)
+    plan = _calibrated(plan, earlier)
     return plan, tuple(map(named, checks.notes_on_steps(plan, records, given.explicit)))
 
 
-def _calibrated(
-    plan: Plan, settings: Settings, earlier: tuple[TrainingEvent, ...], *, own: bool
-) -> Plan:
+def _calibrated(plan: Plan, earlier: tuple[TrainingEvent, ...]) -> Plan:
     """Return a plan with the least noise for which the whole run costs at most the target epsilon.
 
     It also covers ``earlier`` events. Covered test scores cost at most as much as training.
-    ``own``: the dataset is your own.
     """
-    privacy = plan.privacy
+    privacy, settings = plan.privacy, plan.settings
     if privacy.private and settings.epsilon is not None:
         sigma = calibrate_noise(privacy.event, privacy.delta, settings.epsilon, earlier=earlier)
         event = replace(privacy.event, noise_multiplier=sigma)
         privacy = replace(privacy, event=event, target=settings.epsilon)
-        found = settings.replace(sigma=sigma, epsilon=None)
-        plan = replace(plan, recorded=_recorded(found, plan.run.gpu_batch, own=own))
+        settings = settings.replace(sigma=sigma, epsilon=None)
     if privacy.scores is not None:
         target = min(total_epsilon((privacy.event,), privacy.delta), privacy.max_epsilon)
         scores = privacy.scores.event(privacy.steps, privacy.steps)
         sigma = calibrate_noise(scores, privacy.delta, target)
         privacy = replace(privacy, scores=replace(privacy.scores, noise_multiplier=sigma))
-    return replace(plan, privacy=privacy)
+    return replace(plan, privacy=privacy, settings=settings)
 
 
 def make_plan(settings: Settings, data: DataPlan, gpu_batch: int) -> TrainPlan:
@@ -191,31 +170,19 @@ def make_plan(settings: Settings, data: DataPlan, gpu_batch: int) -> TrainPlan:
 
     ``gpu_batch`` is the number of samples to process at a time on a GPU.
     """
-    stem = f"{data.found.name}-{settings.optimizer}{'-no-dp' if settings.no_dp else ''}"
-    out = settings.out
     unit = unit_of_privacy(data.found, covered=settings.cover_scores)
     privacy = _privacy(settings, data.facts.train_size, unit)
     return TrainPlan(
+        settings=settings,
         data=data,
         network=_network(settings, data),
         privacy=privacy,
         optimizer=_optimizer(settings),
         recipe=_recipe(settings, settings.records_per_unit if data.found.unit else 1),
-        run=_by_name(
-            RunPlan,
-            settings,
-            gpu_batch=gpu_batch,
-            checkpoints=_interval(settings.checkpoint_every, privacy.steps),
-            folder=NewFolder(stem) if out is None else ChosenFolder(out, settings.force),
-        ),
-        recorded=_recorded(settings, gpu_batch, own=data.own),
+        gpu_batch=gpu_batch,
+        device=settings.device,
+        checkpoints=_interval(settings.checkpoint_every, privacy.steps),
     )
-
-
-def _by_name(part: "type[Part]", settings: Settings, **others: Any) -> "Part":
-    """Return a part of a plan whose fields are settings of the same names, or ``others``."""
-    names = [field.name for field in fields(part) if field.name not in others]
-    return part(**{name: getattr(settings, name) for name in names}, **others)
 
 
 def _optimizer(settings: Settings) -> Optimizer:
@@ -235,7 +202,7 @@ def _privacy(settings: Settings, records: int, unit: str) -> PrivacyPlan:
         max_epsilon=settings.max_epsilon or math.inf,
         unit=unit,
         scores=Scores(0.0, every, by_class) if settings.cover_scores else None,
-        audit=AuditPlan(settings.canaries or 0),
+        canaries=settings.canaries or 0,
     )
 
 
@@ -276,9 +243,7 @@ def _features(settings: Settings, data: DataPlan) -> registry.Features | None:
 
 def _trained(settings: Settings) -> registry.Trained:
     part = settings.train or "all"
-    if settings.lora_rank is None or settings.lora_alpha is None or part != "lora":
-        return registry.Trained(part)
-    return registry.Trained(part, settings.lora_rank, settings.lora_alpha)
+    return registry.Trained(part, settings.lora_rank or registry.Trained.rank)
 
 
 def _recipe(settings: Settings, records: int = 1) -> Recipe:
@@ -305,19 +270,3 @@ def _interval(text: str | None, steps: int) -> CheckpointInterval:
     if text.endswith("s"):
         return CheckpointInterval(steps=0, seconds=float(text[:-1]))
     return CheckpointInterval(steps=int(text), seconds=math.inf)
-
-
-def _recorded(settings: Settings, gpu_batch: int, *, own: bool) -> dict[str, Any]:
-    """Return the settings that describe the run, with those of a dataset if it is your own."""
-    kept: dict[str, Any] = {
-        name: value
-        for name, option in SETTINGS.items()
-        if (value := getattr(settings, name)) is not None
-        and name not in NOT_RECORDED
-        and (own or option.flag.group != DATA)
-    }
-    if not isinstance(registry.parse_model(settings.model), registry.UserModel):
-        kept.pop("fix_norm")
-    if gpu_batch != settings.physical_batch:  # not given: the device decides
-        kept.pop("physical_batch")
-    return kept

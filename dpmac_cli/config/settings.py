@@ -28,7 +28,7 @@ from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.data.column_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import STANDARDS, TABLES, UTF8, InMemoryData, is_encoding
+from dpmac_cli.data.schema import STANDARDS, TABLES, InMemoryData
 from dpmac_cli.models.encoders import ENCODERS
 from dpmac_cli.models.encoders import FOLDER as ENCODER_FOLDER
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
@@ -96,14 +96,6 @@ Debug = Annotated[
     StrictBool,
     Field(description="Show tracebacks."),
     Flag(OUTPUT),
-]
-#: Other encodings: a test and a description.
-OTHER_ENCODINGS = (is_encoding, "another encoding that Python knows")
-Encoding = Annotated[
-    str,
-    Choice((UTF8, "cp1252"), OTHER_ENCODINGS),
-    Field(description="Encoding of a CSV, such as cp1252 for files of older Windows programs."),
-    Flag(DATA),
 ]
 PrintJson = Annotated[StrictBool, Field(description="Print JSON."), Flag(OUTPUT)]
 
@@ -228,12 +220,7 @@ class Settings(Priced, frozen=True):
         Field(ge=1, le=1024),
         Flag(TASK, otherwise="8", needs=("train",)),
     ] = None
-    """With --train lora: rank of the low-rank updates."""
-    lora_alpha: Annotated[
-        Scale | None,
-        Flag(TASK, otherwise="16", needs=("train",)),
-    ] = None
-    """With --train lora: scale the low-rank updates by alpha / rank."""
+    """With --train lora: rank of the low-rank updates, which are scaled by 16 / rank."""
     epochs: Annotated[
         Count | None,
         Flag(TASK, otherwise="the dataset's"),
@@ -305,7 +292,6 @@ class Settings(Priced, frozen=True):
         ),
     ] = None  # type: ignore[assignment]
     """Schema file that declares the columns of your table; see dpmac schema."""
-    encoding: Encoding = UTF8
     tokens: Annotated[
         int | None,
         Field(ge=MIN_TOKENS, le=MAX_TOKENS),
@@ -545,12 +531,6 @@ class Settings(Priced, frozen=True):
         Flag(OUTPUT, otherwise="one score at the end", needs=("cover_scores",)),
     ] = None
     """Epochs between covered scores. More scores need more noise."""
-    tuned_on: Annotated[
-        str | None,
-        Pattern(r"[\w .,:;=+/()-]{1,2000}", "one line of words, numbers and .,:;=+/()-"),
-        Flag(OUTPUT, otherwise="unknown"),
-    ] = None
-    """Public data that the settings were chosen on, for report and card. It is not checked."""
     checkpoint_every: Annotated[
         str | None,
         Pattern(r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)"),

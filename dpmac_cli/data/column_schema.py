@@ -49,7 +49,7 @@ CellValues = Annotated[Texts, BeforeValidator(_list_of_cells)]
 class Declared(BaseModel):
     """Part of a schema: frozen, and without undeclared keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 #: Largest absolute value of a target's range, and smallest width relative to its ends.

@@ -97,7 +97,8 @@ class CsvFile:
             ),
         )
         unread = np.setdiff1d(np.arange(len(text) - 1), good).tolist()
-        foreign = f"is not text in {self.encoding.upper()} (declare another, as --encoding cp1252)"
+        remedy = "declare another in the schema, as encoding: cp1252"
+        foreign = f"is not text in {self.encoding.upper()} ({remedy})"
         why = {row: STRAY if text[row + 1].is_valid else foreign for row in unread}
         broken = {
             row: f"Record {row + 1} (line {begins[kept[row + 1]] + 1}) {fault}"

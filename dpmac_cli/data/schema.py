@@ -54,7 +54,6 @@ class Source:
     schema: "TableSchema | None" = None  # schema of a table
     in_memory: InMemoryData | None = None
     unit: str | None = None  # column, or pattern of paths, that gives the unit of each record
-    encoding: str = UTF8  # encoding of a CSV
     skip_bad: bool = False  # leave out unusable records instead of rejecting the dataset
     texts: TextReader | None = None  # how texts are read; None for images and numbers
 

@@ -13,7 +13,7 @@ from dpmac_cli.data.canonical import UNUSABLE, units_in
 from dpmac_cli.data.column_schema import Column, Label
 from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.csv_file import CsvFile
-from dpmac_cli.data.schema import UTF8, LeftOut, Source
+from dpmac_cli.data.schema import LeftOut, Source
 from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_cells import (
     YEAR,
@@ -61,7 +61,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
             "--schema schema.yaml."
         )
     table = None if source.in_memory is None else table_of(source.in_memory.frame, source)
-    file, declared = CsvFile(path, source.encoding, schema.delimiter), schema.declared
+    file, declared = CsvFile(path, schema.encoding, schema.delimiter), schema.declared
     names = table.column_names if table is not None else list(column_kinds(file))
     if source.unit is not None:
         declared = tuple(dict.fromkeys([*declared, source.unit]))
@@ -113,7 +113,6 @@ def read_inputs(
     reader: TextReader | None = None,
     named_by: str | None = None,
     skip_bad: bool = False,
-    encoding: str = UTF8,
 ) -> TableInputs:
     """Return the inputs of unlabelled records. Raises InputError with every fault found.
 
@@ -123,9 +122,8 @@ def read_inputs(
         reader: how columns of text are read.
         named_by: column to keep beside each record; by default ``id``, if there is one.
         skip_bad: leave out unusable records.
-        encoding: encoding of a CSV.
     """
-    file, columns = CsvFile(path, encoding, schema.delimiter), schema.columns
+    file, columns = CsvFile(path, schema.encoding, schema.delimiter), schema.columns
     names, wanted = column_kinds(file), [column.name for column in columns]
     kept = [named_by] if named_by is not None else ["id"] if "id" in names else []
     absent = [f"There is no column {n} for --id" for n in kept if n not in names]

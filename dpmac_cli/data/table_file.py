@@ -103,7 +103,7 @@ def column_kinds(file: CsvFile) -> dict[str, str | None]:
     if not columns:
         raise _unreadable(path, ValueError("its first line does not name the columns"))
     if any("\ufffd" in name for name, _ in columns):
-        what = f"line 1 is not text in {file.encoding.upper()}: declare its own --encoding"
+        what = f"line 1 is not text in {file.encoding.upper()}: declare its own encoding"
         raise _unreadable(path, ValueError(what))
     twice = [name for name, count in Counter(name for name, _ in columns).items() if count > 1]
     refuse([f"{path} has several columns named '{name}'. Rename them" for name in twice])

@@ -16,7 +16,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic.functional_validators import BeforeValidator
+from pydantic.functional_validators import AfterValidator, BeforeValidator
 
 from dpmac_cli.data.column_schema import (
     CellValues,
@@ -28,6 +28,7 @@ from dpmac_cli.data.column_schema import (
     Written,
     distinct,
 )
+from dpmac_cli.data.schema import UTF8, is_encoding
 from dpmac_cli.errors import InputError
 
 #: Placeholder in a draft for values that the author must fill in.
@@ -48,6 +49,13 @@ def _named(columns: Any) -> Any:
     return [{"name": n, **of} if isinstance(of, dict) else of for n, of in columns.items()]
 
 
+def _known(encoding: str) -> str:
+    """Return the name of an encoding. Raises ValueError if Python does not have it."""
+    if not is_encoding(encoding):
+        raise ValueError(f"there is no encoding '{encoding}'; use utf-8 or cp1252, for example")
+    return encoding
+
+
 def _form(label: Any) -> str:
     """Return the tag of a label as it is given: one column, or a list of several."""
     return SEVERAL if isinstance(label, list | tuple) else ONE
@@ -65,6 +73,7 @@ class TableSchema(Written):
     """Public description of a table.
 
     Attributes:
+        encoding: encoding of a CSV, as Python names it.
         delimiter: character that separates the columns of a CSV; by default the most frequent of
             comma, semicolon, tab and bar in its header.
         decimal, thousands: how all numbers are written whose columns do not declare it.
@@ -75,6 +84,7 @@ class TableSchema(Written):
         test: records to test on; None to hold some out.
     """
 
+    encoding: Annotated[str, AfterValidator(_known)] = UTF8
     delimiter: Annotated[str, Field(pattern=r"^[^\w\s\"]$|^[ \t]$")] | None = None
     missing_words: CellValues = ()
     label: OneOrSeveral
@@ -180,6 +190,7 @@ def draft(
     labels: Sequence[str] = (),
     drop: Sequence[str] = (),
     escaped: bool = False,
+    encoding: str = UTF8,
 ) -> str:
     """Return a draft of a schema for a table.
 
@@ -189,6 +200,7 @@ def draft(
         labels: columns to predict; several are of numbers.
         drop: columns to leave out.
         escaped: whether to write letters beyond ASCII as escapes.
+        encoding: encoding of a CSV.
     """
     from jinja2 import Template  # noqa: PLC0415  (only drafts need it)
 
@@ -198,6 +210,7 @@ def draft(
     return template.render(
         file=file.name,
         csv=file.suffix != ".parquet",
+        encoding=None if encoding == UTF8 else encoding,
         labels=[names[label] for label in labels],
         label_kind=kinds[labels[0]] if labels else None,
         columns={names[n]: kind for n, kind in kinds.items() if n not in (*labels, *drop)},

@@ -18,7 +18,7 @@ import numpy as np
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.risk import FALSE_POSITIVE_RATES, trade_off_curve
+from dpmac_cli.accounting.risk import trade_off_curve
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.report import parse_file
 from dpmac_cli.runs import folder
@@ -167,18 +167,6 @@ class Audit:
         return curve_bound(self.events, self.delta, len(self.coins), self.guesses, self.right)
 
     @property
-    def true_positive_rates(self) -> dict[float, float]:
-        """Fractions of included canaries found, by false positive rate."""
-        scores, coins = np.asarray(self.scores), np.asarray(self.coins)
-        if coins.all() or not coins.any():
-            return {}
-        others = np.sort(scores[~coins])[::-1]
-        return {
-            rate: float((scores[coins] > others[int(rate * len(others))]).mean())
-            for rate in FALSE_POSITIVE_RATES
-        }
-
-    @property
     def holds(self) -> bool:
         """Return whether the claim is at least the bound for its trade-off curve, if known."""
         # Use only one bound: the larger of both would reject more than 5% of correct claims.
@@ -196,10 +184,6 @@ class Audit:
             "delta": self.delta,
             "lower_bound": self.lower_bound,
             "curve_bound": self.curve_bound,
-            "true_positive_rates": [
-                {"false_positive_rate": rate, "true_positive_rate": found}
-                for rate, found in self.true_positive_rates.items()
-            ],
             "confidence": CONFIDENCE,
             "canaries": len(self.coins),
             "guesses": self.guesses,

@@ -96,19 +96,7 @@ def load_model(
             f"There is no dataset '{dataset}' ({', '.join(DATASETS)}). For your own data, pass its "
             "signature, or use score(model, data)."
         )
-    return _loaded(_read(Path(path)), dataset, device, signature, factory, network)
-
-
-def _loaded(
-    read: ModelFile,
-    dataset: str | None,
-    device: torch.device,
-    signature: Signature | None,
-    factory: str | None,
-    network: Network | None,
-) -> Released:
-    """Return the model of a file. Arguments and errors are those of :func:`load_model`."""
-    file, tensors, kept, facts = read
+    file, tensors, kept, facts = _read(Path(path))
     name, shape = dataset or facts.dataset.name, facts.input.shape
     if signature is None:
         signature = facts.signature if dataset is None else DATASETS[dataset].signature

@@ -1,5 +1,6 @@
 """New, unlabelled records, read as those that a model was trained on."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +16,7 @@ from dpmac_cli.data.class_folders import is_hidden
 from dpmac_cli.data.complaints import left_out
 from dpmac_cli.data.decoding import decode, looked_at, size_of, usable_cores
 from dpmac_cli.data.image_folder import GREY, SUFFIXES
-from dpmac_cli.data.schema import NONE_LEFT_OUT, TABLES, UTF8, LeftOut
+from dpmac_cli.data.schema import NONE_LEFT_OUT, TABLES, LeftOut
 from dpmac_cli.data.stacking import one_by_one
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
@@ -31,21 +32,6 @@ if TYPE_CHECKING:
 #: What to do about records that cannot be used, and about files that are no records.
 REMEDY = " Correct or remove them, or add --skip-bad to leave them out."
 REMOVE = " Remove such files, or add --skip-bad to leave them out."
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Choices about how new records are read.
-
-    Attributes:
-        skip_bad: leave out unusable records instead of rejecting all.
-        named_by: column of a table to keep beside each record; by default ``id``, if there is one.
-        encoding: encoding of a CSV; by default that of the training table.
-    """
-
-    skip_bad: bool = False
-    named_by: str | None = None
-    encoding: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,52 +61,53 @@ def read_unlabelled(
     file: Path,
     facts: Facts,
     reader: TextReader | None,
-    reading: Reading,
+    *,
+    skip_bad: bool,
+    id_column: str | None,
 ) -> Unlabelled:
-    """Return new records for the model in ``file``. Raises InputError."""
+    """Return new records for the model in ``file``. Raises InputError.
+
+    ``skip_bad`` leaves out unusable records. ``id_column`` is the column of a table to keep beside
+    each record; by default ``id``, if there is one.
+    """
+    path, kind = Path("the array"), ".npz"
+    if isinstance(data, Path | str):
+        path = Path(data)
+        kind = path.suffix if os.path.exists(path) else ""  # of a text, Path.exists may raise
+        kind = "folder" if os.path.isdir(path) else kind
+    raise_errors(_misfits(path, kind, file, facts, reader, id_column))
+    if facts.dataset.table is not None:
+        from dpmac_cli.data.table import read_inputs  # noqa: PLC0415  (loads pyarrow)
+
+        schema = schema_of(facts.dataset.table, f"{path}: the schema of the model")
+        found = read_inputs(path, schema, reader, id_column, skip_bad)
+        at = _arrays(found.inputs, path, facts, resized=False)
+        return Unlabelled(path, found.rows, at, found.ids, skipped=found.skipped)
     settings: Mapping[str, Any] = {}
     with suppress(*folder.BROKEN):
         settings = folder.settings(file.parent)
-    path, kind = _place(data)
-    raise_errors(_misfits(path, kind, file, facts, reader, reading.named_by))
     if kind == "folder":
         return _files(path, facts, settings, reader)
-    if facts.dataset.table is not None:
-        return _table(path, facts, settings, reader, reading)
-    given = one_by_one(data) if not isinstance(data, Path | str) else None
-    x = read_npz(path, ("x",))["x"] if given is None else given
+    x = read_npz(path, ("x",))["x"] if isinstance(data, Path | str) else one_by_one(data)
     faults = dict[int, str]()
     if reader is not None:
         x, faults = read_new(x, reader, str(path))
-    elif reading.skip_bad and facts.input.levels == 1 and x.dtype.kind == "f" and x.ndim:
+    elif skip_bad and facts.input.levels == 1 and x.dtype.kind == "f" and x.ndim:
         broken = ~np.isfinite(x).all(tuple(range(1, x.ndim)))
         faults = {int(row): "contains NaN or infinity" for row in np.flatnonzero(broken)}
         x = np.where(broken.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x) if faults else x
     faults = {row: f"record {row} {fault}" for row, fault in faults.items()}
-    return Unlabelled(path, range(len(x)), _checked(x, path, facts, settings), faults=faults)
-
-
-def _place(data: Path | str | NDArray[Any] | Sequence[str]) -> tuple[Path, str | None]:
-    """Return the path and the kind of new records; None if there is no such file or folder."""
-    if not isinstance(data, Path | str):
-        return Path("the array"), ".npz"
-    path = Path(data)
-    try:
-        exists = path.exists()
-    except (OSError, ValueError):  # a text instead of a path
-        exists = False
-    if not exists:
-        return path, None
-    return path, "folder" if path.is_dir() else path.suffix
+    at = _arrays(x, path, facts, resized="image_size" in settings)
+    return Unlabelled(path, range(len(x)), at, faults=faults)
 
 
 def _misfits(
     path: Path,
-    kind: str | None,
+    kind: str,
     file: Path,
     facts: Facts,
     reader: TextReader | None,
-    named_by: str | None,
+    id_column: str | None,
 ) -> Iterator[str]:
     """Yield why new records cannot be those for the model in ``file``."""
     kinds, wanted = {"folder", ".npz"}, "images: use a folder of images or an .npz"
@@ -130,31 +117,14 @@ def _misfits(
         wanted = f"texts: use a folder of texts ({SUFFIX}), or an .npz of texts"
     elif facts.input.levels == 1:
         kinds, wanted = {".npz"}, "rows of numbers: use an .npz"
-    if kind is None and reader is not None:
+    if not os.path.exists(path) and kind != ".npz":
         # It may be a text, which no message shows.
-        yield "There is no such file or folder. Pass texts as a list, such as [text]."
-    elif kind is None:
-        yield f"{path} does not exist."
+        texts = "There is no such file or folder. Pass texts as a list, such as [text]."
+        yield f"{path} does not exist." if reader is None else texts
     elif kind not in kinds:
         yield f"{path} does not fit {file}, which was trained on {wanted}."
-    if named_by is not None and facts.dataset.table is None:
-        yield f"--id {named_by} names a column, but {file} was not trained on a table."
-
-
-def _table(
-    path: Path,
-    facts: Facts,
-    settings: Mapping[str, Any],
-    reader: TextReader | None,
-    reading: Reading,
-) -> Unlabelled:
-    from dpmac_cli.data.table import read_inputs  # noqa: PLC0415  (loads pyarrow)
-
-    schema = schema_of(facts.dataset.table or {}, f"{path}: the schema of the model")
-    encoding = reading.encoding or settings.get("encoding", UTF8)
-    found = read_inputs(path, schema, reader, reading.named_by, reading.skip_bad, encoding)
-    at = _checked(found.inputs, path, facts, settings)
-    return Unlabelled(path, found.rows, at, found.ids, skipped=found.skipped)
+    if id_column is not None and facts.dataset.table is None:
+        yield f"--id {id_column} names a column, but {file} was not trained on a table."
 
 
 def _files(
@@ -174,7 +144,7 @@ def _files(
         at, faults = _images(root, names, facts, settings)
     else:
         x, faults = read_new_files(root, names, reader)
-        at = _checked(x, root, facts, settings)
+        at = _arrays(x, root, facts, resized=False)
     return Unlabelled(root, names, at, faults=faults, skipped=left_out(skipped))
 
 
@@ -206,34 +176,29 @@ def _images(
     return at, faults
 
 
-def _checked(
-    x: NDArray[Any], path: Path, facts: Facts, settings: Mapping[str, Any]
-) -> Callable[[slice], NDArray[Any]]:
-    """Return a function that reads arrays. Raises InputError if they do not fit the model."""
-    try:
-        return _arrays(x, facts, settings)
-    except ValueError as fault:
-        raise InputError(f"{path}: {fault}, not {x.dtype} of shape {x.shape}.") from fault
-
-
 def _arrays(
-    x: NDArray[Any], facts: Facts, settings: Mapping[str, Any]
+    x: NDArray[Any], path: Path, facts: Facts, *, resized: bool
 ) -> Callable[[slice], NDArray[Any]]:
-    """Return a function that reads images or rows of numbers. Raises ValueError if they misfit."""
-    images = facts.input.levels > 1
+    """Return a function that reads images or rows of numbers, perhaps ``resized``.
+
+    Raises InputError if they do not fit the model.
+    """
+    known = facts.input
+    images, table = known.levels > 1, known.shape[1:] == (1, 1)
     shape = channels_first(x[:1]).shape[1:] if x.ndim in ((3, 4) if images else (2, 3, 4)) else ()
-    sides = "channels: {}, height: {}, width: {}".format(*facts.input.shape)
-    middle, half = np.array([facts.input.mean, facts.input.std])
-    ends = None if images else np.stack([middle - half, middle + half])
+    sides = "channels: {}, height: {}, width: {}".format(*known.shape)
     if images:
-        resizes = "image_size" in settings and shape[:1] == facts.input.shape[:1]
-        if x.dtype != np.uint8 or not (resizes or shape == facts.input.shape):
-            raise ValueError(f"x must be images as uint8, with {sides}")
-    elif shape != facts.input.shape or x.dtype.kind not in ("fiu" if x.ndim == 2 else "f"):
-        table = facts.input.shape[1:] == (1, 1)
-        wanted = f"rows of {facts.input.shape[0]} numbers" if table else f"floats, {sides}"
-        raise ValueError(f"x must be {wanted}")
-    elif not np.isfinite(x).all():
-        raise ValueError("x must be finite")
-    size = None if shape == facts.input.shape else facts.input.shape[1]
+        wanted = f"images as uint8, with {sides}"
+        fits = shape == known.shape or (resized and shape[:1] == known.shape[:1])
+        fits = fits and x.dtype == np.uint8
+    else:
+        wanted = f"rows of {known.shape[0]} numbers" if table else f"floats, {sides}"
+        fits = shape == known.shape and x.dtype.kind in ("fiu" if x.ndim == 2 else "f")
+        if fits and not np.isfinite(x).all():
+            wanted, fits = "finite", False
+    if not fits:
+        raise InputError(f"{path}: x must be {wanted}, not {x.dtype} of shape {x.shape}.")
+    middle, half = np.array([known.mean, known.std])
+    ends = None if images else np.stack([middle - half, middle + half])
+    size = None if shape == known.shape else known.shape[1]
     return lambda some: inputs_of(x[some], ends, size)

@@ -17,7 +17,7 @@ from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut
 from dpmac_cli.errors import raise_errors
 from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import Released, load_model, read_facts, text_reader
-from dpmac_cli.release.new_records import REMEDY, REMOVE, Reading, Unlabelled, read_unlabelled
+from dpmac_cli.release.new_records import REMEDY, REMOVE, Unlabelled, read_unlabelled
 from dpmac_cli.release.report import Facts
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.storage.files import PRIVATE_MODE, to_csv, write_atomically
@@ -94,7 +94,6 @@ def predict(
     *,
     skip_bad: bool = False,
     id_column: str | None = None,
-    encoding: str | None = None,
 ) -> Predictions:
     """Predict the classes, labels or numbers of new records.
 
@@ -107,7 +106,6 @@ def predict(
         network: instead, a network of the program: see :func:`load_model`.
         skip_bad: leave out unusable records instead of rejecting all.
         id_column: column of a table to keep beside each record; by default ``id``.
-        encoding: encoding of a CSV; by default that of the training table.
 
     Raises:
         InputError: a file is missing or damaged, or records do not match the training data.
@@ -116,8 +114,8 @@ def predict(
     where = choose_device(device)
     file, facts = read_facts(Path(run))
     released = load_model(file, device=where, factory=factory, network=network)
-    reading = Reading(skip_bad, id_column, encoding)
-    records = read_unlabelled(data, file, facts, text_reader(file, facts), reading)
+    reader = text_reader(file, facts)
+    records = read_unlabelled(data, file, facts, reader, skip_bad=skip_bad, id_column=id_column)
     _check_some_left(records.path, len(records.names), records.skipped)
     answers = torch.cat([*_answers(released, facts, records, where)]).numpy()
     if not skip_bad:  # only now, because images are decoded one batch after another

@@ -84,7 +84,7 @@ class PrivateTraining(PrivateProgram):
             chosen["loss"] = named
         given = {} if settings is None else settings.explicit
         resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
-        device = choose_device(resolved.plan.run.device)
+        device = choose_device(resolved.plan.device)
         plan = resolved.plan.on(str(device))
         if plan.privacy.scores is not None:
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
@@ -92,7 +92,7 @@ class PrivateTraining(PrivateProgram):
             plan = _with_loss(plan, own)
         if plan.privacy.private:
             check_composable(earlier, unit_of(plan.privacy, plan.data))
-        if earlier and plan.privacy.audit.canaries:
+        if earlier and plan.privacy.canaries:
             raise InputError(
                 "canaries: the network was trained before, and an audit tests one guarantee. Use "
                 "a new network."
@@ -205,17 +205,16 @@ class PrivateTraining(PrivateProgram):
             event=plan.privacy.event_of(self._steps),
             base=0,
             begun=self._begun,
-            seeded=plan.run.seed is not None or any(training.seeded for training in earlier),
-            secure=plan.run.secure and all(training.secure for training in earlier),
+            seeded=plan.settings.seed is not None or any(training.seeded for training in earlier),
+            secure=plan.settings.secure and all(training.secure for training in earlier),
         )
 
 
 def _with_loss(plan: TrainPlan, loss: Loss) -> TrainPlan:
     """Return a plan, and so a report, that names a function as the loss."""
     called = f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__qualname__)}"
-    recorded: dict[str, Any] = {**plan.recorded, "loss": called}
     recipe = replace(plan.recipe, loss=LossKind(called))
-    return replace(plan, recipe=recipe, recorded=recorded)
+    return replace(plan, recipe=recipe, settings=plan.settings.replace(loss=called))
 
 
 #: Opacus also uses this name.

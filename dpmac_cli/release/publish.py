@@ -65,12 +65,12 @@ def publish(session: Session, total_seconds: float) -> Finished:
 
 def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int) -> report.Facts:
     """Return the facts to publish with the weights; ``trained`` is the number of parameters."""
-    data, canaries = plan.data.facts, plan.privacy.audit.canaries
+    data, canaries = plan.data.facts, plan.privacy.canaries
     case, task_facts = Case(plan, spent), dict[str, Any](data.task.facts)
     guarantee = privacy(case)
     computed = guarantee.computed_from_records
     audited = (
-        report.Audit(canaries=canaries, guesses=plan.privacy.audit.guesses, statement=AUDIT_RUN)
+        report.Audit(canaries=canaries, guesses=plan.privacy.guesses, statement=AUDIT_RUN)
         if canaries
         else None
     )
@@ -136,7 +136,7 @@ def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
         backbone_flips=recorded.get("backbone_flips", False),
         encoder=None if encoder is None else encoder.config,
         lora_rank=recorded.get("lora_rank"),
-        lora_alpha=recorded.get("lora_alpha"),
+        lora_alpha=network.trained.alpha if network.trained.part == "lora" else None,
         pretrained=None if network.pretrained is None else network.pretrained.name,
         sha256=task.pretrained,
         train=recorded.get("train"),
@@ -225,7 +225,7 @@ def _write_audit(session: Session, written: report.Report) -> None:
         return
     [canaries] = session.trainer.hooks
     plan = session.plan.privacy
-    claim = (written.privacy.epsilon, plan.delta, plan.audit.guesses)
+    claim = (written.privacy.epsilon, plan.delta, plan.guesses)
     seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
     events = tuple(e for e in session.spent().events if e.records == "training")
     found = files.to_json(audit.Audit(*claim, *seen, events).as_json())

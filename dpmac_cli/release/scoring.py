@@ -43,8 +43,6 @@ def score(
     device: str = "auto",
     factory: str | None = None,
     network: Network | None = None,
-    *,
-    encoding: str | None = None,
 ) -> Scored:
     """Score a published model on the whole test split.
 
@@ -56,7 +54,6 @@ def score(
         device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
         network: instead, a network of the program: see :func:`load_model`.
-        encoding: encoding of a CSV; None for that of the training table.
 
     Raises:
         InputError: a file is missing or damaged.
@@ -64,7 +61,7 @@ def score(
     """
     where = choose_device(device)
     file, facts = read_facts(Path(path))
-    plan = _chosen(file, facts, {"dataset": dataset, "data_dir": data_dir, "encoding": encoding})
+    plan = _chosen(file, facts, {"dataset": dataset, "data_dir": data_dir})
     known = plan.facts
     released = load_model(
         *(file, plan.found.name, where),

@@ -179,20 +179,20 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ("randomness", lambda c: not c.private, NO_SECRETS),
     (
         "randomness",
-        lambda c: c.private and not c.run.secure,
+        lambda c: c.private and not c.settings.secure,
         "Noise comes from the key stream of AES-256 and is added to the clipped sum in floating "
         "point. Batches are drawn by SFC64, which is not cryptographic.",
     ),
     (
         "randomness",
-        lambda c: c.private and c.run.secure and c.spent.secure,
+        lambda c: c.private and c.settings.secure and c.spent.secure,
         "With --secure: noise and batches come from the key stream of AES-256. Noise is a float64 "
         "normal plus a uniform number that hides its last bits. Clipped sum and noise were each "
         "rounded to multiples of 2^-40 of the sensitivity before they were added.",
     ),
     (
         "randomness",
-        lambda c: c.private and c.run.secure and not c.spent.secure,
+        lambda c: c.private and c.settings.secure and not c.spent.secure,
         "The last part ran with --secure, an earlier part without.",
     ),
     ("promise", lambda c: c.private and c.spent.seeded, SEED_GIVEN),
@@ -360,14 +360,7 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ),
     (
         "tuning",
-        lambda c: not c.search and c.recorded.get("tuned_on") is not None,
-        "Settings were chosen on data that are declared public: {c.recorded[tuned_on]}. That costs "
-        "nothing, if none of the records above are among them. If settings were also chosen by "
-        "other runs on the same records, the total privacy cost is higher.",
-    ),
-    (
-        "tuning",
-        lambda c: not c.search and c.recorded.get("tuned_on") is None,
+        lambda c: not c.search,
         "Unknown to this run: epsilon covers this run only. If its settings were chosen by other "
         "runs on the same records, the total privacy cost is higher.",
     ),
@@ -389,13 +382,13 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ("software", always, "{c.software}."),
     (
         "audit",
-        lambda c: c.privacy.audit.canaries,
-        "This run has {c.privacy.audit.canaries} canaries, half of which count as records in the "
+        lambda c: c.privacy.canaries,
+        "This run has {c.privacy.canaries} canaries, half of which count as records in the "
         "sampling rate: dpmac eval RUN --audit compares what they reveal with the guarantee.",
     ),
     (
         "audit",
-        lambda c: not c.privacy.audit.canaries,
+        lambda c: not c.privacy.canaries,
         "This run was not audited. dpmac train --canaries N audits another run with the same "
         "settings; how dpmac itself is tested and attacked is described in docs/privacy.md.",
     ),

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from dpmac_cli.config.plan import ChosenFolder, NewFolder
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.sources import is_setting
 from dpmac_cli.config.yaml_file import HEADER
 from dpmac_cli.errors import InputError
@@ -30,8 +30,6 @@ MODEL = "model.safetensors"
 WANTED_MODEL = f"Use a run folder of dpmac train, or a {MODEL}."
 CARD = "model-card.md"
 AUDIT = "audit.json"
-#: Pattern of files with scores for TensorBoard.
-TENSORBOARD = "events.out.tfevents.*"
 CHECKPOINTS = "checkpoint"
 LOCK = ".lock"
 #: File in the folder of checkpoints with the steps that may have begun.
@@ -132,17 +130,16 @@ def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
 
 
-def check_place(place: NewFolder | ChosenFolder) -> None:
-    """Reject a chosen folder like :func:`check_chosen_folder`; a new one is always free."""
-    if isinstance(place, ChosenFolder):
-        check_chosen_folder(place.path, place.force)
+def check_place(plan: TrainPlan) -> None:
+    """Reject the chosen folder of a run like :func:`check_chosen_folder`; a new one is free."""
+    if plan.settings.out is not None:
+        check_chosen_folder(plan.settings.out, plan.settings.force)
 
 
-def make_place(place: NewFolder | ChosenFolder) -> Path:
+def make_place(plan: TrainPlan) -> Path:
     """Create the folder of a run. Raises InputError."""
-    if isinstance(place, ChosenFolder):
-        return make_folder(place.path)
-    return new_folder(RUNS, place.stem)
+    out = plan.settings.out
+    return new_folder(RUNS, plan.stem) if out is None else make_folder(out)
 
 
 def new_folder(root: Path, stem: str) -> Path:
@@ -220,7 +217,7 @@ def clear(run: Path, *, keep_ledger: bool = False) -> None:
     ledger = private / LEDGER
     saved = [path for path in private.rglob("*") if path != ledger and not path.is_dir()]
     public = (run / name for name in (SUMS, *SEALED))
-    for path in (*saved, *public, *run.glob(TENSORBOARD)):
+    for path in (*saved, *public):
         path.unlink(missing_ok=True)
     if not keep_ledger:
         ledger.unlink(missing_ok=True)

@@ -154,7 +154,7 @@ class Session:
 
     def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
         """Train, save checkpoints when they are due, and report progress."""
-        plan, trainer, interval = self.plan, self.trainer, self.plan.run.checkpoints
+        plan, trainer, interval = self.plan, self.trainer, self.plan.checkpoints
         saved, chunk, spent = time.perf_counter(), trainer.state.chunk, self.ledger.spent
         cost = 0.0  # seconds of the last checkpoint
 
@@ -222,7 +222,7 @@ class Session:
 def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[str, Any]:
     """Return a line of metrics.jsonl."""
     result, headline = evaluated.result, evaluated.result.task.headline
-    privacy, metric = plan.privacy, plan.run.metric
+    privacy, metric = plan.privacy, plan.settings.metric
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,

@@ -15,7 +15,7 @@ from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.plan import ChosenFolder, TrainPlan
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.config.sources import by_setting, parse_settings
 from dpmac_cli.data.dataset import Data
@@ -42,7 +42,7 @@ def new_run(
 ) -> Generator[SessionEvent, None, None]:
     """Train a new run up to its last step; see :func:`dpmac_cli.release.run.train`."""
     with torch_failures_explained():
-        folder.check_place(plan.run.folder)
+        folder.check_place(plan)
         spent = Spent(
             earlier=earlier,
             event=plan.privacy.event,
@@ -60,7 +60,7 @@ def _first(session: Session, stop: Callable[[], bool]) -> Generator[SessionEvent
     """Run a session in a new folder."""
     plan, where = session.plan, session.where
     with folder.locked(where):
-        folder.check_place(plan.run.folder)  # another run may have ended in it meanwhile
+        folder.check_place(plan)  # another run may have ended in it meanwhile
         # A kill here leaves the ledger of the old run or of this one, but never a checkpoint of
         # the old run with the ledger of this one.
         checkpoint.discard(where)
@@ -115,7 +115,7 @@ def _session(
     data: Data | None,
     ranks: Ranks | None,
 ) -> Generator[Computing, None, Session]:
-    device = choose_device(plan.run.device, ranks)
+    device = choose_device(plan.device, ranks)
     plan = plan.on(str(device))
     if ranks is None:
         check_single_process()
@@ -123,7 +123,7 @@ def _session(
         _check_parallel(plan, ranks)
     saved, steps = before.saved, _last_step(plan, before)
     spent = _spent(plan, before.spent, steps)
-    keys = make_keys(plan.run.seed, base=spent.base, part=len(spent.earlier))
+    keys = make_keys(plan.settings.seed, base=spent.base, part=len(spent.earlier))
     if saved is not None:  # a network that draws frozen values when it is built keeps these
         keys = replace(keys, init=saved.record["start"].to_bytes(4, "little"))
     task = yield from until(stop, prepare(plan, device, keys, data))
@@ -132,7 +132,7 @@ def _session(
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"])
-    where = folder.make_place(plan.run.folder)
+    where = folder.make_place(plan)
     return Session(
         plan=plan,
         task=task,
@@ -188,7 +188,7 @@ def _lost(plan: TrainPlan, before: Inherited, spent: Spent) -> tuple[str, ...]:
 
 def _check_parallel(plan: TrainPlan, ranks: Ranks) -> None:
     """Reject a run that several processes cannot share. Raises InputError."""
-    if plan.privacy.audit.canaries:
+    if plan.privacy.canaries:
         raise InputError("--canaries needs a run with one process. Leave it out.")
     check_ranks(ranks)
 
@@ -198,8 +198,8 @@ def _spent(plan: TrainPlan, before: Spent, steps: int) -> Spent:
     return replace(
         before,
         event=plan.privacy.event_of(steps - before.base),
-        seeded=before.seeded or plan.run.seed is not None,
-        secure=before.secure and plan.run.secure,
+        seeded=before.seeded or plan.settings.seed is not None,
+        secure=before.secure and plan.settings.secure,
         scores=plan.privacy.scores,
     )
 
@@ -207,7 +207,7 @@ def _spent(plan: TrainPlan, before: Spent, steps: int) -> Spent:
 #: Settings that a fork cannot change.
 FIXED = (
     *("dataset", "recipe", "model", "isolate", "features", "backbone", "backbone_size"),
-    *("backbone_flips", "pretrained", "train", "lora_rank", "lora_alpha", "channels"),
+    *("backbone_flips", "pretrained", "train", "lora_rank", "channels"),
     *("image_size", "levels", "classes", "epsilon", "sampler", "no_dp", "optimizer", "ema"),
     *("canaries", "seed", "cover_scores"),
 )
@@ -241,12 +241,12 @@ def _resumed(where: Path, given: Mapping[str, Any]) -> tuple[TrainPlan, Inherite
             f"{folder.fork_command(where, ['--epochs N'])} "
             f"(N above {step // privacy.steps_per_epoch})"
         )
-    return plan.placed(ChosenFolder(where)), inherited(where, saved, resolved.notes)
+    return plan.placed(where), inherited(where, saved, resolved.notes)
 
 
 def _check_audit(run: Path, plan: TrainPlan) -> None:
     """Reject an audit run, whose canaries would be others. Raises InputError."""
-    if plan.privacy.audit.canaries:
+    if plan.privacy.canaries:
         raise InputError(
             f"{run} is an audit run, which can neither be resumed nor forked: an audit tests one "
             "guarantee with one set of canaries. Start a new run."
@@ -267,7 +267,7 @@ def _check_unchanged(
     if not changes:
         return
     way = "Start a new run to change it."
-    if not plan.privacy.audit.canaries and not any(name in FIXED for name in changes):
+    if not plan.privacy.canaries and not any(name in FIXED for name in changes):
         others = [text for name, text in changes.items() if name not in placed]
         command = folder.fork_command(where, others)
         way = f"To continue from it with other settings: {command}"
@@ -283,10 +283,10 @@ def _forked(parent: Path, given: Mapping[str, Any]) -> tuple[TrainPlan, Inherite
     check_changes(parent, recorded, given, "--fork", FIXED)
     resolved = change(recorded, given)
     plan = resolved.plan
-    out = plan.run.folder
-    if isinstance(out, ChosenFolder) and out.path.resolve() == parent.resolve():
-        raise InputError(f"--out {out.path} is the run to fork. Use a new folder.")
-    folder.check_place(out)
+    out = plan.settings.out
+    if out is not None and out.resolve() == parent.resolve():
+        raise InputError(f"--out {out} is the run to fork. Use a new folder.")
+    folder.check_place(plan)
     _check_audit(parent, plan)
     if plan.privacy.steps <= step:
         raise InputError(

@@ -112,14 +112,14 @@ def make_trainer(
             does not build.
         ModelError: the model is not a torch module, or cannot be clipped.
     """
-    device = device or choose_device(plan.run.device)
-    keys = keys or make_keys(plan.run.seed)
+    device = device or choose_device(plan.device)
+    keys = keys or make_keys(plan.settings.seed)
     task = task or outcome(prepare(plan, device, keys, data, model=model))
     _check_size(plan.data, plan.privacy, task.data)
     if loss is not None and not plan.network.isolate:
         outputs, labels = plan.data.facts.task.examples()
         check_loss(loss, outputs.to(device), labels.to(device))
-    privacy, secure, rank = plan.privacy, plan.run.secure, 0 if ranks is None else ranks.rank
+    privacy, secure, rank = plan.privacy, plan.settings.secure, 0 if ranks is None else ranks.rank
     fixed = steps_of(plan, privacy.steps if steps is None else steps, device)
     # Built-in networks use no random numbers in their forward pass; others may.
     drawn = task.own or plan.recipe.augmented or plan.data.found.unit
@@ -167,10 +167,10 @@ def _sampler(plan: TrainPlan, keys: Keys) -> KeyedSampler:
     privacy = plan.privacy
     return KeyedSampler(
         privacy.event.sampler,
-        size=plan.data.facts.train_size + privacy.audit.canaries,
+        size=plan.data.facts.train_size + privacy.canaries,
         batch=privacy.batch_size,
         key=keys.sampler,
-        secure=plan.run.secure,
+        secure=plan.settings.secure,
         rate=privacy.event.sampling_rate,
         base=keys.base,
     )
@@ -179,7 +179,7 @@ def _sampler(plan: TrainPlan, keys: Keys) -> KeyedSampler:
 def _canaries(plan: TrainPlan, task: PreparedRun, keys: Keys) -> list[Canaries]:
     """Return the canaries of an audit run; an empty list for other runs."""
     privacy = plan.privacy
-    if privacy.audit.canaries == 0:
+    if privacy.canaries == 0:
         return []
     return [
         Canaries(
@@ -187,7 +187,7 @@ def _canaries(plan: TrainPlan, task: PreparedRun, keys: Keys) -> list[Canaries]:
             rate=privacy.event.sampling_rate,
             batch=privacy.batch_size,
             first=task.data.train.size,
-            count=privacy.audit.canaries,
+            count=privacy.canaries,
             inputs=plan.recipe.inputs,
             keys=keys,
             device=task.data.gain.device,

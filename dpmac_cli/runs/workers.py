@@ -67,7 +67,7 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
             plan = change(said["config"], local).plan
             init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
             keys = Keys(init=init, layers=layers)
-            device = choose_device(plan.run.device, ranks)
+            device = choose_device(plan.device, ranks)
             task = outcome(prepare(plan, device, keys))
             trainer = make_trainer(
                 plan, steps=said["steps"], device=device, keys=keys, task=task, ranks=ranks

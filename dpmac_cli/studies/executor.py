@@ -1,23 +1,24 @@
-"""Run a study: jobs, monitored through the folders of their runs.
+"""Run a study: jobs of an executor, monitored through the folders of their runs.
 
-Implementations: :mod:`~dpmac_cli.studies.local` and :mod:`~dpmac_cli.studies.ray_cluster`. Loads no
+Executors: :mod:`~dpmac_cli.studies.local` and :mod:`~dpmac_cli.studies.ray_cluster`. Loads no
 torch.
 """
 
 import os
+import threading
 import time
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Protocol
 
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies.grid import Run
+from dpmac_cli.studies.results import finished_report
 from dpmac_cli.tasks.known import METRICS
 
-#: Seconds between checks for a request to stop.
+#: Seconds between looks at the folders of the runs, and at requests to stop.
 PATIENCE = 0.2
 #: Seconds within which files written by another machine must become visible.
 GRACE = 15.0
@@ -43,80 +44,53 @@ class Ended:
 StudyEvent = Moved | Ended
 #: Reason why a run failed, if it did, and its last step; None if the job ended without a result.
 Result = tuple[str | None, int | None]
-#: A job as its executor knows it.
-Job = TypeVar("Job")
 
 
-class Executor(ABC, Generic[Job]):
-    """Interface that runs jobs in other processes or on other machines, for :func:`carry_out`.
+class Executor(Protocol):
+    """Trains runs in other processes or on other machines, at most ``slots`` at a time."""
 
-    Args:
-        runs: all runs of the study.
-        slots: maximum number of runs at a time.
-    """
+    slots: int
 
-    #: Seconds between checks of the jobs and the folders of their runs.
-    pause = 0.5
-
-    def __init__(self, runs: Sequence[Run], slots: int) -> None:
-        self.runs, self.slots = runs, slots
-
-    @abstractmethod
-    def submit(self, run: Run) -> Job:
-        """Start a job of :func:`~dpmac_cli.studies.local.train_job` for a run."""
-
-    @abstractmethod
-    def result(self, job: Job) -> Result | None:
-        """Return a job's result, or why it ended without one; None while it runs."""
-
-    @abstractmethod
-    def cancel(self, job: Job) -> None:
-        """Signal a job to stop, or remove it from the queue."""
-
-    def wait(self, job: Job) -> None:
-        """Wait for a cancelled job to end, if it runs locally: others outlive the command."""
+    def train(self, run: Run, stop: threading.Event) -> Result:
+        """Train a run, and wait until it ends; once ``stop`` is set, ask it to stop."""
 
 
 def carry_out(
-    executor: Executor[Job], numbers: Sequence[int], stop: Callable[[], bool]
+    executor: Executor, runs: Sequence[Run], numbers: Sequence[int], stop: Callable[[], bool]
 ) -> Iterator[StudyEvent]:
     """Carry out some runs of a study and yield their progress and results.
 
     Every run that was started ends with one :class:`Ended`. Others go on if its process dies.
 
     Args:
-        executor: trains the runs. Jobs that remain at the end are cancelled.
-        numbers: indices of the runs to carry out in the executor's runs.
-        stop: called between checks of the jobs; if True, every run finishes its step and saves.
+        executor: trains the runs. Those that remain at the end are asked to stop.
+        runs: all runs of the study.
+        numbers: indices of the runs to carry out.
+        stop: called between looks at the runs; if True, every run finishes its step and saves.
     """
-    waiting, asked = deque(numbers), False
-    jobs: dict[int, Job] = {}  # jobs of the runs in progress
-    steps = dict.fromkeys(numbers, 0)
-    try:
-        while waiting or jobs:
-            if not asked and stop():
-                asked = True
-                waiting.clear()
-                for job in jobs.values():
-                    executor.cancel(job)
-            while waiting and len(jobs) < executor.slots:
-                number = waiting.popleft()
-                jobs[number] = executor.submit(executor.runs[number])
-            for number, job in list(jobs.items()):
-                result = executor.result(job)
-                moved = _progress(number, executor.runs[number], result)
-                if moved.step != steps[number]:
-                    steps[number] = moved.step
-                    yield moved
-                if result is not None:
-                    del jobs[number]
-                    yield _end(moved, executor.runs[number], result, asked)
-            time.sleep(executor.pause if jobs else 0)
-    finally:
-        for job in jobs.values():
-            executor.cancel(job)
-        for job in jobs.values():
-            executor.wait(job)
+    asked, steps = threading.Event(), dict.fromkeys(numbers, 0)
+    with ThreadPoolExecutor(executor.slots) as threads:
+        started = [] if stop() else numbers
+        jobs = {n: threads.submit(executor.train, runs[n], asked) for n in started}
+        try:
+            while jobs:
+                wait(jobs.values(), PATIENCE, FIRST_COMPLETED)
+                if stop():
+                    asked.set()
+                    jobs = {number: job for number, job in jobs.items() if not job.cancel()}
+                for number in [n for n, job in jobs.items() if job.running() or job.done()]:
+                    result = jobs[number].result() if jobs[number].done() else None
+                    moved = _progress(number, runs[number], result)
+                    if moved.step != steps[number]:
+                        steps[number] = moved.step
+                        yield moved
+                    if result is not None:
+                        del jobs[number]
+                        yield Ended(number, _failure(runs[number], result, asked.is_set()))
+        finally:
+            asked.set()
+            for job in jobs.values():
+                job.cancel()
 
 
 def _progress(number: int, run: Run, result: Result | None) -> Moved:
@@ -124,34 +98,27 @@ def _progress(number: int, run: Run, result: Result | None) -> Moved:
     lines = files.read_lines(run.folder / folder.METRICS)
     last = lines[-1] if lines else {"step": 0}
     step = max(int(last["step"]), (result and result[1]) or 0)
-    return Moved(number, step, last.get(METRICS[run.plan.run.metric].logged))
+    return Moved(number, step, last.get(METRICS[run.plan.settings.metric].logged))
 
 
-def _end(moved: Moved, run: Run, result: Result, stopped: bool) -> Ended:
-    """Return how a run ended, from its progress and its job's result."""
-    (why, reached), number = result, moved.number
+def _failure(run: Run, result: Result, stopped: bool) -> str | None:
+    """Return why a run failed; None if it finished, or was asked to stop."""
+    why, reached = result
     if reached is None:  # perhaps after its run had finished
         died = f"its process died ({why}). If memory ran out, use fewer --jobs."
-        return Ended(number, None if stopped or _finished(run) else died)
-    if stopped or why is not None:
-        return Ended(number, why)
-    if moved.step < run.plan.privacy.steps:
-        return Ended(number, "its cluster asked it to stop")
-    unseen = (
-        f"it ended on another machine, but its folder {run.folder} is not visible here. Set --out "
-        "to a folder on shared storage."
+        return None if stopped or finished_report(run) else died
+    if stopped or why is not None or _appears(run):
+        return why
+    return (
+        f"it ended on another machine that was asked to stop, or its folder {run.folder} is not "
+        "visible here. Set --out to a folder on shared storage."
     )
-    return Ended(number, None if _appears(run) else unseen)
-
-
-def _finished(run: Run) -> bool:
-    return folder.reported_steps(run.folder) >= run.plan.privacy.steps
 
 
 def _appears(run: Run) -> bool:
     """Wait until the report of a finished run is visible here; False after :data:`GRACE`."""
     deadline = time.monotonic() + GRACE
-    while not _finished(run):
+    while finished_report(run) is None:
         if time.monotonic() > deadline:
             return False
         time.sleep(PATIENCE)

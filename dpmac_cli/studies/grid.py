@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, near
 from dpmac_cli.config.named import PAPER
-from dpmac_cli.config.plan import ChosenFolder, TrainPlan
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, SETTINGS
 from dpmac_cli.config.sources import (
@@ -22,18 +22,18 @@ from dpmac_cli.config.sources import (
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.optim import OPTIMIZERS
-from dpmac_cli.studies.values import faults_of_values, read_values, typed_value
+from dpmac_cli.studies.values import faults_of_values, read_values
 
 #: Group of the flags of a study in the help.
 STUDY = "Study"
 #: Settings that do not distinguish runs, by the names of their flags.
-ASIDE = ("recipe", "secure", "device", "metric", "tuned_on")
+ASIDE = ("recipe", "secure", "device", "metric")
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
 DEFAULT_SEEDS = "3"
 #: Settings that a comparison does not have: those of one run.
 NOT_STUDIED = (
     *("optimizer", "max_epsilon", "secure", "canaries", "cover_scores", "score_every"),
-    *("seed", "tuned_on", "out", "force", "json", "quiet", "debug"),
+    *("seed", "out", "force", "json", "quiet", "debug"),
 )
 #: Settings of a study besides the optimizers.
 STUDIED: Mapping[str, Option] = {
@@ -158,7 +158,7 @@ def _faults_of_several(given: Mapping[str, list[str]]) -> Iterator[str]:
     """Yield the faults of settings with several values that a study needs one of."""
     for name, why in ONE_VALUE.items():
         if len(given.get(name, ())) > 1:
-            both = ",".join(given[name])
+            both = ",".join(map(str, given[name]))
             yield f"--{flag_name(name)} {both}: a study has one value of it: {why}."
 
 
@@ -232,7 +232,7 @@ def _combinations(
     A setting of another optimizer does not change a run: it is left out, and its label is empty.
     """
     for values in itertools.product(*given.values()):
-        flags: dict[str, Any] = dict(zip(given, map(typed_value, given, values), strict=True))
+        flags: dict[str, Any] = dict(zip(given, values, strict=True))
         labels = {name: str(flags[name]) for name in axes}
         used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].used()}
         for name in axes:
@@ -244,8 +244,8 @@ def _combinations(
 
 def _placed(plan: TrainPlan, seed: int, folder: Path, labels: Labels, column: float) -> Run:
     """Return the run of a cell with a seed."""
-    seeded = replace(plan, run=replace(plan.run, seed=seed))
-    return Run(seeded.placed(ChosenFolder(folder, force=True)), folder, seed, labels, column)
+    seeded = replace(plan, settings=plan.settings.replace(seed=seed))
+    return Run(seeded.placed(folder, force=True), folder, seed, labels, column)
 
 
 def _column(given: Mapping[str, list[str]]) -> str:

@@ -7,10 +7,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
 
 import torch
 import torch.multiprocessing as processes
@@ -26,7 +25,7 @@ from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.runs.session import Started, Update
-from dpmac_cli.studies.executor import Executor, Result
+from dpmac_cli.studies.executor import PATIENCE, Result
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.torch_errors import what_failed
 
@@ -83,14 +82,12 @@ def train_run(run: Run, data: Data | None, stop: Callable[[], bool]) -> tuple[st
 def _events(run: Run, data: Data | None, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     """Train a run, resuming it from its checkpoint if it has one."""
     plan, where = run.plan, run.folder
-    if plan.search is None and _has_checkpoint(where):
-        flags = {"device": plan.run.device, "model": plan.recorded["model"], "seed": plan.run.seed}
+    if _has_checkpoint(where):
+        settings = plan.settings
+        flags = {"device": plan.device, "model": settings.model, "seed": settings.seed}
         return resume(where, flags, stop, data)
-    # The epsilon of a search covers no steps besides those of its trials, so a trial begins again.
-    counted = plan.privacy.private and plan.search is None
-    return train(
-        plan, stop, data, earlier=begun_events(where, plan.privacy.event) if counted else ()
-    )
+    begun = begun_events(where, plan.privacy.event) if plan.privacy.private else ()
+    return train(plan, stop, data, earlier=begun)
 
 
 def share_data(runs: Sequence[Run]) -> dict[str | Source, Data]:
@@ -110,66 +107,47 @@ def _has_checkpoint(where: Path) -> bool:
     return False
 
 
-@dataclass
-class _Worker:
-    """Process that trains one run, and its index in the pool."""
+class Pool:
+    """Executor that trains runs in processes on this machine, which share ``data``.
 
-    process: Any
-    pipe: Connection
-    place: int
-
-
-class Pool(Executor[_Worker]):
-    """Executor with ``jobs`` processes at a time on this machine, which share ``data``.
-
-    The default is one per GPU, or one per core, because a small step uses only one core.
+    The default of ``jobs`` is one per GPU, or one per core, because a small step uses only one
+    core.
     """
 
-    pause = 0.05
-
     def __init__(self, runs: Sequence[Run], jobs: int | None, data: SharedData) -> None:
-        on_gpu = choose_device(runs[0].plan.run.device).type == "cuda"
+        on_gpu = choose_device(runs[0].plan.device).type == "cuda"
         jobs = jobs or (torch.cuda.device_count() if on_gpu else usable_cores())
-        super().__init__(runs, min(jobs, len(runs)))
-        self.data = data
-        self._places = list(range(self.slots))
-        self._threads = max(1, torch.get_num_threads() // self.slots)
+        self.slots, self.data = min(jobs, len(runs)), data
+        self._places = SimpleQueue[int]()
+        for place in range(self.slots):
+            self._places.put(place)
         CONTEXT.set_forkserver_preload(["__main__", __name__])
 
-    def submit(self, run: Run) -> _Worker:
-        """Start a process for a run."""
-        place, (mine, theirs) = self._places.pop(0), CONTEXT.Pipe()
-        named = run.plan.run.device
+    def train(self, run: Run, stop: threading.Event) -> Result:
+        """Train a run in a process, and wait until it ends; once ``stop`` is set, ask it to."""
+        place, (mine, theirs) = self._places.get(), CONTEXT.Pipe()
+        named = run.plan.device
         device = choose_device(named)
         if device.type == "cuda" and ":" not in named:  # distribute processes over GPUs
             device = torch.device("cuda", place % torch.cuda.device_count())
-        placed, data = run.on(str(device)), self.data[run.plan.data.source]
+        threads = max(1, torch.get_num_threads() // self.slots)
         # The server that processes are forked from keeps its initial environment variables.
-        arguments = (dict(os.environ), theirs, placed, data, self._threads)
+        data = self.data[run.plan.data.source]
+        arguments = (dict(os.environ), theirs, run.on(str(device)), data, threads)
         process = CONTEXT.Process(target=_work, args=arguments)
         process.start()
         theirs.close()
-        return _Worker(process, mine, place)
-
-    def result(self, job: _Worker) -> Result | None:
-        """Return the result of a process, or why it ended without one; None while it runs."""
-        if not job.pipe.poll():
-            return None
-        self._places.append(job.place)
         result: Result | None = None
+        while not mine.poll(PATIENCE):
+            if stop.is_set():
+                process.terminate()
+                mine.poll(None)
         with contextlib.suppress(EOFError, OSError):
-            result = job.pipe.recv()
-        job.process.join()
-        code = job.process.exitcode
+            result = mine.recv()
+        process.join()
+        self._places.put(place)
+        code = process.exitcode or 0
         return result or (f"signal {-code}" if code < 0 else f"exit code {code}", None)
-
-    def cancel(self, job: _Worker) -> None:
-        """Ask a process to stop."""
-        job.process.terminate()
-
-    def wait(self, job: _Worker) -> None:
-        """Wait for a process to end."""
-        job.process.join()
 
 
 def _work(
@@ -180,4 +158,4 @@ def _work(
     os.environ.update(variables)
     # A network may print to stdout, which a program may parse.
     with contextlib.redirect_stdout(sys.stderr):
-        pipe.send(train_job(run, threads, data.to(torch.device(run.plan.run.device))))
+        pipe.send(train_job(run, threads, data.to(torch.device(run.plan.device))))

@@ -3,15 +3,15 @@
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from dpmac_cli.errors import InputError, explain_os_error
-from dpmac_cli.studies.executor import Executor, Result
+from dpmac_cli.studies.executor import PATIENCE, Result
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.studies.local import train_job
 
@@ -78,7 +78,7 @@ def _reach(where: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER).close()
 
 
-class Tasks(Executor[Any]):
+class Tasks:
     """Executor that trains runs as tasks on the connected cluster.
 
     ``jobs`` tasks run at a time; None for one per core or GPU of the cluster.
@@ -86,31 +86,27 @@ class Tasks(Executor[Any]):
 
     def __init__(self, runs: Sequence[Run], jobs: int | None) -> None:
         self._there = ray.cluster_resources()
-        # Other machines choose among their own GPUs.
-        runs = [run.on(run.plan.run.device.partition(":")[0]) for run in runs]
-        kinds = [resource(run.plan.run.device, self._there) for run in runs]
-        super().__init__(runs, jobs or int(self._there[kinds[0]]))
+        self.slots = jobs or int(self._there[resource(runs[0].plan.device, self._there)])
 
-    def submit(self, run: Run) -> Any:
-        """Start a task for a run."""
+    def train(self, run: Run, stop: threading.Event) -> Result:
+        """Train a run as a task, and wait until it ends; once ``stop`` is set, ask it to."""
         places = {name: os.environ[name] for name in PLACES if name in os.environ}
-        gpus = int(resource(run.plan.run.device, self._there) == "GPU")
-        train = ray.remote(_train).options(max_retries=0, num_cpus=1, num_gpus=gpus)
-        return train.remote(run, os.getcwd(), places)
-
-    def result(self, job: Any) -> Result | None:
-        """Return the result of a task, or why it ended without one; None while it runs."""
+        # Other machines choose among their own GPUs.
+        device = run.plan.device.partition(":")[0]
+        gpus = int(resource(device, self._there) == "GPU")
+        task = ray.remote(_train).options(max_retries=0, num_cpus=1, num_gpus=gpus)
+        job = task.remote(run.on(device), os.getcwd(), places)
         try:
-            result: Result | None = ray.get(job) if ray.wait([job], timeout=0)[0] else None
+            while not ray.wait([job], timeout=PATIENCE)[0]:
+                if stop.is_set():
+                    ray.cancel(job)
+                    ray.wait([job])
+            result: Result = ray.get(job)
         except RayTaskError as failure:
             return str(failure).strip().rpartition("\n")[2], None
         except RayError as failure:
             return type(failure).__name__, None
         return result
-
-    def cancel(self, job: Any) -> None:
-        """Ask a task to stop, or remove it from the queue."""
-        ray.cancel(job)
 
 
 def resource(device: str, there: Mapping[str, float]) -> str:

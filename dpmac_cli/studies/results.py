@@ -13,7 +13,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.release.report import events_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import begun_events
-from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
+from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.tasks.task import EvaluationMetric
 
@@ -78,7 +78,7 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     """Read the results of a grid's runs; ``failures`` maps numbers of runs to reasons."""
     groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
     cells = [_cell(list(runs), failures) for _, runs in groups]
-    metric = METRICS[grid.plan.run.metric]
+    metric = METRICS[grid.plan.settings.metric]
     standings = {
         column: iter(standing_of([cell for cell in cells if cell.column == column], metric))
         for column in {cell.column for cell in cells}
@@ -93,7 +93,7 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
     first = runs[0][1]
     privacy, event = first.plan.privacy, first.plan.privacy.event
     epsilon = total_epsilon((event,), privacy.delta) if privacy.private else math.inf
-    key = METRICS[first.plan.run.metric].key
+    key = METRICS[first.plan.settings.metric].key
     for number, run in runs:
         report = finished_report(run)
         if report is None:
@@ -126,17 +126,6 @@ def finished_report(run: Run) -> Mapping[str, Any] | None:
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
     return report if report.get("state") == "finished" else None
-
-
-def was_changed(run: Run) -> bool:
-    """Return whether a run's folder has different settings, such as from a manual run."""
-    try:
-        kept, asked = folder.settings(run.folder), run.plan.recorded
-    except folder.BROKEN:
-        return False  # missing or damaged, which is handled elsewhere
-    both = (kept.keys() & asked.keys()) - {*ASIDE, "dataset"}  # an earlier version has fewer
-    longer = folder.reported_steps(run.folder) > run.plan.privacy.steps
-    return longer or any(kept[name] != asked[name] for name in both)
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:

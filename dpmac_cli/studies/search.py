@@ -22,7 +22,7 @@ from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import DELTA, OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
 from dpmac_cli.errors import InputError, raise_errors
-from dpmac_cli.studies.values import faults_of_values, read_values, typed_value
+from dpmac_cli.studies.values import faults_of_values, read_values
 
 #: Group of the flags in the help.
 SEARCH = "Search"
@@ -46,7 +46,6 @@ DECIDED: Mapping[str, str] = {
     "seed": "whoever knows the seed knows how many trials there were",
     "canaries": "an audit tests one run: use dpmac train --canaries",
     "score_every": "only the last score of a trial decides",
-    "tuned_on": "the report says what the settings were chosen on",
     "force": "a search is only replaced by hand: delete its folder",
 }
 #: Settings that a search can draw.
@@ -175,8 +174,7 @@ def plan_search(
     ]
     drawn = tuple(_dimensions(values, errors))
     names = {dimension.name for dimension in drawn}
-    shared = {n: typed_value(n, of[0]) for n, of in values.items() if n not in names}
-    shared["cover_scores"] = True
+    shared = {n: of[0] for n, of in values.items() if n not in names} | {"cover_scores": True}
     if errors:  # report faults of other settings, too
         ranges = {dimension.name for dimension in drawn if dimension.between}
         rest = {name: of for name, of in values.items() if name not in {*DECIDED, *ranges}}

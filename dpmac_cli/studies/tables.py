@@ -47,7 +47,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "dataset": grid.plan.data.dataset,
         "delta": grid.plan.privacy.delta,
-        "metric": grid.plan.run.metric,
+        "metric": grid.plan.settings.metric,
         "axes": list(grid.axes),
         "column": grid.column,
         "rows": [_row(cell) for cell in comparison.cells],
@@ -83,7 +83,7 @@ def as_markdown(comparison: Comparison) -> str:
     for cell in comparison.cells:
         epsilons[cell.column] = max(cell.epsilon, epsilons.get(cell.column, 0))
     worth = ["no privacy" if math.isinf(e) else format_epsilon(e) for e in epsilons.values()]
-    rows, metric = [["epsilon", *worth, ""]], METRICS[comparison.grid.plan.run.metric]
+    rows, metric = [["epsilon", *worth, ""]], METRICS[comparison.grid.plan.settings.metric]
     by_place = {(cell.labels, cell.column): cell for cell in comparison.cells}
     for labels in dict.fromkeys(cell.labels for cell in comparison.cells):
         cells = [by_place.get((labels, column)) for column in epsilons]

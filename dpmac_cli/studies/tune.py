@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.config.plan import ChosenFolder, TrainPlan
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import DivergedError, RunError
@@ -68,7 +68,7 @@ def carry_out_search(
         folder.check_chosen_folder(out, force=False)
     folder.make_folder(out)
     with folder.locked(out):
-        device = choose_device(first.run.device)
+        device = choose_device(first.device)
         data = load_data(first.data.source, first.data.folder, device, found=first.data.found)
         with _secret_folder(secret):
             with _silence():
@@ -90,10 +90,10 @@ def _best(
     most, best = -math.inf, dict[str, bytes]()
     for _ in range(space.search.trials.draw()):
         plan = space.trial()
-        found = _trained(plan.placed(ChosenFolder(place)), place, stop, data)
+        found = _trained(plan.placed(place), place, stop, data)
         if not found:
             continue
-        score = covered_score(_report(found), plan.run.metric)
+        score = covered_score(_report(found), plan.settings.metric)
         if not best or score > most:
             most, best = score, found
     if not best:

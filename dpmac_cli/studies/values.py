@@ -4,16 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.config import yaml_file
 from dpmac_cli.config.fields import Option
 from dpmac_cli.config.flags import is_given, unknown
 from dpmac_cli.config.named import RECIPES, file_of
-from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import faults_of_model, is_setting, over, parse_settings
+from dpmac_cli.config.yaml_file import read_yaml
 from dpmac_cli.errors import InputError
 
 #: Settings whose values may have commas.
-WITH_COMMAS = ("classes", "feature_range", "unit", "class_weights", "tuned_on")
+WITH_COMMAS = ("classes", "feature_range", "unit", "class_weights")
 #: ValuesOf of each setting, by its name.
 ValuesOf = dict[str, list[Any]]
 
@@ -29,14 +28,14 @@ def read_values(
         known: allowed settings.
         errors: faults are added to these.
     """
-    given = {} if file is None else _read(file, known, errors)
     typed = _listed(flags, known, errors)
+    given = {} if file is None else _listed(read_yaml(file, errors), known, errors, f"{file}: ")
     if file is not None and "model" not in typed:
         errors += faults_of_model(given.get("model", ()), file)
     given = over(typed, given)
     if (recipe := given.get("recipe", [""])[0]) in RECIPES:
         del given["recipe"]
-        given = over(given, _read(file_of(recipe), known, errors))
+        given = over(given, _listed(read_yaml(file_of(recipe), errors), known, errors))
     return given
 
 
@@ -44,16 +43,10 @@ def listed_values(value: Any, option: Option) -> list[Any]:
     """Return the values in a comma-separated text, in a list, or of a single value."""
     if isinstance(value, list | tuple):
         return [part for item in value for part in listed_values(item, option)]
-    if not isinstance(value, str | int | float | Path):  # records in memory
-        return [value]
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Path):
+        return [value]  # of a switch, or records in memory
     text = str(value)
     return [text] if option.name in WITH_COMMAS else [part.strip() for part in text.split(",")]
-
-
-def typed_value(name: str, value: Any) -> Any:
-    """Return a value as in flags and YAML: bool for a switch."""
-    switches = {"true": True, "false": False}
-    return switches.get(str(value).lower(), value) if SETTINGS[name].switch else value
 
 
 def faults_of_values(given: Mapping[str, Sequence[Any]]) -> Iterator[str]:
@@ -61,13 +54,9 @@ def faults_of_values(given: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     for name, values in given.items():
         for value in values if is_setting(name) else ():
             try:
-                parse_settings({name: typed_value(name, value)})
+                parse_settings({name: value})
             except InputError as failure:
                 yield from failure.errors
-
-
-def _read(file: Path, known: Mapping[str, Option], errors: list[str]) -> ValuesOf:
-    return _listed(yaml_file.read_yaml(file, errors), known, errors, f"{file}: ")
 
 
 def _listed(

@@ -94,10 +94,7 @@ def test_what_the_attack_found_beside_the_claim(trained: tuple[Path, Result]) ->
         f"{body['lower_bound']:.3f} for any training, and at least {body['curve_bound']:.3f} if"
     )
     assert lines[2].startswith(f"proven: epsilon at least {bounds} only the amount of noise may be")
-    rates = [rate["false_positive_rate"] for rate in body["true_positive_rates"]]
-    assert rates == [0.001, 0.01, 0.1]
-    assert lines[3].startswith("included canaries found at 0.1% false alarms: ")
-    assert lines[6].startswith("The attack does not contradict the claim. That does not prove it")
+    assert lines[3].startswith("The attack does not contradict the claim. That does not prove it")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,13 +185,13 @@ def test_an_audit_scores_no_data_set(trained: tuple[Path, Result], flag: str) ->
 )
 def test_a_tenth_is_guessed_and_a_few_at_least(canaries: int, guesses: int) -> None:
     config = digits_config(canaries=canaries)
-    assert config.privacy.audit.guesses == guesses
+    assert config.privacy.guesses == guesses
 
 
 @pytest.mark.privacy
 def test_a_config_file_repeats_an_audit(trained: tuple[Path, Result]) -> None:
     config = resolve({}, trained[0] / folder.CONFIG).plan
-    assert (config.privacy.audit.canaries, config.privacy.audit.guesses) == (100, 20)
+    assert (config.privacy.canaries, config.privacy.guesses) == (100, 20)
     assert config.privacy.event.sampling_rate == 128 / (DATASETS["digits"].train_size + 50)
     with pytest.raises(InputError, match="without a privacy guarantee there is nothing to audit"):
         resolve({"no_dp": True}, trained[0] / folder.CONFIG)

@@ -53,25 +53,6 @@ def test_the_bar_keeps_to_one_line(width: int) -> None:
     display.close()
 
 
-def test_a_long_step_shows_its_seconds_and_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress by records would show how many a batch has, which is private."""
-    now = [100.0]
-    monkeypatch.setattr("dpmac_cli.cli.display.time.perf_counter", lambda: now[0])
-    display, console = bar(120)
-
-    def shown(seconds: float) -> str:
-        now[0] += seconds
-        (line,) = console.render_lines(display._bar.get_renderable())
-        return "".join(segment.text for segment in line)
-
-    assert "this step" not in shown(0.9)
-    assert "this step 3 s" in shown(2.1)
-    display.show(Update(event=Progress(1, 0.1), epsilon=1.0, planned=2.0))
-    assert "this step" not in shown(0.5)
-    assert "this step 2 of about 3 s" in shown(1.5)
-    display.close()
-
-
 def test_the_price_is_dots_until_it_is_known() -> None:
     display, console = bar(80)
     display.show(Update(event=Progress(7, 0.1), epsilon=None, planned=None))
