@@ -56,6 +56,15 @@ def csv_file(where: Path, contents: Contents) -> Source:
     return Source(where / "t.csv", schema=SCHEMA, unit="unit")
 
 
+def table_of_numbers(where: Path, contents: Contents) -> Source:
+    """Numbers to predict."""
+    (where / "t.csv").write_text("\n".join([",".join(COLUMNS), *contents, ""]))
+    label = [{"column": "y", "range": [0, 9]}, {"column": "k", "range": [0, 1]}]
+    columns = {"x": {"range": [0, 99]}}
+    schema = schema_of({"label": label, "columns": columns, "drop": ["unit", "note"]}, "schema")
+    return Source(where / "t.csv", schema=schema)
+
+
 def parquet_file(where: Path, contents: Contents) -> Source:
     text = [pa.array(cells, pa.string()) for cells in zip(*contents, strict=True)]
     parquet.write_table(pa.table(text, [*COLUMNS]), where / "t.parquet")
@@ -179,14 +188,21 @@ BAD_SAMPLES = [(torch.zeros(3), 0), OSError("damaged"), RuntimeError("of another
                (1, 2, 3), (None, 0), ("x", 0), (torch.zeros(2), None), (torch.zeros(2), [0, 1]),
                (torch.zeros(2), 0.5), (torch.zeros(2), 7), (torch.full((2,), float("nan")), 0),
                (torch.zeros(2, requires_grad=True), 0)]  # fmt: skip
+HALF = picture("L", np.arange(64, dtype=np.uint8).reshape(8, 8))
+LAB, DEEP = io.BytesIO(), io.BytesIO()  # a colour space that is not converted, and 32 bits
+Image.new("LAB", (8, 6)).save(LAB, "TIFF")
+Image.fromarray(GREY[1].astype(np.int32)).save(DEEP, "TIFF")
 FILES = [("p1_0.png", picture("RGB", GREY[9] + 77)), ("p1_0.png", picture("L", GREY[9][:3] + 77)),
          ("p1_0.png", picture("L", GREY[9] + 77, "GIF")),
-         ("p1_0.png", picture("P", GREY[9] + 77))]  # fmt: skip
+         *((f"p1_0.{mode}.png", picture(mode, GREY[9][:5] + 77)) for mode in ("RGBA", "P", "1")),
+         ("p1_0.tif", picture("CMYK", GREY[9] + 77, "TIFF"))]  # fmt: skip
 BAD_FILES = [("p1_0.png", b""), ("p1_0.png", b"x"), ("nobody.png", picture("L", GREY[3])),
-             ("p1_0.gif", picture("L", GREY[1], "GIF", **MOVING)),
+             ("p1_0.png", HALF[: len(HALF) // 2]), ("p1_0.tif", LAB.getvalue()),
+             ("p1_0.tif", DEEP.getvalue()), ("p1_0.gif", picture("L", GREY[1], "GIF", **MOVING)),
              ("p1_0.tif", picture("L", GREY[1], "TIFF", **MOVING)),
              ("p1_0.png", picture("L", GREY[1], "PNG", **MOVING)),
              ("p1_0.webp", picture("RGB", GREY[1], "WEBP", **MOVING)),
+             *((f"../{place}p1_0.png", picture("L", GREY[3])) for place in ("", "fox/", "train/")),
              (os.fsdecode(b"p1_\xff.txt"), b"x"), ("p1_[red]\x1b[31m\n.txt", b"x"),
              ("p1_0.png", link("p1_0.png")), ("p1_0.png", link("nowhere.png")),
              ("p1_0.png", link(".")), ("p1_0.png", os.mkfifo)]  # fmt: skip
@@ -202,6 +218,9 @@ READERS: dict[str, tuple[Callable[[Path, Contents], Source], Contents, Contents,
                 [(f"{n}.5", str(n % 2), label(n), f"{n // 3}", "") for n in range(COUNT)],
                 [("98", "0", "a", "1", "")],
                 [(None,) * 5, ("12,5", "\n", "c", "1", ""), ("1e999", '"', "c", "1.50", "")]),
+    "table of numbers": (table_of_numbers, [f"{n},{n % 2},{n / 3},," for n in range(COUNT)],
+                         ["98,1,5,,", "1,1e9,-5,,", "1,1,1e9,,", "1,-1,1,,"],
+                         ["1,1,,,", "1,,1,,", "1,1,few,,", "1,1,NaN,,", "1,1,inf,,"]),
     "frame": (frame, [(f"{n}.5", n % 2, label(n), 10**10 + n // 3, "") for n in range(COUNT)],
               [(*row, "") for row in ROWS], [(*row, "") for row in BAD_ROWS]),
     "arrays": (arrays, [([n, n % 2], n % 2, n // 3) for n in range(COUNT)],

@@ -3,8 +3,6 @@
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -522,65 +520,6 @@ def test_a_split_that_leaves_nothing(tmp_path: Path, fraction: float) -> None:
 
 
 # A declared schema.
-
-
-def lab(path: Path) -> None:
-    """An image in a colour space that is not converted to grey."""
-    Image.new("LAB", (8, 6)).save(path)
-
-
-#: A record more, each of which would be told from its absence if nothing were declared.
-BAD: dict[str, Callable[[Path], object]] = {
-    "no image": lambda root: (root / "cat" / "bad.png").write_bytes(b"no image"),
-    "half an image": lambda root: (root / "cat" / "half.png").write_bytes(
-        (root / "cat" / "1.png").read_bytes()[:50]
-    ),
-    "text": lambda root: (root / "cat" / "notes.txt").write_text("meow"),
-    "no conversion": lambda root: lab(root / "cat" / "lab.tif"),
-    "32 bits": lambda root: Image.fromarray(DEEP.astype(np.int32)).save(root / "cat" / "w.tif"),
-    "undeclared class": lambda root: picture(root / "fox" / "1.png", 3),
-    "undeclared train": lambda root: picture(root / "train" / "1.png", 3),
-    "no class": lambda root: picture(root / "1.png", 3),
-    "a folder again": lambda root: (root / "cat" / "more").symlink_to(root / "cat"),
-}
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("bad", "channels"), [*((bad, 1) for bad in BAD), ("no image", 3), ("half an image", 3)]
-)
-def test_with_a_declared_schema_a_bad_record_is_left_out(
-    tmp_path: Path, bad: str, channels: int
-) -> None:
-    schema: dict[str, Any] = {"channels": channels, "image_size": 8, "classes": CLASSES}
-    source = Source(folder(tmp_path), skip_bad=True, **schema)
-    before, records = inspect(source), load(source)
-    BAD[bad](tmp_path)
-    found = inspect(source)
-    assert found.facts == before.facts
-    assert (found.inferred, found.held_out) == ((), True)
-    assert len(found.skipped) == 1
-    assert before.skipped == ()
-    for one, other in zip(records, load(source), strict=True):
-        assert all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
-    assert "--skip-bad" in refused(tmp_path, **schema)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "CMYK", "P", "1"])
-def test_with_a_declared_schema_no_image_changes_shape_or_classes(
-    tmp_path: Path, mode: str
-) -> None:
-    source = Source(folder(tmp_path), channels=1, image_size=8, classes=CLASSES)
-    before = inspect(source).facts
-    where = tmp_path / "cat" / ("odd.tif" if mode == "CMYK" else "odd.png")
-    Image.new(mode, (31, 17)).save(where)
-    facts = inspect(source).facts
-    train, test = facts.train_size, facts.test_size
-    assert train + test == before.train_size + before.test_size + 1
-    defaults = replace(before.defaults, batch_size=-(-train // 12))
-    assert replace(before, train_size=train, test_size=test, defaults=defaults) == facts
-    assert load(source)[0][0].shape == (train, 1, 8, 8)
 
 
 @pytest.mark.privacy

@@ -152,23 +152,8 @@ def _cost(
     return min(cost, (_by_rdp(parts, delta), "rdp")) if near else cost
 
 
-def renyi_epsilon(
-    parts: Sequence[TrainingEvent], delta: float, *, repeated: float | None = None
-) -> float:
-    """Return epsilon of merged events by Renyi divergences, for the more expensive split.
-
-    Args:
-        parts: merged events. delta: delta in (0, 1).
-        repeated: mean number of trials, of which only the best is released; None for one. It is
-            for a logarithmic number without a limit (Papernot and Steinke 2022, Theorem 2), and
-            less tight than :meth:`~dpmac_cli.accounting.selection.Search.epsilon`.
-    """
-    return max((_by_rdp(split, delta, repeated) for split in by_records(parts)), default=0.0)
-
-
-def _by_rdp(parts: Sequence[TrainingEvent], delta: float, repeated: float | None = None) -> float:
+def _by_rdp(parts: Sequence[TrainingEvent], delta: float) -> float:
     from dp_accounting import ComposedDpEvent, GaussianDpEvent  # noqa: PLC0415  (a second to load)
-    from dp_accounting.dp_event import RepeatAndSelectDpEvent  # noqa: PLC0415  (a second to load)
     from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415  (a second to load)
 
     by_rdp = rdp_privacy_accountant.RdpAccountant()
@@ -178,7 +163,7 @@ def _by_rdp(parts: Sequence[TrainingEvent], delta: float, repeated: float | None
     done = ComposedDpEvent([*(event.dp_event() for event in parts), rounding])
     # It leaves out the orders at which a series does not converge, with a warning each time.
     with _only_errors(logging.getLogger("absl")):
-        by_rdp.compose(done if repeated is None else RepeatAndSelectDpEvent(done, repeated, 0.0))
+        by_rdp.compose(done)
         return float(by_rdp.get_epsilon(delta))
 
 
