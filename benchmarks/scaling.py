@@ -51,7 +51,7 @@ def _work(rank: int, count: int, port: int, size: Size, name: str, answers: Any)
     if count > 1:
         store = TCPStore("localhost", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
-        ranks = Ranks(rank, count, store)
+        ranks = Ranks(rank, count)
     step = ours(size, random_images(size.model, torch.device("cpu")), name=name, ranks=ranks)
     for _ in range(WARM):
         step()

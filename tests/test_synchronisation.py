@@ -28,7 +28,6 @@ from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.dp.clipping.batch_invariance import Manner
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
-from dpmac_cli.optim.optimizer import OPTIMIZERS, InBall
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.chunks import ChunkedSum
@@ -183,28 +182,18 @@ def _steps(optimizer: str, network: str, *, secure: bool = False, **recipe: Any)
     return Seen(watch.operations, watch.found)
 
 
-#: Whether float64 is needed: for norms, for samples that are added apart, for the whole sum. Who
-#: reads the answers later, or never, computes all of it in float64, always.
-ASKED = Counter(
-    {
-        "bool in dp/clipping/clipped_sum.py:_squared_norms": 1,
-        "bool in dp/clipping/clipped_sum.py:_sum": 1,
-    }
-)
-ASKED_IN_ELLIPSOIDS = ASKED + Counter({"bool in dp/clipping/clipped_sum.py:_sum": 1})
-
-
-def unavoidable(optimizer: str) -> Counter[str]:
-    return ASKED if issubclass(OPTIMIZERS[optimizer], InBall) else ASKED_IN_ELLIPSOIDS
+#: Whether float64 is needed. Who reads the answer later, or never, computes all of it in float64,
+#: always.
+ASKED = Counter({"bool in dp/clipping/clipped_sum.py:norms": 1})
 
 
 @pytest.mark.parametrize(
     ("optimizer", "network"), one_in(4, itertools.product(OPTIMIZER_NAMES, NETWORKS))
 )
-def test_a_step_on_cuda_asks_for_three_answers_at_most(optimizer: str, network: str) -> None:
+def test_a_step_on_cuda_asks_for_one_answer(optimizer: str, network: str) -> None:
     watch = steps(optimizer, network)
     assert watch.operations > 100
-    assert watch.found == unavoidable(optimizer)
+    assert watch.found == ASKED
 
 
 @pytest.mark.long
@@ -215,7 +204,7 @@ def test_a_step_on_cuda_asks_for_three_answers_at_most(optimizer: str, network: 
 )
 @pytest.mark.parametrize("optimizer", ["dp-adam", "dp-macadam"])
 def test_options_wait_for_nothing_more(optimizer: str, more: dict[str, Any]) -> None:
-    assert steps(optimizer, "cnn", **more).found == unavoidable(optimizer)
+    assert steps(optimizer, "cnn", **more).found == ASKED
 
 
 def test_a_step_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,19 +83,9 @@ class LayerDraws:
             random.seed(stretch.generate_state(4, np.uint64).tobytes())
             yield
 
-    def seeds(self, step: int, records: NDArray[np.int64]) -> list[int]:
-        """Return one seed per record for layers that see it alone, as for :meth:`words`."""
-        return [int(seed) for [seed] in self._words(step, records, 1, purpose=1)]
-
     def words(self, step: int, records: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
         """Return random words, shape (records, K): a function of key, step and record number."""
-        return self._words(step, records, count, purpose=0)
-
-    def _words(
-        self, step: int, records: NDArray[np.int64], count: int, *, purpose: int
-    ) -> NDArray[np.uint64]:
-        keys = self._keys.at(step).generate_state(4, np.uint64).reshape(2, 2)
-        philox = np.random.Philox(key=keys[purpose])
+        philox = np.random.Philox(key=self._keys.at(step).generate_state(2, np.uint64))
         state, words = philox.state, np.empty((len(records), count), np.uint64)
         for row, record in zip(words, records.tolist(), strict=True):
             state["state"]["counter"][1] = record  # each record has 2^64 blocks of four words

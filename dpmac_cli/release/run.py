@@ -13,7 +13,7 @@ from dpmac_cli.config.sources import Values
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs.session import EndOfTraining, Reduced, SessionEvent, Started, Update
-from dpmac_cli.runs.train import forked_run, new_run, resumed_run
+from dpmac_cli.runs.train import continued_run, new_run
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks
@@ -71,7 +71,7 @@ def resume(
         InputError: there is no such run, it is finished, a setting would change, all checkpoints
             are damaged, or config.yaml was modified.
     """
-    return _published(resumed_run(where, _merged(flags, keywords), stop, data, ranks))
+    return _published(continued_run(where, _merged(flags, keywords), stop, data, ranks, fork=False))
 
 
 def fork(
@@ -94,7 +94,7 @@ def fork(
     Raises:
         InputError: there is no such run, or the change cannot be made to it.
     """
-    return _published(forked_run(parent, _merged(flags, keywords), stop, data, ranks))
+    return _published(continued_run(parent, _merged(flags, keywords), stop, data, ranks, fork=True))
 
 
 def _merged(flags: Settings | Values | None, keywords: dict[str, Any]) -> Mapping[Any, Any]:

@@ -1,7 +1,5 @@
 """Devices, and the software and hardware that all ranks of a run must have in common."""
 
-import functools
-import hashlib
 import os
 import platform
 import subprocess
@@ -13,7 +11,6 @@ import torch
 
 from dpmac_cli import __version__
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.schema import listed
 from dpmac_cli.dp.precision import Arithmetic
 from dpmac_cli.errors import InputError
 from dpmac_cli.training.distributed import Ranks
@@ -58,56 +55,28 @@ def device_name(device: torch.device) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return what decides how this process rounds, which must be equal at every rank."""
+    """Return what decides how this process rounds, which must be equal at every rank.
+
+    Values are JSON values.
+    """
+    names = sorted(name for name in os.environ if name.startswith(KERNEL_VARIABLES))
     return {
+        "dpmac": __version__,
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "dpmac": __version__,
         "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "settings of torch": Arithmetic.now().switches,
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "build of torch": _sum(torch.__config__.show().encode()),
-        **{
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(KERNEL_VARIABLES) and name not in UNRELATED
-        },
+        "threads": torch.get_num_threads(),
+        "build of torch": torch.__config__.show().strip(),
+        "settings of torch": Arithmetic.now().switches,
+        "environment variables": {n: os.environ[n] for n in names if n not in UNRELATED},
     }
 
 
-def check_ranks(ranks: Ranks) -> None:
-    """Reject ranks that may round the gradients of a record differently from rank 0.
-
-    Devices are compared later, because only rank 0 knows the plan's.
-
-    Raises:
-        InputError: lists every difference, by rank.
-        RunError: a rank does not answer.
-    """
-    here, faults = environment(), []
-    for rank, there in enumerate(ranks.posted(), start=1):
-        both = here.keys() | there.keys()
-        if names := sorted(name for name in both if here.get(name) != there.get(name)):
-            faults.append(f"rank {rank} differs from rank 0 in {listed(names)}")
-    if faults:
-        raise InputError(
-            f"The processes of this run do not compute alike: {'; '.join(faults)}. They could "
-            "round the gradients of a record differently. Use the same processor, libraries, "
-            "number of threads and environment variables for all of them."
-        )
-
-
-@functools.cache
-def _processor() -> str:
-    """Return a digest of the processor's model and features."""
+def _processor() -> list[str]:
+    """Return the processor's model and features."""
     if platform.system() == "Darwin":
         asked = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
-        return _sum(subprocess.run(asked, capture_output=True, check=False).stdout)  # noqa: S603
-    lines = set(Path("/proc/cpuinfo").read_bytes().splitlines())
-    starts = tuple(map(str.encode, PROCESSOR_LINES))
-    return _sum(b"\n".join(sorted(line for line in lines if line.startswith(starts))))
-
-
-def _sum(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+        return [subprocess.run(asked, capture_output=True, check=False, text=True).stdout]  # noqa: S603
+    lines = set(Path("/proc/cpuinfo").read_text(errors="replace").splitlines())
+    return sorted(line for line in lines if line.startswith(PROCESSOR_LINES))

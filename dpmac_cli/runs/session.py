@@ -14,8 +14,7 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.sources import by_flag
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.errors import DivergedError
-from dpmac_cli.randomness.keystream import Keys
-from dpmac_cli.runs import checkpoint, folder, workers
+from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.loop import Evaluated, Progress, fit
 from dpmac_cli.runs.prepare import PreparedRun
@@ -73,10 +72,7 @@ class Reduced:
 
 @dataclass(kw_only=True)
 class Session:
-    """A run in training, at ``trainer.state.step`` after ``seconds`` of training.
-
-    ``shared`` has the keys that all ranks have.
-    """
+    """A run in training, at ``trainer.state.step`` after ``seconds`` of training."""
 
     plan: TrainPlan
     task: PreparedRun
@@ -84,7 +80,6 @@ class Session:
     where: Path
     ledger: Ledger
     ranks: Ranks | None = None
-    shared: Keys = field(default_factory=Keys)
     history: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
@@ -133,10 +128,6 @@ class Session:
             steps=self.steps,
             notes=self.notes,
         )
-        if self.ranks is not None:
-            workers.brief_workers(
-                self.ranks, self.plan, self.where, self.task, self.trainer, self.shared
-            )
         try:
             yield from self._updates(stop)
         except DivergedError as failure:

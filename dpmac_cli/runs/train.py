@@ -20,14 +20,15 @@ from dpmac_cli.config.resolve import change
 from dpmac_cli.config.sources import by_setting, parse_settings
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import BudgetError, InputError
-from dpmac_cli.randomness.keystream import Keys, make_keys
+from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.checkpoint import Inherited, check_changes, inherited
-from dpmac_cli.runs.environment import check_ranks, choose_device
+from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.trainer import make_trainer
+from dpmac_cli.runs.workers import brief_workers
 from dpmac_cli.storage.progress import Computing, until
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks, check_single_process
@@ -71,41 +72,31 @@ def _first(session: Session, stop: Callable[[], bool]) -> Generator[SessionEvent
         yield from session.drive(stop)
 
 
-def resumed_run(
-    where: Path | str,
+def continued_run(
+    run: Path | str,
     flags: Mapping[Any, Any],
     stop: Callable[[], bool],
     data: Data | None,
     ranks: Ranks | None,
+    *,
+    fork: bool,
 ) -> Generator[SessionEvent, None, None]:
-    """Resume a run up to its last step; see :func:`dpmac_cli.release.run.resume`."""
-    where = Path(where)
-    folder.check_run_folder(where)
-    with folder.locked(where), torch_failures_explained():
-        plan, before = _resumed(where, parse_settings(flags))
-        session = yield from _session(plan, before, stop, data, ranks)
-        # Without the ledger, an older checkpoint would not know of the steps that are not kept.
-        session.ledger.write(session.ledger.spent.begun)
-        checkpoint.discard(where, but=session.save())
-        session.begin_files()  # removes the checksums of files that will change
-        yield from session.drive(stop)
-
-
-def forked_run(
-    parent: Path | str,
-    flags: Mapping[Any, Any],
-    stop: Callable[[], bool],
-    data: Data | None,
-    ranks: Ranks | None,
-) -> Generator[SessionEvent, None, None]:
-    """Fork a run up to its last step; see :func:`dpmac_cli.release.run.fork`."""
-    parent = Path(parent)
-    folder.check_run_folder(parent, "--fork")
+    """Resume or fork a run up to its last step; see :mod:`dpmac_cli.release.run`."""
+    run = Path(run)
+    folder.check_run_folder(run, "--fork" if fork else "--resume")
     with torch_failures_explained():
-        with folder.locked(parent):
-            plan, before = _forked(parent, parse_settings(flags))
+        with folder.locked(run):
+            plan, before = _continued(run, parse_settings(flags), fork=fork)
             session = yield from _session(plan, before, stop, data, ranks)
-        yield from _first(session, stop)
+            if not fork:
+                # Without the ledger, an older checkpoint would not know of the steps that are not
+                # kept.
+                session.ledger.write(session.ledger.spent.begun)
+                checkpoint.discard(run, but=session.save())
+                session.begin_files()  # removes the checksums of files that will change
+                yield from session.drive(stop)
+        if fork:
+            yield from _first(session, stop)
 
 
 def _session(
@@ -119,8 +110,8 @@ def _session(
     plan = plan.on(str(device))
     if ranks is None:
         check_single_process()
-    else:
-        _check_parallel(plan, ranks)
+    elif plan.privacy.canaries:
+        raise InputError("--canaries needs a run with one process. Leave it out.")
     saved, steps = before.saved, _last_step(plan, before)
     spent = _spent(plan, before.spent, steps)
     keys = make_keys(plan.settings.seed, base=spent.base, part=len(spent.earlier))
@@ -133,6 +124,8 @@ def _session(
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"])
     where = folder.make_place(plan)
+    if ranks is not None:
+        brief_workers(ranks, plan, where, task, trainer, keys)
     return Session(
         plan=plan,
         task=task,
@@ -140,7 +133,6 @@ def _session(
         where=where,
         ledger=Ledger(where, spent),
         ranks=ranks,
-        shared=Keys(init=keys.init, layers=keys.layers),
         history=[] if saved is None else list(saved.record["history"]),
         seconds=0.0 if saved is None else saved.record["seconds"],
         notes=(*before.notes, *_lost(plan, before, spent), *task.notes, *trainer.notes),
@@ -186,13 +178,6 @@ def _lost(plan: TrainPlan, before: Inherited, spent: Spent) -> tuple[str, ...]:
     return (f"{said}: epsilon {format_epsilon(old)} -> {format_epsilon(new)}.",)
 
 
-def _check_parallel(plan: TrainPlan, ranks: Ranks) -> None:
-    """Reject a run that several processes cannot share. Raises InputError."""
-    if plan.privacy.canaries:
-        raise InputError("--canaries needs a run with one process. Leave it out.")
-    check_ranks(ranks)
-
-
 def _spent(plan: TrainPlan, before: Spent, steps: int) -> Spent:
     """Return what a session that ends at step ``steps`` may spend, and what was spent before."""
     return replace(
@@ -211,8 +196,8 @@ FIXED = (
     *("image_size", "levels", "classes", "epsilon", "sampler", "no_dp", "optimizer", "ema"),
     *("canaries", "seed", "cover_scores"),
 )
-#: Settings that may differ on another machine: a dataset and a model are compared by fingerprints.
-LOCAL = ("dataset", "model", "device")
+#: Settings that may have other paths on another machine.
+LOCAL = ("dataset", "model")
 
 
 def _newest(where: Path) -> checkpoint.Checkpoint:
@@ -226,31 +211,33 @@ def _newest(where: Path) -> checkpoint.Checkpoint:
     return saved
 
 
-def _resumed(where: Path, given: Mapping[str, Any]) -> tuple[TrainPlan, Inherited]:
-    saved = _newest(where)
+def _continued(run: Path, given: Mapping[str, Any], *, fork: bool) -> tuple[TrainPlan, Inherited]:
+    """Return the plan of a run that continues, and what it inherits. Raises InputError."""
+    saved = _newest(run)
     recorded, step = saved.record["config"], saved.step
-    check_changes(where, recorded, given, "--resume", ("dataset", "model"))
+    way, fixed = ("--fork", FIXED) if fork else ("--resume", LOCAL)
+    check_changes(run, recorded, given, way, fixed)
     resolved = change(recorded, given)
     plan, privacy = resolved.plan, resolved.plan.privacy
-    _check_unchanged(where, plan, recorded, given)
-    _check_audit(where, plan)
-    told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
-    if step >= saved.spent.end and told and folder.reported_steps(where) >= step:
-        raise InputError(
-            f"{where} is finished: it took {step} of {privacy.steps} steps. To train longer: "
-            f"{folder.fork_command(where, ['--epochs N'])} "
-            f"(N above {step // privacy.steps_per_epoch})"
-        )
-    return plan.placed(where), inherited(where, saved, resolved.notes)
-
-
-def _check_audit(run: Path, plan: TrainPlan) -> None:
-    """Reject an audit run, whose canaries would be others. Raises InputError."""
-    if plan.privacy.canaries:
+    if not fork:
+        _check_unchanged(run, plan, recorded, given)
+    if privacy.canaries:
         raise InputError(
             f"{run} is an audit run, which can neither be resumed nor forked: an audit tests one "
             "guarantee with one set of canaries. Start a new run."
         )
+    found = inherited(run, saved, resolved.notes)
+    if fork:
+        _check_fork(run, plan, step)
+        return plan, replace(found, spent=replace(found.spent, target=None), before=None)
+    told = all(folder.vouched(run, name) for name in folder.PUBLISHED)
+    if step >= saved.spent.end and told and folder.reported_steps(run) >= step:
+        raise InputError(
+            f"{run} is finished: it took {step} of {privacy.steps} steps. To train longer: "
+            f"{folder.fork_command(run, ['--epochs N'])} "
+            f"(N above {step // privacy.steps_per_epoch})"
+        )
+    return plan.placed(run), found
 
 
 def _check_unchanged(
@@ -261,7 +248,7 @@ def _check_unchanged(
     changes: dict[str, str] = {name: f"--{name}" for name in placed if name in given}
     before = by_setting(recorded)
     for name, value in plan.recorded.items():
-        if before.get(name) != value and name not in LOCAL:
+        if before.get(name) != value and name not in (*LOCAL, "device"):
             flag = flag_name(name)
             changes[name] = f"--{flag}" if value is True else f"--{flag} {value}"
     if not changes:
@@ -277,21 +264,14 @@ def _check_unchanged(
     )
 
 
-def _forked(parent: Path, given: Mapping[str, Any]) -> tuple[TrainPlan, Inherited]:
-    saved = _newest(parent)
-    recorded, step = saved.record["config"], saved.step
-    check_changes(parent, recorded, given, "--fork", FIXED)
-    resolved = change(recorded, given)
-    plan = resolved.plan
-    out = plan.settings.out
+def _check_fork(parent: Path, plan: TrainPlan, step: int) -> None:
+    """Reject a fork into the folder of its parent, or without further steps. Raises InputError."""
+    out, privacy = plan.settings.out, plan.privacy
     if out is not None and out.resolve() == parent.resolve():
         raise InputError(f"--out {out} is the run to fork. Use a new folder.")
     folder.check_place(plan)
-    _check_audit(parent, plan)
-    if plan.privacy.steps <= step:
+    if privacy.steps <= step:
         raise InputError(
-            f"{parent} has already taken {step} steps, but {plan.privacy.steps} are requested. Set "
-            f"--epochs (above {step // plan.privacy.steps_per_epoch}) or --steps (above {step})."
+            f"{parent} has already taken {step} steps, but {privacy.steps} are requested. Set "
+            f"--epochs (above {step // privacy.steps_per_epoch}) or --steps (above {step})."
         )
-    found = inherited(parent, saved, resolved.notes)
-    return plan, replace(found, spent=replace(found.spent, target=None), before=None)

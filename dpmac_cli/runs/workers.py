@@ -35,18 +35,19 @@ class Brief(TypedDict):
 
 
 def brief_workers(
-    ranks: Ranks, plan: TrainPlan, folder: Path, task: PreparedRun, trainer: Trainer, shared: Keys
+    ranks: Ranks, plan: TrainPlan, folder: Path, task: PreparedRun, trainer: Trainer, keys: Keys
 ) -> None:
     """Send the run's plan, progress and folder to the other ranks, without secrets.
 
-    ``shared`` has the keys that all ranks have.
+    Of the keys, they get those of layers and of the initial weights. Raises InputError if ranks
+    have other records, or compute otherwise.
     """
     brief: Brief = {
         "config": by_flag(plan.recorded),
         "folder": str(folder),
         "steps": trainer.plan.steps,
         "numbers": trainer.state.numbers(),
-        "keys": {name: getattr(shared, name).hex() for name in ("layers", "init")},
+        "keys": {name: getattr(keys, name).hex() for name in ("layers", "init")},
     }
     ranks.brief(brief)
     _agree(ranks, plan, task, trainer)
@@ -62,7 +63,6 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
     try:
         with torch_failures_explained():
             choose_device(local.get("device", "auto"), ranks)
-            ranks.post(environment())
             said = cast(Brief, ranks.brief())
             plan = change(said["config"], local).plan
             init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
@@ -89,24 +89,25 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
 def _agree(ranks: Ranks, plan: TrainPlan, task: PreparedRun, trainer: Trainer) -> None:
     """Synchronise the state of all ranks, and reject different records, which could count twice.
 
-    Different devices are rejected too, because they round differently.
+    Ranks that may round differently are rejected too.
     """
-    device = sha256(device_name(trainer.state.theta.device).encode()).hexdigest()
     kept = task.model.state_dict(keep_vars=True).items()
     values = {name: t.detach().cpu() for name, t in kept if not t.requires_grad}
     compared = {
         "records": _records(plan, task.data),
         "network": digest(values, {}),
-        "device": device,
+        "device": device_name(trainer.state.theta.device),
+        **environment(),
     }
-    sums = [int(sha[:15], 16) for sha in compared.values()]
+    sums = [int(sha256(str(of).encode()).hexdigest()[:15], 16) for of in compared.values()]
     same = ranks.alike(torch.tensor(sums)).tolist()
     others = [name for name, alike in zip(compared, same, strict=True) if not alike]
     if others:
         raise InputError(
             f"The processes of this run do not have the same {listed(others)}, so a record "
-            "could count more than once in a step, or be rounded differently. Use the same files "
-            "and devices on every machine, and run the command again."
+            "could count more than once in a step, or be rounded differently. Use the same files, "
+            "devices, libraries, threads and environment variables on every machine, and run the "
+            "command again."
         )
     for _, tensor in sorted(trainer.state.tensors().items()):
         ranks.broadcast(tensor)

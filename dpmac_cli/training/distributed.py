@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from dpmac_cli.errors import InputError, RunError
@@ -25,14 +24,8 @@ from dpmac_cli.randomness.sampling import Indices
 
 #: Timeout for waiting on another rank; computing features may take many minutes.
 PATIENCE = timedelta(hours=1)
-#: Timeout for all ranks to begin, once they are connected.
-ARRIVAL = timedelta(minutes=5)
-#: Time that rank 0, which may host the store, waits for the others to leave at the end.
-FAREWELL = timedelta(seconds=3)
 #: Sent instead of a batch size when training is over.
 NO_MORE = -1
-#: Key in the store that marks that rank 0 has ended.
-OVER = "over"
 
 
 def check_single_process() -> None:
@@ -57,15 +50,11 @@ class Ranks:
     Args:
         rank: rank of this process, from 0.
         size: number of processes.
-        store: store that all processes can reach, if there are several.
         local: local rank on this machine, which is the index of its GPU.
     """
 
-    def __init__(
-        self, rank: int = 0, size: int = 1, store: Store | None = None, local: int = 0
-    ) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, local: int = 0) -> None:
         self.rank, self.size, self.local = rank, size, local
-        self._store: Store = store or dist.HashStore()  # type: ignore[attr-defined]
 
     @property
     def leads(self) -> bool:
@@ -123,19 +112,6 @@ class Ranks:
         self._meet(dist.all_reduce, high, dist.ReduceOp.MAX)
         return low == high
 
-    def post(self, machine: Mapping[str, Any]) -> None:
-        """Send this rank's hardware and software to rank 0, as JSON values."""
-        self._store.set(f"machine {self.rank}", json.dumps(machine))
-
-    def posted(self) -> list[dict[str, Any]]:
-        """Return the machines of the other ranks. Raises RunError if one does not answer."""
-        names = [f"machine {rank}" for rank in range(1, self.size)]
-        try:
-            self._store.wait(names, ARRIVAL)
-            return [json.loads(self._store.get(name)) for name in names]
-        except RuntimeError as failure:
-            raise self._lost(failure) from failure
-
     def brief(self, said: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Broadcast JSON values from rank 0 and return them; other ranks pass None."""
         text = None if said is None else torch.tensor(list(json.dumps(said).encode()))
@@ -148,13 +124,9 @@ class Ranks:
             self.share(None)
 
     def leave(self) -> None:
-        """End this rank's part in the run. Rank 0 waits until the others know that it has ended."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set(OVER if self.leads else f"left {self.rank}", "yes")
-        _disconnect()
-        if self.leads:
-            with contextlib.suppress(RuntimeError):
-                self._store.wait([f"left {rank}" for rank in range(1, self.size)], FAREWELL)
+        """Close this rank's connections, which aborts the operations of ranks that wait for it."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def _told(self, said: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return rank 0's vector of any length. Raises DismissedError if it has none."""
@@ -169,9 +141,7 @@ class Ranks:
     def _meet(self, operation: Any, tensor: Tensor, *rest: Any) -> None:
         """Perform a collective operation; nothing if this is the only process.
 
-        Raises:
-            DismissedError: rank 0 has ended.
-            RunError: a rank has stopped, or does not answer.
+        Raises RunError if a rank has stopped, or does not answer.
         """
         if self.size == 1:
             return
@@ -179,27 +149,14 @@ class Ranks:
             operation(tensor, *rest)
             return
         except RuntimeError as failure:
-            lost = self._lost(failure)
+            # Torch's message has a source location before the reason, and details after it.
+            why = re.sub(r"\[/\S+\] ?", "", str(failure).partition("\n")[0]).partition(". ")[0]
         # Outside the exception handler, whose traceback would keep the connections open.
-        _disconnect()
-        with contextlib.suppress(RuntimeError):  # rank 0's machine may host the store
-            if not self.leads and self._store.check([OVER]):
-                raise DismissedError
-        raise lost
-
-    def _lost(self, failure: RuntimeError) -> RunError:
-        # Torch's message has a source location before the reason, and details after it.
-        reason = re.sub(r"\[/\S+\] ?", "", str(failure).partition("\n")[0]).partition(". ")[0]
-        return RunError(
-            f"One of the {self.size} processes of this run stopped, or does not answer ({reason}). "
+        self.leave()
+        raise RunError(
+            f"One of the {self.size} processes of this run stopped, or does not answer ({why}). "
             "Check the output of each process."
         )
-
-
-def _disconnect() -> None:
-    """Close this rank's connections, which aborts the operations of ranks that wait for it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def join() -> Ranks:
@@ -213,4 +170,4 @@ def join() -> Ranks:
             f"The processes of this run cannot connect: {str(failure).splitlines()[0]}. Start them "
             "with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as it does."
         ) from failure
-    return Ranks(rank, size, store, int(os.environ.get("LOCAL_RANK", "0")))
+    return Ranks(rank, size, int(os.environ.get("LOCAL_RANK", "0")))

@@ -105,9 +105,8 @@ class Subject:
 
     def squared_norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> SquaredNorms:
         """The norms that the program clips by."""
-        return self.clipped_sum._squared_norms(
-            self.gradients(x, y, ball=region.is_ball), RegionMetric(region)
-        )
+        gradients = self.gradients(x, y, ball=region.is_ball)
+        return self.clipped_sum.norms(gradients, RegionMetric(region), len(x))[1]
 
     def weights(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
         """c_i as the program chooses them, float64, shape (samples,)."""
@@ -121,7 +120,7 @@ class Subject:
         """
         gradients = torch.zeros(len(x), len(self.theta), dtype=torch.float64)
         everyone = torch.ones(len(x), dtype=torch.bool)
-        forms = [(layer, form.select(everyone)) for layer, form in self.gradients(x, y)]
+        forms = [(layer, form.double()) for layer, form in self.gradients(x, y)]
         for row, g in enumerate(gradients):
             one = torch.zeros(len(x), dtype=torch.float64)
             one[row] = 1

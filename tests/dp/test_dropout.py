@@ -34,6 +34,19 @@ class Attending(nn.Module):
         return out if weights is None else torch.cat([out.flatten(1), weights.flatten(1)], 1)
 
 
+class Recurring(nn.Module):
+    """A recurrent layer, given its inputs in some way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.given: Callable[[Tensor], Tensor] = torch.Tensor.clone
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lstm(self.given(x))[0]
+        return out
+
+
 class Fused(nn.Module):
     """Attention as timm has it: by a function that is told how much to drop."""
 
@@ -127,11 +140,11 @@ def test_attention_that_is_not_plain_is_left_as_it_is() -> None:
 
 @pytest.mark.privacy
 def test_a_call_in_another_way_than_on_the_example_is_an_error() -> None:
-    middle = Attending(lambda x: (x, x, x))
+    middle = Recurring()
     model = made(middle)
     x, y = records()
     model(x)
     per_sample = PerSample(model, Structure(x[:1]))
-    middle.given = lambda x: (x.flatten(0, 1),) * 3  # without a batch
+    middle.given = lambda x: x.flatten(0, 1)  # without a batch
     with pytest.raises(ModelError, match="is called differently in this step"):
         per_sample(x, y)

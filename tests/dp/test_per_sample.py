@@ -1021,14 +1021,11 @@ def test_pieces_add_up_to_the_whole(
     subject = prepare(net.build().double(), x if views == 1 else x[0], views=views)
     x = x.double() if x.is_floating_point() else x
     monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", rows * 30)
-    forms = enumerate(subject.forms(x, y))
-    [number, *_] = (n for n, f in forms if isinstance(f, Instantiated) and len([*f.pieces()]) > 1)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.HELD", 0)
+    forms = subject.forms(x, y)
+    assert any(isinstance(f, Instantiated) and len([*f.pieces()]) > 1 for f in forms)
     for kind in KINDS:
         assert_matches_oracle(subject, x, y, kind)
-    (layer, form), odd = subject.gradients(x, y)[number], torch.arange(SAMPLES) % 2 == 1
-    metric = RegionMetric(ball(1.0, subject.theta)).of(layer)
-    chosen, everyone = form.select(odd).squared_norms(metric), form.squared_norms(metric)
-    torch.testing.assert_close(chosen.value, everyone.value[odd])
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -70,6 +70,11 @@ def sequence() -> nn.Sequential:
     )
 
 
+def means() -> nn.Sequential:
+    """So few inputs that norms far from m are precise enough."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, 10))
+
+
 class Case:
     """A batch around one image, and an ellipsoid whose centre is that image's own gradient.
 
@@ -198,23 +203,23 @@ def test_rows_that_cancel_are_done_again_in_float64(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.privacy
 def test_a_sum_that_cancels_is_done_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(mlp(), 1000.0, 1e-6, size=12)
+    case = Case(means(), 100.0, 1e-6, size=64)
     exact = case.exact_sum()
     assert (case.whitened_sum() - exact).norm() < 1e-6
     monkeypatch.setattr(per_sample, "CANCELLATION_LIMIT", math.inf)
-    assert (case.whitened_sum() - exact).norm() > 1e-4  # more than the margin for 12
+    assert (case.whitened_sum() - exact).norm() > 1e-4  # more than rounding may take of the margin
 
 
 @pytest.mark.privacy
 def test_a_draw_many_times_larger_than_expected_cancels_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Poisson sampling may draw 40 records where one is expected, all of them near m."""
-    case = Case(mlp(), 200.0, 1e-6, size=40, batch=1)
+    """Poisson sampling may draw many records where one is expected, all of them near m."""
+    case = Case(means(), 100.0, 1e-6, size=100, batch=1)
     exact = case.exact_sum()
     assert (case.whitened_sum() - exact).norm() < 1e-6
     for batch in range(1, SMALL):
-        assert cancellation_limit(40, batch) == cancellation_limit(40, SMALL)
+        assert cancellation_limit(100, batch) == cancellation_limit(100, SMALL)
     monkeypatch.setattr(per_sample, "SMALL", 0)
     assert (case.whitened_sum() - exact).norm() > ROOM  # more than the margin
 
@@ -340,21 +345,6 @@ def test_the_slack_of_pairs_of_terms_is_a_bound(
         reach += (region.centre.double() / region.scale.double()).norm()
         assert (found.slack >= 310 * 2.0**-24 * reach.square() * (1 - 1e-6)).all()
     assert (found.slack <= 350 * 2.0**-24 * reach.square()).all()
-
-
-@pytest.mark.privacy
-def test_terms_that_cancel_do_not_grow_the_rounding_of_the_sum() -> None:
-    """That sum is over all samples: one of another kind would change how all are rounded."""
-    torch.manual_seed(0)
-    delta, a = torch.randn(512, 1, 4).expand(-1, 2, -1), torch.randn(512, 2, 6)
-    a[:, 1] = 1e-2 * a[:, 1] - a[:, 0]
-    [layer] = find_layers(nn.Linear(6, 4, bias=False))
-    linear = by_position(layer, a, delta)
-    c, total = torch.ones(512), torch.empty(24)
-    linear.weighted_sum(c, None, total, torch.ones(512, dtype=torch.bool))
-    exact = torch.empty(24, dtype=torch.float64)
-    linear.select(slice(None)).weighted_sum(c.double(), None, exact)
-    torch.testing.assert_close(total, exact.float(), rtol=2**-23, atol=0)
 
 
 class Twice(nn.Module):
@@ -556,18 +546,18 @@ def test_no_last_bit_of_a_bound_decides_how_a_norm_is_computed(
     rough = RegionMetric(ball(1.0, subject.theta))
 
     class Form:
-        def select(self, rows: Tensor) -> Tensor:
-            return rows
+        def double(self) -> "Form":
+            return self
 
     def norms(gradients: Any, metric: RegionMetric) -> SquaredNorms:
         if metric is rough:
             return SquaredNorms(torch.full_like(shares, 4), 4 * shares, torch.zeros_like(shares))
-        exact = torch.full((int(gradients[0][1].sum()),), 3.0, dtype=torch.float64)
+        exact = torch.full_like(shares, 3)
         return SquaredNorms(exact, 0 * exact, 0 * exact)
 
     monkeypatch.setattr(per_sample, "total_squared_norms", norms)
     gradients: Any = [(None, Form())]
-    found = subject.clipped_sum._squared_norms(gradients, rough)
+    _, found, _ = subject.clipped_sum.norms(gradients, rough, len(shares))
     upper = (found.value + found.slack).tolist()
     assert upper[0] == pytest.approx(upper[1], abs=1e-6)
     assert upper[2] == pytest.approx(upper[3], abs=1e-6)

@@ -1,7 +1,7 @@
 """Sums of clipped, centred per-sample gradients, with margins for rounding.
 
 Rounding affects privacy: if a computed norm is too small, a sample contributes more than 1. Samples
-are clipped by norm plus error bound, in float64 if terms cancel too much.
+are clipped by norm plus error bound. A chunk in which terms cancel too much is computed in float64.
 """
 
 from math import sqrt
@@ -27,8 +27,8 @@ SLACK_SHARE = 0.01
 CANCELLATION_LIMIT = 250.0
 #: Expected size of a batch below which a draw may have many times as many samples.
 SMALL = 16
-#: c_i R_i above which a sample is added in float64, see :class:`SquaredNorms`: its clipped norm is
-#: at most 1, but the terms of the sum that it consists of may be larger.
+#: c_i R_i above which a chunk is added up in float64, see :class:`SquaredNorms`: the clipped norm
+#: is at most 1, but the terms of the sum that it consists of may be larger.
 REACH = 8.0
 #: c_i below which a sample adds nothing, because float32 has few digits left for it. Up to twice as
 #: much, it adds less than its clipped gradient, so that no last bit decides whether it counts.
@@ -77,26 +77,20 @@ class ClippedChunkSum:
             self._sum(x, y, rows if samples is None else samples, metric, out)
 
     def _sum(self, x: Batch, y: Batch, samples: int, metric: RegionMetric, out: Tensor) -> None:
-        gradients = self.gradients(x, y, ball=metric.region.is_ball)
-        squared = self._squared_norms(gradients, metric)
+        region = metric.region
+        gradients = self.gradients(x, y, ball=region.is_ball)
+        gradients, squared, precise = self.norms(gradients, metric, samples)
         c, valid = clip_weights(squared, self._limit)
         c[samples:] = 0
-        exact = c * squared.reach.sqrt() > REACH
         # On CUDA, this check would wait for the device.
         kept = None if not valid.is_cuda and bool(valid.all()) else valid
-        region, total, result = metric.region, c.sum(), out
-        if not region.is_ball:
-            most = cancellation_limit(samples, self._batch or samples)
-            if bool(total * metric.centre_norm(self.layers) > most):
-                result = torch.empty_like(out, dtype=torch.float64)
-        c = c.to(result.dtype)
-        apart = exact if result is out and bool(exact.any()) else None
+        result = torch.empty_like(out, dtype=torch.float64) if precise else out
+        total, c = c.sum(), c.to(result.dtype)
         for layer, form in gradients:
-            chosen = form if result is out else form.select(slice(None))
-            chosen.weighted_sum(c, kept, result[layer.start : layer.stop], apart)
+            form.weighted_sum(c, kept, result[layer.start : layer.stop])
         if not region.is_ball:
             result.addcmul_(region.centre.to(result.dtype), -total.to(result.dtype))
-        if result is not out:
+        if precise:
             out.copy_(result)
 
     def gradients(self, x: Batch, y: Batch, *, ball: bool) -> ByLayer:
@@ -110,27 +104,40 @@ class ClippedChunkSum:
         nothing = torch.zeros_like(squares)
         return clip_weights(SquaredNorms(squares, nothing, nothing), self._limit)[0]
 
-    def _squared_norms(self, gradients: ByLayer, metric: RegionMetric) -> SquaredNorms:
+    def norms(
+        self, gradients: ByLayer, metric: RegionMetric, samples: int
+    ) -> tuple[ByLayer, SquaredNorms, bool]:
+        """Return gradients, squared norms, and whether both are in float64.
+
+        They are if float32 may not do for one of the first ``samples`` samples or their sum. The
+        norm of a sample changes only if it needs that itself, so that none changes the others'.
+        """
         squared = total_squared_norms(gradients, metric)
+        share = self._share(squared)
+        c = clip_weights(squared, self._limit)[0][:samples]
+        doubtful = (share > 0).any() | (c * squared.reach[:samples].sqrt() > REACH).any()
+        if not metric.region.is_ball:
+            most = cancellation_limit(samples, self._batch or samples)
+            doubtful |= c.sum() * metric.centre_norm(self.layers) > most
+        if not bool(doubtful):
+            return gradients, squared, False
+        gradients = [(layer, form.double()) for layer, form in gradients]
+        exact = total_squared_norms(gradients, RegionMetric(metric.region, torch.float64))
+        value, slack, reach = (
+            torch.where(share == 1, fine, rough + share * (fine - rough))
+            for rough, fine in zip(vars(squared).values(), vars(exact).values(), strict=True)
+        )
+        return gradients, SquaredNorms(value, slack, reach), True
+
+    def _share(self, squared: SquaredNorms) -> Tensor:
+        """Return the share of the precise norm in that of each sample, from 0 to 1.
+
+        It grows where slack begins to matter: at a jump, a last bit, which may depend on the other
+        rows, would decide. Samples that are not clipped do not need it.
+        """
         upper, value = squared.value + squared.slack, squared.value.clamp(min=0)
-        # The precise norm counts in part where slack begins to matter: at a jump, a last bit, which
-        # may depend on the other rows, would decide. Rows that are not clipped do not need it.
         share = (squared.slack / (SLACK_SHARE * value) - 1).clamp(0, 1)
-        share = torch.where(upper.isfinite(), share, 1.0).masked_fill_(upper <= self._limit**2, 0)
-        rows = share > 0
-        if bool(rows.any()):
-            chosen = [(layer, form.select(rows)) for layer, form in gradients]
-            exact = total_squared_norms(chosen, RegionMetric(metric.region, torch.float64))
-            part = share[rows]
-            squared.value[rows] = _blended(squared.value[rows], exact.value, part)
-            squared.slack[rows] = _blended(squared.slack[rows], exact.slack, part)
-            squared.reach[rows] = exact.reach
-        return squared
-
-
-def _blended(rough: Tensor, exact: Tensor, part: Tensor) -> Tensor:
-    """Return a bit of both numbers; ``rough``, which may not be finite, not at all for 1."""
-    return torch.where(part == 1, exact, rough + part * (exact - rough))
+        return torch.where(upper.isfinite(), share, 1.0).masked_fill_(upper <= self._limit**2, 0)
 
 
 def clip_limit(samples: float) -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from operator import add
 from typing import Protocol
 
@@ -15,13 +15,7 @@ from dpmac_cli.dp.clipping.ghost_clipping import (
     join_positions,
     sizes,
 )
-from dpmac_cli.dp.clipping.layer_rules import (
-    CONVOLUTIONS,
-    ByParameter,
-    Use,
-    in_groups,
-    instantiate,
-)
+from dpmac_cli.dp.clipping.layer_rules import ByParameter, Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import (
     ROW,
@@ -47,19 +41,17 @@ class PerSampleGradients(Protocol):
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Return ||(g_i - m)/b||^2 over this layer, with bounds on rounding."""
 
-    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, exact: Mask = None) -> None:
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Write the sum of c_i g_i over the valid samples into ``out``.
 
         Args:
             c: weights, shape (samples,); 0 where not valid.
             valid: mask of finite samples; None if all are finite. The others add exactly 0.
             out: the layer's slice, shape (d_layer,).
-            exact: mask of samples to add in float64, because their terms cancel; None for none.
-                Forms that store the gradients ignore it.
         """
 
-    def select(self, rows: Tensor | slice) -> "PerSampleGradients":
-        """Return the samples of a mask, or all of them for ``slice(None)``, in float64."""
+    def double(self) -> "PerSampleGradients":
+        """Return the same gradients, in float64."""
 
 
 #: Layers, each with its per-sample gradients for a chunk.
@@ -85,7 +77,7 @@ class Instantiated:
         """Compute the norms directly; nothing cancels."""
         return SquaredNorms.of(_norms(piece, metric) for piece in self.pieces())
 
-    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, _: Mask = None) -> None:
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Compute one matrix-vector product per parameter of a piece."""
         out.zero_()
         begin = 0
@@ -96,9 +88,9 @@ class Instantiated:
                 out[part].addmv_(kept(column, finite).T, c[rows])
             begin = rows.stop
 
-    def select(self, rows: Tensor | slice) -> "Instantiated":
-        """Return some samples, in float64."""
-        return Instantiated(partial(_selected, self.pieces, rows))
+    def double(self) -> "Instantiated":
+        """Return the gradients in float64."""
+        return Instantiated(lambda: ([g.double() for g in piece] for piece in self.pieces()))
 
 
 def _slices(columns: ByParameter) -> Iterator[tuple[slice, Tensor]]:
@@ -137,17 +129,6 @@ def in_pieces(layer: Layer, uses: Sequence[Use]) -> Instantiated:
     return Instantiated(lambda: (instantiate(layer, some) for some in in_groups(uses, step)))
 
 
-def _selected(
-    pieces: Callable[[], Iterable[ByParameter]], rows: Tensor | slice
-) -> Iterator[ByParameter]:
-    begin = 0
-    for piece in pieces():
-        end = begin + len(piece[0])
-        chosen = rows[begin:end] if isinstance(rows, Tensor) else rows
-        yield [column[chosen].double() for column in piece]
-        begin = end
-
-
 def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> PerSampleGradients:
     """Return the cheapest form that the layer's type, its shapes and its uses allow.
 
@@ -170,8 +151,7 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
             return by_position
     elif ball and (products := tied_products(uses)) is not None:
         return products
-    elif not small and type(layer.module) not in CONVOLUTIONS:
-        # Gradients of other convolutions are too expensive to compute twice.
+    elif samples * size > HELD:
         return in_pieces(layer, uses)
     # A few samples at a time, whose gradients stay in the cache while they are written.
     return held(instantiate(layer, uses, max(2, _piece(delta) // 4 // size)))

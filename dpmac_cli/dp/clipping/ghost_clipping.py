@@ -10,19 +10,19 @@ cache. The clipped sum is one product, that of a plain weight gradient, with c_i
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from dpmac_cli.dp.clipping import unfold
-from dpmac_cli.dp.clipping.custom_layers import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.layer_rules import CONVOLUTIONS, Use, in_groups
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, SquaredNorms, kept, roundoff
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.weight_norms import Kernel
 
 #: Positions of a chunk up to which a product of patches is faster than a convolution's gradient.
 FEW_TERMS = 64
@@ -35,8 +35,6 @@ ADDED = 64
 #: Cost of one coordinate of G_i besides its products, in multiplications, for norms in a ball or
 #: in an ellipsoid: it is written, and centred, squared, weighted and added up.
 PASSES = {True: 22, False: 47}
-#: Additional cost of mapping it through a standardised kernel.
-STANDARDISING = 80
 #: Additional cost of storing it until it is added up.
 HOLDING = 40
 #: Cost of a float64 product, relative to float32.
@@ -51,7 +49,6 @@ class UseSizes(NamedTuple):
     outputs: int  # O
     gram: float  # cost of a norm from Gram matrices, in multiplications
     pairs: float  # the same from pairs of positions
-    standardised: bool
 
     @property
     def product(self) -> int:
@@ -60,8 +57,7 @@ class UseSizes(NamedTuple):
 
     def instantiating(self, ball: bool) -> int:
         """Return the cost of writing G_i and reading it once, in multiplications."""
-        passes = PASSES[ball] + STANDARDISING * self.standardised
-        return self.product + passes * self.inputs * self.outputs
+        return self.product + PASSES[ball] * self.inputs * self.outputs
 
     def norm(self, ball: bool) -> float:
         """Return the cost of the cheapest norm, in multiplications."""
@@ -75,28 +71,20 @@ class UseSizes(NamedTuple):
 
 def sizes(layer: Layer, uses: Sequence[Use]) -> UseSizes | None:
     """Return the sizes of a layer whose gradients are sums of outer products; None for others."""
-    if not _has_products(layer):
-        return None
     module: Any = layer.module
+    convolution = type(module) in CONVOLUTIONS and module.groups == 1
+    if "weight" not in layer.parameters or not (convolution or type(module) is nn.Linear):
+        return None
     outputs = len(module.weight)
     k = module.weight.numel() // outputs
     t = sum(use.delta[0].numel() * use.rows for use in uses) // outputs
     by_inputs = t * t * k
-    if type(module) is not nn.Linear and _single(uses):
+    if convolution and _single(uses):
         channels, *image = uses[0].inputs.shape[1:]
         taps = math.prod(module.kernel_size)
         by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
     gram = DOUBLE * (by_inputs + t * t * outputs)
-    if isinstance(module, StandardisedConv2d):
-        return UseSizes(t, k, outputs, gram + t * k * outputs, math.inf, True)
-    return UseSizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs, False)
-
-
-def _has_products(layer: Layer) -> bool:
-    """Return whether gradients w.r.t. a layer's weight are sums of outer products."""
-    module: Any = layer.module
-    convolution = type(module) in CONVOLUTIONS and module.groups == 1
-    return "weight" in layer.parameters and (convolution or type(module) is nn.Linear)
+    return UseSizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs)
 
 
 def _single(uses: Sequence[Use]) -> bool:
@@ -117,29 +105,32 @@ class PositionProducts:
         sizes, ball = self.sizes, metric.centre is None
         factors = sizes.positions * (sizes.inputs + sizes.outputs)
         if sizes.norm(ball) == sizes.instantiating(ball):
-            kernel = Kernel(self.layer, metric, self.uses[0].delta.dtype)
-            return SquaredNorms.of(self._by_pieces(uses, kernel) for uses in self._groups(factors))
+            return SquaredNorms.of(self._by_pieces(uses, metric) for uses in self._groups(factors))
         if not ball:
             return SquaredNorms.of(self._by_pairs(uses, metric) for uses in self._groups(factors))
-        kernel = Kernel(self.layer, metric, torch.float64)
         numbers = 4 * sizes.gram / (sizes.inputs + sizes.outputs)
-        return SquaredNorms.of(self._by_gram(uses, kernel) for uses in self._groups(numbers))
+        return SquaredNorms.of(self._by_gram(uses, metric) for uses in self._groups(numbers))
 
-    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, exact: Mask = None) -> None:
-        """Compute the plain weight gradient with c_i delta_i, for some samples at a time."""
-        if exact is None:
-            self._add_up(c, valid, out)
-            return
-        # Their terms cancel so much that they would increase the rounding of the others' sum.
-        rest = torch.empty_like(out, dtype=torch.float64)
-        self.select(exact)._add_up(c[exact].double(), None, rest)
-        self._add_up(torch.where(exact, 0, c), ~exact if valid is None else valid & ~exact, out)
-        out.copy_(rest.add_(out))
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
+        """Compute the plain weight gradient with c_i delta_i, for :data:`ADDED` samples a time."""
+        c = c.to(self.uses[0].delta.dtype)
+        several = len(self.uses) > 1 or len(c) > ADDED
+        total: dict[str, Tensor] = {}
+        for use in self.uses:
+            for begin in range(0, len(c), ADDED):
+                rows = slice(begin, begin + ADDED)
+                some = None if valid is None else valid[rows]
+                for name, part in self._product(use.part(rows), c[rows], some).items():
+                    if name in total:
+                        total[name] += part
+                    else:
+                        total[name] = part.double() if several else part
+        for name, slot in self.layer.slices.items():
+            out[slot] = total[name].flatten()
 
-    def select(self, rows: Tensor | slice) -> "PositionProducts":
-        """Return some samples, in float64."""
-        uses = tuple(use.double(rows) for use in self.uses)
-        return PositionProducts(self.layer, uses, self.sizes)
+    def double(self) -> "PositionProducts":
+        """Return the gradients in float64."""
+        return replace(self, uses=tuple(use.double() for use in self.uses))
 
     def _groups(self, numbers: float) -> Iterator[list[Use]]:
         """Yield the uses of a few samples at a time, given the numbers that each sample takes."""
@@ -160,62 +151,62 @@ class PositionProducts:
         module = self.layer.module
         return join_positions([unfold.inputs_by_position(module, u.inputs, u.rows) for u in uses])
 
-    def _by_sample(self, rows: Sequence[Tensor], uses: Sequence[Use]) -> Tensor:
-        """Concatenate the numbers by position of a sample's rows and uses, (samples, T)."""
-        pairs = zip(rows, uses, strict=True)
-        return join_positions([t.reshape(use.samples, -1) for t, use in pairs])
+    def _reach(self, metric: LayerMetric, delta: Tensor, squares: Tensor) -> Tensor:
+        """Return R_i^2 or an upper bound, float64, shape (samples,).
+
+        ``delta`` is (samples, T, O); ``squares`` are squared norms of a, float64, (samples, T).
+        """
+        parts = self.layer.slices
+        if metric.centre is None:
+            by_delta = vector_norm(delta, dim=2, dtype=torch.float64)
+            by_delta = by_delta * metric.inverse.double().sqrt()
+        else:
+            by_name = (metric.inverse[part].view(self.sizes.outputs, -1) for part in parts.values())
+            largest = reduce(torch.maximum, (inverse.amax(1) for inverse in by_name))
+            by_delta = vector_norm(delta * largest.double().sqrt(), dim=2)
+        by_input = (squares + float("bias" in parts)).sqrt_()
+        reach: Tensor = (by_delta * by_input).sum(1).square_()
+        return reach
 
     def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         bias = "bias" in self.layer.parameters
         return OuterProducts(*self._factors(uses), bias).squared_norms(metric)
 
-    def _by_gram(self, uses: Sequence[Use], kernel: Kernel) -> SquaredNorms:
+    def _by_gram(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
-        module, metric = self.layer.module, kernel.metric
-        delta = self._deltas(uses)
+        module, delta = self.layer.module, self._deltas(uses)
         if _single(uses) and type(module) in CONVOLUTIONS:
             gram = unfold.gram_by_position(module, uses[0].inputs)
         else:
             a = self._inputs(uses).double()
             gram = a @ a.mT
-        reach = kernel.reach(delta, gram.diagonal(dim1=1, dim2=2))
-        u = roundoff(sum(self.sizes[:3]), torch.float64)
-        value, slack = torch.zeros_like(reach), 2 * u * reach
-        if (along := kernel.along(uses)) is not None:
-            by_gain, rest = along
-            off = reach.sqrt() * roundoff(self.sizes.inputs, uses[0].delta.dtype)
-            value += by_gain
-            slack += off * (2 * rest.sqrt() + off)
-            by_use = [unfold.means_by_position(module, use.inputs) for use in uses]
-            means = self._by_sample(by_use, uses)
-            gram.baddbmm_(means.unsqueeze(2), means.unsqueeze(1), alpha=-self.sizes.inputs)
+        reach = self._reach(metric, delta, gram.diagonal(dim1=1, dim2=2))
+        slack = 2 * roundoff(sum(self.sizes[:3]), torch.float64) * reach
+        delta = delta.double()
+        value = torch.bmm(delta, delta.mT).mul_(gram).sum((1, 2)).mul_(metric.inverse)
         if "bias" in self.layer.parameters:
-            value += metric.squares(delta.sum(1, dtype=torch.float64), self.layer.slices["bias"])
-        delta = kernel.scaled(delta.double())
-        value += torch.bmm(delta, delta.mT).mul_(gram).sum((1, 2)).mul_(metric.inverse)
+            value += metric.squares(delta.sum(1))
         return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
 
-    def _by_pieces(self, uses: Sequence[Use], kernel: Kernel) -> SquaredNorms:
+    def _by_pieces(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute norms from G_i itself, for some outputs of some samples at a time.
 
         The error of G_i is at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
         """
         delta, a = self._factors(uses)
         squares = [unfold.squares_by_position(self.layer.module, use.inputs) for use in uses]
-        reach = kernel.reach(delta, self._by_sample(squares, uses))
-        total = torch.zeros(len(delta), dtype=torch.float64, device=delta.device)
+        by_sample = [t.reshape(use.samples, -1) for t, use in zip(squares, uses, strict=True)]
+        reach = self._reach(metric, delta, join_positions(by_sample))
+        total, inputs = torch.zeros_like(reach), self.sizes.inputs
         if "bias" in self.layer.parameters:
-            total += kernel.metric.squares(delta.sum(1), self.layer.slices["bias"])
-        gross = total.clone()
-        a = kernel.centred(a)
+            total += metric.squares(delta.sum(1), self.layer.slices["bias"])
         for some, part in self._pieces(delta):
-            g = OuterProducts(delta[some, :, part], a[some], bias=False).weights()
-            value, before = kernel.squares(g, part)
-            total[some] += value
-            gross[some] += before
-        off = reach.sqrt().mul_(roundoff(self.sizes.positions + kernel.extra, delta.dtype))
-        slack = off * (2 * gross.sqrt() + off) + roundoff(ROW + kernel.extra, delta.dtype) * gross
-        return SquaredNorms(*(n.div_(kernel.metric.factor) for n in (total, slack, reach)))
+            g = OuterProducts(delta[some, :, part], a[some], bias=False).weights().flatten(1)
+            weights = slice(part.start * inputs, part.stop * inputs)
+            total[some] += metric.squares(g, weights, out=g)
+        off = reach.sqrt().mul_(roundoff(self.sizes.positions, delta.dtype))
+        slack = off * (2 * total.sqrt() + off) + roundoff(ROW, delta.dtype) * total
+        return SquaredNorms(*(n.div_(metric.factor) for n in (total, slack, reach)))
 
     def _pieces(self, delta: Tensor) -> Iterator[tuple[slice, slice]]:
         """Yield some samples and outputs at a time, so that an output's metric stays in cache."""
@@ -227,26 +218,6 @@ class PositionProducts:
             for i in range(0, len(delta), samples):
                 yield slice(i, i + samples), slice(o, min(o + step, outputs))
 
-    def _add_up(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Write the sum of c_i G_i, with products of at most :data:`ADDED` samples."""
-        layer, c = self.layer, c.to(self.uses[0].delta.dtype)
-        several = len(self.uses) > 1 or len(c) > ADDED
-        total: dict[str, Tensor] = {}
-        for use in self.uses:
-            for begin in range(0, len(c), ADDED):
-                rows = slice(begin, begin + ADDED)
-                some = None if valid is None else valid[rows]
-                for name, part in self._product(use.part(rows), c[rows], some).items():
-                    if name in total:
-                        total[name] += part
-                    else:
-                        total[name] = part.double() if several else part
-        if isinstance(layer.module, StandardisedConv2d):
-            kernel = total["weight"].unsqueeze(0)
-            total |= Standardisation.of(layer.module, kernel.dtype)(kernel)
-        for name, slot in layer.slices.items():
-            out[slot] = total[name].flatten()
-
     def _product(self, use: Use, c: Tensor, finite: Mask) -> dict[str, Tensor]:
         """Return the sums over rows and positions of c delta a^T, (O, K), and of c delta."""
         module: Any = self.layer.module
@@ -254,8 +225,7 @@ class PositionProducts:
         finite = None if finite is None else finite.repeat_interleave(use.rows)
         a, delta = kept(use.inputs, finite), kept(use.delta, finite)
         delta = delta * c.view(-1, *[1] * (delta.ndim - 1))
-        convolution = type(module) in CONVOLUTIONS
-        if convolution and delta.numel() > FEW_TERMS * self.sizes.outputs:
+        if type(module) is not nn.Linear and delta.numel() > FEW_TERMS * self.sizes.outputs:
             weight = unfold.kernel_gradient(module, a, delta, module.weight.shape)
             return {"weight": weight.flatten(1), "bias": delta.transpose(0, 1).flatten(1).sum(1)}
         delta = unfold.gradients_by_position(module, delta).flatten(0, 1)

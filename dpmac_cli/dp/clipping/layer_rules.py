@@ -24,7 +24,7 @@ FEW_INPUTS = 64
 FEW_POSITIONS = 256
 
 #: Layers whose gradients are sums of products of output gradients and patches of inputs.
-CONVOLUTIONS = frozenset({nn.Conv1d, nn.Conv2d, nn.Conv3d, StandardisedConv2d})
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 #: Gradients w.r.t. a layer's parameters, by parameter name, each (samples, ...).
 Gradients = Mapping[str, Tensor | OuterProducts]
@@ -79,7 +79,9 @@ class Use:
             shape = (samples, -1, *module.normalized_shape)
             by_row = inputs.reshape(shape), delta.reshape(shape)
         else:
-            dims = len(module.kernel_size) + 1 if type(module) in CONVOLUTIONS else inputs.ndim - 2
+            dims = (
+                len(module.kernel_size) + 1 if isinstance(module, CONVOLUTIONS) else inputs.ndim - 2
+            )
             by_row = inputs.flatten(0, -1 - dims), delta.flatten(0, -1 - dims)
         a, g = by_row
         return Use(module, a.contiguous(), g.contiguous(), len(g) // samples)
@@ -94,13 +96,9 @@ class Use:
         rows = slice(samples.start * self.rows, samples.stop * self.rows)
         return Use(self.module, self.inputs[rows], self.delta[rows], self.rows)
 
-    def double(self, samples: Tensor | slice) -> "Use":
-        """Return the samples of a mask, or all of them for ``slice(None)``, in float64."""
-        every = slice(None)
-        rows = samples.repeat_interleave(self.rows) if isinstance(samples, Tensor) else every
-        inputs = self.inputs[rows]
-        inputs = inputs.double() if inputs.is_floating_point() else inputs
-        return Use(self.module, inputs, self.delta[rows].double(), self.rows)
+    def double(self) -> "Use":
+        """Return the use in float64."""
+        return Use(self.module, self.inputs.double(), self.delta.double(), self.rows)
 
 
 def in_groups(uses: Sequence[Use], samples: int) -> Iterator[list[Use]]:
@@ -154,7 +152,7 @@ def _linear(_: nn.Linear, use: Use) -> Gradients:
     return {"weight": weight, "bias": use.delta.sum(1)}
 
 
-@rule(*CONVOLUTIONS)
+@rule(*CONVOLUTIONS, StandardisedConv2d)
 def _convolution(conv: Any, use: Use) -> Gradients:
     """Return gradients w.r.t. a convolution's kernel, (samples, out, in, *kernel size).
 

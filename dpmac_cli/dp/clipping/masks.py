@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dpmac_cli.dp.clipping.projections import replaced
+
 MODULE = "transformers.masking_utils"
 
 
@@ -15,12 +17,8 @@ MODULE = "transformers.masking_utils"
 def masks_kept() -> Iterator[None]:
     """Make transformers keep every mask, as when it is traced, if it was imported."""
     utilities: Any = sys.modules.get(MODULE)
-    before = getattr(utilities, "is_tracing", None)
-    if before is None:
+    if hasattr(utilities, "is_tracing"):
+        with replaced(utilities, "is_tracing", lambda *_, **__: True):
+            yield
+    else:
         yield
-        return
-    utilities.is_tracing = lambda *_, **__: True
-    try:
-        yield
-    finally:
-        utilities.is_tracing = before

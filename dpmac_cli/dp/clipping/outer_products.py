@@ -49,7 +49,7 @@ class OuterProducts:
         reach = reach.square_() if terms > 1 else torch.zeros_like(reach)
         return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
 
-    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, _: Mask = None) -> None:
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Compute (c delta)^T a, one matrix product."""
         weighted = kept(self.delta * c.view(-1, 1, 1), valid).view(-1, self.delta.shape[2])
         weight, bias = self._split(out)
@@ -57,9 +57,9 @@ class OuterProducts:
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
 
-    def select(self, rows: Tensor | slice) -> "OuterProducts":
-        """Return some samples, in float64."""
-        return OuterProducts(self.delta[rows].double(), self.a[rows].double(), self.bias)
+    def double(self) -> "OuterProducts":
+        """Return the gradients in float64."""
+        return OuterProducts(self.delta.double(), self.a.double(), self.bias)
 
     def weights(self, out: Tensor | None = None) -> Tensor:
         """Write the gradients w.r.t. the weights, (samples, out, in), to ``out`` and return it."""

@@ -2,19 +2,18 @@
 
 Attention and recurrent layers are products with a few weights and operations without any. Clipping
 needs only inputs and output gradients of the products. In a recurrent layer, time steps are
-positions.
+positions. Attention is computed by torch's own code.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn import functional
 
-from dpmac_cli.dp.clipping import attention, recurrent
-from dpmac_cli.errors import ModelError
+from dpmac_cli.dp.clipping import recurrent
 
 #: Module and name of the layer x @ weight + bias of transformers, as in GPT-2.
 TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")
@@ -22,42 +21,75 @@ TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")
 Weights = Mapping[str, tuple[Tensor, Tensor | None]]
 
 
-@dataclass(frozen=True)
-class Composite:
+class Composite(NamedTuple):
     """A kind of layers that can be computed with their projections."""
 
-    types: frozenset[type[nn.Module]]
     is_known: Callable[[Any], bool]  # whether the options of a module are covered
-    is_plain: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], bool]  # whether a call is covered
     weights: Callable[[Any], Weights]
     forward: Callable[..., Any]  # forward of the module, given the module and its projections
-    call: str  # how to call it instead of a call that is not plain
 
 
-KINDS = (
-    Composite(
-        attention.ATTENTIONS,
-        attention.is_known_attention,
-        attention.is_plain_attention,
-        attention.attention_weights,
-        attention.attend,
-        "(query, key, value), tensors with samples first",
-    ),
-    Composite(
+@contextmanager
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute, and restore it at the end."""
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
+def _is_known_attention(module: Any) -> bool:
+    """Return whether a module has no other parameters than those of its projections."""
+    names = {"in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}
+    return {name for name, _ in module.named_parameters()} <= names
+
+
+def _attention_weights(module: Any) -> Weights:
+    outer = module.out_proj
+    return {
+        "in_proj": (module.in_proj_weight, module.in_proj_bias),
+        "out_proj": (outer.weight, outer.bias),
+    }
+
+
+def _attend(module: Any, calls: Mapping[str, nn.Module], *inputs: Any, **named: Any) -> Any:
+    """Compute ``nn.MultiheadAttention.forward`` with its two projections.
+
+    It multiplies queries, keys and values with adjacent rows of one weight, in this order. Each of
+    them that is another tensor has all projections, of which the others are not used.
+    """
+    plain, taken = functional.linear, 0
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        nonlocal taken
+        del bias
+        with replaced(functional, "linear", plain):
+            if weight is module.out_proj.weight:
+                found: Tensor = calls["out_proj"](x)
+            else:
+                begin, taken = taken, taken + len(weight)
+                found = calls["in_proj"](x)[..., begin:taken].contiguous()
+            return found
+
+    with replaced(functional, "linear", linear):
+        return nn.MultiheadAttention.forward(module, *inputs, **named)
+
+
+KINDS: Mapping[type[nn.Module], Composite] = {
+    nn.MultiheadAttention: Composite(_is_known_attention, _attention_weights, _attend),
+    **dict.fromkeys(
         recurrent.RECURRENT,
-        recurrent.is_known_recurrent,
-        recurrent.is_plain_recurrent,
-        recurrent.recurrent_weights,
-        recurrent.recur,
-        "(x) or (x, state) with tensors",
+        Composite(recurrent.is_known_recurrent, recurrent.recurrent_weights, recurrent.recur),
     ),
-)
+}
 
 
 def projections(module: nn.Module) -> dict[str, nn.Linear]:
     """Return Linear layers with the weights of a composite layer."""
     found = {}
-    for name, (weight, bias) in _kind_of(module).weights(module).items():
+    for name, (weight, bias) in KINDS[type(module)].weights(module).items():
         linear: Any = nn.Linear(weight.shape[1], len(weight), device="meta")
         linear.weight, linear.bias = weight, bias
         found[name] = linear
@@ -65,8 +97,9 @@ def projections(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def is_composite(module: nn.Module) -> bool:
-    """Return whether a module can be computed with its projections, if its calls are plain."""
-    return any(_is_known(kind, module) for kind in KINDS)
+    """Return whether a module has a known kind, and nothing replaces its forward."""
+    kind = KINDS.get(type(module))
+    return kind is not None and "forward" not in vars(module) and kind.is_known(module)
 
 
 def transposed(module: nn.Module) -> nn.Linear | None:
@@ -86,33 +119,11 @@ def transposed(module: nn.Module) -> nn.Linear | None:
 def calling_projections(
     called: Mapping[nn.Module, Mapping[str, nn.Module]],
 ) -> Iterator[None]:
-    """Make composite layers call their projections, given by name.
-
-    A call that is not plain raises ModelError.
-    """
+    """Make composite layers call their projections, given by name."""
     try:
         for composite, by_name in called.items():
-            composite.forward = partial(_forward, composite, by_name)
+            composite.forward = partial(KINDS[type(composite)].forward, composite, by_name)
         yield
     finally:
         for composite in called:
             vars(composite).pop("forward", None)
-
-
-def _is_known(kind: Composite, module: nn.Module) -> bool:
-    """Return whether a module is of a kind, and nothing replaces its forward."""
-    return type(module) in kind.types and "forward" not in vars(module) and kind.is_known(module)
-
-
-def _kind_of(module: nn.Module) -> Composite:
-    return next(kind for kind in KINDS if type(module) in kind.types)
-
-
-def _forward(module: nn.Module, calls: Mapping[str, nn.Module], *inputs: Any, **named: Any) -> Any:
-    kind = _kind_of(module)
-    if not kind.is_plain(module, inputs, named):
-        raise ModelError(
-            f"A {type(module).__name__} is called differently in this step than during validation, "
-            f"so its gradients would be incomplete. Call it with {kind.call}."
-        )
-    return kind.forward(module, calls, *inputs, **named)

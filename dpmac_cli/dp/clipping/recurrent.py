@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
+from dpmac_cli.errors import ModelError
+
 #: Gates from the input and from the states, and the states; to the next states, output first.
 _Step = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
 
@@ -51,15 +53,6 @@ def is_known_recurrent(module: Any) -> bool:
     return {name for name, _ in module.named_parameters()} == names
 
 
-def is_plain_recurrent(module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Return whether a call has a batch of inputs, and perhaps of states, as tensors."""
-    if named or not 1 <= len(inputs) <= 2 or not isinstance(inputs[0], Tensor):
-        return False
-    ndim = 2 if type(module) in CELLS else 3
-    states = _states_of(module, inputs[1]) if inputs[1:] not in ((), (None,)) else ()
-    return all(isinstance(x, Tensor) and x.ndim == ndim for x in (inputs[0], *states))
-
-
 def recurrent_weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Return weight and bias of the projections of inputs and states, layer by layer."""
     return {
@@ -80,7 +73,17 @@ def _projected(module: Any) -> int:
 def recur(
     module: Any, calls: Mapping[str, nn.Module], x: Tensor, given: Any = None, /
 ) -> Tensor | tuple[Tensor, ...] | tuple[Tensor, Any]:
-    """Compute the result of the module's own forward, with dropout between layers of its own."""
+    """Compute the result of the module's own forward, with dropout between layers of its own.
+
+    Raises ModelError unless inputs, and states if there are any, are tensors with samples.
+    """
+    ndim = 2 if type(module) in CELLS else 3
+    tensors = (x, *(() if given is None else _states_of(module, given)))
+    if not all(isinstance(each, Tensor) and each.ndim == ndim for each in tensors):
+        raise ModelError(
+            f"A {type(module).__name__} is called differently in this step than during validation, "
+            "so its gradients would be incomplete. Call it with (x) or (x, state) with tensors."
+        )
     size, several = module.hidden_size, type(module) in (nn.LSTMCell, nn.LSTM)
     if type(module) in CELLS:
         zeros = x.new_zeros(len(x), size)

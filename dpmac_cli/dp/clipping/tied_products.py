@@ -8,6 +8,7 @@ float64, without writing out a gradient, which has a row for every word.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -59,39 +60,26 @@ class TiedProducts:
             *(n.mul_(metric.inverse).div_(metric.factor) for n in (value, slack, reach))
         )
 
-    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, exact: Mask = None) -> None:
-        """Compute one matrix product, and add up vectors by token."""
-        if exact is None:
-            out.copy_(self._sum(c, valid).flatten())
-            return
-        # Their terms cancel so much that they would increase the rounding of the others' sum.
-        rest = self.select(exact)._sum(c[exact].double(), None)
-        others = self._sum(torch.where(exact, 0, c), ~exact if valid is None else valid & ~exact)
-        out.copy_(rest.add_(others).flatten())
-
-    def select(self, rows: Tensor | slice) -> "TiedProducts":
-        """Return some samples, in float64."""
-        factors = (t[rows].double() for t in (self.vectors, self.outputs, self.inputs))
-        return TiedProducts(self.tokens[rows], *factors)
-
-    def _sum(self, c: Tensor, valid: Mask) -> Tensor:
-        """Return the sum of c_i g_i over valid samples, shape (words, width).
-
-        Products in float32 add up at most :data:`ADDED` samples.
-        """
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
+        """Compute matrix products of :data:`ADDED` samples, and add up vectors by token."""
         weights = c.to(self.inputs.dtype).view(-1, 1, 1)
         left, below = kept(self.outputs, valid) * weights, kept(self.vectors, valid) * weights
         right = kept(self.inputs, valid)
         parts = (torch.split(t, ADDED) for t in (left, right, self.tokens, below))
-        total: Tensor | None = None
-        for outputs, inputs, tokens, vectors in zip(*parts, strict=True):
-            part: Tensor = outputs.flatten(0, 1).T @ inputs.flatten(0, 1)
-            part.index_add_(0, tokens.flatten(), vectors.flatten(0, 1))
-            if len(left) <= ADDED:
-                return part
-            total = part.double() if total is None else total.add_(part)
-        assert total is not None, "a chunk has samples"  # noqa: S101
-        return total
+        kind = left.dtype if len(left) <= ADDED else torch.float64
+        products = (_product(*part).to(kind) for part in zip(*parts, strict=True))
+        out.copy_(reduce(Tensor.add_, products).flatten())
+
+    def double(self) -> "TiedProducts":
+        """Return the gradients in float64."""
+        factors = (t.double() for t in (self.vectors, self.outputs, self.inputs))
+        return TiedProducts(self.tokens, *factors)
+
+
+def _product(outputs: Tensor, inputs: Tensor, tokens: Tensor, vectors: Tensor) -> Tensor:
+    """Return the sum of l_t r_t^T, shape (words, width)."""
+    total = outputs.flatten(0, 1).T @ inputs.flatten(0, 1)
+    return total.index_add_(0, tokens.flatten(), vectors.flatten(0, 1))
 
 
 def tied_products(uses: Sequence[Use]) -> TiedProducts | None:

@@ -81,14 +81,11 @@ def squares_by_position(module: Any, a: Tensor) -> Tensor:
         rows = inputs_by_position(module, a)
         norms: Tensor = vector_norm(rows, dim=2, dtype=torch.float64)
         return norms.square_()
-    pixels = vector_norm(a, dim=1, keepdim=True, dtype=torch.float64)
-    return _over_kernel(module, pixels.square_())
-
-
-def means_by_position(conv: Any, a: Tensor) -> Tensor:
-    """Return means of patches, float64, (rows, T)."""
-    sums = _over_kernel(conv, a.sum(1, keepdim=True, dtype=torch.float64))
-    return sums / len(conv.weight[0].flatten())
+    pixels = vector_norm(a, dim=1, keepdim=True, dtype=torch.float64).square_()
+    pixels, zeros = _padded(module, pixels)
+    ones, convolve = pixels.new_ones(1, 1, *module.kernel_size), _CONVOLVE[len(module.kernel_size)]
+    sums: Tensor = convolve(pixels, ones, None, module.stride, zeros, module.dilation)
+    return sums.flatten(1)
 
 
 def gram_by_position(conv: Any, a: Tensor) -> Tensor:
@@ -107,14 +104,6 @@ def gram_by_position(conv: Any, a: Tensor) -> Tensor:
     for products in others:
         out += products
     return out.flatten(1 + dims).flatten(1, dims)
-
-
-def _over_kernel(conv: Any, pixels: Tensor) -> Tensor:
-    """Sum one number per pixel, (rows, 1, height, width), over each patch: (rows, T)."""
-    pixels, zeros = _padded(conv, pixels)
-    ones, convolve = pixels.new_ones(1, 1, *conv.kernel_size), _CONVOLVE[len(conv.kernel_size)]
-    sums: Tensor = convolve(pixels, ones, None, conv.stride, zeros, conv.dilation)
-    return sums.flatten(1)
 
 
 def _taps(conv: Any, axis: int, size: int) -> list[slice]:
