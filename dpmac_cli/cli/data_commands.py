@@ -14,7 +14,7 @@ from dpmac_cli.cli.options import argument, take, with_options
 from dpmac_cli.config.fields import Choice, Flag, options
 from dpmac_cli.config.flags import Flags, near
 from dpmac_cli.config.settings import Debug
-from dpmac_cli.data.schema import UTF8, is_encoding
+from dpmac_cli.data.column_schema import UTF8, is_encoding
 from dpmac_cli.data.table_schema import draft
 from dpmac_cli.errors import counted, raise_errors
 from dpmac_cli.storage.paths import cache_folder, cache_size

@@ -17,6 +17,16 @@ from dpmac_cli.data.writing import WRITTEN
 
 #: Default and limits of the number of tokens of a text, which has a first and a last.
 TOKENS, MIN_TOKENS, MAX_TOKENS = 128, 3, 8192
+#: Encoding of tables that are text.
+UTF8 = "utf-8"
+
+
+def is_encoding(name: str) -> bool:
+    """Return whether a name is one of an encoding of text."""
+    try:
+        return bool("text".encode(name))
+    except (LookupError, ValueError):
+        return False
 
 
 def distinct(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from dpmac_cli.errors import counted
 if TYPE_CHECKING:
     from dpmac_cli.data.table_schema import TableSchema
 
-#: File name suffixes of tables, and encoding of those that are text.
-TABLES, UTF8 = (".csv", ".tsv", ".parquet"), "utf-8"
+#: File name suffixes of tables.
+TABLES = (".csv", ".tsv", ".parquet")
 
 #: Public constants that images in [0, 1] may be standardised with: means and deviations.
 STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -131,14 +131,6 @@ class DataFacts:
     def __getstate__(self) -> dict[str, Any]:
         """Return the facts without their reader, which may hold the records."""
         return {**vars(self), "reader": None}
-
-
-def is_encoding(name: str) -> bool:
-    """Return whether a name is one of an encoding of text."""
-    try:
-        return bool("text".encode(name))
-    except (LookupError, ValueError):
-        return False
 
 
 def listed(parts: Sequence[str]) -> str:

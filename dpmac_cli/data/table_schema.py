@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic.functional_validators import AfterValidator, BeforeValidator
 
 from dpmac_cli.data.column_schema import (
+    UTF8,
     CellValues,
     Column,
     Declared,
@@ -27,8 +28,8 @@ from dpmac_cli.data.column_schema import (
     Texts,
     Written,
     distinct,
+    is_encoding,
 )
-from dpmac_cli.data.schema import UTF8, is_encoding
 from dpmac_cli.errors import InputError
 
 #: Placeholder in a draft for values that the author must fill in.
