@@ -458,7 +458,7 @@ def test_copies_are_remarked_on_and_not_published() -> None:
     assert given.plan.data.found.signs.copies == 40
     (note,) = [note for note in given.notes if "copies" in note]
     assert "40 records of <arrays> are exact copies" in note
-    assert "unit=" in note
+    assert "name the unit of each record" in note
     named = ArrayData(x[drawn], y[drawn], unit=drawn, **source)
     assert not [note for note in resolve(dataset=named, sigma=4).notes if "copies" in note]
 
