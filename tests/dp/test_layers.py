@@ -9,11 +9,13 @@ from torch import nn
 
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.per_sample import constant_draws
-from dpmac_cli.dp.mechanism import ball
+from dpmac_cli.dp.mechanism import ball, ellipsoid
 from dpmac_cli.errors import ModelError
 from dpmac_cli.step import clipped_grad
 from tests.layer_cases import CASES, Case
 from tests.tiers import one_in
+
+from .reference import clip
 
 RECORDS, RADIUS = 6, 0.05
 #: Networks of usual size are for benchmarks.
@@ -52,27 +54,28 @@ def named(cases: list[Case]) -> Any:
 @pytest.mark.privacy
 @pytest.mark.parametrize("case", one_in(8, named([case for case in SMALL if not case.refused])))
 def test_sums_are_those_of_each_record_alone(case: Case) -> None:
+    """Clipped to a ball, and to an ellipsoid about another centre."""
     network, x = built(case).double(), case.batch()[:RECORDS]
     x = x.double() if x.is_floating_point() else x
     alone = copy.deepcopy(network).train()
     clipped = clipped_grad(network, case.loss, ball(RADIUS), batch_size=RECORDS)
-    clipped.prepare(x)
-    with constant_draws():
-        found = clipped.by_parameter(clipped(x))
-        expected = {name: torch.zeros_like(part) for name, part in found.items()}
-        parameters = [dict(alone.named_parameters())[name] for name in found]
-        for row in torch.split(x, 1):
-            loss: Any = case.loss(alone, row).sum()
-            g = torch.autograd.grad(loss, parameters, materialize_grads=True)
-            norm = torch.cat([part.to_dense().flatten() for part in g]).norm()
-            factor = min(1.0, RADIUS * clip_limit(RECORDS) / float(norm))
-            for name, part in zip(found, g, strict=True):
-                expected[name] += factor * part.to_dense()
-    sums = clipped._sums
-    assert sums is not None
+    sums = clipped.prepare(x)
     assert sums.per_sample.vmapped == (case.name not in LOOPED), sums.notes
-    for name, part in expected.items():
-        torch.testing.assert_close(found[name].double(), part, rtol=1e-6, atol=1e-9)
+    g = torch.zeros(RECORDS, len(clipped.theta), dtype=torch.float64)
+    with constant_draws():
+        for row, out in zip(torch.split(x, 1), g, strict=True):
+            parts = clipped.by_parameter(out)
+            parameters = [dict(alone.named_parameters())[name] for name in parts]
+            loss: Any = case.loss(alone, row).sum()
+            found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+            for part, gradient in zip(parts.values(), found, strict=True):
+                part.copy_(gradient.to_dense())
+        spread = torch.exp(torch.randn_like(clipped.theta))
+        centre = 0.1 * RADIUS * torch.randn_like(clipped.theta)
+        for region in (ball(RADIUS, clipped.theta), ellipsoid(centre, RADIUS * spread)):
+            clipped.region = region
+            expected = clip(g, region, clip_limit(RECORDS)).sum(0)
+            torch.testing.assert_close(clipped(x).double(), expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.privacy
