@@ -5,7 +5,7 @@ and facts.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -115,6 +115,21 @@ def load_model(
         trained=None if trained is None else registry.Trained(part),
         isolated=True,  # scoring does not need independence across samples
     )
+    _check_fits(model, signature, (shape, tensors), misfit)
+    weights.adopt(model, tensors)
+    for training in _trainings(facts.privacy, facts.checksum):
+        attach(model, training)
+    return Released(model.to(device).eval(), kept, file)
+
+
+def _check_fits(
+    model: nn.Module,
+    signature: Signature,
+    stored: tuple[Sequence[int], Mapping[str, Tensor]],
+    misfit: str,
+) -> None:
+    """Raise ModelError unless a network has the tensors of a file, and its images their shape."""
+    shape, tensors = stored
     held = {"an image": f"{shape}", **_forms(tensors)}
     wanted = {"an image": f"{signature.shape}", **_forms(weights.published(model))}
     if faults := [
@@ -123,10 +138,6 @@ def load_model(
         if wanted.get(key) != held.get(key)
     ]:
         raise ModelError(f"{misfit}: {'; '.join(faults)}.")
-    weights.adopt(model, tensors)
-    for training in _trainings(facts.privacy, facts.checksum):
-        attach(model, training)
-    return Released(model.to(device).eval(), kept, file)
 
 
 def _trainings(done: Privacy, checksum: str) -> Iterator[Training]:
