@@ -40,8 +40,8 @@ class Cost:
 
 def write_table(file: Path, count: int, words: int) -> None:
     """Write ``count`` generated texts of ``words`` words, each of which is one token."""
-    known = read_encoder("minilm").tokenizer.ids
-    vocabulary = np.array([word for word in known if word.isalpha()])
+    known = read_encoder("minilm").reader(1).tokenizer.get_vocab()
+    vocabulary = np.array([word for word in sorted(known, key=known.get) if word.isalpha()])
     draw = np.random.default_rng(0)
     with file.open("w") as table:
         table.write("note,label\n")

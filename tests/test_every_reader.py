@@ -23,11 +23,10 @@ from dpmac_cli import ArrayData, from_dataframe, from_torch
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.user_data import inspect, load
-from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.cache import Rows
 from dpmac_cli.storage.progress import outcome
-from tests.test_wordpiece import TINY
+from tests.tiny_bert import tiny_reader
 
 COUNT, CLASSES = 24, ("a", "b")
 SCHEMA = schema_of(
@@ -138,12 +137,12 @@ def images(where: Path, contents: Contents) -> Source:
 
 
 def text_folder(where: Path, contents: Contents) -> Source:
-    return folder(where, contents, texts=TextReader(TINY, 8))
+    return folder(where, contents, texts=tiny_reader(8))
 
 
 def texts(_: Path, contents: Contents) -> Source:
     data = ArrayData(list(contents), [n % 2 for n in range(len(contents))], classes=CLASSES)
-    return Source(data.path, in_memory=data, texts=TextReader(TINY, 8))
+    return Source(data.path, in_memory=data, texts=tiny_reader(8))
 
 
 def picture(mode: str, pixels: Any, form: str = "PNG", **more: Any) -> bytes:

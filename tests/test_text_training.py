@@ -21,10 +21,11 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.layers import flatten_parameters
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.errors import DpmacError
-from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.models import text_encoder, text_parts
+from dpmac_cli.models.encoders import FAMILIES, read_encoder
 from dpmac_cli.models.features import LoraLinear, WithHead, freeze
 from dpmac_cli.models.registry import PARTS, Trained
-from dpmac_cli.models.text_encoder import TextFeatures, TokenVectors, encoder_weights
+from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
 from dpmac_cli.models.text_parts import cut_before_last, on_texts
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.run import finish, resume, train
@@ -36,7 +37,8 @@ from dpmac_cli.storage.progress import outcome
 from dpmac_cli.studies.search import plan_search
 from tests.digits_runs import after
 from tests.helpers import trained_names
-from tests.test_wordpiece import TEXTS
+from tests.test_text_encoder import token_calls
+from tests.test_tokens import TEXTS
 from tests.tiers import pairs_short, rest_long
 from tests.tiny_bert import LAYERS, WIDTH, notes, text_inputs, write_encoder
 
@@ -94,16 +96,16 @@ def test_only_the_chosen_part_is_trained() -> None:
     every = trained_names(whole)
     assert every == {name for name, _ in whole.named_parameters()}
     head = {"head.1.weight", "head.1.bias"}
-    last = f"frozen.network.blocks.{LAYERS - 1}."
+    last = f"frozen.network.encoder.layer.{LAYERS - 1}."
     expected = {
         "all": every,
-        "norm": head | {name for name in every if "norm" in name},
+        "norm": head | {name for name in every if "Norm" in name},
         "last": head | {name for name in every if name.startswith(last)},
         "lora": head
         | {
-            f"frozen.network.blocks.{block}.{layer}.{side}.weight"
+            f"frozen.network.encoder.layer.{block}.{layer}.{side}.weight"
             for block in range(LAYERS)
-            for layer in ("query", "value", "up", "down")
+            for layer in FAMILIES["bert"].lora
             for side in ("down", "up")
         },
     }
@@ -160,7 +162,7 @@ def test_padding_has_no_gradient(part: str) -> None:
     assert torch.allclose(longer, expected, atol=1e-12)
     spoilt = network(part)
     with torch.no_grad():
-        spoilt.frozen.get_submodule("network.words").get_parameter("weight")[0] = 1e3
+        spoilt.frozen.get_parameter("network.embeddings.word_embeddings.weight")[0] = 1e3
     found = by_autograd(spoilt, records()[few], y)
     assert torch.allclose(found, expected, atol=1e-12)
 
@@ -261,8 +263,8 @@ def test_a_trained_encoder_is_published_and_predicts(part: str) -> None:
     moved = {name for name in before if not torch.equal(before[name], found[name])}
     inner = {name.removeprefix("frozen.network.") for name in moved if "head" not in name}
     assert inner
-    assert all("norm" in name for name in inner) or part != "norm"
-    assert all(name.startswith(f"blocks.{LAYERS - 1}.") for name in inner) or part != "last"
+    assert all("Norm" in name for name in inner) or part != "norm"
+    assert all(name.startswith(f"encoder.layer.{LAYERS - 1}.") for name in inner) or part != "last"
     count = load_model("run").model
     assert public["trained_parameters"] <= sum(p.numel() for p in count.parameters())
     Path("encoder").rename("elsewhere")  # the model has what it needs
@@ -294,20 +296,19 @@ def test_texts_decide_what_is_learnt(part: str) -> None:
 
 @pytest.mark.usefixtures("cache")
 def test_layers_before_the_last_block_run_once_per_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Any = TokenVectors.forward
-    calls: list[int] = []
+    real = text_encoder.texts_alone
+    counts: list[int] = []
 
-    def noted(network: TokenVectors, ids: Tensor, used: Tensor | None = None) -> Any:
-        calls.append(len(network.blocks))
-        return real(network, ids, used)
+    def noted(network: nn.Module, ids: Tensor) -> Any:
+        counts.append(len(ids))
+        return real(network, ids)
 
-    monkeypatch.setattr(TokenVectors, "forward", noted)
+    monkeypatch.setattr(text_parts, "texts_alone", noted)
     trained(train="last", steps=1)
-    once = calls.count(LAYERS - 1)
-    assert 80 <= once <= 80 + 16 + 1  # those of the probe are computed twice
-    calls.clear()
+    assert 80 <= sum(counts) <= 80 + 16 + 1  # those of the probe are computed twice
+    counts.clear()
     trained(train="last", steps=20, out=Path("more"))
-    assert calls.count(LAYERS - 1) <= 16 + 1  # the rest is read from the cache
+    assert sum(counts) <= 16 + 1  # the rest is read from the cache
 
 
 @pytest.mark.privacy
@@ -324,15 +325,7 @@ def test_the_last_block_sees_what_it_sees_in_the_whole_network() -> None:
 def test_vectors_before_the_last_block_depend_on_one_text_alone_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real: Any = TokenVectors.forward
-
-    def noted(network: TokenVectors, ids: Tensor, used: Tensor | None = None) -> Any:
-        assert used is None
-        assert len(ids) == 1
-        assert ids.all()  # at its own length
-        return real(network, ids)
-
-    monkeypatch.setattr(TokenVectors, "forward", noted)
+    calls = token_calls(monkeypatch)
     parts, x = cut_before_last(network("last").float()), records().float()
     together = parts.features(x)
     for row in range(len(TEXTS)):
@@ -343,6 +336,7 @@ def test_vectors_before_the_last_block_depend_on_one_text_alone_bit_for_bit(
             kept = together[row, : LIMIT * WIDTH, 0, 0]
             assert torch.equal(longer[row, : LIMIT * WIDTH, 0, 0], kept)
             assert not longer[row, LIMIT * WIDTH : 60 * WIDTH].any()
+    assert all(len(ids) == 1 and ids.all() and mask is None for ids, mask in calls)
 
 
 @pytest.mark.privacy
@@ -351,9 +345,10 @@ def test_the_cache_is_told_apart_by_every_weight_before_the_last_block() -> None
     model = network("last")
     inner = model.frozen.get_submodule("network")
     held = {id(p) for p in inner.parameters()}
-    last = {id(p) for p in inner.get_submodule(f"blocks.{LAYERS - 1}").parameters()}
+    last = {id(p) for p in inner.get_submodule(f"encoder.layer.{LAYERS - 1}").parameters()}
     parts = cut_before_last(model)
-    assert {id(p) for p in parts.public_weights().values()} == held - last
+    found = parts.public_weights().values()
+    assert {id(p) for p in found if isinstance(p, nn.Parameter)} == held - last
     assert {id(p) for p in parts.head.parameters()} == last | {
         id(p) for p in model.head.parameters()
     }
@@ -398,9 +393,9 @@ def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
     del given["backbone"], given["out"]
     space = plan_search({**given, **drawn})
     assert len(space.dimensions) == 1
-    vocabulary = Path("other/vocab.txt")
-    vocabulary.write_text(vocabulary.read_text().replace("pain\nchest", "chest\npain"))
-    with pytest.raises(DpmacError, match=r"--backbone \./other has another vocabulary"):
+    tokenizer = Path("other/tokenizer.json")
+    tokenizer.write_text(tokenizer.read_text().replace("pain", "ache"))
+    with pytest.raises(DpmacError, match=r"--backbone \./other has another tokenizer"):
         plan_search({**given, **drawn})
 
 

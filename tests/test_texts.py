@@ -26,18 +26,17 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.texts import as_inputs
-from dpmac_cli.data.wordpiece import TextReader
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError
+from dpmac_cli.models import text_encoder
 from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
 from dpmac_cli.models.registry import Trained
-from dpmac_cli.models.text_encoder import Bert
 from dpmac_cli.release import sentences
 from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.storage.cache import RowFile
 from dpmac_cli.storage.paths import cache_folder
 from tests.test_report import spent
-from tests.test_wordpiece import TEXTS
+from tests.test_tokens import TEXTS
 from tests.tiny_bert import WIDTH, notes, text_inputs, write_encoder
 from tests.typed import dpmac
 
@@ -167,7 +166,7 @@ def test_tokens_enter_exactly_and_other_columns_stay_in_place() -> None:
     assert as_set(inputs(of)[:, 1:]) == as_set(expected)
     ages = torch.tensor(frame["age"].to_numpy()).float() / 50 - 1
     assert torch.allclose(inputs(of)[:, 0].sort().values, ages.sort().values, atol=1e-6)
-    scaled = inputs(of)[:, 1:21] * read_encoder("encoder").tokenizer.scale
+    scaled = inputs(of)[:, 1:21] * read_encoder("encoder").reader(16).scale
     assert torch.equal(scaled, scaled.round())
     assert of.network.features is not None
     assert of.network.features.shape_of(of.data.facts.shape) == (2 * (WIDTH + WRITTEN) + 4, 1, 1)
@@ -200,7 +199,7 @@ def sources() -> dict[str, Any]:
 @pytest.mark.privacy
 def test_the_inputs_of_a_text_depend_on_that_text_alone() -> None:
     """For every kind of text, tokens and how it is written, in other company and another order."""
-    reader = TextReader(read_encoder("encoder").tokenizer, 16)
+    reader = read_encoder("encoder").reader(16)
     together = as_inputs(TEXTS, reader)
     assert np.array_equal(as_inputs(TEXTS[::-1], reader)[::-1], together)
     for row, text in enumerate(TEXTS):
@@ -314,7 +313,7 @@ def test_features_are_cached_privately_and_listed(monkeypatch: pytest.MonkeyPatc
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     result = dpmac("cache")
     assert "1 file" in result.stdout
-    monkeypatch.setattr(Bert, "forward", lambda *_: 1 / 0)
+    monkeypatch.setattr(text_encoder, "token_vectors", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trained(out=Path("again"))  # the probe of the cache
 
@@ -339,7 +338,7 @@ def test_features_do_not_depend_on_other_records(monkeypatch: pytest.MonkeyPatch
 def test_extraction_continues_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("cache").absolute()))
     table()
-    calls, real = [0], Bert.forward
+    calls, real = [0], text_encoder.token_vectors
 
     def killed(*args: Any) -> Tensor:
         calls[0] += 1
@@ -347,7 +346,7 @@ def test_extraction_continues_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> N
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(Bert, "forward", killed)
+    monkeypatch.setattr(text_encoder, "token_vectors", killed)
     with pytest.raises(KeyboardInterrupt):
         trained()
     assert not cached()
@@ -355,7 +354,7 @@ def test_extraction_continues_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> N
     report = trained()
     assert calls[0] - first < 120 + 16 + 20 + report["test"]["samples"]
     (file,) = cached()
-    monkeypatch.setattr(Bert, "forward", real)
+    monkeypatch.setattr(text_encoder, "token_vectors", real)
     monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("fresh").absolute()))
     trained(out=Path("fresh-run"))
     (fresh,) = cached()
@@ -571,12 +570,12 @@ def test_no_text_is_in_anything_that_is_written_or_said(
             predict("run", new)
         said += str(caught.value)
     said += "".join(capfd.readouterr())
-    tokenizer = read_encoder("encoder").tokenizer
+    reader = read_encoder("encoder").reader(16)
     forms = [form.encode() for phrase in CANARIES for form in variants(phrase)]
-    for tokens_of_one in tokenizer.tokens(CANARIES, 16):
+    for tokens_of_one in reader.tokens(CANARIES, 16):
         ids = np.array(tokens_of_one[1:8])
         forms += [ids.astype(kind).tobytes() for kind in ("<i4", "<i8", "<f4", "<f8")]
-        forms.append((ids / tokenizer.scale).astype("<f4").tobytes())
+        forms.append((ids / reader.scale).astype("<f4").tobytes())
     given_files = {"notes.csv", "new.csv", "bad.csv", "folder"}
     written = [
         path for path in Path().rglob("*") if path.is_file() and path.parts[0] not in given_files

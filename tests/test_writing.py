@@ -5,7 +5,7 @@ import unicodedata
 import pytest
 
 from dpmac_cli.data.writing import COUNTED, ORDINARY, WRITTEN, how_written
-from tests.test_wordpiece import TEXTS
+from tests.test_tokens import TEXTS
 
 PROSE = "The patient came in on Monday, with a cough that had lasted for a week."
 

@@ -1,4 +1,4 @@
-"""A small BERT encoder with random weights, as Hugging Face writes one, and texts for it."""
+"""Small networks on texts with random weights, as Hugging Face writes them, and texts for them."""
 
 import json
 from collections.abc import Sequence
@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
 
+from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.data.writing import how_written
 from dpmac_cli.models.encoders import read_encoder
 
@@ -32,6 +35,23 @@ CONFIG: dict[str, Any] = {
     "layer_norm_eps": 1e-12,
     "hidden_act": "gelu",
 }
+
+
+def tokenizer() -> Any:
+    """Return the tokenizer of a BERT with :data:`VOCABULARY`."""
+    ids = {word: number for number, word in enumerate(VOCABULARY)}
+    found = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    found.normalizer = normalizers.BertNormalizer()
+    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    ends = [(name, ids[name]) for name in ("[CLS]", "[SEP]")]
+    found.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
+    found.add_special_tokens(list(VOCABULARY[:4]))
+    return found
+
+
+def tiny_reader(limit: int) -> TextReader:
+    """Return how texts are read with it."""
+    return TextReader("0" * 64, len(VOCABULARY) + 1, limit, tokenizer())
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:
@@ -68,17 +88,61 @@ def write_encoder(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Write an encoder with random weights; ``changes`` replace values of its config.json."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-    (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
+    tokenizer().save(str(folder / "tokenizer.json"))
     save_file(weights(seed), folder / "model.safetensors")
+    return folder
+
+
+#: Sizes of small networks of other families, by the names in their config.json.
+SIZES: dict[str, dict[str, Any]] = {
+    "bert": CONFIG,
+    "roberta": {**CONFIG, "max_position_embeddings": 66, "pad_token_id": 1},
+    "distilbert": {"dim": WIDTH, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 32}
+    | {"max_position_embeddings": 64},
+    "modernbert": {**CONFIG, "num_hidden_layers": 3, "local_attention": 8},
+    "gpt2": {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 64},
+    "llama": {**CONFIG, "num_key_value_heads": 2},
+    "qwen2": {**CONFIG, "num_key_value_heads": 2},
+}
+
+
+def write_network(folder: Path, family: str) -> Path:
+    """Write a network of a family with random weights, as its authors would.
+
+    Its tokenizer knows bytes, as that of most families. BERT and DistilBERT have their own.
+    """
+    if family in ("bert", "distilbert"):
+        found = tokenizer()
+    else:
+        found = Tokenizer(models.BPE())
+        found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=300,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=["<s>", "<pad>", "</s>"],
+            show_progress=False,
+        )
+        found.train_from_iterator([text for text, _ in notes(100)], trainer)
+        if family in ("roberta", "modernbert"):
+            ends = [("<s>", 0), ("</s>", 2)]
+            found.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=ends)
+    tokens = {f"{kind}_token_id": None for kind in ("bos", "eos", "pad", "cls", "sep")}
+    sizes = tokens | SIZES[family] | {"model_type": family, "vocab_size": found.get_vocab_size()}
+    torch.manual_seed(0)
+    network = AutoModel.from_config(AutoConfig.for_model(**sizes))
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, float(parameter.ndim == 1), 0.3)
+    network.save_pretrained(folder)
+    found.save(str(folder / "tokenizer.json"))
     return folder
 
 
 def text_inputs(named: str, texts: Sequence[str], limit: int) -> Tensor:
     """Return texts as inputs, (texts, limit + 4): tokens, then how each is written."""
-    tokenizer = read_encoder(named).tokenizer
-    tokens = torch.tensor(tokenizer.tokens(texts, limit)) / tokenizer.scale
+    reader = read_encoder(named).reader(limit)
+    tokens = torch.tensor(reader.tokens(texts, limit)) / reader.scale
     written = torch.tensor([how_written(text) for text in texts])
-    return torch.cat([tokens, (written * tokenizer.scale).round() / tokenizer.scale], 1)
+    return torch.cat([tokens, (written * reader.scale).round() / reader.scale], 1)
 
 
 def notes(count: int, seed: int = 0) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ from dpmac_cli.data.column_schema import TOKENS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
 from dpmac_cli.data.table_schema import TableSchema, read_schema
-from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, as_typed, raise_errors
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.registry import BACKBONES
@@ -94,10 +94,10 @@ def _found(
 
 
 def _text_reader(settings: Settings) -> TextReader | None:
-    """Return how texts are read with the vocabulary of an encoder; None without one."""
+    """Return how texts are read with the tokenizer of an encoder; None without one."""
     if settings.backbone is None or settings.backbone in BACKBONES:
         return None
-    return TextReader(read_encoder(settings.backbone).tokenizer, settings.tokens or TOKENS)
+    return read_encoder(settings.backbone).reader(settings.tokens or TOKENS)
 
 
 def _source(

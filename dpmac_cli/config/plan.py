@@ -12,7 +12,7 @@ from dpmac_cli.config.defaults import BATCHES
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import DataFacts, Source
-from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import (
     Backbone,

@@ -229,11 +229,11 @@ def _network(settings: Settings, data: DataPlan) -> NetworkPlan:
 def _features(settings: Settings, data: DataPlan) -> registry.Features | None:
     if settings.backbone is not None and settings.backbone not in registry.BACKBONES:
         encoder = read_encoder(settings.backbone)
-        if (reader := data.reader) is not None and reader.tokenizer != encoder.tokenizer:
+        if (read := data.reader) is not None and read != encoder.reader(read.limit):
             raise InputError(
-                f"--backbone {settings.backbone} has another vocabulary than the one that "
+                f"--backbone {settings.backbone} has another tokenizer than the one that "
                 f"{data.dataset} was read with. All runs of a search read it once: search over "
-                "encoders with the same vocabulary, or search for each of them."
+                "encoders with the same tokenizer, or search for each of them."
             )
         return encoder.of(data.facts.texts)
     if settings.backbone is not None and settings.backbone_size is not None:

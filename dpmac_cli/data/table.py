@@ -28,7 +28,7 @@ from dpmac_cli.data.table_cells import (
 from dpmac_cli.data.table_file import TableRows, column_kinds, read_rows, table_of
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
-from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError
 
 NO_UNIT = "no whole number that its type stores exactly (write units as text or integers)"

@@ -1,4 +1,4 @@
-"""Texts as inputs: numbers of tokens, which a public encoder turns into a vector, and their style.
+"""Texts as inputs: numbers of tokens, which a public network turns into a vector, and their style.
 
 Numbers of tokens are divided by a power of two to be inputs, which float32 stores exactly. Behind
 them are the numbers on how a text is written, rounded to the same grid. No message contains a text.
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults
-from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.data.writing import WRITTEN, how_written
 from dpmac_cli.errors import InputError
 
@@ -29,9 +29,9 @@ def as_inputs(
         limit: number of tokens; by default the reader's limit.
     """
     kept, limit = list(texts), limit or reader.limit
-    tokens = np.array(reader.tokenizer.tokens(kept, limit), np.float64).reshape(-1, limit)
     written = np.array([how_written(text) for text in kept], np.float64).reshape(-1, WRITTEN)
-    return np.column_stack([tokens, np.rint(written * reader.tokenizer.scale)])
+    tokens = np.array(reader.tokens(kept, limit), np.float64).reshape(-1, limit)
+    return np.column_stack([tokens, np.rint(written * reader.scale)])
 
 
 def is_blank(text: str) -> bool:

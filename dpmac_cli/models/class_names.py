@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.encoders import TextEncoder, tokenizer_of
-from dpmac_cli.models.text_encoder import TextFeatures, texts_alone, token_mask
+from dpmac_cli.models.encoders import TextEncoder, reader_of
+from dpmac_cli.models.text_encoder import TextFeatures
 
 #: Largest number of tokens of a name; what is longer is not read.
 NAME_TOKENS = 32
@@ -38,11 +38,11 @@ def signal_of_class(batch: float, steps: int, sigma: float, classes: int) -> flo
 
 def class_vectors(texts: TextFeatures, encoder: TextEncoder, names: Sequence[str]) -> Tensor:
     """Return the encoder's vectors of the names of classes, of norm 1, shape (classes, width)."""
-    vocabulary = texts.get_buffer("vocabulary").numpy().tobytes()
-    limit = min(NAME_TOKENS, encoder.config.max_position_embeddings)
+    content = texts.get_buffer("vocabulary").numpy().tobytes()
+    limit = min(NAME_TOKENS, encoder.config.longest)
     words = [name.replace("_", " ").replace("-", " ") for name in names]
-    ids = torch.tensor(tokenizer_of(vocabulary, encoder.config).tokens(words, limit))
-    return torch.cat(texts_alone(texts.network, ids, token_mask(ids)))
+    reader = reader_of(content, encoder.config, limit)
+    return texts.alone(torch.tensor(reader.tokens(words, limit)))
 
 
 @torch.no_grad()

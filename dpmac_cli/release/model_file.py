@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from dpmac_cli.accounting.statements import short
 from dpmac_cli.data.registry import DATASETS, Signature
-from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, as_typed
 from dpmac_cli.models import registry, weights
 from dpmac_cli.models.build import Network, build_model
-from dpmac_cli.models.encoders import TextEncoder, tokenizer_of
+from dpmac_cli.models.encoders import EncoderConfig, TextEncoder, reader_of
 from dpmac_cli.release.report import Facts, Privacy, parse_file
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
@@ -103,8 +103,7 @@ def load_model(
     signature = replace(signature, own=() if facts.input.record == shape else facts.input.record)
     reference, features = _network(file, facts, factory, network), _features(file, facts)
     misfit = f"{file} ({facts.model.name}, trained on {facts.dataset.name}) does not fit {name}"
-    public = facts.model.public_part
-    trained = None if public is None else public.train
+    trained = getattr(facts.model.public_part, "train", None)
     part = "head" if trained == "head" else "all"  # LoRA updates were merged
     model = build_model(
         reference,
@@ -164,17 +163,29 @@ def read_facts(path: Path) -> tuple[Path, Facts]:
 def text_reader(path: Path, facts: Facts) -> TextReader | None:
     """Return how a published model reads texts; None if it is not for texts.
 
-    Raises InputError if it has no vocabulary.
+    Raises InputError if it has no tokenizer; ModelError if its network is not supported.
     """
     public = facts.model.public_part
     if public is None or public.encoder is None:
         return None
     file, tensors, *_ = _read(path)
+    config = _encoder(file, public.encoder)
     try:
         content = tensors["frozen.vocabulary"].numpy().tobytes()
-        return TextReader(tokenizer_of(content, public.encoder), facts.input.texts[0][1])
+        return reader_of(content, config, facts.input.texts[0][1])
     except (KeyError, ValueError) as failure:
-        raise InputError(f"{file} {FOREIGN} (it has no vocabulary). {WANTED}") from failure
+        raise InputError(f"{file} {FOREIGN} (it has no tokenizer). {WANTED}") from failure
+
+
+def _encoder(file: Path, form: Mapping[str, Any]) -> EncoderConfig:
+    """Return the form of a network on texts. Raises ModelError if it is not supported."""
+    try:
+        return EncoderConfig.model_validate(form)
+    except ValueError as failure:
+        raise ModelError(
+            f"{file} needs a network on texts that this version does not support. Use the version "
+            "of dpmac that wrote it, or train it again."
+        ) from failure
 
 
 def _network(
@@ -202,7 +213,7 @@ def _features(file: Path, facts: Facts) -> registry.Features | None:
     if public is None or (named := public.backbone or public.features) is None:
         return None
     if public.encoder is not None:
-        return TextEncoder(named, public.encoder, facts.input.texts)
+        return TextEncoder(named, _encoder(file, public.encoder), facts.input.texts)
     if named in registry.BACKBONES and public.backbone_size is not None:
         return registry.Backbone(named, public.backbone_size, public.backbone_flips)
     if named in registry.FEATURES:

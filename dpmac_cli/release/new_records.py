@@ -21,7 +21,7 @@ from dpmac_cli.data.stacking import one_by_one
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_new
-from dpmac_cli.data.wordpiece import TextReader
+from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.release.report import Facts
 from dpmac_cli.runs import folder

@@ -134,7 +134,7 @@ def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
         backbone=recorded.get("backbone") if encoder is None else encoder.kind,
         backbone_size=recorded.get("backbone_size"),
         backbone_flips=recorded.get("backbone_flips", False),
-        encoder=None if encoder is None else encoder.config,
+        encoder=None if encoder is None else encoder.config.model_dump(),
         lora_rank=recorded.get("lora_rank"),
         lora_alpha=network.trained.alpha if network.trained.part == "lora" else None,
         pretrained=None if network.pretrained is None else network.pretrained.name,

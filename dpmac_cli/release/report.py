@@ -26,7 +26,6 @@ from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.encoders import BertConfig
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.tasks.known import task_of
 from dpmac_cli.tasks.task import EvaluationMetric, Task
@@ -120,8 +119,9 @@ class PublicPart(Said):
     """Width and height in pixels that images are resized to for the backbone. Null without one."""
     backbone_flips: bool
     """Whether features are the mean over an image and its mirror image."""
-    encoder: BertConfig | None
-    """Form of a text encoder, by the names in its config.json. Null for other networks."""
+    encoder: dict[str, Any] | None
+    """Form of a text encoder: values of its config.json, the pooling of tokens, and the checksum of
+    its tokenizer as vocabulary_sha256. Null for other networks."""
     lora_rank: Count | None
     """Rank of the additions to linear layers. Null without LoRA."""
     lora_alpha: float | None

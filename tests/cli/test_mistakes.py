@@ -113,8 +113,8 @@ def _set_scene_of_texts(folder: Path) -> None:
         (folder / "letters" / kind).mkdir(parents=True)
         (folder / "letters" / kind / "1.txt").write_bytes("fi\u00e8vre".encode("latin-1"))
     write_encoder(folder / "encoder")
-    write_encoder(folder / "roberta", model_type="roberta")
-    (write_encoder(folder / "bare") / "vocab.txt").rename(folder / "bare" / "tokenizer.json")
+    write_encoder(folder / "t5", model_type="t5")
+    (write_encoder(folder / "bare") / "tokenizer.json").rename(folder / "bare" / "vocab.txt")
     known = ENCODERS["minilm"]
     write_encoder(folder / SITE / known.folder)  # under the name of the package, but another one
     about = folder / SITE / f"{known.package.replace('-', '_')}-1.0.dist-info"
