@@ -34,10 +34,15 @@ NO_TEST = (
     "cannot be distinguished from chance."
 )
 
-OTHERS = (
-    "Other runs on the same records add to the privacy cost, including runs that were deleted or "
-    "replaced by dpmac train --force."
+SEEDS = (
+    "Seeds are given, so epsilons hold only against attackers who do not know the seeds: train a "
+    "model that you publish without one."
 )
+ONE_SEED = (
+    " Runs of one seed share batches and noise, which can be subtracted from two of their models. "
+    "Publish at most one of them."
+)
+OTHERS = " Other runs on the same records add to the cost, also those deleted or replaced."
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
@@ -149,7 +154,7 @@ def _mean(cell: Cell | None, metric: EvaluationMetric) -> str:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Return remarks on significance, on epsilons, and on the cost of publishing the best run."""
+    """Return remarks on significance, on the cost of all runs, and on seeds and other runs."""
     rivals = Counter(cell.column for cell in comparison.cells)
     tested = Counter(cell.column for cell in comparison.cells if len(cell.values) > 1)
     said = []
@@ -160,23 +165,14 @@ def remarks(comparison: Comparison) -> list[str]:
     epsilon, cells = comparison.epsilon, comparison.cells
     if not math.isfinite(epsilon) or epsilon == 0:
         return said
-    said.append(
-        "Runs use the given seeds to be reproducible: their epsilons hold only against attackers "
-        "who do not know the seeds. Train a model that you publish without a seed."
-    )
     open_ends = sum(len(cell.failures) for cell in cells)
     runs = open_ends + sum(len(cell.values) for cell in cells)
     counted = f", {open_ends} of them not finished and counted in full," if open_ends else ""
     if runs > 1 or epsilon > cells[0].epsilon:
         said.append(
-            "Each epsilon above is the privacy cost of one run chosen in advance. "
-            f"The {runs} runs{counted} use the same records: publishing anything learnt from "
-            f"all of them, such as which is best, costs epsilon {format_epsilon(epsilon)} at "
-            f"delta {comparison.grid.plan.privacy.delta:g} in total."
+            f"Each epsilon is of one run chosen in advance. The {runs} runs{counted} use the same "
+            "records: publishing anything learnt from all of them, such as which is best, costs "
+            f"epsilon {format_epsilon(epsilon)} at delta "
+            f"{comparison.grid.plan.privacy.delta:g} in total."
         )
-    if len(cells) > 1:
-        said.append(
-            "This total is for independent runs. Runs with the same seed share batches and noise, "
-            "so the noise can be subtracted from two of their models. Publish at most one of them."
-        )
-    return [*said, OTHERS]
+    return [*said, SEEDS + (len(cells) > 1) * ONE_SEED + OTHERS]
