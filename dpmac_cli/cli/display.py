@@ -26,6 +26,8 @@ from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training import evaluation
 from dpmac_cli.training.private_scores import PrivateScore
 
+#: Seconds of training after which a run that takes longer than :data:`LONG` is remarked on.
+PACED, LONG = 10.0, 1800.0
 #: Epsilon above which a note is printed.
 WEAK = 10
 ABOVE = f"Above {WEAK} the guarantee is weak: increase the noise (--sigma), or set --epsilon 3."
@@ -44,7 +46,8 @@ class RunDisplay:
         self.console = console
         self._computing = ""
         self._scored: evaluation.Evaluation | None = None
-        self._warned = False
+        self._warned = self._paced = False
+        self._begun: tuple[int, float] | None = None
         columns = [
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -64,7 +67,7 @@ class RunDisplay:
                 if not event.elsewhere:
                     LISTENER.get()(event)
             case Started():
-                self._plan = event.plan
+                self._plan, self._steps = event.plan, event.steps
                 self.console.print(*_heading(event), sep="\n")
                 self._task = self._bar.add_task(
                     "epoch", total=event.steps, completed=event.done, epsilon="", accuracy=""
@@ -93,6 +96,7 @@ class RunDisplay:
             note = f"note: epsilon will be {epsilon_or_dots(event.planned)}. {ABOVE}"
             self.console.print(Text(note, ATTENTION))
         step = event.event.step
+        self._pace(step, event.event.seconds)
         # An upper bound: between points of the schedule, show the next point's epsilon.
         spent = f"ε ≤ {epsilon_or_dots(event.epsilon)} of {epsilon_or_dots(event.planned)}"
         self._bar.update(
@@ -109,6 +113,24 @@ class RunDisplay:
             if not math.isnan(value):
                 text = METRICS[self._plan.settings.metric].text(value)
                 self._bar.update(self._task, accuracy=f"test {text}")
+
+    def _pace(self, step: int, seconds: float) -> None:
+        """Print how long a slow run will take, once, and what would be faster."""
+        first, began = self._begun = self._begun or (
+            step,
+            seconds,
+        )  # the first step prepares others
+        if self._paced or seconds < began + PACED or step == first:
+            return
+        self._paced = True
+        left = (seconds - began) / (step - first) * (self._steps - step)
+        if left > LONG:
+            head = self._plan.data.facts.holds == "images" and not self._plan.network.features
+            note = (
+                f"note: at this pace, training takes {left / 3600:.1f} hours more. Faster: fewer "
+                "--epochs, a smaller --model" + head * ", or a head on a public network: --backbone"
+            )
+            self.console.print(Text(note, ATTENTION))
 
     def stopping(self) -> None:
         """Confirm a request to stop."""
