@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models import encoders, text_encoder
+from dpmac_cli.models import encoders, text_encoder, text_parts
 from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
 from dpmac_cli.models.text_encoder import WRITTEN_SCALE, TextFeatures, encoder_weights, token_mask
 from tests.test_tokens import TEXTS
@@ -126,7 +126,8 @@ def token_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | 
         seen.append((ids, mask))
         return real(network, ids, mask)
 
-    monkeypatch.setattr(text_encoder, "token_vectors", noted)
+    for module in (text_encoder, text_parts):
+        monkeypatch.setattr(module, "token_vectors", noted)
     return seen
 
 
