@@ -327,10 +327,12 @@ def _config_of(values: Mapping[str, Any], pooling: str, tokenizer: bytes) -> Enc
 
 
 def transformers_config(form: Mapping[str, Any]) -> Any:
-    """Return the configuration of transformers that describes a network."""
+    """Return the configuration of transformers that describes a network, without dropout."""
     from transformers import AutoConfig  # noqa: PLC0415  (slow to import, and an extra)
 
-    return AutoConfig.for_model(**form, use_cache=False)
+    config = AutoConfig.for_model(**form, use_cache=False)
+    config.update({n: 0.0 for n, v in config.to_dict().items() if "drop" in n and v is not None})
+    return config
 
 
 def _hint(name: str) -> str:
