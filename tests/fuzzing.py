@@ -631,7 +631,6 @@ PRICED: Mapping[str, Sequence[str]] = {
     "delta": ("1e-5", "1e-13", "1e-15", "1e-20", "1e-300", "0.5", "0.999999", "1", "1e-400"),
     "sampler": options(Question)["sampler"].choices,
     "accountant": options(Question)["accountant"].choices,
-    "tune": ("2", "10", "1", "1001", "ten"),
 }
 assert PRICED.keys() == set(map(flag_name, options(Question)))
 

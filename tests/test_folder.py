@@ -109,7 +109,7 @@ def test_a_file_is_no_folder(tmp_path: Path, force: bool) -> None:
 
 
 def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
-    ours = (*folder.SEALED, folder.SUMS, "events.out.tfevents.1.host")
+    ours = (*folder.SEALED, folder.SUMS)
     for name in (*ours, "notes.txt", "plot.png"):
         (tmp_path / name).write_text(name)
     for name in (folder.CHECKPOINTS, "branch-of-mine"):

@@ -43,7 +43,6 @@ CACHED = {
     "randomness.layers.devices": "the accelerators of the machine",
     "release.card.templates": "the templates of cards",
     "config.fields.options": "tables of flags, a fixed number",
-    "runs.environment._processor": "a checksum",
 }
 
 
