@@ -13,6 +13,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -261,33 +262,37 @@ def _loading(
 @contextlib.contextmanager
 def _stop_soon() -> Iterator[Callable[[], bool]]:
     asked = itertools.count(1)
-    InlinePool.stop = lambda self: next(asked) >= PATIENCE  # type: ignore[method-assign]
     yield lambda: next(asked) >= PATIENCE
 
 
 class InlinePool(workers.Pool):
-    """A pool whose runs are trained in this process, one at a time."""
+    """A pool whose runs are trained in this process, one at a time, for a few steps in all."""
+
+    steps = 0
 
     def __init__(self, configs: Sequence[Any], jobs: int, data: Any) -> None:
         del jobs
         super().__init__(configs, 1, data)
 
-    def stop(self) -> bool:
-        """As the command is asked to stop."""
-        return False
+    def train(self, run: Any, stop: threading.Event) -> Result:
+        def stopped() -> bool:
+            InlinePool.steps += 1
+            return stop.is_set() or self.late()
 
-    def submit(self, run: Any) -> Any:
-        return run
-
-    def result(self, job: Any) -> Result:
         with contextlib.redirect_stdout(sys.stderr):
-            return train_run(job, self.data[job.plan.data.source], self.stop)
+            return train_run(run, self.data[run.plan.data.source], stopped)
 
-    def cancel(self, job: Any) -> None:
-        pass
+    @classmethod
+    def late(cls) -> bool:
+        """Whether the command is asked to stop."""
+        return cls.steps >= PATIENCE
 
-    def wait(self, job: Any) -> None:
-        pass
+    @classmethod
+    @contextlib.contextmanager
+    def stop_request(cls) -> Iterator[Callable[[], bool]]:
+        """What a command looks at between its looks at the runs."""
+        cls.steps = 0
+        yield cls.late
 
 
 @contextlib.contextmanager
@@ -297,8 +302,11 @@ def quickened() -> Iterator[None]:
         patched.enter_context(mock.patch.object(preparation, "loading", _loading))
         for module in (scoring, workers):
             patched.enter_context(mock.patch.object(module, "load_data", _load_data))
-        for command in (train_command, compare_command):
-            patched.enter_context(mock.patch.object(command, "stop_request", _stop_soon))
+        for command, soon in (
+            (train_command, _stop_soon),
+            (compare_command, InlinePool.stop_request),
+        ):
+            patched.enter_context(mock.patch.object(command, "stop_request", soon))
         patched.enter_context(mock.patch.object(workers, "Pool", InlinePool))
         yield
 
