@@ -102,10 +102,13 @@ def test_where_rank_0_is_lost_the_others_say_so_and_how_to_go_on() -> None:
 
 
 @pytest.mark.long
-def test_bad_input_is_said_once() -> None:
+def test_bad_input_is_explained_by_one_process_and_the_other_points_to_it() -> None:
     with started(2, *TRAIN, "--lr", "-1") as (first, second):
         said = first.communicate(timeout=90)[1]
         assert first.returncode == 2
         assert "--lr must be at least" in said
-        assert "".join(second.communicate(timeout=90)) == ""
+        out, pointed = second.communicate(timeout=90)
+        assert (out, pointed.count("\n")) == ("", 1)
+        assert "One of the 2 processes of this run stopped" in pointed
+        assert "--lr" not in pointed
     assert not Path("run").exists()
