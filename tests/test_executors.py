@@ -307,8 +307,15 @@ def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
 
 
 def test_jobs_that_are_left_are_asked_to_stop(tmp_path: Path) -> None:
+    both = threading.Barrier(2)
+
+    class Together(Scripted):
+        def train(self, run: Run, stop: threading.Event) -> Result:
+            both.wait()
+            return super().train(run, stop)
+
     runs = grid_in(tmp_path, epochs="1").runs
-    left = Scripted(runs, {0: ("failed", 3)})
+    left = Together(runs, {0: ("failed", 3)})
     events = carry_out(left, runs, [0, 1], never)
     assert next(events) == Moved(0, 3, None)
     del events  # waits for the other one, which ends once it is asked to
