@@ -1,7 +1,6 @@
 """Records at hand in a program: arrays, torch datasets, data frames."""
 
 import copy
-from contextvars import Context
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,19 @@ import torch
 from numpy.typing import NDArray
 from sklearn.datasets import load_breast_cancer
 from torch.utils.data import TensorDataset
-from torchvision.datasets import FakeData
-from torchvision.transforms import ToTensor
 
 import dpmac_cli
 from dpmac_cli import (
     ArrayData,
     InputError,
     finish,
-    fork,
     from_dataframe,
     from_torch,
     resolve,
-    resume,
-    score,
     train,
 )
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
-from tests.digits_runs import after
 
 QUICK = {"sigma": 4, "epochs": 2, "batch_size": 32, "model": "mlp", "seed": 1}
 
@@ -62,13 +55,6 @@ def test_arrays_are_what_their_file_is(tmp_path: Path) -> None:
         assert held[part] == filed[part]
 
 
-@pytest.mark.parametrize("kind", [torch.as_tensor, np.asarray, list])
-def test_whatever_numpy_takes_is_an_array(kind: Any, tmp_path: Path) -> None:
-    x, y = rows(60)
-    report = train_on(ArrayData(kind(x), kind(y), low=0, high=2), tmp_path / "run")
-    assert report["dataset"]["train_size"] + report["dataset"]["test_size"] == 60
-
-
 def test_fractions_of_a_torch_dataset_are_the_images(tmp_path: Path) -> None:
     x, y = images()
     known: dict[str, Any] = {"classes": ["a", "b", "c"]}
@@ -85,23 +71,6 @@ def test_fractions_of_a_torch_dataset_are_the_images(tmp_path: Path) -> None:
         inputs.append(data.standardised(data.train.images))
     assert torch.allclose(inputs[0], inputs[1], atol=1e-6)
     assert resolve(QUICK, dataset=read).plan.data.facts.shape == (3, 8, 8)
-
-
-def test_pictures_of_a_torch_dataset_stay_bytes(tmp_path: Path) -> None:
-    train_set = FakeData(40, (3, 16, 16), 3)
-    test_set = FakeData(20, (3, 16, 16), 3, random_offset=40)
-    plan = resolve(QUICK, dataset=from_torch(train_set, test_set, classes=["a", "b", "c"])).plan
-    assert (plan.data.facts.train_size, plan.data.facts.test_size, plan.data.found.held_out) == (
-        40,
-        20,
-        False,
-    )
-    data = load_data(plan.data.source, Path(), torch.device("cpu"))
-    assert data.train.images.dtype == torch.uint8
-    first = torch.as_tensor(np.array(train_set[0][0])).permute(2, 0, 1)
-    assert torch.equal(data.train.images[0], first)
-    scaled = from_torch(FakeData(80, (3, 16, 16), 3, ToTensor()), low=0, high=1)
-    assert resolve(QUICK, dataset=scaled).plan.data.facts.levels == 1
 
 
 @pytest.mark.parametrize("kind", [pd.DataFrame, pl.DataFrame])
@@ -132,26 +101,6 @@ def test_data_frames_are_read_as_their_schema_says(kind: Any, tmp_path: Path) ->
         from_dataframe(given, {**schema, "columns": {"mean radius": {}}})
     with pytest.raises(InputError, match="There is no column mean radius"):
         resolve(QUICK, dataset=from_dataframe(frame.drop(columns="mean radius"), schema))
-
-
-@pytest.mark.long
-def test_a_run_goes_on_with_as_many_records(tmp_path: Path) -> None:
-    x, y = rows()
-    data, out = ArrayData(x, y, low=0, high=2), tmp_path / "run"
-    plan = resolve(QUICK, dataset=data, out=out, checkpoint_every="1").plan
-    list(train(plan, after(3)))
-    with pytest.raises(InputError, match="in memory in a program: pass it as"):
-        list(resume(out))
-    with pytest.raises(InputError, match="The number of training records is not the one"):
-        list(resume(out, {"dataset": ArrayData(x[1:], y[1:], low=0, high=2)}))
-    again = finish(resume(out, {"dataset": data}))
-    assert score(out, dataset=data).result.accuracy == again.report["test"]["accuracy"]
-    with pytest.raises(InputError, match=r"records in memory of a program\. Add "):
-        score(out)  # typed as a command
-    with pytest.raises(InputError, match=r"of a program\. Pass them: score\(run, data\), with"):
-        Context().run(score, out)
-    longer = finish(fork(out, {"dataset": data, "epochs": 3, "out": tmp_path / "longer"}))
-    assert len(longer.report["privacy"]["events"]) == 3
 
 
 def test_what_cannot_be_records_is_told_at_once() -> None:

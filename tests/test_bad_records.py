@@ -1,12 +1,8 @@
 """Whatever one record is, it changes no other one, for every reader of your own data."""
 
 import io
-import os
 import random
-import struct
 import traceback
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
@@ -14,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import polars as pl
 import pyarrow as pa
 import pytest
 import torch
@@ -45,8 +40,6 @@ SCHEMA = schema_of(
     },
     "schema",
 )
-#: Ways in which each reader is told all that is public.
-Made = Callable[[Path, "Any"], Source]
 
 
 @dataclass(frozen=True)
@@ -58,14 +51,6 @@ class Row:
     kind: Any
     y: Any
     note: Any = "x"
-
-
-def rows() -> list[Row]:
-    rng = np.random.default_rng(0)
-    return [
-        Row(10**10 + n // 3, int(rng.integers(0, 101)), int(rng.integers(0, 3)), CLASSES[n % 2])
-        for n in range(COUNT)
-    ]
 
 
 def values(x: Any) -> Any:
@@ -97,30 +82,6 @@ def columns(found: list[Row]) -> dict[str, list[Any]]:
 
 
 # Tables
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("kind", ["int64", "int64 with null", "double", "text", "decimal"])
-def test_units_of_parquet_do_not_depend_on_the_type_of_their_column(
-    tmp_path: Path, kind: str
-) -> None:
-    """A missing id turns integers into floats, which print as 1.2e+10."""
-    table = pa.table(columns(rows()))
-    unit = table["unit"].combine_chunks()
-    expected = set(map(str, unit.to_pylist()))
-    cast = {"double": pa.float64(), "text": pa.string(), "decimal": pa.decimal128(24, 2)}
-    if kind in cast:
-        unit = unit.cast(cast[kind])
-    if kind != "int64":
-        added = table.slice(0, 1).set_column(0, "unit", pa.array([None], unit.type))
-        table = pa.concat_tables([table.set_column(0, "unit", unit), added])
-    parquet.write_table(table, tmp_path / "t.parquet")
-    source = Source(tmp_path / "t.parquet", schema=SCHEMA, unit="unit", skip_bad=True)
-    train, test = parts(source)
-    assert {*train.units.tolist(), *test.units.tolist()} == expected
-    parquet.write_table(pa.table(columns(rows())), tmp_path / "int.parquet")
-    _, plain = parts(Source(tmp_path / "int.parquet", schema=SCHEMA, unit="unit"))
-    assert test.units.tolist() == plain.units.tolist()
 
 
 @pytest.mark.privacy
@@ -162,16 +123,6 @@ def test_a_missing_value_does_not_change_the_categories_of_others() -> None:
         found.append(seen(source))
     assert found[0][1] == found[1][1]
     assert len(found[1][0].skipped) == 1
-
-
-def test_polars_frames_are_read_like_those_of_pandas() -> None:
-    found = []
-    for frame in (pd.DataFrame(columns(rows())), pl.DataFrame(columns(rows()))):
-        in_memory = from_dataframe(frame, SCHEMA)
-        found.append(
-            seen(Source(in_memory.path, schema=SCHEMA, in_memory=in_memory, unit="unit"))[1]
-        )
-    assert found[0] == found[1]
 
 
 # Arrays
@@ -237,29 +188,6 @@ def test_without_bad_records_nothing_is_left_out(records: str, targets: str) -> 
         assert np.array_equal(one.x, other.x)
         assert np.array_equal(one.y, other.y)
     assert sum(len(side.x) for side in parts(lenient)) == COUNT
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("record", [[1, 2], [[1, 2, 3]], None])
-def test_items_of_another_shape_than_is_declared_by_none_are_named(record: Any) -> None:
-    x, y, _ = (part.tolist() for part in numbers())
-    with pytest.raises(InputError, match=f"Record {COUNT} has shape"):
-        inspect(arrays([*x, record], [*y, 0]))
-
-
-@pytest.mark.privacy
-def test_a_record_with_a_missing_number_moves_no_integers() -> None:
-    """As with an array of integers that becomes one of floats."""
-    x, y, _ = numbers()
-    plain = seen(arrays(x, y))
-    worse = seen(arrays(np.vstack([x, [[np.nan] * 3]]), [*y, 0], skip_bad=True))
-    assert worse[1] == plain[1]
-
-
-@pytest.mark.privacy
-def test_negative_zero_is_zero_for_the_split() -> None:
-    x, y, _ = numbers()
-    assert seen(arrays(x, y))[0].facts == seen(arrays(np.where(x == 0, -0.0, x), y))[0].facts
 
 
 @pytest.mark.privacy
@@ -391,17 +319,6 @@ def test_random_transforms_of_samples_are_secret() -> None:
     assert after == again, "the program's own random numbers"
 
 
-@pytest.mark.privacy
-def test_kinds_and_shapes_that_differ_undeclared_are_named() -> None:
-    image, number = np.zeros((8, 8), np.uint8), np.zeros((8, 8), np.float32)
-    with pytest.raises(InputError, match=r"Record 1 has shape \(8, 8\) \(uint8\)"):
-        from_torch(Listed([(number, 0), (image, 1)]))
-    with pytest.raises(InputError, match=r"Record 1 has shape \(8, 7\)"):
-        from_torch(Listed([(image, 0), (image[:, 1:], 1)]))
-    with pytest.raises(InputError, match=r"Record 1 has a label of shape \(2,\)"):
-        from_torch(Listed([(image, 0), (image, [1, 0])]))
-
-
 # Copies
 
 
@@ -466,39 +383,6 @@ def test_copies_are_remarked_on_and_not_published() -> None:
 # Folders
 
 
-def photo(path: Path, value: int, **how: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("L", (8, 6), value).save(path, **how)
-
-
-def album(root: Path) -> Path:
-    for number in range(20):
-        photo(root / CLASSES[number % 2] / f"p{number // 2}_{number}.png", 10 * number + 50)
-    return root
-
-
-def test_a_pattern_that_no_path_matches_is_refused_with_skip_bad_too(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not match --unit q"):
-        inspect(Source(album(tmp_path), unit="q([0-9]+)_", skip_bad=True))
-
-
-@pytest.mark.parametrize("name", ["Thumbs.db", "desktop.ini", ".DS_Store"])
-def test_files_of_file_managers_are_ignored(tmp_path: Path, name: str) -> None:
-    source = Source(album(tmp_path))
-    before = seen(source)
-    for place in (tmp_path, tmp_path / "a"):
-        (place / name).write_bytes(b"x")
-    assert seen(source)[1] == before[1]
-
-
-def test_links_to_one_file_are_copies(tmp_path: Path) -> None:
-    album(tmp_path)
-    os.link(tmp_path / "a" / "p0_0.png", tmp_path / "a" / "again.png")
-    assert inspect(Source(tmp_path)).signs.copies == 1
-    (tmp_path / "a" / "more.png").write_bytes((tmp_path / "a" / "p0_0.png").read_bytes())
-    assert inspect(Source(tmp_path, skip_bad=True)).signs.copies == 2
-
-
 # What an image is
 
 
@@ -557,27 +441,6 @@ def test_scans_of_twelve_bits_are_scaled_on_request(tmp_path: Path) -> None:
     assert max(x.max(), more.max()) == 255
 
 
-def test_levels_of_colours_are_refused(tmp_path: Path) -> None:
-    album(tmp_path)
-    deep_colour = np.zeros((6, 8, 3), ">u2")
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    lines = b"".join(b"\0" + line.tobytes() for line in deep_colour)
-    (tmp_path / "a" / "c.png").write_bytes(
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 6, 16, 2, 0, 0, 0))
-        + chunk(b"IDAT", zlib.compress(lines))
-        + chunk(b"IEND", b"")
-    )
-    assert inspect(Source(tmp_path, channels=1, skip_bad=True)).skipped == ()
-    (said,) = inspect(Source(tmp_path, channels=1, levels=4095, skip_bad=True)).skipped
-    assert "--levels is for grey images" in said
-
-
 # Units with test records
 
 
@@ -604,91 +467,3 @@ def test_a_unit_on_both_sides_keeps_its_test_records(place: str) -> None:
     owned = [{record[2] for record in side} for side in after[1]]
     assert not owned[0] & owned[1]
     assert str(other) in owned[1]
-
-
-@pytest.mark.privacy
-def test_a_person_among_training_and_test_images_keeps_the_test_images(tmp_path: Path) -> None:
-    for part in ("train", "test"):
-        for number in range(20):
-            person = f"{part}{number // 2}"
-            photo(tmp_path / part / CLASSES[number % 2] / f"{person}-{number}.png", 9 * number + 50)
-    declared: dict[str, Any] = {"channels": 1, "image_size": 8, "classes": CLASSES}
-    source = Source(tmp_path, unit="([a-z]+[0-9]+)-", skip_bad=True, **declared)
-    before = seen(source)
-    photo(tmp_path / "train" / "a" / "test0-9.png", 7)
-    after = seen(source)
-    assert before[1] == after[1]
-    assert after[0].skipped == ("train/a/test0-9.png",)
-    photo(tmp_path / "test" / "a" / "train0-9.png", 7)
-    assert {*after[1][0]} - {*seen(source)[1][0]} == {r for r in after[1][0] if r[2] == "train0"}
-
-
-@pytest.mark.privacy
-def test_text_of_parquet_that_is_not_utf8_is_left_out(tmp_path: Path) -> None:
-    plain = pa.table({n: pa.array(list(map(str, c))) for n, c in columns(rows()).items()})
-    found = []
-    for bad in (b"", b"\xff"):
-        raw = pa.array([bad]).cast(pa.binary())
-        cell = pa.Array.from_buffers(pa.string(), 1, raw.buffers())
-        added = pa.table(dict.fromkeys(plain.column_names, cell))
-        parquet.write_table(pa.concat_tables([plain, added]), tmp_path / "t.parquet")
-        source = Source(tmp_path / "t.parquet", schema=SCHEMA, unit="unit", skip_bad=True)
-        found.append(seen(source))
-    assert found[0][1] == found[1][1]
-    assert [len(facts.skipped) for facts, _ in found] == [1, 1]
-
-
-@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.large_string()])
-def test_other_types_of_columns_are_read(tmp_path: Path, kind: Any) -> None:
-    table = pa.table(columns(rows()))
-    text = pa.array(list(map(str, table["age"].to_pylist())))
-    age = text.cast(kind) if kind == pa.large_string() else pa.array(
-        np.asarray(table["age"]).astype(kind.to_pandas_dtype())
-    )  # fmt: skip
-    parquet.write_table(table.set_column(1, "age", age), tmp_path / "t.parquet")
-    parquet.write_table(table, tmp_path / "plain.parquet")
-    one, other = (
-        seen(Source(tmp_path / f"{name}.parquet", schema=SCHEMA, unit="unit"))
-        for name in ("t", "plain")
-    )
-    assert one[1] == other[1]
-
-
-def test_objects_of_polars_are_text_one_by_one() -> None:
-    frame = pl.DataFrame(columns(rows()))
-    objects = pl.DataFrame(
-        {**columns(rows()), "age": pl.Series(columns(rows())["age"], dtype=pl.Object)}
-    )
-    found = []
-    for each in (frame, objects):
-        in_memory = from_dataframe(each, SCHEMA)
-        found.append(
-            seen(Source(in_memory.path, schema=SCHEMA, in_memory=in_memory, unit="unit"))[1]
-        )
-    assert found[0] == found[1]
-
-
-def test_a_folder_that_cannot_be_listed_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    album(tmp_path)
-    photo(tmp_path / "closed" / "p1_1.png", 3)
-    scandir = os.scandir
-
-    def refusing(path: Any) -> Any:
-        if os.fspath(path).endswith("closed"):
-            raise PermissionError(13, "Permission denied")
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refusing)
-    declared: dict[str, Any] = {"channels": 1, "image_size": 8, "classes": CLASSES}
-    (said,) = inspect(Source(tmp_path, skip_bad=True, **declared)).skipped
-    assert "closed cannot be read (Permission denied)" in said
-
-
-def test_the_pictures_that_a_camera_adds_to_a_photograph_are_not_frames(tmp_path: Path) -> None:
-    album(tmp_path)
-    first, depth = Image.new("L", (8, 6), 200), Image.new("L", (4, 3), 9)
-    first.save(tmp_path / "a" / "p.jpg", "MPO", save_all=True, append_images=[depth])
-    found = inspect(Source(tmp_path, channels=1, image_size=8, skip_bad=True))
-    assert found.skipped == ()

@@ -15,7 +15,7 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.storage.cache import BEGUN, WHOLE, RowFile, kept_files, make_room
+from dpmac_cli.storage.cache import RowFile, kept_files, make_room
 from tests.digits_runs import dpmac, of, train_digits
 
 RUN: Mapping[str, Any] = {"features": "scatter"}
@@ -63,26 +63,6 @@ def test_a_damaged_file_is_computed_again(harm: str, cache: Path) -> None:
     assert seen >= 1797
     assert torch.equal(found, expected)
     assert features_of(cache)[0] == 0
-
-
-@pytest.mark.privacy
-def test_what_a_process_began_is_computed_again(cache: Path) -> None:
-    """Whatever it left: its rows have no checksum yet."""
-    _, parts, data = work()
-    events = featured(parts, data, {}, cache)
-    while next(events).done < 512:
-        pass
-    events.close()  # as an interrupt does
-    [begun] = kept_files(cache)
-    assert begun.suffix == BEGUN
-    assert begun.stat().st_mode & 0o777 == 0o600
-    content = bytearray(begun.read_bytes())
-    content[content.index(b"\n") + 100] ^= 1  # of the first row
-    begun.write_bytes(content)
-    seen, found = features_of(cache)
-    assert seen >= 1797
-    assert torch.equal(found, data.standardised(data.train.at(slice(1))[0])[0].half() * 2)
-    assert [file.suffix for file in kept_files(cache)] == [WHOLE]
 
 
 def features_of(cache: Path) -> tuple[int, Tensor]:
@@ -142,11 +122,3 @@ def test_the_command_lists_and_clears(cache: Path) -> None:
     assert f"1 file, {size} of 20.0 GB" in dpmac("cache").output
     assert "1 removed" in dpmac("cache", "--clear").output
     assert kept_files(cache) == []
-
-
-@pytest.mark.parametrize("size", ["much", "-1", "nan"])
-def test_a_size_that_is_no_size_is_refused(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPMAC_CACHE_SIZE", size)
-    result = dpmac("cache")
-    assert result.exit_code == 2
-    assert f"must be a number of gigabytes, such as 20, not '{size}'" in result.output

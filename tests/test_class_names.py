@@ -1,23 +1,18 @@
 """Where training on texts begins."""
 
-import math
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli import ArrayData, from_dataframe, resolve
-from dpmac_cli.data.writing import WRITTEN
-from dpmac_cli.errors import InputError
-from dpmac_cli.models import class_names
-from dpmac_cli.models.class_names import NAME_SCALE, signal_of_class
+from dpmac_cli import ArrayData, resolve
+from dpmac_cli.models.class_names import NAME_SCALE
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.runs.prepare import AT_NAMES, PreparedRun, prepare
+from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.storage.progress import outcome
 from tests.tiny_bert import WIDTH, notes, text_inputs, write_encoder
 
@@ -87,62 +82,3 @@ def test_where_a_head_begins_depends_on_no_record_and_no_key() -> None:
     one, two = prepared(records()), prepared(records(40), seed=1)
     assert torch.equal(head_of(one).weight, head_of(two).weight)
     assert all(map(torch.equal, one.model.buffers(), two.model.buffers()))
-
-
-def test_several_texts_share_the_names() -> None:
-    rows = notes(40)
-    kinds = [CLASSES[row % 3] for row in range(40)]
-    frame = pd.DataFrame({"note": [text for text, _ in rows], "kind": kinds, "age": range(40)})
-    frame["plan"] = frame["note"].str[::-1]
-    columns = {"note": {"text": 16}, "age": {"range": [0, 90]}, "plan": {"text": 12}}
-    schema = {"label": {"column": "kind", "classes": list(CLASSES)}, "columns": columns}
-    head = head_of(prepared(from_dataframe(frame, schema), tokens=None))
-    expected = vectors(("chest pain", "mild fever", "cough"))
-    own = NAME_SCALE / 2 * (expected - expected.mean(0))
-    assert head.in_features == 2 * (WIDTH + WRITTEN) + 1
-    assert torch.allclose(head.weight[:, : 2 * WIDTH], own.repeat(1, 2), atol=1e-6)
-    assert not head.weight[:, 2 * WIDTH :].any()
-
-
-def test_a_head_for_numbers_begins_at_zero() -> None:
-    frame = pd.DataFrame({"note": [text for text, _ in notes(40)], "days": range(40)})
-    schema = {"label": {"column": "days", "range": [0, 40]}, "columns": {"note": {"text": 16}}}
-    found = prepared(from_dataframe(frame, schema), tokens=None)
-    assert not head_of(found).weight.any()
-    texts = found.model.get_submodule("frozen")
-    assert isinstance(texts, TextFeatures)
-    assert not texts.joined.common.any()
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [({"sigma": 0.01}, False), ({"no_dp": True, "sigma": None}, False), ({}, True)],
-)
-def test_with_little_noise_a_head_begins_at_zero(settings: dict[str, Any], named: bool) -> None:
-    found = prepared(records(), **settings)
-    assert bool(head_of(found).weight.any()) == named
-    assert (AT_NAMES in found.notes) == named
-
-
-def test_the_signal_of_a_class_is_what_adds_up_over_its_noise() -> None:
-    """B / classes from the records of a class in each of T sums, noise sigma sqrt(T) in all."""
-    assert signal_of_class(100, 400, 5, 10) == pytest.approx(400 * (100 / 10) / (5 * 400**0.5))
-    assert signal_of_class(100, 400, 0, 10) == math.inf
-
-
-def test_an_encoder_without_finite_vectors_of_names_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    infinite = torch.full((3, WIDTH), torch.inf)
-    monkeypatch.setattr(class_names, "class_vectors", lambda *_: infinite)
-    with pytest.raises(InputError, match="vectors of the names of classes are not finite"):
-        prepared(records())
-
-
-def test_a_network_with_hidden_layers_begins_as_it_does_elsewhere() -> None:
-    found = prepared(records(), model="mlp-small")
-    first, *_ = (
-        part for part in found.model.get_submodule("head").modules() if type(part) is nn.Linear
-    )
-    assert first.weight.std() > 0.01
-    assert first.weight.shape[1] == WIDTH + WRITTEN

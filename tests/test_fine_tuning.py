@@ -14,10 +14,8 @@ from torch.nn.functional import cross_entropy
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
-from dpmac_cli.dp.clipping.custom_layers import ConstantNorm
 from dpmac_cli.dp.clipping.layers import flatten_parameters
 from dpmac_cli.dp.clipping.per_sample import PerSample
-from dpmac_cli.errors import ModelError
 from dpmac_cli.models.features import LoraLinear, freeze
 from dpmac_cli.models.registry import PARTS, Trained
 from dpmac_cli.models.weights import adopt, published
@@ -183,22 +181,6 @@ def test_gradients_are_those_of_vmap(name: str, part: str) -> None:
         assert torch.allclose(out, expected[row], atol=1e-10)
 
 
-@pytest.mark.privacy
-def test_a_constant_norm_is_a_batch_norm_in_evaluation_mode() -> None:
-    for affine in (True, False):
-        norm = nn.BatchNorm2d(5, affine=affine).eval()
-        norm.running_mean, norm.running_var = torch.randn(5), torch.rand(5) + 0.5
-        x = 10 * torch.randn(3, 5, 4, 4)
-        constant = ConstantNorm(norm, "norm").train()
-        kept = {n: b.clone() for n, b in constant.named_buffers()}
-        assert torch.allclose(constant(x), norm(x), atol=1e-4)
-        assert torch.allclose(constant(x[:1]), constant(x)[:1])  # alone as beside others
-        assert all(torch.equal(kept[n], b) for n, b in constant.named_buffers())
-        assert constant.state_dict().keys() == norm.state_dict().keys()
-    with pytest.raises(ModelError, match=r"layer norm, .* without running statistics"):
-        ConstantNorm(nn.BatchNorm2d(5, track_running_stats=False), "norm")
-
-
 def test_an_addition_is_zero_at_first_and_can_be_merged() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(7, 5)
@@ -234,15 +216,6 @@ def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
 
 
 @pytest.mark.privacy
-@pytest.mark.long
-@pytest.mark.parametrize("part", ["norm", "all"])
-def test_a_run_is_resumed_with_what_it_trains(part: str, pretrained: dict[str, Any]) -> None:
-    settings = {**pretrained, "train": part, "steps": 6, "batch_size": 32, "seed": 3}
-    list(train(digits_config(**settings, out="cut"), after(2)))
-    assert finish(list(resume("cut", {"model": pretrained["model"]}))).state == "finished"
-
-
-@pytest.mark.privacy
 @pytest.mark.usefixtures("unvalidated")
 @pytest.mark.parametrize("pretrained", ["ViT"], indirect=True)
 def test_lora_is_published_merged_and_resumed(pretrained: dict[str, Any]) -> None:
@@ -267,26 +240,6 @@ def test_lora_is_published_merged_and_resumed(pretrained: dict[str, Any]) -> Non
     part = whole.report["model"]["public_part"]
     assert (part["lora_rank"], part["lora_alpha"]) == (2, 16)
     load_model("whole", factory=pretrained["model"])
-
-
-def test_lora_leaves_out_layers_whose_weights_are_used_without_a_call() -> None:
-    class Functional(nn.Module):
-        """As torchvision's Swin transformers do."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.read, self.called = nn.Linear(64, 8), nn.Linear(8, 8)
-            self.fc = nn.Linear(8, 10)
-
-        def forward(self, x: Tensor) -> Tensor:
-            read = nn.functional.linear(x.flatten(1), self.read.weight, self.read.bias)
-            out: Tensor = self.fc(self.called(read).relu())
-            return out
-
-    model = Functional()
-    freeze(model, Trained("lora", 2), SHAPE)
-    expected = {"called.down.weight", "called.up.weight", "fc.weight", "fc.bias"}
-    assert trained_names(model) == expected
 
 
 def test_lora_leaves_out_layers_that_share_their_weights() -> None:
@@ -327,23 +280,3 @@ def test_a_pickle_is_refused_with_the_line_that_converts_it(file: Path) -> None:
         "train": "norm",
     }
     train_digits(**said, seed=1, steps=1, out="run")
-
-
-def test_a_part_that_a_network_does_not_have_is_named(file: Path) -> None:
-    weights = file.with_name("w.safetensors")
-    save_file(network("ResNet").state_dict(), weights)
-    args = ("--model", f"{file}:ResNet", "--pretrained", str(weights))
-    text = refused(*args, "--train", "lora", code=4)
-    assert "the network has no linear layer of its own besides its head" in text
-    plain = file.with_name("plain.py")
-    plain.write_text(
-        "from torch import nn\ndef Net(shape, classes):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, classes))\n"
-    )
-    save_file({"1.weight": torch.zeros(8, 64), "1.bias": torch.ones(8)}, weights)
-    flat = ("--model", f"{plain}:Net", "--pretrained", str(weights), "--train")
-    assert "the network has no normalisation layer" in refused(*flat, "norm", code=4)
-    text = refused(*flat, "norm", "--lora-rank", "2", code=4)
-    assert "--lora-rank has no effect with --train norm" in text
-    assert "add --train, or leave it out" in refused("--lora-rank", "2")
-    assert "add --pretrained or --backbone" in refused("--train", "norm")

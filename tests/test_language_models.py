@@ -1,7 +1,6 @@
 """A small causal language model, trained whole and with LoRA: benchmarks/language_model.py."""
 
 import argparse
-import copy
 import itertools
 import re
 import sys
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli import ball, clipped_grad
-from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from tests.helpers import without
 from tests.tiers import rest_long
 
@@ -57,28 +55,6 @@ def test_a_document_moves_the_sum_by_at_most_the_radius(lora: bool, physical: in
     assert_mapped(clipped.notes)
     moved = [float((total - clipped(without(batch, i))).double().norm()) for i in range(COUNT)]
     assert 0.99 * RADIUS < max(moved) <= RADIUS
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("lora", [True, False])
-def test_every_parameter_gets_its_clipped_gradient(lora: bool) -> None:
-    """Against autograd, one text after the other, in float64."""
-    net, batch = model(lora=lora).double(), texts()
-    exact, radius = copy.deepcopy(net), RADIUS * clip_limit(COUNT)
-    region = ball(RADIUS, torch.zeros(1).double())
-    clipped = clipped_grad(net, text_loss, region, batch_size=COUNT)
-    total = clipped.by_parameter(clipped(batch))
-    named = {name: p for name, p in exact.named_parameters() if p.requires_grad}
-    assert named.keys() == total.keys()
-    expected = {name: torch.zeros_like(p) for name, p in named.items()}
-    for row in range(COUNT):
-        one = {name: t[row : row + 1] for name, t in batch.items()}
-        g = torch.autograd.grad(text_loss(exact, one).sum(), list(named.values()))
-        norm = torch.cat([part.flatten() for part in g]).norm()
-        for name, part in zip(named, g, strict=True):
-            expected[name] += part * (radius / norm).clamp(max=1)
-    for name, part in total.items():
-        assert torch.allclose(part, expected[name], rtol=1e-6, atol=1e-9), name
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """Metrics of test records: scikit-learn's, worked by hand, imbalanced, with NaN, with one class."""
 
 import math
-import time
 import warnings
 
 import numpy as np
@@ -62,35 +61,6 @@ def test_metrics_are_scikit_learns(classes: int, share: float | None) -> None:
     assert specificity == pytest.approx((matrix[:, 0, 0] / matrix[:, 0].sum(1)).tolist())
 
 
-def test_every_metric_that_can_be_shown_is_computed() -> None:
-    names = {metric.name for metric in Classification.metrics}
-    assert names == all_metrics(scored(*drawn(3))).keys()
-
-
-def test_a_case_worked_by_hand() -> None:
-    """Probabilities of class 1: 0.9, 0.8, 0.4 and 0.3, of which the first and third have it."""
-    shares = torch.tensor([0.9, 0.8, 0.4, 0.3])
-    logits = torch.stack([1 - shares, shares], 1).log()
-    found = all_metrics(scored(torch.tensor([1, 0, 1, 0]), logits))
-    assert found["accuracy"] == found["balanced-accuracy"] == found["f1"] == 0.5
-    assert found["auroc"] == pytest.approx(3 / 4)
-    assert found["average-precision"] == pytest.approx((1 + 2 / 3) / 2)
-    # Bins of confidence 0.9, 0.8, 0.6 and 0.7, of which the first and last are right.
-    assert found["calibration-error"] == pytest.approx((0.1 + 0.8 + 0.6 + 0.3) / 4)
-
-
-def test_two_percent_of_positives_that_are_never_found() -> None:
-    labels = (torch.arange(1000) % 50 == 0).long()
-    logits = torch.zeros(1000, 2)
-    logits[:, 0] = 3.0
-    found = all_metrics(scored(labels, logits))
-    assert found["accuracy"] == 0.98
-    assert found["balanced-accuracy"] == found["auroc"] == 0.5
-    assert found["average-precision"] == pytest.approx(0.02)
-    assert found["f1"] == pytest.approx(0.98 / 1.98)
-    assert sensitivity_and_specificity(scored(labels, logits)) == [[1, 0], [0, 1]]
-
-
 def test_an_output_that_is_no_number_is_wrong_in_every_metric() -> None:
     labels, logits = drawn(3)
     spoiled = logits.clone()
@@ -108,12 +78,6 @@ def test_an_output_that_is_no_number_is_wrong_in_every_metric() -> None:
     assert nothing["calibration-error"] == 1.0
 
 
-def test_infinite_outputs_are_answers() -> None:
-    logits = torch.tensor([[torch.inf, 0.0], [-torch.inf, torch.inf], [0.0, -torch.inf]])
-    found = all_metrics(scored(torch.tensor([0, 1, 0]), logits))
-    assert found == pytest.approx(dict.fromkeys(found, 1.0) | {"calibration-error": 0.0})
-
-
 def test_test_records_of_one_class_have_no_ranking() -> None:
     answers = scored(torch.zeros(20, dtype=torch.int64), drawn(2, 20)[1])
     with warnings.catch_warnings():
@@ -126,13 +90,6 @@ def test_test_records_of_one_class_have_no_ranking() -> None:
     assert found["specificity"][0] is found["sensitivity"][1] is None
     assert found["balanced_accuracy"] == found["accuracy"] == found["sensitivity"][0]
     assert all(map(math.isnan, ends["auroc"]))
-
-
-def test_a_class_without_records_is_left_out_of_means() -> None:
-    labels, logits = drawn(3)
-    logits = torch.cat([logits, torch.full((len(logits), 1), -9.0)], 1)
-    three, four = (all_metrics(scored(labels, some)) for some in (logits[:, :3], logits))
-    assert three == pytest.approx(four, abs=1e-3)
 
 
 def labelled() -> tuple[NDArray[np.uint8], Tensor]:
@@ -158,16 +115,6 @@ def test_several_labels_a_record_are_columns_of_their_own() -> None:
     assert (result.confusion.numpy() == matrices).all()
 
 
-def test_a_lost_record_is_wrong_in_all_of_its_labels() -> None:
-    truth, logits = labelled()
-    spoiled = logits.clone()
-    spoiled[::2, 0] = torch.nan
-    result = Evaluation(0.0, spoiled, torch.from_numpy(truth), LABELS)
-    right = (truth == (logits > 0).numpy())[1::2].sum() / truth.size
-    assert result.accuracy == pytest.approx(right)
-    assert result.unanswered == 150
-
-
 @pytest.mark.parametrize("classes", [2, 3])
 def test_intervals_are_those_of_scikit_learn_on_resamples(classes: int) -> None:
     labels, logits = drawn(classes)
@@ -185,25 +132,3 @@ def test_intervals_are_those_of_scikit_learn_on_resamples(classes: int) -> None:
         centred = np.percentile(values, [2.5, 97.5]) - values.mean() + points[name]
         assert (low, high) == pytest.approx(tuple(centred), abs=0.3 * np.ptp(centred)), name
         assert low < points[name] < high
-
-
-def test_intervals_cover_what_they_are_for() -> None:
-    """The accuracy of the population is 0.8; of 100 test sets, 95% have it in the interval."""
-    source = torch.Generator().manual_seed(1)
-    inside = 0
-    for _ in range(100):
-        labels = torch.randint(2, (200,), generator=source)
-        wrong = torch.rand(200, generator=source) < 0.2
-        logits = one_hot(labels ^ wrong.long(), 2).float()
-        answers = scored(labels, logits)
-        low, high = intervals(answers, all_metrics(answers), 100)["accuracy"]
-        inside += low <= 0.8 <= high
-    assert 87 <= inside <= 99
-
-
-@pytest.mark.long
-def test_ten_thousand_records_take_seconds() -> None:
-    answers = scored(*drawn(10, 10_000))
-    began = time.process_time()
-    intervals(answers, all_metrics(answers), 1000)
-    assert time.process_time() - began < 15  # 2 on a free core

@@ -1,6 +1,5 @@
 """A folder of images or an .npz becomes a data set, and what cannot become one is explained."""
 
-import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from PIL import Image
 
 from dpmac_cli.data.schema import DataFacts, Source
-from dpmac_cli.data.splits import Records, split
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from tests.helpers import load
@@ -87,46 +85,6 @@ def test_images_are_read_at_any_depth_below_a_class(tmp_path: Path) -> None:
     assert len(load(source)[0][1]) == 5
 
 
-def test_splits_of_another_name_are_not_classes(tmp_path: Path) -> None:
-    folder(tmp_path / "Training")
-    folder(tmp_path / "Testing")
-    said = refused(tmp_path)
-    assert "Testing and Training would be classes, but contain only folders" in said
-    picture(tmp_path / "Training" / "9.png", 9)
-    picture(tmp_path / "Testing" / "9.png", 9)
-    assert inspect(Source(tmp_path)).facts.task.names == ("Testing", "Training")
-
-
-def test_a_folder_is_split_without_loss_or_overlap_and_always_alike(tmp_path: Path) -> None:
-    source = Source(folder(tmp_path, 10), test_fraction=0.3)
-    assert inspect(source).held_out
-    (x, y), (x_test, y_test) = load(source)
-    assert described(inspect(source)) == (len(x), len(x_test), (1, 6, 8), CLASSES)
-    # With these names and this seed; another number means that splits are no longer what they were.
-    assert len(x_test) == 11
-    pixels = np.concatenate([x[:, 0, 0, 0], x_test[:, 0, 0, 0]])
-    labels = np.concatenate([y, y_test])
-    assert sorted(zip(labels.tolist(), pixels.tolist(), strict=True)) == [
-        (label, 10 * label + i) for label in range(3) for i in range(10)
-    ]
-    again = load(Source(tmp_path, test_fraction=0.3, split_seed=0))[1][1]
-    other = load(Source(tmp_path, test_fraction=0.3, split_seed=1))[1][0]
-    assert again.tolist() == y_test.tolist()
-    assert other[:, 0, 0, 0].tolist() != x_test[:, 0, 0, 0].tolist()
-
-
-@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.9])
-@pytest.mark.parametrize("seed", range(3))
-def test_as_large_a_share_as_asked_for_is_held_out(fraction: float, seed: int) -> None:
-    names = [f"cat/{number}.png".encode() for number in range(4000)]
-    source = Source(Path("photos"), test_fraction=fraction, split_seed=seed)
-    records = Records(np.arange(4000), np.zeros(4000, np.int64))
-    train, test = split(records, names, CLASSES, source)
-    assert sorted([*train.x, *test.x]) == list(range(4000))
-    deviation = (4000 * fraction * (1 - fraction)) ** 0.5
-    assert abs(len(test.x) - 4000 * fraction) < 4 * deviation
-
-
 def sides(path: Path) -> tuple[set[int], set[int]]:
     """The records to train on and those held out, by their greys."""
     (x, _), (x_test, _) = load(Source(path, test_fraction=0.3))
@@ -175,35 +133,6 @@ def test_of_equal_rows_one_less_is_one_less_on_one_side(tmp_path: Path) -> None:
         assert not fewer[1] - test
 
 
-def test_a_class_that_is_all_held_out(tmp_path: Path) -> None:
-    folder(tmp_path, 1)
-    said = refused(tmp_path, test_fraction=0.5, split_seed=1)
-    assert "All records of the class cat are held out" in said
-    assert "--split-seed" in said
-
-
-def test_classes_without_a_test_record_are_known(tmp_path: Path) -> None:
-    folder(tmp_path / "train")
-    folder(tmp_path / "test")
-    assert inspect(Source(tmp_path)).untested == ()
-    for file in (tmp_path / "test" / "dog").iterdir():
-        file.unlink()
-    assert inspect(Source(tmp_path)).untested == ("dog",)
-    tests = {"x_test": np.zeros((1, 4, 5), np.uint8), "y_test": np.array([1])}
-    assert inspect(Source(table(tmp_path / "d.npz", **tests))).untested == ("0", "2")
-
-
-def test_one_colour_image_makes_all_of_them_colour(tmp_path: Path) -> None:
-    folder(tmp_path)
-    picture(tmp_path / "dog" / "9.png", 200, mode="RGB")
-    source = Source(tmp_path)
-    assert inspect(source).facts.shape == (3, 6, 8)
-    (x, _), (x_test, _) = load(source)
-    corners = {tuple(pixel.tolist()) for pixel in np.concatenate([x, x_test])[:, :, 0, 0]}
-    assert (200, 0, 55) in corners
-    assert (13, 13, 13) in corners
-
-
 DEEP = np.array([[0, 128, 129, 257], [32896, 55746, 65278, 65535]], np.uint16)
 SHALLOW = [[0, 0, 1, 1], [128, 217, 254, 255]]  # 65535 is 255, to the nearest
 
@@ -232,35 +161,6 @@ def test_sixteen_bits_become_eight_by_the_range_of_the_format(
         assert SHALLOW in [plane for image in (*x.tolist(), *x_test.tolist()) for plane in image]
 
 
-@pytest.mark.parametrize("kind", [np.int32, np.float32])
-def test_pixels_without_a_public_range_are_refused_or_left_out(tmp_path: Path, kind: Any) -> None:
-    folder(tmp_path, 5, size=(4, 2))
-    Image.fromarray(DEEP.astype(kind)).save(tmp_path / "cat" / "wide.tif")
-    said = refused(tmp_path)
-    assert "wide.tif has 32 bits per pixel, for which there is no public range" in said
-    assert "8 or 16 bits" in said
-    assert len(inspect(Source(tmp_path, skip_bad=True)).skipped) == 1
-
-
-def test_images_are_resized_on_request(tmp_path: Path) -> None:
-    folder(tmp_path)
-    picture(tmp_path / "cat" / "big.png", 99, (30, 40))
-    assert "2 sizes: 6x8" in refused(tmp_path)
-    source = Source(tmp_path, image_size=12)
-    assert inspect(source).facts.shape == (1, 12, 12)
-    (x, _), (x_test, _) = load(source)
-    assert 99 in np.concatenate([x, x_test])[:, 0, 5, 5]
-
-
-def test_the_public_constants_are_as_said(tmp_path: Path) -> None:
-    folder(tmp_path / "grey")
-    folder(tmp_path / "colour", mode="RGB")
-    half = inspect(Source(tmp_path / "colour")).facts
-    assert (half.mean, half.std, half.levels) == ((0.5,) * 3, (0.5,) * 3, 255)
-    assert inspect(Source(tmp_path / "colour", standardise="imagenet")).facts.mean[0] == 0.485
-    assert "is for 3 channels" in refused(tmp_path / "grey", standardise="imagenet")
-
-
 def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
     x = np.random.default_rng(0).integers(0, 256, (6, 4, 5, 3), np.uint8)
     tests = {"x_test": x[:2], "y_test": np.array([2, 0])}
@@ -275,51 +175,6 @@ def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
         assert np.array_equal(test_images, images[:2])
         assert labels.tolist() == [0, 1, 2, 0, 1, 2]
         assert test_labels.tolist() == [2, 0]
-
-
-def test_loaded_images_are_not_those_that_are_loaded_next(tmp_path: Path) -> None:
-    path = table(tmp_path / "d.npz", x=np.full((40, 4, 5), 7, np.uint8), y=np.arange(40) % 2)
-    source = Source(path, test_fraction=0.5)
-    (images, _), _ = load(source)
-    images[:] = 9
-    (again, _), _ = load(source)
-    assert (again == 7).all()
-
-
-def test_an_npz_without_a_test_set_is_split(tmp_path: Path) -> None:
-    x = np.repeat(np.arange(60, dtype=np.uint8), 20).reshape(60, 4, 5)
-    y, names = np.arange(60) % 3, np.array(CLASSES)
-    source = Source(table(tmp_path / "d.npz", x=x, y=y, classes=names), test_fraction=0.5)
-    found = inspect(source)
-    assert found.held_out
-    (x, y), (x_test, y_test) = load(source)
-    assert described(found) == (len(x), len(x_test), (1, 4, 5), CLASSES)
-    greys, labels = [*x[:, 0, 0, 0], *x_test[:, 0, 0, 0]], [*y, *y_test]
-    assert sorted(greys) == list(range(60))
-    assert all(label == grey % 3 for grey, label in zip(greys, labels, strict=True))
-    assert len(x_test) == 38  # as above
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("by_flag", [True, False])
-def test_rows_of_numbers_are_clipped_to_a_public_range(tmp_path: Path, by_flag: bool) -> None:
-    x = np.array([[0.0, 5.0], [-9.0, 1e9], [1.0, 2.0], [2.0, 3.0]])
-    arrays: dict[str, Any] = {"x": x, "y": np.array([0, 1, 1, 0]), "x_test": x, "y_test": [0] * 4}
-    arrays["y_test"] = np.array(arrays["y_test"])
-    if not by_flag:
-        arrays |= {"low": np.array([-1.0, 0.0]), "high": np.array([1.0, 4.0])}
-    path = table(tmp_path / "t.npz", **arrays)
-    source = Source(path, feature_range=(-1.0, 1.0) if by_flag else None)
-    facts = inspect(source).facts
-    (rows, _), _ = load(source)
-    assert (facts.shape, rows.shape) == ((2, 1, 1), (4, 2, 1, 1))
-    assert rows.dtype == np.float32
-    expected = [[0, 1], [-1, 1], [1, 1], [1, 1]] if by_flag else [[0, 4], [-1, 4], [1, 2], [1, 3]]
-    assert rows[:, :, 0, 0].tolist() == expected
-    scaled = (rows[:, :, 0, 0] / facts.levels - facts.mean) / facts.std
-    assert scaled.min() == -1
-    assert scaled.max() == 1
-    assert facts.defaults.model == "mlp"
 
 
 @pytest.mark.parametrize(
@@ -369,33 +224,6 @@ def test_arrays_that_are_no_data_set(tmp_path: Path, arrays: dict[str, Any], mes
     assert message in refused(table(tmp_path / "d.npz", **arrays))
 
 
-def test_classes_that_are_named_need_no_records(tmp_path: Path) -> None:
-    source = Source(table(tmp_path / "d.npz", y=np.array([0, 2] * 3), classes=np.array(CLASSES)))
-    assert inspect(source).facts.task.names == CLASSES
-
-
-@pytest.mark.parametrize("ends", [(0.0, float("inf")), (0.0, 1e300), (0.0, 1e-40), (1.0, 1 + 1e-9)])
-def test_a_range_that_training_cannot_hold(tmp_path: Path, ends: tuple[float, float]) -> None:
-    path = table(tmp_path / "d.npz", x=np.arange(12.0).reshape(6, 2))
-    said = refused(path, feature_range=ends)
-    assert "--feature-range" in said
-    assert "2 of 2 columns" in said
-
-
-@pytest.mark.parametrize("kind", [np.float64, np.longdouble])
-def test_numbers_too_large_for_training_are_clipped_as_others(tmp_path: Path, kind: Any) -> None:
-    x = np.full((30, 2), np.finfo(kind).max, kind)
-    x[::2] = -5
-    path = table(tmp_path / "d.npz", x=x, y=np.arange(30) % 3)
-    (rows, _), _ = load(Source(path, feature_range=(0.0, 1.0)))
-    assert sorted(set(rows.flatten().tolist())) == [0, 1]
-
-
-def test_all_faults_of_a_file_are_said_at_once(tmp_path: Path) -> None:
-    path = table(tmp_path / "d.npz", x=np.zeros((6, 4, 5)), y=np.zeros((6, 2), complex))
-    assert refused(path).count(str(path)) == 2
-
-
 def test_files_that_are_no_images_are_named_or_left_out(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "cat" / "notes.txt").write_text("meow")
@@ -415,48 +243,6 @@ def test_files_that_are_no_images_are_named_or_left_out(tmp_path: Path) -> None:
     assert len(x) + len(x_test) == 11
 
 
-def test_all_faults_of_a_folder_are_said_at_once(tmp_path: Path) -> None:
-    folder(tmp_path / "train")
-    folder(tmp_path / "test")
-    (tmp_path / "train" / "cat" / "notes.txt").write_text("meow")
-    (tmp_path / "test" / "dog" / "0.png").write_bytes(b"bark")
-    picture(tmp_path / "test" / "gnu" / "0.png", 3)
-    picture(tmp_path / "test" / "dog" / "1.png", 5, size=(9, 9))
-    said = refused(tmp_path).splitlines()
-    for fault in ("gnu is in", "notes.txt is not", "0.png cannot be read", "have 2 sizes"):
-        assert sum(fault in line for line in said) == 1
-
-
-def test_an_image_of_too_many_pixels_is_not_decoded(tmp_path: Path) -> None:
-    folder(tmp_path)
-    Image.new("1", (20_000, 10_000)).save(tmp_path / "dog" / "0.png")
-    said = refused(tmp_path)
-    assert "0.png cannot be read as an image" in said
-    assert "exceeds limit" in said
-
-
-def test_a_link_to_itself_is_named(tmp_path: Path) -> None:
-    folder(tmp_path)
-    (tmp_path / "cat" / "loop.png").symlink_to("loop.png")
-    assert "loop.png cannot be read as an image" in refused(tmp_path)
-
-
-def test_a_single_number_is_no_array_of_records(tmp_path: Path) -> None:
-    for more in ({}, {"unit": np.arange(6)}):
-        said = refused(table(tmp_path / "d.npz", x=np.array(3), **more))
-        assert "x must be images" in said
-        assert said.endswith("not int64 of shape ().") or "each of the 0 records" in said
-
-
-@pytest.mark.parametrize("skip_bad", [False, True])
-def test_classes_in_a_column_are_told_what_shape_they_need(tmp_path: Path, skip_bad: bool) -> None:
-    """As from pandas or scikit-learn; they are not taken for records with a single label each."""
-    path = table(tmp_path / "d.npz", y=np.arange(6)[:, None] % 3)
-    said = refused(path, skip_bad=skip_bad)
-    assert "y has one column, shape (6, 1): give one class per record, shape (6,)" in said
-    assert "neither 0 nor 1" not in said
-
-
 @pytest.mark.privacy
 def test_labels_may_be_names_of_declared_classes(tmp_path: Path) -> None:
     names = np.array(["cow", "cat", "dog", "cat", "cow", "dog"])
@@ -474,49 +260,11 @@ def test_labels_may_be_names_of_declared_classes(tmp_path: Path) -> None:
     assert [labels.tolist() for _, labels in left] == [[0, 1, 0, 1], [0]]
 
 
-def test_only_some_of_many_faults_are_named(tmp_path: Path) -> None:
-    folder(tmp_path)
-    for number in range(30):
-        (tmp_path / "cat" / f"{number}.txt").write_text("meow")
-    said = refused(tmp_path)
-    assert said.count(".txt") == 5
-    assert "and 25 more" in said
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda root: picture(root / "loose.png", 1), "It also contains images (loose.png)"),
-        (lambda root: (root / "fox").mkdir(), "The class fox in"),
-        (lambda root: (root / "cat" / "up").symlink_to(root / "cat"), "up is the same folder as"),
-        (
-            lambda root: picture(root / "train" / "cat" / "1.png", 1),
-            "a folder train without its counterpart",
-        ),
-    ],
-)
-def test_folders_of_another_shape(tmp_path: Path, spoil: Any, message: str) -> None:
-    spoil(folder(tmp_path))
-    assert message in refused(tmp_path)
-
-
-def test_a_class_that_is_only_tested(tmp_path: Path) -> None:
-    folder(tmp_path / "train")
-    folder(tmp_path / "test")
-    picture(tmp_path / "test" / "fox" / "1.png", 3)
-    assert "The class fox is in" in refused(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["nothing", "file.txt", "file.npz"])
 def test_paths_that_lead_to_no_data(tmp_path: Path, name: str) -> None:
     (tmp_path / "file.txt").write_text("x")
     (tmp_path / "file.npz").write_text("x")
     assert str(tmp_path / name) in refused(tmp_path / name)
-
-
-@pytest.mark.parametrize("fraction", [0.01, 0.99])
-def test_a_split_that_leaves_nothing(tmp_path: Path, fraction: float) -> None:
-    assert "leaves no training or" in refused(folder(tmp_path), test_fraction=fraction)
 
 
 # A declared schema.
@@ -584,12 +332,3 @@ def test_what_was_taken_from_the_records_is_known(tmp_path: Path) -> None:
     assert inspect(Source(tmp_path / "a", channels=3)).inferred == ("image size", "classes")
     assert inspect(Source(table(tmp_path / "t.npz"))).inferred == ("classes",)
     assert "have 1, and arrays are not converted" in refused(tmp_path / "t.npz", channels=3)
-
-
-def test_what_is_no_regular_file_is_named_and_not_opened(tmp_path: Path) -> None:
-    """Whoever opens a pipe waits for ever."""
-    for name in ("cat", "dog"):
-        (tmp_path / name).mkdir()
-    os.mkfifo(tmp_path / "cat" / "pipe.png")
-    with pytest.raises(InputError, match=r"pipe\.png is not a regular file"):
-        inspect(Source(tmp_path))

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-import yaml
 from torchvision import datasets
 from typer.testing import CliRunner
 
@@ -21,7 +20,7 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
-from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import checkpoint
 from tests.digits_runs import train_digits
 
 CPU = torch.device("cpu")
@@ -124,27 +123,6 @@ def test_a_checkpoint(bomb: bytes) -> None:
         list(run.resume(where, {"steps": "9"}))
 
 
-@pytest.mark.privacy
-def test_a_report_and_a_study(bomb: bytes) -> None:
-    Path(folder.REPORT).write_bytes(bomb)
-    assert CliRunner().invoke(app, ["account", folder.REPORT]).exit_code == 2
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("command", ["train", "compare"])
-def test_settings(tmp_path: Path, mark: Path, command: str) -> None:
-    text = f"dataset: !!python/object/apply:os.mkdir ['{mark}']\n"
-    yaml.unsafe_load(text)
-    assert mark.exists()
-    mark.rmdir()
-    (tmp_path / "bomb.yaml").write_text(text)
-    result = CliRunner().invoke(app, [command, "--config", str(tmp_path / "bomb.yaml")])
-    assert result.exit_code == 2
-    for how in BOMBS.values():
-        (tmp_path / "bomb.yaml").write_bytes(how(Bomb(mark)))
-        assert CliRunner().invoke(app, [command, "--config", "bomb.yaml"]).exit_code == 2
-
-
 CIFARS = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
 
 
@@ -160,22 +138,6 @@ def test_the_pickles_of_cifar_are_read_only_if_they_are_the_published_ones(
         (where / file).write_bytes(plain(Bomb(mark)))
     with pytest.raises(InputError, match="is damaged: a file is truncated, modified"):
         load_data(name, tmp_path, CPU)
-
-
-@pytest.mark.privacy
-@pytest.mark.real_data
-@pytest.mark.parametrize("altered", ["data_batch_1", "data_batch_5", "test_batch", "batches.meta"])
-def test_one_altered_pickle_of_cifar_is_not_read(
-    tmp_path: Path, mark: Path, real_data_dir: Path, altered: str
-) -> None:
-    where = tmp_path / datasets.CIFAR10.base_folder
-    where.mkdir()
-    for file in (real_data_dir / where.name).iterdir():
-        (where / file.name).symlink_to(file)
-    (where / altered).unlink()
-    (where / altered).write_bytes(plain(Bomb(mark)))
-    with pytest.raises(InputError, match="is damaged: a file is truncated, modified"):
-        load_data("cifar10", tmp_path, CPU, download=False)
 
 
 LIKE_MNIST = {
@@ -203,14 +165,6 @@ def test_raw_files_and_old_caches_of_mnist_and_its_kin(
     with pytest.raises(InputError, match="is damaged: a file is truncated, modified"):
         load_data(name, tmp_path, CPU)
     assert calls == []
-
-
-@pytest.mark.privacy
-def test_the_files_of_svhn(tmp_path: Path, bomb: bytes) -> None:
-    for split in ("train", "test"):
-        (tmp_path / datasets.SVHN.split_list[split][1]).write_bytes(bomb)
-    with pytest.raises(InputError, match="is damaged: a file is truncated, modified"):
-        load_data("svhn", tmp_path, CPU)
 
 
 @pytest.mark.privacy

@@ -13,32 +13,23 @@ import pytest
 import torch
 from scipy.stats import kstest, norm
 from sklearn import metrics as sklearn
-from torch import nn
 from torch.nn.functional import huber_loss, mse_loss, poisson_nll_loss
 
-from dpmac_cli import ArrayData, from_dataframe, predict
+from dpmac_cli import ArrayData, predict
 from dpmac_cli.accounting.events import Scores
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.data.user_data import inspect
-from dpmac_cli.dp.clipping.batches import Structure
-from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
-from dpmac_cli.dp.clipping.layers import flatten_parameters
-from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.losses import HUBER, build_loss
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
-from dpmac_cli.runs.trainer import make_trainer
-from dpmac_cli.tasks.known import METRICS, task_of
 from dpmac_cli.tasks.regression import Counts, Regression
 from dpmac_cli.tasks.task import number
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import release_score
 from tests import care
 from tests.care import moved_by_units, owners_of, source, write_table
-from tests.helpers import load
 from tests.typed import dpmac
 
 SCHEMA = """
@@ -144,80 +135,7 @@ def test_predictions_are_those_that_were_scored_and_those_of_the_card(tmp_path: 
     assert "| target | `cost`, one number from 0 to 10000 (log1p) |" in card
 
 
-def test_counts_have_a_log_link_and_their_deviance(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    x = rng.uniform(-1, 1, (800, 2))
-    y = rng.poisson(np.exp(1 + x[:, 0])).astype(float)
-    data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=40, target_kind="count")
-    plan = resolve(dataset=data, no_dp=True, seed=0, epochs=40, out=tmp_path / "run").plan
-    assert plan.recipe.loss.name == "poisson"
-    test = run.finish(run.train(plan)).report["test"]
-    assert test["deviance"] < 1.5
-    assert test["r2"] > 0.2
-
-
-@pytest.mark.parametrize("level", [0.1, 0.9])
-def test_a_quantile_has_as_many_records_below(tmp_path: Path, level: float) -> None:
-    rng = np.random.default_rng(0)
-    x = rng.uniform(-1, 1, (2000, 1))
-    y = 10 * x[:, 0] + 5 * rng.standard_normal(2000)
-    data = ArrayData(x, y, low=-1, high=1, target_low=-30, target_high=30)
-    settings: dict[str, Any] = {"loss": f"quantile:{level}", "no_dp": True, "epochs": 60}
-    plan = resolve(dataset=data, seed=0, model="linear", out=tmp_path / "run", **settings).plan
-    test = run.finish(run.train(plan)).report["test"]
-    assert test["at_or_below"] == pytest.approx(level, abs=0.06)
-
-
-@pytest.mark.long
-def test_a_comparison_ranks_the_least_error_first(tmp_path: Path) -> None:
-    file = table(tmp_path, rows(40))
-    flags = f"--schema {tmp_path}/care.yaml --epochs 4 --sigma 1 --seeds 0,1,2"
-    study, optimizers = tmp_path / "study", ["--optimizers", "dp-adam,dp-sgd", "--lr", "0.02"]
-    said = dpmac("compare", "--dataset", file, *flags.split(), *optimizers, "--out", study)
-    assert said.exit_code == 0, said.output
-    found = json.loads((study / "compare.json").read_text())
-    assert found["metric"] == "mae"
-    best = min(found["rows"], key=lambda row: float(row["mean"]))
-    assert best["standing"] in ("best", "tied")
-    assert number(best["mean"]) in (study / "compare.md").read_text()
-
-
-@pytest.mark.parametrize("model", ["linear", "mlp-small"])
-def test_an_untrained_network_predicts_the_same_for_all_records(model: str) -> None:
-    """The middle of the range, or a tenth of the largest count, instead of random numbers."""
-    x, y = np.random.default_rng(0).uniform(-1, 1, (40, 3)), np.linspace(0, 30, 40)
-    for kind, wanted in (("number", 15.0), ("count", 3.0)):
-        data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=30, target_kind=kind)
-        given: dict[str, Any] = {"model": model, "batch_size": 4, "sigma": 4, "seed": 0}
-        trainer = make_trainer(resolve(dataset=data, **given).plan)
-        found = trainer.evaluate()
-        assert found.task.answers(found.logits) == pytest.approx(wanted)
-
-
-@pytest.mark.usefixtures("uncalibrated")
-@pytest.mark.parametrize(
-    ("inputs", "records", "epsilon", "model"),
-    [(5, 2000, 1, "linear"), (5, 2000, 3, "mlp-small"), (8, 2000, 3, "linear")],
-)
-def test_a_table_gets_the_network_that_its_size_allows(
-    inputs: int, records: int, epsilon: float, model: str
-) -> None:
-    x, y = np.zeros((records * 5 // 4 + 40, inputs)), np.zeros(records * 5 // 4 + 40)
-    data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=1)
-    assert resolve(dataset=data, epsilon=epsilon).plan.network.model.name == model
-
-
 # Targets.
-
-
-@pytest.mark.parametrize("task", [TASK, PLAIN])
-def test_targets_are_scaled_to_one_and_back(task: Regression) -> None:
-    values = np.linspace(task.low, task.high, 50)
-    scaled = task.encoded(values)
-    assert scaled.shape == (50, 1)
-    assert (scaled[0, 0], scaled[-1, 0]) == (-1, 1)
-    back = task.decoded(torch.from_numpy(scaled)).numpy()[:, 0]
-    np.testing.assert_allclose(back, values, rtol=1e-5, atol=1e-5 * task.width)
 
 
 @pytest.mark.privacy
@@ -240,29 +158,7 @@ def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
     assert found.signs.copies == 0
 
 
-def test_a_data_frame_and_arrays_give_the_same_targets(tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    records = rows(20)
-    table(tmp_path, records)
-    frame = from_dataframe(pandas.DataFrame(records), tmp_path / "care.yaml")
-    of_frame = Source(frame.path, schema=frame.schema, in_memory=frame)
-    for (_, one), (_, other) in zip(load(of_frame), load(source(tmp_path)), strict=True):
-        np.testing.assert_array_equal(np.sort(one, 0), np.sort(other, 0))
-
-
-def test_a_file_of_arrays_declares_its_target(tmp_path: Path) -> None:
-    x, y = np.zeros((50, 2)), np.linspace(0, 99, 50)
-    declared: dict[str, Any] = {"target_low": 0, "target_high": 99, "target_transform": "log1p"}
-    np.savez(tmp_path / "a.npz", x=x, y=y, low=-1, high=1, **declared)
-    task = inspect(Source(tmp_path / "a.npz")).facts.task
-    assert task == Regression(("y",), 0.0, 99.0, "log1p")
-    assert task_of(task.facts) == task
-    assert task_of(VISITS.facts) == VISITS
-
-
 # Mistakes.
-
-LABEL = "{column: cost, range: [0, 10000]}"
 
 
 @pytest.mark.parametrize(
@@ -285,28 +181,6 @@ LABEL = "{column: cost, range: [0, 10000]}"
 )
 def test_a_label_that_cannot_be_meant_is_explained(tmp_path: Path, label: str, said: str) -> None:
     assert re.search(said, refused(tmp_path, label))
-
-
-@pytest.mark.parametrize(
-    ("cell", "said"),
-    [
-        ("", "Record 2 has no value in cost"),
-        ("NaN", "Record 2 has no value in cost"),
-        ("cheap", "Record 2 has no number in cost"),
-        ("1,5", "Record 2 has no number in cost"),
-        ("inf", "Record 2 has no number in cost"),
-    ],
-)
-def test_a_target_that_is_no_number_is_named(tmp_path: Path, cell: str, said: str) -> None:
-    assert said in refused(tmp_path, LABEL, cell)
-    assert "--skip-bad" in refused(tmp_path, LABEL, cell)
-    assert inspect(source(tmp_path, skip_bad=True)).skipped == ("record 2",)
-
-
-def test_a_target_outside_its_range_is_refused_on_request(tmp_path: Path) -> None:
-    strict = "{column: cost, range: [0, 10000], outside: refuse}"
-    said = refused(tmp_path, strict, 10_001)
-    assert "Record 2 has a value outside the range of the schema in cost" in said
 
 
 def test_arrays_that_cannot_be_meant_are_explained() -> None:
@@ -335,28 +209,6 @@ def test_arrays_that_cannot_be_meant_are_explained() -> None:
     assert "target_low and target_high" in said()
 
 
-def test_settings_of_classes_do_not_fit_numbers() -> None:
-    x, y = np.zeros((40, 1)), np.linspace(0, 1, 40)
-    data = ArrayData(x, y, low=-1, high=1, target_low=0, target_high=1)
-
-    def said(**settings: Any) -> str:
-        with pytest.raises(InputError) as caught:
-            resolve(dataset=data, batch_size=4, **settings)
-        return str(caught.value)
-
-    assert "have one number each. Use mse or huber or quantile:Q" in said(loss="focal")
-    assert "have one number each. Use mae, rmse, r2" in said(metric="accuracy")
-    assert "are for classes" in said(label_smoothing=0.1)
-    assert "are for classes" in said(class_weights="1,2")
-    assert "cannot be released with --cover-scores. Use mae" in said(metric="r2", cover_scores=True)
-    assert "quantile:Q with Q between 0 and 1" in said(loss="quantile:1.5")
-    classes = ArrayData(x, np.arange(40) % 2, low=-1, high=1)
-    with pytest.raises(InputError, match=r"have one class each\. Use accuracy"):
-        resolve(dataset=classes, batch_size=4, metric="mae")
-    with pytest.raises(InputError, match=r"have one class each\. Use cross-entropy or focal"):
-        resolve(dataset=classes, batch_size=4, loss="mse")
-
-
 # Losses.
 
 LOSSES: dict[str, Any] = {
@@ -379,29 +231,6 @@ def test_losses_and_their_gradients_are_torchs(name: str) -> None:
     (wanted,) = torch.autograd.grad(expected.sum(), outputs)
     torch.testing.assert_close(found, wanted)
     assert torch.autograd.gradcheck(lambda o: loss(o, targets), outputs)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_per_sample_gradients_are_those_of_autograd(name: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-    x, y = torch.randn(7, 5, dtype=torch.float64), (2 * torch.rand(7, 1) - 1)
-    loss = build_loss(name)
-    parts = []
-    for row in range(7):
-        one = loss(model(x[row : row + 1]), y[row : row + 1]).sum()
-        parts.append(
-            torch.cat([g.flatten() for g in torch.autograd.grad(one, [*model.parameters()])])
-        )
-    labels = Structure(torch.zeros(1, 1, dtype=torch.float64), keep=True)
-    per_sample = PerSample(model, Structure(x[:1]), labels, loss=loss, rowwise=True)
-    theta = flatten_parameters(per_sample.layers)
-    total = torch.empty_like(theta)
-    gradients = ClippedChunkSum(per_sample).gradients(x, y, ball=True)
-    weights = torch.rand(7, dtype=torch.float64)
-    for layer, form in gradients:
-        form.weighted_sum(weights, None, total[layer.start : layer.stop])
-    torch.testing.assert_close(total, weights @ torch.stack(parts))
 
 
 # Metrics.
@@ -432,22 +261,6 @@ def test_an_output_that_is_no_number_is_as_wrong_as_possible(task: Regression) -
     assert result.unanswered == 1
 
 
-def test_what_is_not_defined_is_nan() -> None:
-    same = Evaluation(0.0, torch.zeros(5, 1), torch.full((5, 1), 0.3), PLAIN)
-    assert math.isnan(same.metric("r2"))
-    assert all(math.isnan(end) for end in same.results.intervals({"r2": math.nan})["r2"])
-    alone = Evaluation(0.0, torch.zeros(4, 1), torch.rand(4, 1), PLAIN, units_of(np.zeros(4)))
-    assert math.isnan(alone.results.intervals({"mae": 1.0})["mae"][0])
-
-
-def test_a_range_without_positive_numbers_has_metrics_and_no_warning() -> None:
-    """The Poisson deviance, which needs positive means, is one of counts alone."""
-    task = Regression(("loss",), -10.0, 0.0)
-    found = task.results(torch.zeros(3, 1), torch.tensor([[-1.0], [0.5], [1.0]])).metrics()
-    assert list(found) == ["mae", "rmse", "r2", "at-or-below"]
-    assert found["mae"] == pytest.approx((5 + 2.5 + 5) / 3)
-
-
 def test_intervals_are_by_unit_and_cover_the_truth() -> None:
     """Ten copies of each record say no more than one."""
     one = evaluated(PLAIN, 80)
@@ -464,23 +277,6 @@ def test_intervals_are_by_unit_and_cover_the_truth() -> None:
         low, high = found.results.intervals({"mae": found.metric("mae")})["mae"]
         inside += low <= true <= high
     assert inside >= 88
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(812.345, "812.3"), (50_000.4, "50,000"), (0.012345, "0.01235"), (0.0, "0"), (None, "-")],
-)
-def test_numbers_have_four_digits(value: float | None, text: str) -> None:
-    assert number(value) == text
-
-
-def test_a_model_that_has_learned_nothing_is_remarked_on() -> None:
-    draws = torch.Generator().manual_seed(0)
-    targets = torch.randn(200, 1, generator=draws).clamp(-1, 1)
-    bad = Evaluation(0.0, torch.ones(200, 1), targets, PLAIN)
-    good = Evaluation(0.0, targets + 0.1, targets, PLAIN)
-    assert "is not below that of predicting the median" in bad.results.remark
-    assert not good.results.remark
 
 
 # Covered errors.
@@ -514,20 +310,3 @@ def test_the_noise_of_a_covered_error_has_the_promised_distribution() -> None:
     inside = [score.interval[0] <= result.metric("mae") <= score.interval[1] for score in found]
     assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
     assert all(score.score_interval[0] <= score.interval[0] + 1e-9 for score in found)
-
-
-def test_a_covered_run_shows_its_error_and_nothing_else(tmp_path: Path) -> None:
-    file, folder = table(tmp_path, rows()), tmp_path / "run"
-    flags = f"--schema {tmp_path}/care.yaml --unit person --sigma 2 --cover-scores --epochs 3"
-    done = dpmac("train", "--dataset", file, *flags.split(), "--out", folder)
-    assert done.exit_code == 0, done.output
-    assert "without the noise, MAE" in done.stdout
-    test = json.loads((folder / "report.json").read_text())["test"]
-    assert test["noise"] > 0
-    assert test["interval"][0] <= test["mae"] <= test["interval"][1]
-    assert [test[name] for name in ("loss", "rmse", "r2", "at_or_below")] == [None] * 4
-
-
-def test_the_better_of_two_errors_is_the_smaller() -> None:
-    assert METRICS["mae"].better(1.0) > METRICS["mae"].better(2.0)
-    assert METRICS["r2"].better(1.0) < METRICS["r2"].better(2.0)

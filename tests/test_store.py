@@ -2,11 +2,7 @@
 
 import errno
 import os
-import sys
 import threading
-from collections.abc import Generator
-from dataclasses import replace
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +10,22 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data import dataset, decoding, user_data
+from dpmac_cli.data import dataset, decoding
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
-from dpmac_cli.errors import InputError, RunError
-from dpmac_cli.runs.session import Started
+from dpmac_cli.errors import InputError
 from dpmac_cli.storage.cache import (
-    BEGUN,
     WHOLE,
     RowFile,
-    Rows,
     complete,
-    kept_file,
     kept_files,
 )
-from dpmac_cli.storage.progress import LISTENER, Computing, outcome, until
-from dpmac_cli.studies.local import share_data
-from tests.digits_runs import a_run, same_weights, train_events
-from tests.helpers import PLAN, Batches, load, make_trainer
-from tests.typed import dpmac
+from dpmac_cli.storage.progress import LISTENER, Computing
+from tests.digits_runs import same_weights, train_events
+from tests.helpers import load
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("cache")
@@ -166,129 +155,6 @@ def full(*_: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_says_how_much_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    photos(Path("photos"))
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    result = dpmac(
-        "train", "--dataset", "photos", "--sigma", "4", "--device", "cpu", "--out", "run"
-    )
-    assert result.exit_code == 2
-    assert "The images (0.0 GB) cannot be stored in" in result.output
-    assert "(No space left on device)" in result.output
-    assert not Path("run").exists()
-    assert not list(Path().glob("cache/rows/*.begun"))
-
-
-def test_a_process_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    photos(Path("photos"))
-    monkeypatch.setattr(decoding, "FEW", 4)
-    monkeypatch.setattr(decoding, "usable_cores", lambda: 2)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RunError, match="A process that decodes images exited with code 1"):
-        load(Source(Path("photos")))
-
-
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        (("--sigma", "0.3", "--max-epsilon", "0.0001"), "max-epsilon"),
-        (("--sigma", "4", "--model", "net.py:Net"), "BatchNorm"),
-        (("--sigma", "4", "--out", "taken"), "taken"),
-        (("--sigma", "4", "--batch-size", "1000"), "batch-size"),
-    ],
-    ids=["budget", "network", "folder", "flag"],
-)
-def test_what_is_cheap_is_checked_before_an_image_is_decoded(
-    mistake: tuple[str, ...], said: str, cache: Path
-) -> None:
-    photos(Path("photos"))
-    Path("taken").mkdir()
-    Path("taken/thesis.txt").write_text("")
-    Path("net.py").write_text(
-        "from torch import nn\nclass Net(nn.Sequential):\n    def __init__(self):\n"
-        "        super().__init__(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 2))\n"
-    )
-    plain = ("train", "--dataset", "photos", "--steps", "4", "--device", "cpu")
-    result = dpmac(*plain, *mistake)
-    assert result.exit_code in (2, 3, 4)
-    assert said in result.output
-    assert kept_files(cache) == []
-
-
-def test_with_skip_bad_images_are_decoded_once_all_the_same(
-    cache: Path, decoded: list[int]
-) -> None:
-    root = photos(Path("photos"))
-    (root / "cat" / "0004.png").write_bytes(b"no image")
-    source = Source(root, channels=1, image_size=8, classes=("cat", "dog"), skip_bad=True)
-    reported: list[Computing] = []
-    token = LISTENER.set(reported.append)
-    found = user_data.inspect(source)
-    LISTENER.reset(token)
-    assert found.facts.train_size + found.facts.test_size == 39
-    assert [event.what for event in reported] == ["images"] * len(reported) != []
-    (x, _), (x_test, _) = load(source)
-    assert 4 not in np.concatenate([x, x_test])
-    assert len(decoded) == 40
-    assert user_data.inspect(source) == found
-    assert len(decoded) == 40
-    with pytest.raises(InputError, match=r"0004\.png cannot be read as an image"):
-        load(Source(root, channels=1, image_size=8, classes=("cat", "dog")))
-
-
-def test_stopped_while_images_are_decoded_nothing_is_begun(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    photos(Path("photos"))
-    monkeypatch.setattr(decoding, "FEW", 8)
-    with pytest.raises(KeyboardInterrupt):
-        outcome(until(lambda: True, user_data.load(Source(Path("photos")), None)))
-    [begun] = kept_files(cache)
-    assert begun.suffix == BEGUN
-    (x, _), (x_test, _) = load(Source(Path("photos")))
-    assert sorted(np.concatenate([x, x_test])[:, 0, 0, 0].tolist()) == list(range(40))
-
-
-def test_progress_is_shown_with_its_place(cache: Path) -> None:
-    photos(Path("photos"))
-    events, _ = train_events(plan_of())
-    shown = [event for event in events if isinstance(event, Computing)]
-    assert shown[-1] == Computing(40, 40, cache, what="images", nbytes=40 * 64)
-    assert isinstance(events[len(shown)], Started)
-    result = dpmac("train", "--config", "run/config.yaml", "--out", "again", "--seed", "1")
-    assert result.exit_code == 0
-    assert "decoding" not in result.output  # it is there already
-
-
-@pytest.mark.privacy
-def test_rows_are_what_was_written(cache: Path) -> None:
-    values = np.random.default_rng(0).integers(0, 256, (10, 2, 3), dtype=np.uint8)
-
-    def fill(file: RowFile) -> Generator[Computing, None, dict[int, str]]:
-        for row in (3, 0, 1, 2, 4, 5, 6, 7, 8):
-            file.write(row, values[row])
-        assert file.missing().tolist() == [9]
-        yield Computing(9, 10, cache)
-        return {9: "strange"}
-
-    kept = outcome(kept_file(cache / "a.rows", 10, (2, 3), np.dtype(np.uint8), fill))
-    assert kept.faults == {9: "strange"}
-    some = np.array([7, 0, 7])
-    one, two = Rows(kept, some), Rows(kept, some[::-1][:2])
-    np.testing.assert_array_equal(one.read(), values[some])
-    np.testing.assert_array_equal(one.read(slice(1, 2)), values[:1])
-    assert one.sha256() != two.sha256()
-
-
-def test_the_command_lists_images_too(cache: Path) -> None:
-    photos(Path("photos"))
-    load(Source(Path("photos")))
-    assert len(kept_files(cache)) == 1
-    assert "1 file" in dpmac("cache").output
-    assert "1 removed" in dpmac("cache", "--clear").output
-    assert kept_files(cache) == []
-
-
 @pytest.mark.privacy
 def test_records_that_are_read_ahead_are_those_that_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
@@ -305,38 +171,6 @@ def test_records_that_are_read_ahead_are_those_that_are_asked_for(
         assert torch.equal(labels, whole.labels[places])
     split.read_ahead(some)
     assert torch.equal(split.at(some)[0], whole.images[some])
-
-
-def test_every_chunk_of_a_step_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the chunk before it is worked on."""
-    photos(Path("photos"))
-    monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    data = load_data(plan_of().data.source, Path(), CPU)
-    assert isinstance(data.train, dataset.StoredSplit)
-    reads: list[list[int]] = []
-    read = data.train._read
-
-    def counted(places: Any) -> torch.Tensor:
-        reads.append(places.tolist())
-        return read(places)
-
-    monkeypatch.setattr(dataset.StoredSplit, "_read", lambda _, places: counted(places))
-    plan = replace(PLAN, physical_batch=2)
-    whole = list(range(len(data.train)))
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
-    make_trainer("dp-sgd", plan=plan, data=data, model=model, sampler=Batches(whole)).step()
-    assert len(reads) > 2
-    assert sorted(record for chunk in reads for record in chunk) == whole
-
-
-def test_processes_of_a_study_read_the_file_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    photos(Path("photos"))
-    monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    plan = plan_of()
-    train = share_data([a_run(plan)])[plan.data.source].train
-    received = ForkingPickler.loads(ForkingPickler.dumps(train))
-    places = np.array([5, 1])
-    assert torch.equal(received.at(places)[0], train.at(places)[0])
 
 
 @pytest.mark.privacy

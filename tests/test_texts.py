@@ -5,8 +5,6 @@ import json
 import re
 import shlex
 import shutil
-import stat
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
-from numpy.typing import NDArray
 from pyarrow import parquet
 from torch import Tensor
 
@@ -28,14 +25,8 @@ from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.texts import as_inputs
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError
-from dpmac_cli.models import text_encoder
-from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
-from dpmac_cli.models.registry import Trained
-from dpmac_cli.release import sentences
-from dpmac_cli.release.run import finish, resume, train
-from dpmac_cli.storage.cache import RowFile
-from dpmac_cli.storage.paths import cache_folder
-from tests.test_report import spent
+from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.release.run import finish, train
 from tests.test_tokens import TEXTS
 from tests.tiny_bert import WIDTH, notes, text_inputs, write_encoder
 from tests.typed import dpmac
@@ -133,12 +124,6 @@ def test_a_model_needs_no_encoder_once_it_is_published() -> None:
     assert len(predict("run", "new.csv").predicted) == 10
 
 
-def test_texts_decide_what_is_learnt() -> None:
-    table(count=400)
-    report = trained(epochs=50, no_dp=True, sigma=None, lr=0.1, batch_size=100)
-    assert report["test"]["accuracy"] > 0.9
-
-
 def test_tokens_enter_exactly_and_other_columns_stay_in_place() -> None:
     rows = notes(60)
     frame = pd.DataFrame(
@@ -206,205 +191,6 @@ def test_the_inputs_of_a_text_depend_on_that_text_alone() -> None:
         assert np.array_equal(as_inputs([text], reader)[0], together[row])
 
 
-def test_every_source_gives_the_same_records() -> None:
-    texts = [text for text, _ in notes(80)]
-    for name, source in sources().items():
-        more = {"classes": ",".join(CLASSES)} if isinstance(source, str) else {}
-        more |= {} if name in ("pandas", "polars", "arrow") else {"tokens": "16"}
-        of = plan(source, **more)
-        assert of.data.facts.texts == ((0, 16),), name
-        assert as_set(inputs(of)) == as_set(tokens(texts)), name
-        assert of.data.facts.task.names == CLASSES, name
-        assert not of.data.found.inferred, name
-
-
-def test_a_folder_without_declared_classes_says_so() -> None:
-    sources()
-    found = plan("folder", tokens=16).data.found
-    assert found.facts.task.names == CLASSES
-    assert found.inferred == ("classes",)
-    assert "may have 128 tokens, but the encoder supports 64" in refused("folder")
-
-
-def test_beside_texts_only_numbers_are_shown() -> None:
-    for cell, said in (
-        ("12,5", "no number in age: '12,5' (declare decimal"),
-        ("k.A.", "Record 121 has no number in age (not shown, because it may be part of a text)"),
-        ("fever for two days", "no number in age (not shown, because it may be part of a text)"),
-    ):
-        table()
-        with Path("notes.csv").open("a", newline="") as file:
-            csv.writer(file).writerow(["pain", cell, "home"])
-        assert said in refused()
-
-
-def test_units_of_several_texts_stay_together() -> None:
-    table()
-    with Path("notes.csv").open(newline="") as file:
-        header, *rows = csv.reader(file)
-    with Path("notes.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(
-            [[*header, "patient"], *([*row, str(n // 3)] for n, row in enumerate(rows))]
-        )
-    Path("schema.yaml").write_text(SCHEMA + "drop: [patient]\n")
-    report = trained(unit="patient", cover_scores=True)
-    assert report["privacy"]["unit"]["told_by"] == "patient"
-    assert report["dataset"]["train_size"] + report["dataset"]["test_size"] == 40
-    for name, number in ("home", 0), ("ward", 1):
-        for row in range(20):
-            folder = Path("folder", name)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"patient{row % 10}_{row}.txt").write_text(f"{name} {number} {row}")
-    found = plan("folder", unit="patient([0-9]+)", tokens="16", batch_size=2).data.found
-    assert found.facts.train_size + found.facts.test_size == 10
-
-
-@pytest.mark.privacy
-def test_texts_of_a_folder_are_one_unit() -> None:
-    for row in range(40):
-        folder = Path("folder", CLASSES[row % 2], f"p{row // 4}")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{row}.txt").write_text(f"a note with the number {row}")
-    found = plan("folder", unit="folder", tokens="16", batch_size=2).data.found
-    assert found.unit == "folder"
-    assert found.facts.train_size + found.facts.test_size == 10
-
-
-def test_a_test_folder_is_the_test_set() -> None:
-    for part, count in ("train", 8), ("test", 4):
-        for name in CLASSES:
-            folder = Path("folder", part, name)
-            folder.mkdir(parents=True)
-            for row in range(count):
-                (folder / f"{row}.txt").write_text(f"{part} {name} {row}")
-    found = plan("folder", tokens="16").data.found
-    assert (found.facts.train_size, found.facts.test_size, found.held_out) == (16, 8, False)
-
-
-def test_new_texts_in_every_form_are_predicted_alike() -> None:
-    texts = [text for text, _ in notes(12, seed=3)]
-    report = trained(ArrayData([t for t, _ in notes(80)], [k for _, k in notes(80)]), tokens=16)
-    assert report["dataset"]["schema"] is None
-    Path("new/below").mkdir(parents=True)
-    for row, text in enumerate(texts):
-        Path("new/below" if row % 2 else "new", f"{row:02}.txt").write_text(text)
-    np.savez("new.npz", x=np.array(texts))
-    expected = predict("run", texts)
-    alone = [predict("run", [text]).probabilities[0] for text in texts]
-    assert np.array_equal(expected.probabilities, np.stack(alone))
-    for data in ("new.npz", np.array(texts)):
-        assert np.array_equal(predict("run", data).probabilities, expected.probabilities)
-    found = predict("run", "new")
-    order = [int(Path(str(name)).stem) for name in found.records]
-    assert np.array_equal(found.probabilities, expected.probabilities[order])
-
-
-def cached() -> list[Path]:
-    return sorted(cache_folder().glob("*.rows"))
-
-
-@pytest.mark.privacy
-def test_features_are_cached_privately_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("cache").absolute()))
-    table()
-    trained()
-    (file,) = cached()
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    result = dpmac("cache")
-    assert "1 file" in result.stdout
-    monkeypatch.setattr(text_encoder, "token_vectors", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        trained(out=Path("again"))  # the probe of the cache
-
-
-@pytest.mark.privacy
-def test_features_do_not_depend_on_other_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removing a record changes no bit of the features of the others, nor their split."""
-    rows = notes(70, seed=5)
-
-    def features(kept: list[tuple[str, int]], name: str) -> NDArray[Any]:
-        monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path(name).absolute()))
-        trained(ArrayData([t for t, _ in kept], [k for _, k in kept]), tokens=16, force=True)
-        (file,) = cached()
-        return np.array(RowFile(file).values)[:, :, 0, 0]
-
-    rows = list(dict(rows).items())
-    whole, less = features(rows, "whole"), features(rows[1:], "less")
-    assert len(whole) == len(less) + 1
-    assert as_set(torch.from_numpy(less)) < as_set(torch.from_numpy(whole))
-
-
-def test_extraction_continues_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("cache").absolute()))
-    table()
-    calls, real = [0], text_encoder.token_vectors
-
-    def killed(*args: Any) -> Tensor:
-        calls[0] += 1
-        if calls[0] == 80:
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(text_encoder, "token_vectors", killed)
-    with pytest.raises(KeyboardInterrupt):
-        trained()
-    assert not cached()
-    first = calls[0]
-    report = trained()
-    assert calls[0] - first < 120 + 16 + 20 + report["test"]["samples"]
-    (file,) = cached()
-    monkeypatch.setattr(text_encoder, "token_vectors", real)
-    monkeypatch.setenv("DPMAC_CACHE_DIR", str(Path("fresh").absolute()))
-    trained(out=Path("fresh-run"))
-    (fresh,) = cached()
-    assert fresh.read_bytes()[4096:] == file.read_bytes()[4096:]
-
-
-def test_a_run_on_texts_is_resumed() -> None:
-    table()
-    whole = finish(train(plan(seed=1)))
-    asked = iter(range(10**6))
-    events = list(train(plan(seed=1, out=Path("part")), lambda: next(asked) >= 3))
-    assert events
-    resumed = finish(resume(Path("part")))
-    assert resumed.report["state"] == "finished"
-    assert resumed.report["privacy"]["steps"] == whole.report["privacy"]["steps"]
-
-
-def test_missing_texts_are_counted_or_become_an_input() -> None:
-    table()
-    with Path("notes.csv").open("a") as file:
-        file.write(',40,home\n"   ",41,ward\n')
-    assert "Record 121 and 1 more have no text in note" in refused()
-    assert "--skip-bad" in refused()
-    found = plan(skip_bad=True).data.found
-    assert found.skipped == ("record 121", "record 122")
-    Path("schema.yaml").write_text(SCHEMA.replace("text: 16", "text: 16, missing: input"))
-    of = plan()
-    assert of.data.facts.shape == (22, 1, 1)
-    assert inputs(of)[:, 20].sum() == 2
-
-
-@pytest.mark.parametrize("kind", ["table", "folder"])
-def test_another_encoding_is_named(kind: str) -> None:
-    if kind == "table":
-        table()
-        with Path("notes.csv").open("ab") as file:
-            file.write("fi\u00e8vre,30,home\n".encode("latin-1"))
-        assert "(line 122) is not text in UTF-8 (declare another" in refused()
-    else:
-        sources()
-        Path("folder/home/bad.txt").write_bytes("fi\u00e8vre".encode("latin-1"))
-        Path("folder/home/empty.txt").write_text(" \n")
-        Path("folder/home/notes.pdf").write_text("x")
-        message = refused("folder", tokens=16)
-        assert "folder/home/bad.txt is not text in UTF-8" in message
-        assert "folder/home/empty.txt has no text" in message
-        assert "folder/home/notes.pdf is not a file of text" in message
-        assert len(plan("folder", tokens=16, skip_bad=True).data.found.skipped) == 3
-
-
 def test_a_text_without_an_encoder_and_an_encoder_without_texts_are_named() -> None:
     table()
     assert "--backbone minilm" in refused(backbone=None)
@@ -420,16 +206,6 @@ def test_a_text_without_an_encoder_and_an_encoder_without_texts_are_named() -> N
     Path("schema.yaml").write_text(SCHEMA.replace("note: {text: 16}", categories))
     frame = pd.DataFrame({"note": list("ab" * 9), "age": [1] * 18, "outcome": list(CLASSES) * 9})
     assert "Declare a column of texts" in refused(from_dataframe(frame, "schema.yaml"))
-
-
-def test_values_that_are_not_texts_are_named() -> None:
-    texts: list[Any] = [text for text, _ in notes(20)]
-    texts[3], texts[7] = None, 7.5
-    message = refused(ArrayData(texts, [0, 1] * 10), tokens=16)
-    assert "has no text" in message
-    assert "is not text, but float" in message
-    found = plan(ArrayData(texts, [0, 1] * 10), tokens=16, skip_bad=True).data.found
-    assert len(found.skipped) == 2
 
 
 def test_limits_that_the_encoder_does_not_support_are_named() -> None:
@@ -479,52 +255,6 @@ CANARIES = ("Zebraquark Mondlicht", "xylophonist 8461 Brückenpfeiler", "=HYPERL
 
 def card() -> str:
     return Path("run/model-card.md").read_text()
-
-
-def test_the_card_names_the_encoder_and_what_it_does_not_cover() -> None:
-    table()
-    Path("schema.yaml").write_text(SCHEMA.replace("text: 16", "text: 16, missing: input"))
-    report = trained()
-    text, public = card(), report["model"]["public_part"]
-    assert public["sha256"] in text
-    assert public["encoder"]["vocabulary_sha256"] in text
-    assert "at most 16 tokens" in text
-    assert (
-        "- `note`, a text, of which the first 16 tokens are read; then 1 if it is missing" in text
-    )
-    assert "Predictions and cached features reveal texts" in text
-    assert "epsilon does not include it" in text
-    assert "the language and the texts that it was trained on are to be filled in" in text.lower()
-    assert report["statement"]["data_domain"].startswith(
-        "Labelled records with 1 text of at most 16"
-    )
-    assert public["backbone"] == "encoder"
-    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    shutil.copy("run/model.safetensors", "model.safetensors")
-    table("new.csv", 10, seed=1)
-    names: dict[str, Any] = {}
-    exec(block, names)
-    expected = predict("run", "new.csv")
-    assert names["predictions"].predicted == expected.predicted
-
-
-def test_what_is_said_of_a_registered_encoder() -> None:
-    kind = ENCODERS["minilm"]
-    config = read_encoder("encoder").config
-    encoder = TextEncoder("minilm", config, ((0, 128),))
-    plan = resolve({"dataset": "digits"}).plan
-    network = replace(plan.network, features=encoder, trained=Trained("head"))
-    facts = replace(plan.data.facts, texts=encoder.texts)
-    found = replace(plan.data.found, facts=facts)
-    plan = replace(plan, network=network, data=replace(plan.data, found=found))
-    case = sentences.Case(plan, spent(steps=1))
-    said = sentences.text("public part", case)
-    assert kind.about in said
-    assert kind.language in said
-    assert "Reddit" in said
-    assert "S2ORC" in said
-    assert "128 tokens" in said
-    assert kind.licence in sentences.text("public", case)
 
 
 @pytest.mark.privacy

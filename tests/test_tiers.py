@@ -45,9 +45,6 @@ ALSO_SHOWN: Mapping[str, str] = {
     "tests/test_canaries.py::test_the_attack_tells_broken_builds_from_sound_ones": (
         "tests/test_canaries.py::test_scores_are_the_likelihood_ratios_of_what_is_released"
     ),
-    "tests/test_fine_tuning.py::test_a_run_is_resumed_with_what_it_trains": (
-        "tests/test_fine_tuning.py::test_lora_is_published_merged_and_resumed"
-    ),
     "tests/test_private_scores.py::test_no_score_is_released_twice_whatever_is_killed": (
         "tests/test_private_scores.py::test_an_interrupted_run_releases_no_score"
     ),
@@ -66,9 +63,6 @@ ALSO_SHOWN: Mapping[str, str] = {
     ),
     "tests/test_tune.py::test_a_command_that_is_killed_leaves_no_score_in_sight": (
         "tests/test_tune.py::test_a_search_that_is_killed_at_any_moment_is_started_again_and_cleaned_up"
-    ),
-    "tests/test_units.py::test_the_attack_finds_a_build_that_clips_each_record_of_a_unit": (
-        "tests/test_units.py::test_a_unit_moves_the_clipped_sum_by_at_most_one"
     ),
 }
 

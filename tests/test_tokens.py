@@ -1,10 +1,7 @@
 """Tokens of texts."""
 
-import time
-
 import pytest
 
-from dpmac_cli.data.tokens import scale_of
 from tests.tiny_bert import VOCABULARY, tiny_reader
 
 TINY = tiny_reader(40)
@@ -48,27 +45,3 @@ def test_names_of_special_tokens_in_a_text_are_text() -> None:
         assert name not in inner
         assert inner[1] == "["
         assert inner.count("]") == 1
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("text", TEXTS)
-def test_tokens_depend_on_one_text_alone(text: str) -> None:
-    alone = TINY.tokens([text], 24)
-    assert TINY.tokens([*TEXTS, text, *TEXTS], 24)[len(TEXTS)] == alone[0]
-    assert 0 not in alone[0][: 24 - alone[0].count(0)]  # padding ends a text
-
-
-@pytest.mark.privacy
-def test_accents_without_end_take_no_longer_than_other_text() -> None:
-    """Sorting them takes hours, so one text would stop a run."""
-    accents = "\u0315\u0300" * 100_000
-    begun = time.process_time()
-    assert tokens(f"p{accents}ain") == ["[CLS]", "pain", "[SEP]"]
-    assert time.process_time() - begun < 5
-
-
-def test_numbers_of_tokens_are_exact_as_inputs() -> None:
-    for size in (2, 3, 30522, 119547, 1 << 23):
-        scale = scale_of(size)
-        assert size <= scale < 2 * size
-        assert scale & (scale - 1) == 0

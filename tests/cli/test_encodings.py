@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.typed import dpmac
-
 #: Environments with an encoding of one byte: of output only, and of file names, too.
 ASCII_OUTPUT = {"PYTHONIOENCODING": "ascii"}
 LATIN_OUTPUT = {"PYTHONIOENCODING": "latin-1"}
@@ -36,16 +34,6 @@ def typed(*command: object, environment: dict[str, str]) -> subprocess.Completed
     words = [sys.executable, "-m", "dpmac_cli", *map(str, command)]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHONIO"))}
     return subprocess.run(words, env=kept | environment, capture_output=True, check=False)
-
-
-@pytest.mark.long
-def test_a_run_is_scored_in_a_locale_of_one_byte() -> None:
-    trained = dpmac("train", "--dataset", photos(), *SHORT, "--out", "l\u00e4uft")
-    assert trained.exit_code == 0, trained.output
-    result = typed("eval", "l\u00e4uft", environment=ASCII_LOCALE)
-    assert result.returncode == 0, result.stderr
-    assert rb"Br\xf6tchen" in result.stdout
-    assert rb"\u732b" in result.stdout
 
 
 @pytest.mark.long

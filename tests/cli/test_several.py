@@ -84,31 +84,3 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
     longer = report("longer")
     assert longer["state"] == "finished"
     assert len(longer["privacy"]["events"]) == 2  # the parent's, too
-
-
-@pytest.mark.long
-def test_where_rank_0_is_lost_the_others_say_so_and_how_to_go_on() -> None:
-    with started(3, *TRAIN, "--epochs", "2000") as (first, *others):
-        wait_for_training()
-        first.send_signal(signal.SIGKILL)
-        for other in others:
-            out, err = other.communicate(timeout=180)
-            said = " ".join(err.split())
-            assert other.returncode == 4, said
-            assert "One of the 3 processes of this run stopped, or does not answer (" in said
-            assert "dpmac train --resume run" in said
-            assert "frame #" not in said  # a stack of torch's own
-            assert out == ""
-
-
-@pytest.mark.long
-def test_bad_input_is_explained_by_one_process_and_the_other_points_to_it() -> None:
-    with started(2, *TRAIN, "--lr", "-1") as (first, second):
-        said = first.communicate(timeout=90)[1]
-        assert first.returncode == 2
-        assert "--lr must be at least" in said
-        out, pointed = second.communicate(timeout=90)
-        assert (out, pointed.count("\n")) == ("", 1)
-        assert "One of the 2 processes of this run stopped" in pointed
-        assert "--lr" not in pointed
-    assert not Path("run").exists()
