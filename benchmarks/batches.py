@@ -1,22 +1,20 @@
 """The six optimizers of the paper, each with the batch and rate that are best for it.
 
-    python benchmarks/batches.py docs/data/batches.jsonl
-    python benchmarks/batches.py docs/data/batches.jsonl --part 2/8 --device cuda   # a share
+    python benchmarks/batches.py docs/data/batches.jsonl --epsilon 0.785 --device cuda
 
 The networks and epochs are the paper's, the epsilons those of its noise. Batch and rate are chosen
 on a seed that is not in the table: both are doubled and halved as long as the best is at an end.
-The runs are on other seeds, the same for all optimizers. A line is a run; what is in the file is
-not run again. Shares write to files of their own, which `cat` joins. At the end, what is finished
-is printed as a table.
+The runs are on other seeds, the same for all optimizers. A line of the file is a run, and is not
+run again.
 """
 
-import argparse
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any, NamedTuple
+
+from common import append_line, parser_of, read_lines
 
 from dpmac_cli import resolve
 from dpmac_cli.runs.trainer import make_trainer
@@ -48,9 +46,8 @@ class Runs:
     """Runs of a file, by their settings; new ones are added to it."""
 
     def __init__(self, file: Path, device: str) -> None:
-        lines = file.read_text().splitlines() if file.exists() else []
         self._file, self._device = file, device
-        self._done = {_key(line): line["accuracy"] for line in map(json.loads, lines)}
+        self._done = {_key(line): line["accuracy"] for line in read_lines(file)}
 
     def accuracy(self, cell: Cell, batch: int, rate: float, seed: int) -> float:
         """Return the test accuracy of a run in percent."""
@@ -61,8 +58,7 @@ class Runs:
             for _ in range(plan.plan.privacy.steps):
                 trainer.step()
             found = round(100 * trainer.evaluate().accuracy, 2)
-            with self._file.open("a") as out:
-                print(json.dumps({**flags, "accuracy": found, "device": self._device}), file=out)
+            append_line(self._file, {**flags, "accuracy": found, "device": self._device})
             self._done[_key(flags)] = found
         accuracy: float = self._done[_key(flags)]
         return accuracy
@@ -91,34 +87,23 @@ def best(score: Callable[[float], float], start: float) -> float:
     return start * 2.0**chosen
 
 
-def table(runs: Runs, cells: Iterable[Cell]) -> str:
-    """Tune each cell, run it on the other seeds, and return a row for each."""
-    lines = ["| dataset | epsilon | optimizer | batch | rate | accuracy | runs |", "|---" * 7 + "|"]
-    for cell in cells:
+def main() -> None:
+    """Tune each cell, run it on the other seeds, and print a row for each."""
+    parser = parser_of(__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dataset", choices=EPSILONS, default="mnist")
+    parser.add_argument("--epsilon", type=float, help="this one alone")
+    options = parser.parse_args()
+    runs = Runs(options.file, options.device)
+    epsilons = [options.epsilon] if options.epsilon else EPSILONS[options.dataset]
+    print("| epsilon | optimizer | batch | rate | accuracy |\n" + "|---" * 5 + "|")
+    for epsilon, optimizer in product(epsilons, RATES):
+        cell = Cell(options.dataset, epsilon, optimizer)
         batch, rate = runs.tuned(cell)
         found = [runs.accuracy(cell, batch, rate, seed) for seed in SEEDS]
-        told = " ".join(f"{value:.2f}" for value in found)
-        dataset, epsilon, optimizer = cell
-        row = f"{dataset} | {epsilon:g} | {optimizer} | {batch} | {rate:g} | {mean(found):.2f}"
-        lines.append(f"| {row} | {told} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Run a share of the cells, all by default, and print them as a table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--part", default="0/1", help="a share of the cells, as 2/8 (0/1: all)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dataset", choices=EPSILONS, help="this one alone")
-    options = parser.parse_args()
-    part, parts = map(int, options.part.split("/"))
-    cells = [
-        Cell(dataset, epsilon, optimizer)
-        for dataset in ([options.dataset] if options.dataset else EPSILONS)
-        for epsilon, optimizer in product(EPSILONS[dataset], RATES)
-    ]
-    print(table(Runs(options.file, options.device), cells[part::parts]))
+        accuracy = f"{mean(found):.2f} ± {stdev(found):.2f}"
+        print(f"| {epsilon:g} | {optimizer} | {batch} | {rate:g} | {accuracy} |", flush=True)
 
 
 def _key(line: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,75 +1,96 @@
 """Our tables beside the paper's, cell by cell, as Markdown.
 
+    python benchmarks/beside_paper.py docs/data/table1.jsonl.xz docs/data/table1-estimates.jsonl.xz
     python benchmarks/beside_paper.py runs/table1/compare.json
 
-A cell differs where the means are further apart than two standard deviations of their difference,
-the paper's and ours together. One that has no spread of its own, for lack of seeds, borrows its
-row's largest.
+A file is a comparison, or has the reports of runs as JSON lines. A cell differs where the means are
+further apart than two standard deviations of their difference, the paper's and ours together. One
+that has no spread, for lack of seeds, gets the largest of its row.
 """
 
-import argparse
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
+from common import parser_of, read_lines
+
+AXES = ("optimizer", "kappa", "phi", "gamma_prime")
 #: Tables I and II of arXiv 2606.05435, in percent.
 PAPER = Path(__file__).parent.parent / "docs" / "data" / "paper.csv"
 
 
-def table(comparison: dict[str, Any]) -> str:
-    """Rows of ours with the paper's in brackets; cells that differ in bold."""
+def rows_of(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield rows: dataset, labels, sigma, mean and deviation of the accuracies."""
+    if file.suffix == ".json":
+        found = json.loads(file.read_bytes())
+        for row in found["rows"]:
+            yield {"dataset": found["dataset"], "labels": labels(row, found["axes"]), **row}
+        return
+    scores = defaultdict[tuple[Any, ...], list[float]](list)
+    for line in read_lines(file):
+        report = json.loads(line["files"]["report.json"])
+        kind = labels({**report["hyperparameters"], "optimizer": report["optimizer"]}, AXES)
+        key = report["dataset"]["name"], kind, report["privacy"]["noise_multiplier"]
+        scores[key].append(report["test"]["accuracy"])
+    for (dataset, kind, sigma), each in sorted(scores.items(), key=lambda item: item[0][2]):
+        row = {"dataset": dataset, "labels": kind, "optimizer": kind[0], "sigma": sigma}
+        spread = stdev(each) if len(each) > 1 else None
+        yield {**row, "mean": mean(each), "std": spread, "seeds": len(each)}
+
+
+def labels(row: Mapping[str, Any], axes: Sequence[str]) -> tuple[str, ...]:
+    """Return what a row is called; a setting of other optimizers is empty."""
+    shown = (axis for axis in axes if row.get(axis))
+    return tuple(str(row[axis]) if axis == "optimizer" else f"{axis} {row[axis]}" for axis in shown)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return ours with the paper's in brackets; cells that differ in bold."""
     printed = {
-        (row["optimizer"], float(row["sigma"])): (float(row["mean"]), float(row["std"]))
+        (row["dataset"], row["optimizer"], float(row["sigma"])): (
+            float(row["mean"]),
+            float(row["std"]),
+        )
         for row in csv.DictReader(PAPER.read_text().splitlines())
-        if row["dataset"] == comparison["dataset"]
     }
-    rows = comparison["rows"]
-    measured = list(dict.fromkeys(row["sigma"] for row in rows))
+    measured = sorted({row["sigma"] for row in rows})
     lines = [
         f"| | {' | '.join(f'{sigma:g}' for sigma in measured)} |",
         "|---" * (len(measured) + 1) + "|",
     ]
-    for labels in dict.fromkeys(_labels(row, comparison["axes"]) for row in rows):
-        mine = [row for row in rows if _labels(row, comparison["axes"]) == labels and row["seeds"]]
-        spread = max((100 * (row["std"] or 0.0) for row in mine), default=0.0)
+    for kind in dict.fromkeys(row["labels"] for row in rows):
+        mine = {row["sigma"]: row for row in rows if row["labels"] == kind and row["seeds"]}
+        spread = max((100 * (row["std"] or 0.0) for row in mine.values()), default=0.0)
         cells = [
-            _cell([row for row in mine if row["sigma"] == sigma], printed, spread)
-            for sigma in measured
+            _cell(mine[sigma], printed, spread) if sigma in mine else "–" for sigma in measured
         ]
-        lines.append(f"| {' '.join(labels)} | {' | '.join(cells)} |")
+        lines.append(f"| {' '.join(kind)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _labels(row: dict[str, Any], axes: Sequence[str]) -> tuple[str, ...]:
-    shown = (axis for axis in axes if row[axis])  # a setting of other optimizers is empty
-    return tuple(f"{axis} {row[axis]}" if axis != "optimizer" else row[axis] for axis in shown)
-
-
 def _cell(
-    rows: list[dict[str, Any]],
-    printed: Mapping[tuple[str, float], tuple[float, float]],
+    row: Mapping[str, Any],
+    printed: Mapping[tuple[str, str, float], tuple[float, float]],
     spread: float,
 ) -> str:
-    if not rows:
-        return "–"
-    [row] = rows
-    theirs, their_std = printed[row["optimizer"], row["sigma"]]
-    mean, std = 100 * row["mean"], row["std"]
-    shown = f"{mean:.2f}" if std is None else f"{mean:.2f} ± {100 * std:.2f}"
+    theirs, their_std = printed[row["dataset"], row["optimizer"], row["sigma"]]
+    middle, std = 100 * row["mean"], row["std"]
+    shown = f"{middle:.2f}" if std is None else f"{middle:.2f} ± {100 * std:.2f}"
     own = spread if std is None else 100 * std
-    differs = abs(mean - theirs) > 2 * math.hypot(own, their_std)
     text = f"{shown} [{theirs:g} ± {their_std:g}]"
-    return f"**{text}**" if differs else text
+    return f"**{text}**" if abs(middle - theirs) > 2 * math.hypot(own, their_std) else text
 
 
 def main() -> None:
-    """Read a compare.json, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path)
-    print(table(json.loads(parser.parse_args().file.read_bytes())))
+    """Read comparisons or runs, and print."""
+    parser = parser_of(__doc__)
+    parser.add_argument("files", type=Path, nargs="+")
+    print(table([row for file in parser.parse_args().files for row in rows_of(file)]))
 
 
 if __name__ == "__main__":

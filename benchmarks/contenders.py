@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import Step
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention
-from torchvision.models import vision_transformer
-from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torch.nn.functional import cross_entropy, gelu
 from torchvision.models.resnet import BasicBlock
 
 from dpmac_cli.config.resolve import resolve
@@ -33,7 +32,7 @@ from dpmac_cli.models.registry import MODELS
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import Indices, KeyedSampler
+from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.step import RECORD_UNIT, carry
@@ -49,9 +48,6 @@ IMAGES = {
     "wrn-16-4": "cifar10",
     "resnet18": "cifar10",
     "vit-tiny": "cifar10",
-    "vit-timm": "cifar10",
-    "vit-torchvision": "cifar10",
-    "convnext-torchvision": "cifar10",
     "lstm": "cifar10",
     "gru": "cifar10",
 }
@@ -64,8 +60,6 @@ KEEPING = "plain-adam, memory kept"
 NO_TF32 = "plain-adam, no TF32"
 #: Parameters of a network that only three are timed on.
 LARGE = 10**7
-
-Step = Callable[[], None]
 
 
 def settings_of(name: str) -> None:
@@ -88,29 +82,22 @@ def settings_of(name: str) -> None:
         cudnn.conv.fp32_precision = "tf32"  # torch's default
 
 
-class PatchTokens(nn.Module):
-    """Base of transformers whose class token and position embedding are parameters, as in timm."""
+class VisionTransformer(nn.Module):
+    """A small vision transformer in the style of timm, with norms before each part."""
 
-    def __init__(self, dataset: Dataset, width: int, patch: int) -> None:
+    def __init__(self, dataset: Dataset, width: int = 192, depth: int = 6, patch: int = 4) -> None:
         super().__init__()
         channels, *image = dataset.shape
         tokens = 1 + (image[0] // patch) * (image[1] // patch)
         self.patch_embed = nn.Conv2d(channels, width, patch, stride=patch)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(0.02 * torch.randn(1, tokens, width))
-
-
-class VisionTransformer(PatchTokens):
-    """A small vision transformer in the style of timm, with norms before each part."""
-
-    def __init__(self, dataset: Dataset, width: int = 192, depth: int = 6, patch: int = 4) -> None:
-        super().__init__(dataset, width, patch)
         block = nn.TransformerEncoderLayer(
             width, 3, 4 * width, 0.0, gelu, batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, len(dataset.task.names))
+        self.head = nn.Linear(width, dataset.task.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits of images, shape (samples, classes)."""
@@ -135,102 +122,6 @@ class Recurrent(nn.Module):
         return logits
 
 
-class LayerScale(nn.Module):
-    """timm's: a gain for each channel."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((width,), 0.1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x, scaled."""
-        return x * self.gamma
-
-
-class DropPath(nn.Module):
-    """timm's: leave out a residual branch for some samples."""
-
-    def __init__(self, drop_prob: float) -> None:
-        super().__init__()
-        self.drop_prob = drop_prob
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x, or zeros for some samples."""
-        if not self.training:
-            return x
-        kept = 1 - self.drop_prob
-        return x * x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(kept).div_(kept)
-
-
-class Attention(nn.Module):
-    """timm's: dropout inside of the function that attends."""
-
-    def __init__(self, width: int, heads: int, drop: float) -> None:
-        super().__init__()
-        self.heads, self.qkv = heads, nn.Linear(width, 3 * width)
-        self.attn_drop, self.proj, self.proj_drop = nn.Dropout(drop), nn.Linear(width, width), drop
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend from each position of x, shape (samples, positions, width), to all."""
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        p = self.attn_drop.p if self.training else 0.0
-        x = scaled_dot_product_attention(q, k, v, dropout_p=p)
-        return dropout(self.proj(x.transpose(1, 2).flatten(2)), self.proj_drop, self.training)
-
-
-class Block(nn.Module):
-    """A block of :class:`TimmTransformer`."""
-
-    def __init__(self, width: int, heads: int, drop: float) -> None:
-        super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, heads, drop)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            *(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(drop)),
-            *(nn.Linear(4 * width, width), nn.Dropout(drop)),
-        )
-        self.ls1, self.ls2 = LayerScale(width), LayerScale(width)
-        self.drop_path = DropPath(drop)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x after attention and the multilayer perceptron."""
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x))))
-        out: Tensor = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
-        return out
-
-
-class TimmTransformer(PatchTokens):
-    """A vision transformer as timm has it, with all that its users switch on, copied in style."""
-
-    def __init__(self, dataset: Dataset, width: int = 192, depth: int = 4, patch: int = 4) -> None:
-        super().__init__(dataset, width, patch)
-        self.pos_drop = nn.Dropout(0.1)
-        self.blocks = nn.Sequential(*(Block(width, 3, 0.1) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(dataset.task.names))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits of images, shape (samples, classes)."""
-        tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], 1)
-        tokens = self.blocks(self.pos_drop(tokens + self.pos_embed))
-        logits: Tensor = self.head(self.norm(tokens)[:, 0])
-        return logits
-
-
-def of_torchvision(model: str, classes: int) -> nn.Module:
-    """Return vit_b_16 or convnext_tiny, made smaller by their own arguments, for small images."""
-    if model == "vit-torchvision":
-        drop = {"dropout": 0.1, "attention_dropout": 0.1}
-        size = {"num_layers": 4, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}
-        vit: nn.Module = vision_transformer.VisionTransformer(
-            32, 4, **size, **drop, num_classes=classes
-        )
-        return vit
-    stages = [CNBlockConfig(48, 96, 3), CNBlockConfig(96, 192, 3), CNBlockConfig(192, None, 3)]
-    convnext: nn.Module = ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=classes)
-    return convnext
-
-
 @dataclass(frozen=True)
 class Size:
     """Network and batch to time.
@@ -251,12 +142,8 @@ class Size:
         torch.manual_seed(0)
         if self.model == "vit-tiny":
             return VisionTransformer(facts)
-        if self.model == "vit-timm":
-            return TimmTransformer(facts)
         if self.model in ("lstm", "gru"):
             return Recurrent(nn.LSTM if self.model == "lstm" else nn.GRU, facts.task.outputs)
-        if self.model.endswith("torchvision"):
-            return of_torchvision(self.model, facts.task.outputs)
         if self.width is None:
             return build_network(self.model, facts.signature)
         pixels = int(np.prod(facts.shape))
@@ -274,12 +161,8 @@ class Size:
 
 
 def random_images(model: str, device: torch.device) -> Data:
-    """Images that a network is timed on: time does not depend on what they show."""
-    return noise_images(DATASETS[IMAGES[model]], device)
-
-
-def noise_images(facts: Dataset, device: torch.device) -> Data:
-    """Return noise in the shape and number of a dataset's images."""
+    """Return noise in the shape and number of a network's images: time does not depend on them."""
+    facts = DATASETS[IMAGES[model]]
     generator = torch.Generator().manual_seed(0)
 
     def split(size: int) -> Split:
@@ -307,17 +190,6 @@ class Batches:
         self._begin += self._batch
         train = self._data.train
         return self._data.standardised(train.images[rows]), train.labels[rows]
-
-
-class FixedSize:
-    """A sampler that draws the first ``size`` records at every step."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def draw(self, _: int) -> Indices:
-        """Return the records of a step."""
-        return np.arange(self.size)
 
 
 def plain(size: Size, data: Data, *, fused: bool) -> Step:

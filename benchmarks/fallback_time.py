@@ -7,7 +7,6 @@ process with ``MKL_CBWR=COMPATIBLE`` and one without, in turn. It prints the med
 a step of each, and their ratio.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from itertools import pairwise
 from statistics import median
 
 import torch
+from common import parser_of
 from torch import nn
 
 from dpmac_cli import make_private
@@ -43,10 +43,10 @@ def step_time(steps: int) -> float:
 
 def main() -> None:
     """Time both, in turn."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--here", action="store_true")
     args = parser.parse_args()
     if args.here:
         print(step_time(args.steps))

@@ -27,17 +27,15 @@ part() {  # NAME SECONDS COMMAND...
 
 if [ -n "$dry" ]; then
     step=(--quick --rounds 2 --no-peers --batch 4 --only dp-adam,dp-macadam)
-    deep=(wrn-16-4) recipe=(--quick --physical-batch 1) run=(--steps 2)
+    deep=(wrn-16-4) run=(--steps 2)
 else
     step=(--quick --rounds 5 --warm 0.5)
-    deep=(wrn-16-4 resnet18 vit-tiny vit-timm vit-torchvision convnext-torchvision) recipe=(--physical-batch 64 128 256) run=()
+    deep=(wrn-16-4 resnet18 vit-tiny) run=()
     nvidia-smi > "$out/nvidia-smi.txt"
 fi
 
 part step_time 120 python benchmarks/step_time.py --device $device --model mlp cnn "${step[@]}" --json "$out/step_time.json"
 part deep 300 python benchmarks/step_time.py --device $device --model "${deep[@]}" "${step[@]}" --json "$out/deep.json"
-[ -n "$dry" ] || part profile 90 python benchmarks/profile_step.py --model mlp resnet18 --json "$out/profile.json"
-part recipe 120 python benchmarks/recipe_time.py sample_configs/cifar10-de2022.yaml --device $device "${recipe[@]}"
 part mnist 60 dpmac train --dataset mnist --device $device --seed 0 --out "$out/mnist" --force "${run[@]}"
 part secure 60 dpmac train --dataset mnist --device $device --secure --out "$out/secure" --force "${run[@]}"
 part cifar10 120 dpmac train --dataset cifar10 --device $device --seed 0 --out "$out/cifar10" --force "${run[@]}"

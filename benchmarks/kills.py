@@ -11,7 +11,6 @@ was used twice. With a checkpoint every 2 of the 480 steps, a kill loses up to 3
 last one and the 5 that are reserved ahead, which may add 1% to the epsilon of the undisturbed run.
 """
 
-import argparse
 import base64
 import json
 import multiprocessing
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import parser_of, write_json
 
 from dpmac_cli.__main__ import main
 from dpmac_cli.accounting.accountants import total_epsilon
@@ -223,7 +223,7 @@ def study(optimizer: str, kills: int, rng: random.Random) -> dict[str, Any]:
 
 def study_all() -> None:
     """Run the study, print a table and write it."""
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -240,9 +240,8 @@ def study_all() -> None:
     total = {key: sum(row[key] for row in rows) for key in ("kills", "runs")}
     wrong = sum(len(row["faults"]) for row in rows)
     print("{kills} kills of {runs} runs, which all ended".format(**total), f"{wrong} faults")
-    if options.out:
-        document = {"torch": torch.__version__, "seed": options.seed, **total, "rows": rows}
-        options.out.write_text(json.dumps(document, indent=2) + "\n")
+    found = {"torch": torch.__version__, "seed": options.seed, **total, "rows": rows}
+    write_json(options.out, found)
     sys.exit(bool(wrong))
 
 

@@ -9,11 +9,8 @@ on the same records; a cost is the median of the ratios of their times. Opacus i
 its clipped sum is not that of dpmac, whose tests compare it with autograd.
 """
 
-import argparse
 import json
-import statistics
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import in_turn, parser_of, ratio, write_json
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
@@ -180,19 +178,9 @@ def agree(ours: Step, theirs: Step) -> bool:
 
 def times_of_dpmac(steps: Mapping[str, Step]) -> dict[str, float]:
     """Return the median ratios of the time of dpmac to those of the others, in turn."""
-    rounds = []
-    for _ in range(ROUNDS):
-        taken = {}
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            taken[name] = time.perf_counter() - began
-        rounds.append(taken)
-    return {
-        name: round(statistics.median(each["dpmac"] / each[name] for each in rounds[1:]), 2)
-        for name in steps
-        if name != "dpmac"
-    }
+    taken = in_turn(steps, dict.fromkeys(steps, 1), ROUNDS)
+    own = taken.pop("dpmac")[1:]
+    return {name: round(ratio(own, each[1:]), 2) for name, each in taken.items()}
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -207,7 +195,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure the cases of all groups, or of some, and write the file as they are done."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("file", type=Path, help="where rows are written")
     parser.add_argument("--only", choices=GROUPS, nargs="+", help="measure these groups again")
     options = parser.parse_args()
@@ -222,8 +210,7 @@ def main() -> None:
         kept[case.group, case.name] = row = measured(case)
         print(f"{number}/{len(cases)}", row, file=sys.stderr)
     rows = [kept[key] for case in CASES if (key := (case.group, case.name)) in kept]
-    found = {"torch": torch.__version__, "rows": rows}
-    options.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(options.file, {"torch": torch.__version__, "rows": rows})
     print(summary(rows))
 
 

@@ -8,13 +8,12 @@ times the ratios that were measured, so they find passes that were added, not a 
 plain torch itself scatters too much, nothing is concluded: the script says so and ends with 0.
 """
 
-import argparse
 import sys
-import time
-from statistics import median, quantiles
+from statistics import quantiles
 
 import torch
-from contenders import PLAIN, Size, Step, contenders, random_images, settings_of
+from common import Step, in_turn, parser_of, ratio, spent
+from contenders import PLAIN, Size, contenders, random_images, settings_of
 
 #: Largest CPU time of a step, in steps of plain torch; at sizes that take milliseconds. About 1.3
 #: times the largest that was measured on a quiet machine: a Xeon with AVX-512.
@@ -27,14 +26,6 @@ ROUNDS, STEPS, WARM = 9, 4, 40
 SCATTER = 0.35
 
 
-def cpu_seconds(step: Step, steps: int) -> float:
-    """Return the CPU time of some steps over all threads."""
-    begin = time.process_time()
-    for _ in range(steps):
-        step()
-    return time.process_time() - begin
-
-
 def ratios(size: Size, names: list[str], rounds: int, warm: int) -> tuple[dict[str, float], float]:
     """Return CPU time relative to plain torch by contender, and the scatter of plain torch."""
     data, steps = random_images(size.model, torch.device("cpu")), dict[str, Step]()
@@ -42,23 +33,16 @@ def ratios(size: Size, names: list[str], rounds: int, warm: int) -> tuple[dict[s
         if name in (PLAIN, *names):
             settings_of(name)
             steps[name] = build(data)
-            cpu_seconds(steps[name], warm)  # oneDNN compiles for each number of rows
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            settings_of(name)
-            taken[name].append(cpu_seconds(step, STEPS))
-    low, middle, high = quantiles(taken[PLAIN], n=4)
-    found = {
-        name: median(t / p for t, p in zip(taken[name], taken[PLAIN], strict=True))
-        for name in names
-    }
+            spent(steps[name], warm)  # oneDNN compiles for each number of rows
+    taken = in_turn(steps, dict.fromkeys(steps, STEPS), rounds, settings_of)
+    low, middle, high = quantiles([each.cpu for each in taken[PLAIN]], n=4)
+    found = {name: ratio(taken[name], taken[PLAIN], "cpu") for name in names}
     return found, (high - low) / middle
 
 
 def main() -> None:
     """Print every ratio with its limit; exit with 1 if one is above it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--warm", type=int, default=WARM, help="steps of each before")
     options = parser.parse_args()
@@ -66,10 +50,10 @@ def main() -> None:
     for size, limits in LIMITS.items():
         found, scatter = ratios(size, list(limits), options.rounds, options.warm)
         noisy = scatter > SCATTER
-        for name, ratio in found.items():
-            said = f"{size.model} B={size.batch} {name}: {ratio:.2f} times plain, at most "
+        for name, cost in found.items():
+            said = f"{size.model} B={size.batch} {name}: {cost:.2f} times plain, at most "
             sys.stdout.write(f"{said}{limits[name]}\n")
-            slower |= ratio > limits[name] and not noisy
+            slower |= cost > limits[name] and not noisy
         if noisy:
             sys.stdout.write(f"skipped: plain torch scatters by {scatter:.0%} on this machine\n")
     raise SystemExit(int(slower))

@@ -8,7 +8,6 @@ differ. Sets of instructions are forced in processes of their own:
     python benchmarks/row_rounding.py --out docs/data/row_rounding.json
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import INSTRUCTIONS, parser_of
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -27,15 +27,6 @@ from dpmac_cli.dp.clipping.batch_invariance import PERIOD, TRIED, Manner, find_m
 
 #: Largest number of rows.
 MOST = 160
-#: Environment variables by name of a set of instructions.
-INSTRUCTIONS = {
-    "default": {},
-    "avx2": {
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    },
-}
 Build = Callable[[], nn.Module]
 
 
@@ -134,12 +125,12 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
 
 def main(given: list[str] | None = None) -> None:
     """Scan all layers, or those whose names contain some text."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", default="")
     parser.add_argument("--instructions", nargs="+", default=[*INSTRUCTIONS])
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--here", action="store_true")
     args = parser.parse_args(given)
     if args.here:
         chosen = [layer for layer in layers() if args.only in layer[0]]

@@ -7,9 +7,8 @@ numbers of processes; figures are medians over the rounds.
     python benchmarks/scaling.py --json docs/data/scaling.json
 """
 
-import argparse
-import json
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from common import parser_of, write_json
 from contenders import Size, ours, random_images
 from torch._C._distributed_c10d import TCPStore
 
@@ -69,37 +69,32 @@ def _work(rank: int, count: int, port: int, size: Size, name: str, answers: Any)
 
 
 def main() -> None:
-    """Time, print a table, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Time, print a row each, and write JSON where asked."""
+    parser = parser_of(__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="networks with this in their name")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     rows = []
-    print("| network | batch | optimizer | processes | step, ms | speed-up | efficiency |")
-    print("|---|---|---|---|---|---|---|")
-    for size in SIZES:
-        for name in NAMES:
-            rounds = [
-                [measure(size, name, count) for count in options.processes]
-                for _ in range(options.rounds)
-            ]
-            for column, count in enumerate(options.processes):
-                times = [times[column] for times in rounds]
-                speedup = median(times[0] / times[column] for times in rounds)
-                row = {
-                    "model": size.model,
-                    "batch": size.batch,
-                    "optimizer": name,
+    for size, name in product((size for size in SIZES if options.only in size.model), NAMES):
+        rounds = [
+            [measure(size, name, count) for count in options.processes]
+            for _ in range(options.rounds)
+        ]
+        for column, count in enumerate(options.processes):
+            speedup = median(times[0] / times[column] for times in rounds)
+            rows.append(
+                {
+                    **{"model": size.model, "batch": size.batch, "optimizer": name},
                     "processes": count,
-                    "step_ms": round(median(times), 2),
+                    "step_ms": round(median(times[column] for times in rounds), 2),
                     "speed_up": round(speedup, 3),
                     "efficiency": round(speedup * options.processes[0] / count, 3),
                 }
-                rows.append(row)
-                print("|", *(f"{value} |" for value in row.values()), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+            )
+            print(rows[-1], flush=True)
+    write_json(options.json, {"rows": rows})
 
 
 if __name__ == "__main__":

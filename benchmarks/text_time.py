@@ -8,34 +8,21 @@ peak of the memory are those that the system counts for the command; seconds unt
 are by the clock. A line with both is added to the file.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import lines
 import numpy as np
+from common import append_line, parser_of
 
 from dpmac_cli.models.encoders import read_encoder
 
 CLASSES = ("home", "ward")
 #: Columns of a generated table.
 SCHEMA = "label: {{column: label, classes: [home, ward]}}\ncolumns: {{note: {{text: {tokens}}}}}\n"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds by the clock and of CPU time, seconds until the first step, and peak memory in MB."""
-
-    wall: float
-    cpu: float
-    first_step: float
-    memory: float
 
 
 def write_table(file: Path, count: int, words: int) -> None:
@@ -51,8 +38,8 @@ def write_table(file: Path, count: int, words: int) -> None:
             table.write(f"{' '.join(text)},{name}\n")
 
 
-def cost_of(folder: Path, out: str) -> Cost:
-    """Train once by the command line, and return what that took."""
+def cost_of(folder: Path, out: str) -> dict[str, float]:
+    """Train once by the command line; return seconds, and the peak of memory in MB."""
     given = {"dataset": "notes.csv", "schema": "schema.yaml", "backbone": "minilm", "out": out}
     flags = [part for name, value in given.items() for part in (f"--{name}", value)]
     command = [sys.executable, "-m", "dpmac_cli", "train", *flags, "--epsilon", "1"]
@@ -65,7 +52,8 @@ def cost_of(folder: Path, out: str) -> Cost:
     if run.returncode:
         raise SystemExit(f"{' '.join(command)} failed with exit code {run.returncode}.")
     wall, cpu = time.monotonic() - begun, used.ru_utime + used.ru_stime
-    return Cost(*(round(part, 1) for part in (wall, cpu, first, used.ru_maxrss / 1024)))
+    found = {"wall": wall, "cpu": cpu, "first_step": first, "memory": used.ru_maxrss / 1024}
+    return {name: round(value, 1) for name, value in found.items()}
 
 
 def _first_step(out: Path, run: "subprocess.Popen[bytes]", begun: float) -> float:
@@ -79,7 +67,7 @@ def _first_step(out: Path, run: "subprocess.Popen[bytes]", begun: float) -> floa
 
 def main() -> None:
     """Measure, and print and keep the results as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("texts", type=int)
     parser.add_argument("--words", type=int, default=140)
@@ -89,10 +77,9 @@ def main() -> None:
         folder = Path(name)
         write_table(folder / "notes.csv", given.texts, given.words)
         (folder / "schema.yaml").write_text(SCHEMA.format(tokens=given.tokens))
-        costs = {key: asdict(cost_of(folder, key)) for key in ("first", "again")}
-    document = {"texts": given.texts, "words": given.words, "tokens": given.tokens, **costs}
-    lines.append(given.file, document)
-    print(json.dumps(document, indent=1))
+        costs = {key: cost_of(folder, key) for key in ("first", "again")}
+    given_as = {"texts": given.texts, "words": given.words, "tokens": given.tokens}
+    append_line(given.file, given_as | costs)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
 """Accuracy lost by protecting persons instead of images: MNIST with simulated patients.
 
     python benchmarks/units.py docs/data/units.jsonl    # 27 runs: a quarter of an hour
-    python benchmarks/units.py --draw docs/data/units.jsonl docs/units.png
+    python benchmarks/units.py docs/data/units.jsonl --draw docs/units.png
 
 Every patient has 1 to 40 images, drawn with a fixed seed. Runs that are in the file are not run
 again.
 """
 
-import json
-import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 import torch
+from common import append_line, parser_of, read_lines
 from matplotlib import pyplot as plt
 
 from dpmac_cli.config.resolve import resolve
@@ -79,35 +79,20 @@ def run(
 
 def measure(results: Path) -> None:
     """Run what is missing."""
-    known = (
-        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    )
-    done = {(line["row"], line["target"], line["seed"]) for line in known}
-    with tempfile.TemporaryDirectory() as folder, results.open("a") as file:
+    done = {(line["row"], line["target"], line["seed"]) for line in read_lines(results)}
+    with tempfile.TemporaryDirectory() as folder:
         images, patients = write(Path(folder))
-        for epsilon in EPSILONS:
-            for name, records, batch, epochs in ROWS:
-                for seed in SEEDS:
-                    if (name, epsilon, seed) in done:
-                        continue
-                    place = Path(folder) / f"{name}-{epsilon}-{seed}"
-                    found = run(
-                        patients if records else images,
-                        records,
-                        batch,
-                        epochs,
-                        epsilon,
-                        seed,
-                        place,
-                    )
-                    line = {"row": name, "target": epsilon, "seed": seed, **found}
-                    print(json.dumps(line), file=file, flush=True)
-                    print(line, flush=True)
+        for epsilon, (name, records, batch, epochs), seed in product(EPSILONS, ROWS, SEEDS):
+            if (name, epsilon, seed) not in done:
+                place = Path(folder) / f"{name}-{epsilon}-{seed}"
+                file = patients if records else images
+                found = run(file, records, batch, epochs, epsilon, seed, place)
+                append_line(results, {"row": name, "target": epsilon, "seed": seed, **found})
 
 
 def draw(results: Path, picture: Path) -> None:
     """Draw accuracy against epsilon, and print the table."""
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    lines = read_lines(results)
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     print(f"| unit of privacy | {' | '.join(f'epsilon {e:g}' for e in EPSILONS)} |")
     print("|---" * (len(EPSILONS) + 1) + "|")
@@ -129,7 +114,11 @@ def draw(results: Path, picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--draw":
-        draw(Path(sys.argv[2]), Path(sys.argv[3]))
+    parser = parser_of(__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--draw", type=Path, metavar="PICTURE", help="only draw what the file has")
+    options = parser.parse_args()
+    if options.draw:
+        draw(options.file, options.draw)
     else:
-        measure(Path(sys.argv[1]))
+        measure(options.file)

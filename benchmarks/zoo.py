@@ -7,20 +7,16 @@ random, records made up, and texts have ordinary two-dimensional masks.
 
     pip install timm transformers
     OMP_NUM_THREADS=1 python benchmarks/zoo.py --json docs/data/zoo.json      # 6 minutes
-    python benchmarks/zoo.py --quick --only gpt2,llama
+    python benchmarks/zoo.py --rounds 3 --only gpt2,llama
     python docs/generate.py                          # writes the table of docs/performance.md
 
 Exit code 1 if a network runs in a loop, which a note says.
 """
 
-import argparse
 import copy
-import json
-import sys
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -31,7 +27,7 @@ import timm
 import torch
 import torchvision
 import transformers
-from step_time import machine
+from common import in_turn, machine, parser_of, ratio, spent, steps_in, write_json
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -202,31 +198,6 @@ ZOO: Mapping[str, Kind] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One network.
-
-    Attributes:
-        parameters: number of trained parameters.
-        plain_ms, private_ms: median time of a step over the rounds.
-        ratio: median over the rounds of private over plain; ratio_low, ratio_high its quartiles.
-        cpu_ratio: as ``ratio``, by CPU time over all threads.
-        notes: how the network is run.
-    """
-
-    network: str
-    parameters: int
-    batch: int
-    plain_ms: float
-    private_ms: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    cpu_ratio: float
-    notes: Sequence[str]
-    looped: bool
-
-
 def plain_step(model: nn.Module, loss: Loss) -> Callable[[Batch], object]:
     """Return a step of Adam without privacy."""
     adam = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -239,22 +210,13 @@ def plain_step(model: nn.Module, loss: Loss) -> Callable[[Batch], object]:
     return step
 
 
-def in_turn(step: Callable[[Batch], object], batches: list[Batch]) -> Callable[[], object]:
+def by_turns(step: Callable[[Batch], object], batches: list[Batch]) -> Callable[[], object]:
     """Return a step that takes the next of these batches at each call."""
     turns = cycle(batches)
     return lambda: step(next(turns))
 
 
-def taken(step: Callable[[], object], times: int) -> tuple[float, float]:
-    """Return the wall and CPU milliseconds of a step, the mean of several."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(times):
-        step()
-    spent = time.perf_counter() - wall, time.process_time() - cpu
-    return 1e3 * spent[0] / times, 1e3 * spent[1] / times
-
-
-def measure(name: str, kind: Kind, rounds: int) -> Row:
+def measure(name: str, kind: Kind, rounds: int) -> dict[str, Any]:
     """Time plain and private steps of a network, in turn."""
     torch.manual_seed(0)
     model, batch = kind.build(), kind.records()
@@ -265,62 +227,48 @@ def measure(name: str, kind: Kind, rounds: int) -> Row:
         model, kind.loss, sampling=sampling, steps=1000, physical_batch=BATCH, **settings
     )
     batches = [batch, {key: tensor[1:] for key, tensor in batch.items()}]  # as drawn, sizes differ
-    steps: dict[Callable[[], object], int] = {
-        in_turn(plain, batches): 1,
-        in_turn(private, batches): 1,
-    }
-    for step in steps:
+    steps = {"plain": by_turns(plain, batches), "private": by_turns(private, batches)}
+    for step in steps.values():
         step()
-        steps[step] = max(1, round(1e3 * TURN / taken(step, 1)[0]))
-    found: list[list[tuple[float, float]]] = [[], []]
-    for _ in range(rounds):
-        for spent, (step, times) in zip(found, steps.items(), strict=True):
-            spent.append(taken(step, times))
-    pairs = list(zip(*found, strict=True))
-    ratios = [own[0] / base[0] for base, own in pairs]
+    times = {kind: steps_in(TURN, spent(step).wall) for kind, step in steps.items()}
+    base, own = in_turn(steps, times, rounds).values()
+    ratios = [b.wall / a.wall for a, b in zip(base, own, strict=True)]
     low, _, high = quantiles(ratios, n=4) if rounds > 1 else ratios * 3
-    notes = private.notes
     sums: Any = private._sums
-    return Row(
-        network=name,
-        parameters=sum(p.numel() for p in model.parameters()),
-        batch=BATCH,
-        plain_ms=round(median(base[0] for base, _ in pairs), 2),
-        private_ms=round(median(own[0] for _, own in pairs), 2),
-        ratio=round(median(ratios), 3),
-        ratio_low=round(low, 3),
-        ratio_high=round(high, 3),
-        cpu_ratio=round(median(own[1] / base[1] for base, own in pairs), 3),
-        notes=notes,
-        looped=not sums.per_sample.vmapped,
-    )
+    found = {
+        "plain_ms": median(each.wall for each in base),
+        "private_ms": median(each.wall for each in own),
+        **{"ratio": median(ratios), "ratio_low": low, "ratio_high": high},
+        "cpu_ratio": ratio(own, base, "cpu"),
+    }
+    return {
+        "network": name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "batch": BATCH,
+        **{key: round(value, 3) for key, value in found.items()},
+        "notes": private.notes,
+        "looped": not sums.per_sample.vmapped,
+    }
 
 
 def main() -> int:
     """Measure, print, and write JSON where asked; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="turns of both (7)")
-    parser.add_argument("--quick", action="store_true", help="three rounds")
     parser.add_argument("--only", metavar="WORDS", default="", help="networks with these words")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     hf.logging.set_verbosity_error()
-    rows: list[Row] = []
+    versions = {"timm": timm.__version__, "transformers": transformers.__version__}
+    rows: list[dict[str, Any]] = []
     for name, kind in ZOO.items():
         if any(word in name for word in options.only.split(",")):
-            row = measure(name, kind, 3 if options.quick else options.rounds)
-            rows.append(row)
-            said = f"{row.ratio:.2f} ({row.ratio_low:.2f}–{row.ratio_high:.2f}) times plain"
-            sys.stdout.write(f"{name}: {said}, by CPU time {row.cpu_ratio:.2f}\n")
-            sys.stdout.writelines(f"    {note}\n" for note in row.notes)
-            sys.stdout.flush()
-        if options.json:  # as it goes
-            made_by = {"timm": timm.__version__, "transformers": transformers.__version__}
-            said_of = machine(torch.device("cpu")) | made_by
-            found = {"machine": said_of, "rows": [asdict(row) for row in rows]}
-            options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return int(any(row.looped for row in rows))
+            rows.append(measure(name, kind, options.rounds))
+            said = "{network}: {ratio:.2f} ({ratio_low:.2f}–{ratio_high:.2f}) times plain, {notes}"
+            print(said.format(**rows[-1]), flush=True)
+            write_json(options.json, {"machine": machine() | versions, "rows": rows})
+    return int(any(row["looped"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Figures that pages quote are those of their data files."""
 
 import json
+import re
 import runpy
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +11,9 @@ from statistics import mean, stdev
 from typing import Any
 
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import beside_paper
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -48,37 +53,28 @@ def test_accuracies_of_the_readme() -> None:
     assert shown == [*expected, [images[1.0], f"{images[2.435]} (at 2.435)", ""]]
 
 
-def test_numbers_to_predict() -> None:
-    found = grouped(lines("predicted_numbers.jsonl"), "set", "method", "epsilon")
-    methods = (
-        ("dpmac", 1.0),
-        ("AdaSSP", 1.0),
-        ("dpmac, no noise", None),
-        ("ridge, no noise", None),
-    )
-    rows = {row[0].partition(":")[0].strip("`"): row[1:] for row in tables("own-numbers.md")}
-    for name in ("meps", "wage_panel", "wage", "401ksubs", "injury"):
-        runs = [found[name, method, epsilon] for method, epsilon in methods]
-        assert rows[name] == [
-            f"{mean(100 * r['mae'] for r in each):.2f} ({mean(r['r2'] for r in each):.2f})"
-            for each in runs
-        ]
+def test_the_papers_tables() -> None:
+    """Means by sigma, as of the runs, beside the paper's."""
+    measured: list[list[str]] = []
+    for name in ("table1", "table1-estimates", "table2"):
+        by_kind = defaultdict[str, list[str]](list)
+        for row in beside_paper.rows_of(DOCS / "data" / f"{name}.jsonl.xz"):
+            by_kind[" ".join(row["labels"])].append(f"{100 * row['mean']:.2f}")
+        measured += by_kind.values()
+    shown = [row[1:] for row in tables("reproduction.md") if "[" in row[1]]
+    assert len(shown) == 8 + 7
+    for line in shown:
+        assert [re.split(" [±[]", cell)[0] for cell in line] in measured, line
 
 
-def test_searches() -> None:
-    found = grouped(lines("tuning.jsonl"), "set", "epsilon", "way")
-    rows = [row[1:5] for row in tables("tuning.md") if row[1] in ("1", "3")]
-    assert rows == [
-        [
-            f"{epsilon:g}",
-            *(
-                f"{mean(100 * r['accuracy'] for r in found[name, epsilon, way]):.2f}"
-                for way in ("defaults", "tuned", "composed")
-            ),
-        ]
-        for name in ("penguins", "digits")
-        for epsilon in (3.0, 1.0)
-    ]
+def test_the_best_batch_and_rate_of_each_optimizer() -> None:
+    rows = [row for row in lines("batches.jsonl") if row["seed"] < 5 and row["epsilon"] == 0.785]
+    found = grouped(rows, "optimizer", "batch_size", "lr")
+    shown = {row[0].strip("`"): row[1:] for row in tables("reproduction.md") if len(row) == 4}
+    for (name, batch, rate), runs in found.items():
+        scores = [each["accuracy"] for each in runs]
+        accuracy = f"{mean(scores):.2f} ± {stdev(scores):.2f}"
+        assert shown[name] == [f"{batch:,}", f"{rate:g}", accuracy]
 
 
 def test_units() -> None:
