@@ -46,14 +46,6 @@ def test_every_combination_is_run_with_every_seed() -> None:
         }
 
 
-def test_runs_of_a_cell_lie_side_by_side() -> None:
-    study = grid(optimizers="all", sigma="1,2", seeds="4")
-    for begin in range(0, len(study.runs), 4):
-        cell = study.runs[begin : begin + 4]
-        assert len({(run.labels, run.column) for run in cell}) == 1
-        assert [run.seed for run in cell] == [0, 1, 2, 3]
-
-
 def test_a_setting_without_effect_is_no_second_run() -> None:
     """--kappa says nothing to DP-Adam, which is run once."""
     study = grid(optimizers="dp-adam,dp-macadam", kappa="paper,tracked", sigma="1", seeds="2")
@@ -92,14 +84,6 @@ def test_the_address_is_the_settings_and_the_seed() -> None:
     ]
     folders = [run.folder for study in (one, *others) for run in study.runs]
     assert len(set(folders)) == len(folders)
-
-
-def test_what_does_not_change_the_run_does_not_change_its_address() -> None:
-    one = grid(optimizers="dp-sgd", sigma="1", seeds="1")
-    for flags in ({"device": "cpu"}, {"checkpoint_every": "5s"}, {"data_dir": "elsewhere"}):
-        assert grid(optimizers="dp-sgd", sigma="1", seeds="1", **flags).runs[0].folder == (
-            one.runs[0].folder
-        )
 
 
 @pytest.mark.privacy
@@ -164,34 +148,6 @@ def test_a_file_says_it_too_and_flags_win(tmp_path: Path) -> None:
     assert budget.column == "epsilon"
 
 
-def test_in_a_file_values_may_be_written_as_on_the_command_line(tmp_path: Path) -> None:
-    file = tmp_path / "study.yaml"
-    file.write_text("dataset: digits\noptimizers: dp-sgd, dp-adam\nsigma: 1,2\nseeds: 3,7\n")
-    study = plan({}, file, ROOT)
-    assert study.seeds == (3, 7)
-    assert {(run.plan.optimizer.name, run.plan.privacy.sigma) for run in study.runs} == {
-        *(("dp-sgd", 1.0), ("dp-sgd", 2.0), ("dp-adam", 1.0), ("dp-adam", 2.0))
-    }
-
-
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("sigm: 1", "sigma"),
-        ("sigma: {a: 1}", "sigma cannot be a dict"),
-        ("sigma: []", "list of --sigma is empty"),
-        ("sigma: 1\nsigma: 2", "twice, again in line 2"),
-        ("seed: 3", "seeds"),
-        ("[1, 2]", "must contain lines"),
-    ],
-)
-def test_a_wrong_file_is_explained(text: str, word: str, tmp_path: Path) -> None:
-    file = tmp_path / "study.yaml"
-    file.write_text(text)
-    with pytest.raises(InputError, match=word):
-        plan({}, file, ROOT)
-
-
 def test_every_fault_is_named_once() -> None:
     found = faults(optimizers="dp-sgd,dp-nothing", sigma="1,-1", lr="x,y")
     assert len(found) == len(set(found))
@@ -200,63 +156,10 @@ def test_every_fault_is_named_once() -> None:
         assert word in text
 
 
-@pytest.mark.parametrize("seeds", ["0", "-1", "x", "1.5", "", "1001", "-3,4", "9" * 30])
-def test_wrong_seeds_are_refused(seeds: str) -> None:
-    [fault] = faults(optimizers="dp-sgd", seeds=seeds)
-    assert "--seeds" in fault
-
-
 def test_a_study_has_an_end() -> None:
     many = ",".join(str(1 + n / 1000) for n in range(200))
     [fault] = faults(optimizers="dp-sgd", sigma=many, seeds="100")
     assert "10,000" in fault
-
-
-def test_too_large_a_study_is_refused_before_it_is_worked_out() -> None:
-    many = ",".join(map(str, range(1, 2000)))
-    [fault] = faults(optimizers="all", sigma=many, lr=many, h1=many, h2=many, seeds="1")
-    assert "combinations" in fault
-
-
-def test_sigma_and_epsilon_contradict() -> None:
-    assert "contradict" in faults(optimizers="dp-sgd", sigma="1", epsilon="3")[0]
-
-
-def test_one_seed_alone_may_be_named() -> None:
-    assert grid(optimizers="dp-sgd", seeds="7,").seeds == (7,)
-
-
-def test_a_switch_is_the_same_in_every_run(tmp_path: Path) -> None:
-    file = tmp_path / "study.yaml"
-    file.write_text("dataset: digits\nno-dp: true\noptimizers: dp-sgd\n")
-    for study in (grid(optimizers="dp-sgd", seeds="1", no_dp=True), plan({}, file, ROOT)):
-        assert not any(run.plan.privacy.private for run in study.runs)
-
-
-def test_a_range_is_one_value(tmp_path: Path) -> None:
-    table = tmp_path / "table.npz"
-    labels = np.arange(40) % 2
-    np.savez(table, x=np.zeros((40, 3)), y=labels, x_test=np.zeros((2, 3)), y_test=labels[:2])
-    flags = {"dataset": str(table), "optimizers": "dp-sgd", "sigma": "2", "seeds": "1"}
-    study = plan({**flags, "feature_range": "0,1"}, None)
-    assert [run.plan.recorded["feature_range"] for run in study.runs] == ["0,1"]
-    file = tmp_path / "study.yaml"
-    file.write_text('feature-range: ["0,1", "0,2"]\n')
-    ranges = [run.plan.recorded["feature_range"] for run in plan(flags, file).runs]
-    assert ranges == ["0,1", "0,2"]
-
-
-def test_the_file_of_a_single_run_is_a_study(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("dataset: digits\noptimizer: dp-adam\nsigma: 1.5\n")
-    assert {run.plan.optimizer.name for run in plan({}, file, ROOT).runs} == {"dp-adam"}
-    both = plan({"optimizers": "dp-sgd"}, file, ROOT)
-    assert {run.plan.optimizer.name for run in both.runs} == {"dp-sgd"}
-
-
-def test_faults_of_names_seeds_and_values_come_together() -> None:
-    found = faults(optimizers="dp-sdg", seeds="many", sigma="high")
-    assert [fault.split(":")[0] for fault in found] == ["--optimizers", "--seeds", "--sigma"]
 
 
 @pytest.mark.privacy

@@ -6,15 +6,20 @@ After a change that is meant: ``python -m tests.test_resolved`` writes the snaps
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.dataset import Split
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.release.run import train
 from dpmac_cli.studies.grid import plan as grid
 
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
@@ -107,3 +112,31 @@ if __name__ == "__main__":
     lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in snapshot())
     SNAPSHOT.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     sys.stdout.write(f"{SNAPSHOT}\n")
+
+
+FILES = sorted((Path(__file__).parents[1] / "sample_configs").glob("*.yaml"))
+STUDIES = [file for file in FILES if file.stem.startswith("table")]
+SEARCHES = [file for file in FILES if file.stem.startswith("tune")]
+CONFIGS = [file for file in FILES if file not in (*STUDIES, *SEARCHES)]
+
+
+def by_name(file: Path) -> str:
+    return file.stem
+
+
+@pytest.mark.long
+@pytest.mark.real_data
+@pytest.mark.usefixtures("features_of_one")
+@pytest.mark.parametrize("file", CONFIGS, ids=by_name)
+def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
+    config = resolve({"device": "cpu", "data_dir": str(real_data_dir)}, file).plan
+    assert config.data.dataset in file.stem
+    text = file.read_text()
+    assert f"dpmac train --recipe {file.stem}" in text
+    flags = {"device": "cpu", "data_dir": str(real_data_dir), "steps": "2", "quiet": True}
+    flags |= {"batch_size": "16" if config.recipe.augmented else "64"}  # or a step takes minutes
+    data = load_data(config.data.dataset, real_data_dir, torch.device("cpu"))
+    some = Split(data.test.images[:100], data.test.labels[:100])
+    *_, last = train(resolve(flags, file).plan, data=replace(data, test=some))
+    assert isinstance(last, Finished)
+    assert last.report["privacy"]["steps"] == 2

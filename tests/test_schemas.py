@@ -13,7 +13,7 @@ from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.run import finish, fork, train
 from dpmac_cli.studies.search import Dimension
 from tests.digits_runs import after, digits_config, train_digits
-from tests.test_search import space_of
+from tests.test_tune import space_of
 from tests.tiny_bert import write_encoder
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -11,9 +11,6 @@ from tests.conftest import LONG_ALONE
 ROOT = Path(__file__).parent.parent
 #: Tests of privacy promises that are long, and a short one of the same promise.
 ALSO_SHOWN: Mapping[str, str] = {
-    "tests/cli/test_faults.py::test_a_run_killed_again_and_again_ends": (
-        "tests/test_resume.py::test_a_killed_run_continues_from_its_state_and_counts_the_lost_steps"
-    ),
     "tests/cli/test_several.py::test_a_lost_rank_is_named_and_the_run_goes_on_without_it": (
         "tests/test_ranks.py::test_a_run_goes_on_with_other_ranks"
     ),
@@ -25,9 +22,6 @@ ALSO_SHOWN: Mapping[str, str] = {
     ),
     "tests/dp/test_rounding.py::test_the_margin_covers_the_rounding_of_all_chunks": (
         "tests/dp/test_rounding.py::test_the_margin_covers_the_rounding_of_the_sum"
-    ),
-    "tests/cli/test_account.py::test_the_row_of_the_paper_in_one_table": (
-        "tests/cli/test_account.py::test_the_line_of_the_issue"
     ),
     "tests/test_accounting.py::test_the_smallest_rates_are_priced_as_larger_ones": (
         "tests/test_accounting.py::test_no_rate_is_priced_below_the_least"
@@ -48,10 +42,6 @@ ALSO_SHOWN: Mapping[str, str] = {
     "tests/test_private_scores.py::test_no_score_is_released_twice_whatever_is_killed": (
         "tests/test_private_scores.py::test_an_interrupted_run_releases_no_score"
     ),
-    "tests/test_executors.py"
-    "::test_a_ray_of_our_own_tells_nobody_leaves_signals_alone_and_begins_no_more_than_it_should": (
-        "tests/test_executors.py::test_ray_is_told_to_report_no_use"
-    ),
     "tests/test_fuzz.py::test_no_damage_of_any_kind_breaks_a_promise": (
         "tests/test_flips.py::test_a_flipped_byte_makes_no_resumed_run_cheaper"
     ),
@@ -60,9 +50,6 @@ ALSO_SHOWN: Mapping[str, str] = {
     ),
     "tests/test_tune.py::test_the_command_shows_a_plan_and_no_trial": (
         "tests/test_tune.py::test_nothing_else_is_visible_while_it_goes_on"
-    ),
-    "tests/test_tune.py::test_a_command_that_is_killed_leaves_no_score_in_sight": (
-        "tests/test_tune.py::test_a_search_that_is_killed_at_any_moment_is_started_again_and_cleaned_up"
     ),
 }
 

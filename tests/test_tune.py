@@ -1,21 +1,23 @@
 """dpmac tune: nothing but the best of a secret number of trials is left, however it ends."""
 
 import json
-import math
 import os
+import random
 import shutil
-import signal
 import stat
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import chisquare
 
-from dpmac_cli.accounting.selection import Search, Trials
+from dpmac_cli.accounting.selection import Search, Trials, trials_of
 from dpmac_cli.config.account import Question
+from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
 from dpmac_cli.release.model_file import load_model
@@ -26,10 +28,9 @@ from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies import tune as tuning
-from dpmac_cli.studies.search import RUNNING, Dimension, SearchSpace
+from dpmac_cli.studies.search import RUNNING, Dimension, SearchSpace, events_of_trial, plan_search
 from dpmac_cli.studies.tune import carry_out_search, covered_score
-from tests.test_search import space_of
-from tests.typed import dpmac, process
+from tests.typed import dpmac
 
 pytestmark = pytest.mark.privacy
 
@@ -118,28 +119,6 @@ def test_an_earlier_trial_may_win(trained: Trainer) -> None:
     assert_only_the_winner_is_left(0.57721566)
 
 
-def test_the_published_files_are_new_ones(
-    trained: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their times, and the numbers of their inodes, do not tell which trial won."""
-    seen = set[int]()
-
-    def watched(*args: Any) -> Iterator[Finished]:
-        for event in trained(*args):
-            written = [path for path in event.folder.iterdir() if path.is_file()]
-            seen.update(path.stat().st_ino for path in written)
-            kept.extend(path.open("rb") for path in written)
-            yield event
-
-    kept: list[Any] = []  # open files keep their inodes
-    monkeypatch.setattr(tuning, "train", watched)
-    finish(carry_out_search(space()))
-    assert min(path.stat().st_mtime for path in OUT.iterdir()) > 1.5e9
-    assert seen.isdisjoint(path.stat().st_ino for path in OUT.iterdir())
-    for file in kept:
-        file.close()
-
-
 def test_nothing_else_is_visible_while_it_goes_on(
     trained: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,23 +181,6 @@ def test_a_search_that_is_killed_at_any_moment_is_started_again_and_cleaned_up(
     assert count[0] > 20
 
 
-@pytest.mark.parametrize("failure", [OSError(28, "No space left"), RunError("memory"), Killed()])
-def test_a_search_that_fails_leaves_nothing(
-    failure: BaseException, trained: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = iter(range(10))
-
-    def failing(*args: Any) -> Iterator[Finished]:
-        if next(calls) == 1:
-            raise failure
-        yield from trained(*args)
-
-    monkeypatch.setattr(tuning, "train", failing)
-    with pytest.raises(type(failure)):
-        finish(carry_out_search(space()))
-    assert {path.name for path in OUT.iterdir()} == {folder.LOCK}
-
-
 def test_a_search_that_is_stopped_leaves_nothing(trained: Trainer) -> None:
     with pytest.raises(KeyboardInterrupt):
         finish(carry_out_search(space(), lambda: len(trained.rates) == 2))
@@ -245,38 +207,11 @@ def test_the_copy_of_a_trial_is_not_continued(monkeypatch: pytest.MonkeyPatch) -
         assert "is a trial of a search" in result.output
 
 
-def test_if_every_trial_diverges_nothing_is_left(trained: Trainer) -> None:
-    trained.scores = [None, None, None]
-    with pytest.raises(RunError, match="diverged"):
-        finish(carry_out_search(space()))
-    assert {path.name for path in OUT.iterdir()} == {folder.LOCK}
-
-
-def test_a_folder_with_other_files_is_refused(draws: list[int], trained: Trainer) -> None:
-    OUT.mkdir()
-    (OUT / "file").write_text("mine")
-    (OUT / RUNNING).mkdir()
-    with pytest.raises(InputError, match="do not belong"):
-        finish(carry_out_search(space()))
-    assert draws == [3, 3]
-    assert trained.rates == []
-
-
 @pytest.mark.parametrize("covered", [None, {"released": 0}])
 def test_only_a_covered_score_can_decide(covered: Any) -> None:
     report = {"privacy": {"covered_scores": covered}, "test": {"accuracy": 0.5}}
     with pytest.raises(ValueError, match="covered"):
         covered_score(report, "accuracy")
-
-
-def test_a_trial_without_a_score_loses_and_lower_errors_win() -> None:
-    privacy = {"covered_scores": {"released": 1}}
-    for test, metric, better in (
-        ({"accuracy": None}, "accuracy", -math.inf),
-        ({"accuracy": 0.25}, "accuracy", 0.25),
-        ({"mae": 0.25}, "mae", -0.25),
-    ):
-        assert covered_score({"privacy": privacy, "test": test}, metric) == better
 
 
 @pytest.fixture(scope="module")
@@ -341,39 +276,10 @@ def test_the_published_run_cannot_be_trained_further(published: tuple[Path, Sear
         make_private(model, "digits", sigma=6, steps=3)
 
 
-def test_a_report_without_its_search_is_found_out(
-    published: tuple[Path, SearchSpace], tmp_path: Path
-) -> None:
-    run, _ = published
-    report = json.loads((run / folder.REPORT).read_text())
-    report["privacy"]["search"]["candidates"][0][0]["noise_multiplier"] *= 2
-    (tmp_path / folder.REPORT).write_text(json.dumps(report))
-    done = dpmac("account", tmp_path)
-    assert done.exit_code == 2
-    assert "trial of the search" in done.stderr
-
-
 FLAGS = (
     *("tune", "--dataset", "digits", "--model", "linear", "--steps", "3", "--epsilon", "0.5"),
     *("--lr", "0.1:1", "--trials", "2", "--device", "cpu", "--out", "out"),
 )
-
-
-def test_a_dry_run_shows_the_plan_and_writes_nothing() -> None:
-    shown = dpmac(*FLAGS, "--dry-run", "--quiet")
-    assert shown.exit_code == 0, shown.output
-    assert "search and model together: epsilon 0.4" in shown.stdout
-    assert "writing" not in shown.stdout
-    refused = dpmac(*FLAGS, "--dry-run", "--json")
-    assert refused.exit_code == 2
-    assert "--dry-run and --json contradict each other" in refused.stderr
-    assert not OUT.exists()
-
-
-def test_a_flag_that_is_gone_says_what_to_type_instead() -> None:
-    refused = dpmac("tune", "--dataset", "digits", "--search", "lr=0.1,1")
-    assert refused.exit_code == 2
-    assert "Write the values at the settings" in " ".join(refused.output.split())
 
 
 @pytest.mark.long
@@ -395,26 +301,168 @@ def test_the_command_shows_a_plan_and_no_trial(draws: list[int]) -> None:
     assert any("from 1 to 8" in line for line in shown[0])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_command_that_is_killed_leaves_no_score_in_sight(number: int) -> None:
-    running = process(*FLAGS, "--trials", "900")
-    deadline = time.monotonic() + 300
-    while not any(OUT.glob(f"{RUNNING}/*/{folder.METRICS}")):
-        assert running.poll() is None, running.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    running.send_signal(number)
-    output, errors = running.communicate(timeout=60)
-    left = {path.name for path in OUT.iterdir()}
-    if number == signal.SIGKILL:
-        assert running.returncode == -9
-        assert left == {RUNNING, folder.LOCK}
-        assert stat.S_IMODE((OUT / RUNNING).stat().st_mode) == 0o700
-        again = dpmac(*FLAGS, "--dry-run")
-        assert "started again" in again.stderr
-    else:
-        assert running.returncode == 130
-        assert left == {folder.LOCK}
-        assert "no epsilon was spent" in errors
-    assert "accuracy" not in output + errors
+GIVEN = {"dataset": "digits", "model": "linear", "steps": "3", "sigma": "6", "device": "cpu"}
+
+
+def space_of(*dimensions: Dimension, trials: Trials | None = None, **given: str) -> SearchSpace:
+    """A space whose trials have a noise that is cheap to price."""
+    shared: dict[str, Any] = {**GIVEN, **given, "cover_scores": True}
+    plan = resolve(shared).plan
+    return SearchSpace(
+        given=shared,
+        data=resolve_data({"dataset": "digits"}),
+        dimensions=dimensions,
+        search=Search(trials or trials_of(3), (events_of_trial(plan),)),
+        plans=(plan,),
+        out=Path("out"),
+    )
+
+
+def settings(space: SearchSpace) -> list[str]:
+    return [dimension.text for dimension in space.dimensions]
+
+
+def drawn(dimension: Dimension, count: int = 2000) -> list[Any]:
+    source = random.Random(7)
+    return [dimension.draw(source) for _ in range(count)]
+
+
+@pytest.mark.privacy
+def test_settings_are_drawn_independently_with_replacement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    space = space_of(Dimension("clip_norm", ("1", "2")), Dimension("beta1", ("0.1", "0.2")))
+    monkeypatch.setattr(SearchSpace, "plan_of", lambda _, setting: setting)
+    found: Any = [(space.trial(), space.trial()) for _ in range(400)]
+    same = sum(one == other for one, other in found)
+    assert 60 < same < 140  # a quarter of them
+    joint = Counter((d["clip_norm"], d["beta1"]) for pair in found for d in pair)
+    assert len(joint) == 4
+    assert chisquare(list(joint.values())).pvalue > 1e-4
+
+
+@pytest.mark.privacy
+def test_a_trial_with_another_cost_is_refused() -> None:
+    space = space_of(Dimension("lr", ("0.1", "1")))
+    assert events_of_trial(space.plan_of({"lr": "1"})) in space.search.candidates
+    with pytest.raises(ValueError, match="candidates"):
+        space.plan_of({"lr": "1", "batch_size": "9"})
+
+
+@pytest.mark.privacy
+def test_a_trial_without_covered_scores_is_refused() -> None:
+    with pytest.raises(ValueError, match="covered"):
+        events_of_trial(resolve(GIVEN).plan)
+
+
+@pytest.mark.privacy
+def test_search_and_model_together_meet_the_target() -> None:
+    given = {"dataset": "digits", "model": "linear", "epsilon": 0.3, "device": "cpu"}
+    space = plan_search({**given, "trials": 4, "lr": "0.01:1", "steps": [3, 12]})
+    assert 0.995 * 0.3 < space.epsilon <= 0.3
+    assert len(space.search.candidates) == 2
+    for setting in ({"lr": "0.3", "steps": "3"}, {"lr": "0.01", "steps": "12"}):
+        plan = space.plan_of(setting)
+        assert plan.search is not None
+        assert Search(space.search.trials, (events_of_trial(plan),)).epsilon(1e-5) <= 0.3
+        assert {e.records for e in events_of_trial(plan)} == {"training", "test"}
+
+
+@pytest.mark.parametrize(
+    ("own", "file", "mean"),
+    [({}, None, 4), ({"trials": 7}, None, 7), ({}, "trials: 5", 5), ({}, "lr: 0.3", None)],
+)
+@pytest.mark.usefixtures("uncalibrated")
+def test_without_settings_to_draw_the_rate_is_drawn_near_its_default(
+    own: dict[str, Any], file: str | None, mean: float | None
+) -> None:
+    given = {"dataset": "digits", "model": "linear", "epsilon": 3, "device": "cpu"}
+    path = None if file is None else written(file)
+    if mean is None:
+        with pytest.raises(InputError, match="needs a setting to draw"):
+            plan_search({**given, **own}, path)
+        return
+    space = plan_search({**given, **own}, path)
+    rate = resolve(given).plan.optimizer.lr
+    (only,) = space.dimensions
+    assert (only.name, only.between, space.search.trials.mean) == ("lr", True, mean)
+    assert list(map(float, only.values)) == pytest.approx([rate / 2, rate * 2], rel=1e-3)
+
+
+def test_all_faults_are_reported_together() -> None:
+    given = {
+        **{"dataset": "digits", "sigma": 2, "seed": 3, "clip": "0.1,1", "model": "1:2"},
+        **{"epochs": "5:20", "h1": "0:1", "steps": "1,1", "unit": "a", "delta": [0.1, 0.2]},
+        **{"trials": "many", "gamma": "x"},
+    }
+    with pytest.raises(InputError) as failure:
+        plan_search(given)
+    said = "\n".join(failure.value.errors)
+    for part in (
+        *("no setting 'clip'", "sigma cannot be set", "seed cannot be set", "--trials"),
+        *("--epochs 5:20: it is a whole number", "--h1 0:1: the ends must be above 0"),
+        *("--steps 1,1 has a value twice", "--delta 0.1,0.2: a search cannot draw", "--gamma"),
+    ):
+        assert part in said, said
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("seed: 5", "how many trials"),  # every trial would have the same noise and batches
+        ("sigma: 0.3", "calibrated"),
+        ("max-epsilon: 1", "calibrated"),
+        ("score-every: 1", "last score"),
+        ("canaries: 20", "audit"),
+    ],
+)
+def test_what_a_search_decides_cannot_be_set_in_a_file_either(line: str, why: str) -> None:
+    file = written(f"{line}\nforce: false\nepsilon: 3\n")
+    with pytest.raises(InputError, match=why):
+        plan_search({"dataset": "digits", "model": "linear", "lr": "0.1,1"}, file)
+
+
+FILE = """\
+dataset: digits
+model: linear
+epsilon: 1
+device: cpu
+trials: 4
+out: found
+lr: 1e-2:1
+clip-norm: [0.1, 1]
+steps: 3,12
+"""
+
+
+def written(text: str = FILE) -> Path:
+    file = Path("search.yaml")
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.privacy
+def test_a_file_of_a_search_does_not_run_code() -> None:
+    Path("net.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(InputError, match="is code"):
+        plan_search({}, written("dataset: digits\nmodel: ['net.py:N', linear]\n"))
+
+
+@pytest.mark.privacy
+@pytest.mark.usefixtures("uncalibrated")
+def test_a_file_is_read_once() -> None:
+    """Trials that are drawn after it was edited would not be like the others."""
+    space = plan_search({}, written())
+    setting = {"lr": "1", "clip_norm": "1", "steps": "3"}
+    plan = space.plan_of(setting)
+    written(FILE.replace("linear", "mlp"))
+    assert plan == space.plan_of(setting)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["seed", "canaries"])
+def test_a_setting_of_0_is_a_setting(name: str) -> None:
+    """With the seed 0, which equals False, all trials would have the same noise and batches."""
+    with pytest.raises(InputError, match=f"{name} cannot be set in a search"):
+        plan_search({"dataset": "digits", "model": "linear", name: 0, "lr": [0.1, 1]})

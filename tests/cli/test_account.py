@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import re
 import shlex
 import shutil
@@ -15,7 +14,7 @@ from rich.console import Console
 from typer.testing import Result
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.release import run
@@ -28,18 +27,12 @@ from tests.digits_runs import (
     train_digits,
     train_events,
 )
-from tests.tiers import rest_long
-from tests.typed import dpmac, hooked, loading, shell
+from tests.typed import dpmac
 
 DELTA = 1e-5
 #: Few records and much noise: cheap to price.
 SMALL = "--dataset-size 40 --batch-size 8 --sigma 6 --epochs 2"
 UNSOLVED = "--dataset-size 40 --batch-size 8"
-#: In a row of JSON, whatever else is.
-KEYS = {
-    *("epsilon", "delta", "noise_multiplier", "sampling_rate", "steps", "epochs"),
-    *("sampler", "accountant", "adjacency", "compositions", "statement"),
-}
 
 
 def account(line: str) -> Result:
@@ -80,48 +73,6 @@ def test_the_line_of_the_issue() -> None:
     assert row["epsilon"] == pytest.approx(0.7850, abs=1e-3)
 
 
-PAPER = {0.5: 7.4793, 0.6: 3.9886, 0.7: 2.3158, 0.8: 1.4470, 0.9: 1.0122, 1.0: 0.7850}
-
-
-@pytest.mark.privacy
-@pytest.mark.long
-def test_the_row_of_the_paper_in_one_table() -> None:
-    line = f"--sigma {','.join(map(str, PAPER))}"
-    rows = answered(line)
-    assert [row["noise_multiplier"] for row in rows] == list(PAPER)
-    for row in rows:
-        assert row["epsilon"] == pytest.approx(PAPER[row["noise_multiplier"]], abs=1e-3)
-        assert (row["steps"], row["sampling_rate"]) == (1175, 256 / 60_000)
-    table = account(line).stdout.splitlines()
-    assert table[0].split() == ["epsilon", "sigma"]
-    shown = [tuple(map(float, line.split())) for line in table[1:7]]
-    assert [sigma for _, sigma in shown] == list(PAPER)
-    # Never shown smaller than it is.
-    for (epsilon, _), row in zip(shown, rows, strict=True):
-        assert row["epsilon"] * (1 - 1e-9) <= epsilon <= row["epsilon"] * 1.001
-    assert "delta 1e-05, batch 256, epochs 5, steps 1,175, accountant pld" in table[7]
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_every_way_of_sampling_is_told_with_its_adjacency(sampler: str) -> None:
-    line = f"{SMALL} --sampler {sampler} --accountant all"
-    rows = answered(line)
-    assert [row["accountant"] for row in rows] == ["pld", "rdp"]
-    for row in rows:
-        assert row.keys() >= KEYS
-        event = TrainingEvent(0.2, 6.0, 10, sampler, 5)
-        assert row["epsilon"] == total_epsilon((event,), DELTA, row["accountant"]) > 0
-        assert (row["delta"], row["noise_multiplier"], row["sampling_rate"]) == (DELTA, 6, 0.2)
-        assert (row["steps"], row["epochs"]) == (10, 2)
-        assert row["compositions"] == (2 if SAMPLERS[sampler].once_an_epoch else 10)
-        assert (row["sampler"], row["adjacency"]) == (sampler, "add-or-remove-one")
-        assert f"under {row['adjacency']} adjacency" in row["statement"]
-        assert format_epsilon(row["epsilon"]) in row["statement"]
-    words = account(line).stdout
-    assert all(format_epsilon(row["epsilon"]) in words for row in rows)
-    assert "under add-or-remove-one adjacency" in words
-
-
 def test_words_say_what_the_json_says() -> None:
     (row,) = answered(SMALL)
     facts = told(SMALL)
@@ -144,12 +95,6 @@ def test_a_data_set_fills_in_sizes_and_epochs(name: str) -> None:
     assert (row["sampling_rate"], row["steps"]) == (rate, steps)
 
 
-def test_json_is_all_there_is_on_standard_output() -> None:
-    result = account(f"{SMALL} --delta 0.1 --json")
-    assert json.loads(result.stdout).keys() == {"rows"}
-    assert "note: delta 0.1" in result.stderr
-
-
 # Edges
 
 
@@ -160,70 +105,6 @@ def test_no_noise_is_infinite_and_no_privacy() -> None:
     (row,) = answered(line)
     assert row["epsilon"] is None
     assert "No privacy" in row["statement"]
-
-
-def test_no_privacy_is_said_beside_a_table_too() -> None:
-    words = account("--dataset-size 40 --batch-size 8 --epochs 2 --sigma 0,6").stdout
-    assert "infinite" in words
-    assert re.search("no privacy", words, re.IGNORECASE)
-
-
-class Edge(NamedTuple):
-    """A legal line at the end of what is, and the bounds of its epsilon."""
-
-    line: str
-    low: float
-    high: float
-
-
-EDGES = [
-    Edge("--sigma 6 --epochs 0", 0, 0),
-    Edge("--sigma 0 --steps 0", 0, 0),
-    Edge("--sigma 10000 --steps 10", 0, 1e-3),
-    Edge("--sigma 0.01 --steps 1", 1e3, 1e5),
-    Edge("--sigma 6 --epochs 2 --delta 1e-12", 0.5, 10),
-    Edge("--sigma 6 --epochs 2 --delta 1e-100 --accountant rdp", 1, 100),
-    Edge("--sigma 6 --epochs 2 --delta 0.999", 0, 0),
-    Edge("--sigma 6 --epochs 2 --batch-size 40", 0.1, 10),
-    Edge("--sigma 6 --steps 10000", 10, 1e4),
-    Edge("--sigma 6 --steps 1", 1e-4, 1),
-]
-
-
-@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.line)
-def test_settings_at_the_ends_have_a_price(edge: Edge) -> None:
-    batch = "" if "--batch-size" in edge.line else "--batch-size 8"
-    (row,) = answered(f"--dataset-size 40 {batch} {edge.line}")
-    assert edge.low <= row["epsilon"] <= edge.high
-
-
-def test_a_full_batch_and_one_record() -> None:
-    (row,) = answered("--dataset-size 1 --batch-size 1 --sigma 6 --epochs 3")
-    assert row["sampling_rate"] == 1
-    assert row["epsilon"] == total_epsilon((TrainingEvent(1.0, 6.0, 3),), DELTA)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size", [10**8, 10**9])
-def test_one_record_of_very_many_has_a_price(size: int) -> None:
-    line = f"--dataset-size {size} --batch-size 1 --sigma 1 --steps 10 --delta 1e-10"
-    (row,) = answered(line)
-    assert 0 <= row["epsilon"] < total_epsilon((TrainingEvent(1.0, 1.0, 1),), 1e-10)
-
-
-def test_the_smallest_delta_has_a_cost() -> None:
-    (row,) = answered(f"{SMALL} --delta 1e-300")
-    assert 0 < row["epsilon"] < math.inf
-    assert "1e-300)-differential privacy" in row["statement"]
-
-
-@pytest.mark.parametrize("line", [SMALL, "--sigma 6 --dataset-size 40 --batch-size 40 --steps 1"])
-def test_a_delta_of_a_record_is_warned_of_with_the_reason(line: str) -> None:
-    result = account(f"{line} --delta 0.025")
-    assert result.exit_code == 0
-    assert "note: delta 0.025 is not below 1/n = 0.025" in result.stderr
-    assert "whole record" in result.stderr
-    assert account(f"{line} --delta 0.0249").stderr == ""
 
 
 # The other way round
@@ -262,29 +143,12 @@ def test_an_answer_that_is_copied_stays_within_the_target(inverse: Inverse, meth
 
 
 @pytest.mark.long
-def test_what_to_solve_is_what_is_missing() -> None:
-    (row,) = answered(f"{UNSOLVED} --steps 3 --epsilon 0.7 --accountant rdp")
-    assert row["solved"] == "sigma"
-    (row,) = answered(f"{UNSOLVED} --sigma 6 --epsilon 0.7 --accountant rdp")
-    assert row["solved"] == "steps"
-    (row,) = answered(SMALL)
-    assert row["solved"] is None
-
-
-@pytest.mark.long
 def test_several_targets_make_a_table() -> None:
     line = f"{UNSOLVED} --sigma 6,7 --epsilon 1,2 --accountant rdp"
     rows = answered(line)
     assert [row["noise_multiplier"] for row in rows] == [6, 6, 7, 7]
     assert all(row["epsilon"] <= target for row, target in zip(rows, [1, 2, 1, 2], strict=True))
     assert account(line).stdout.splitlines()[0].split() == ["epsilon", "sigma", "epochs", "steps"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("target", ["0.001", "100"])
-def test_small_and_large_targets_are_met(target: str) -> None:
-    (row,) = answered(f"{UNSOLVED} --steps 10 --epsilon {target}")
-    assert 0.9 * float(target) < row["epsilon"] <= float(target)
 
 
 class Unreachable(NamedTuple):
@@ -314,41 +178,6 @@ def test_a_target_out_of_reach_is_exit_code_3_with_the_nearest(
     (row,) = answered(f"{shared} {case.nearest}")
     assert row["epsilon"] > 1e-6
     assert format_epsilon(row["epsilon"]) in result.stderr
-
-
-@pytest.mark.long
-def test_targets_out_of_reach_do_not_hide_those_within() -> None:
-    result = account("--dataset-size 40 --batch-size 8 --steps 10 --epsilon 1e-6,0.2,0.3 --json")
-    assert result.exit_code == 3
-    rows = json.loads(result.stdout)["rows"]
-    assert [round(row["epsilon"], 1) for row in rows] == [0.2, 0.3]
-    assert "1e-06" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("delta", rest_long(["1e-15", "1e-30"]))
-@pytest.mark.parametrize("solve", ["sigma", "steps"])
-def test_where_privacy_losses_end_rdp_goes_on_and_is_named(solve: str, delta: str) -> None:
-    sigma = "" if solve == "sigma" else "--sigma 4"
-    line = f"--dataset digits --recipe paper --epsilon 3 {sigma} --delta {delta}"
-    result = account(line)
-    assert result.exit_code == 0, result.output
-    assert f"delta {delta} is too small for privacy loss distributions" in result.stderr
-    assert "accountant        rdp" in result.stdout
-    [row], [by_rdp] = answered(line), answered(f"{line} --accountant rdp")
-    assert row["accountant"] == "rdp"
-    assert 2.5 < row["epsilon"] <= 3
-    # The answers may differ by a grid's width where both accountants are near.
-    assert row["epsilon"] == pytest.approx(by_rdp["epsilon"], rel=1e-3)
-    assert not account(f"{line} --accountant rdp").stderr
-
-
-@pytest.mark.privacy
-def test_no_noise_leaves_nothing_to_solve_for() -> None:
-    result = account("--sigma 0 --epsilon 3")
-    assert result.exit_code == 2
-    assert "--sigma 0 adds no noise" in result.stderr
 
 
 # What is typed wrongly
@@ -405,12 +234,6 @@ def test_a_wrong_line_is_explained_and_nothing_is_written(bad: Bad, tmp_path: Pa
         assert part in result.stderr
     assert "Traceback" not in result.output
     assert contents(tmp_path) == before
-
-
-def test_no_noise_or_no_steps_for_a_target_is_no_bug() -> None:
-    for line in ("--steps 0", "--sigma 0", "--sigma 0 --steps 3"):
-        result = account(f"--dataset-size 40 --batch-size 8 --epsilon 1 {line}")
-        assert result.exit_code in (0, 2, 3), result.output
 
 
 # A run
@@ -476,10 +299,6 @@ def test_another_delta_and_accountant_may_be_asked_of_a_run(runs: Path) -> None:
     assert "is correct" in account(f"{path} --delta 1e-6 --accountant rdp").stderr
 
 
-def test_a_delta_of_a_record_is_warned_of_beside_a_run_too(runs: Path) -> None:
-    assert "1/n" in account(f"{runs / 'finished'} --delta 0.001").stderr
-
-
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -535,62 +354,6 @@ def test_a_report_that_does_not_add_up_is_exit_code_2(change: Change, runs: Path
     assert "report" in result.stderr
 
 
-@pytest.mark.privacy
-def test_a_run_without_privacy_cannot_claim_some(runs: Path) -> None:
-    result = account(str(altered(runs / "open", lambda privacy: privacy.update(epsilon=1.0))))
-    assert result.exit_code == 2
-    assert "an epsilon without noise" in result.stderr
-
-
-HUGE = 10**400
-SPOILT: Mapping[str, Change] = {
-    "no events": lambda privacy: privacy.update(events=[]),
-    "events of text": lambda privacy: privacy.update(events="poisson"),
-    "a number for events": lambda privacy: privacy.update(events=3),
-    "an event of text": lambda privacy: privacy.update(events=["poisson"]),
-    "an unknown key": lambda privacy: privacy["events"][0].update(batch=3),
-    "a missing key": lambda privacy: privacy["events"][0].pop("steps"),
-    "no key for epsilon": lambda privacy: privacy.pop("epsilon"),
-    "no key for delta": lambda privacy: privacy.pop("delta"),
-    "negative steps": lambda privacy: privacy["events"][0].update(steps=-3),
-    "half a step": lambda privacy: privacy["events"][0].update(steps=2.5),
-    "steps of text": lambda privacy: privacy["events"][0].update(steps="3"),
-    "steps of no number": lambda privacy: privacy["events"][0].update(steps=None),
-    "huge steps": lambda privacy: privacy["events"][0].update(steps=HUGE),
-    "no steps an epoch": lambda privacy: privacy["events"][0].update(steps_per_epoch=0),
-    "negative noise": lambda privacy: privacy["events"][0].update(noise_multiplier=-1),
-    "too little noise": lambda privacy: privacy["events"][0].update(noise_multiplier=1e-9),
-    "huge noise": lambda privacy: privacy["events"][0].update(noise_multiplier=HUGE),
-    "noise of no number": lambda privacy: privacy["events"][0].update(
-        noise_multiplier=float("nan")
-    ),
-    "noise of text": lambda privacy: privacy["events"][0].update(noise_multiplier="6"),
-    "rate of nothing": lambda privacy: privacy["events"][0].update(sampling_rate=0),
-    "rate of next to nothing": lambda privacy: privacy["events"][0].update(sampling_rate=1e-320),
-    "rate above 1": lambda privacy: privacy["events"][0].update(sampling_rate=1.5),
-    "unknown sampler": lambda privacy: privacy["events"][0].update(sampler="dice"),
-    "sampler of a list": lambda privacy: privacy["events"][0].update(sampler=[]),
-    "delta of 1": lambda privacy: privacy.update(delta=1),
-    "delta of nothing": lambda privacy: privacy.update(delta=0),
-    "no delta for noise": lambda privacy: privacy.update(delta=None),
-    "delta of text": lambda privacy: privacy.update(delta="small"),
-    "delta of a list": lambda privacy: privacy.update(delta=[]),
-    "huge delta": lambda privacy: privacy.update(delta=HUGE),
-    "epsilon of text": lambda privacy: privacy.update(epsilon="small"),
-    "epsilon of a list": lambda privacy: privacy.update(epsilon=[1]),
-    "huge epsilon": lambda privacy: privacy.update(epsilon=HUGE),
-}
-
-
-@pytest.mark.parametrize("change", SPOILT.values(), ids=SPOILT)
-def test_a_spoilt_report_is_one_error_and_no_price(change: Change, runs: Path) -> None:
-    result = account(str(altered(runs / "finished", change)))
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.count("error: ") == 1
-    assert "Traceback" not in result.stderr
-
-
 FOREIGN = {
     "empty": b"",
     "text": b"accuracy 0.95",
@@ -619,19 +382,6 @@ def test_what_is_no_report_is_named_in_one_error(content: bytes) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_report_that_may_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("report.json").write_text("{}")
-
-    def refuse(*args: object, **kwargs: object) -> bytes:
-        raise PermissionError(13, "Permission denied")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refuse)
-        result = account(".")
-    assert result.exit_code == 2
-    assert "report.json cannot be read (Permission denied)" in result.stderr
-
-
 # Terminals and pictures
 
 
@@ -644,36 +394,4 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return shown
 
 
-@pytest.mark.parametrize("name", ["finished", "interrupted", "forked", "open"])
-def test_a_run_is_shown_on_a_terminal(name: str, runs: Path, terminal: io.StringIO) -> None:
-    result = account(str(runs / name))
-    assert result.exit_code == 0, result.output
-    assert report_of(runs / name)["privacy"]["statement"].split()[0] in terminal.getvalue()
-
-
 # Processes of their own
-
-
-@pytest.mark.long
-def test_prices_load_no_torch() -> None:
-    heavy = ("torch", "torchvision", "sklearn", "matplotlib")
-    done = hooked(loading(*heavy), "account", *SMALL.split())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("epsilon ")
-    assert Path("loaded").read_text() == ""
-
-
-@pytest.mark.long
-def test_whoever_has_seen_enough_is_no_error() -> None:
-    done = shell(f"dpmac account {SMALL} | head -1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) == 1
-    assert done.stdout.startswith("epsilon")
-
-
-@pytest.mark.long
-def test_a_result_that_is_lost_is_a_failure() -> None:
-    done = shell(f"dpmac account {SMALL} --json > /dev/full")
-    assert done.returncode == 2
-    assert "No space left" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from dpmac_cli.runs import folder
-from dpmac_cli.studies.grid import plan
 from tests.typed import dpmac, hooked, loading, process
 
 COMMON = ("compare", "--dataset", "digits", "--sigma", "6", "--device", "cpu")
@@ -132,22 +130,6 @@ def test_a_killed_worker_fails_and_the_same_command_goes_on(
 
 
 @pytest.mark.long
-def test_a_killed_command_goes_on_where_it_was(undisturbed: Path, tmp_path: Path) -> None:
-    hurt = tmp_path / "hurt"
-    running = process(*LONG, *OFTEN, "--out", str(hurt))
-    wait_for_steps(hurt)
-    workers = children(running.pid)
-    running.kill()
-    running.communicate()
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{worker}").exists() for worker in workers):
-        assert time.monotonic() < deadline, "workers outlive the command"
-        time.sleep(0.1)
-    completed(*LONG, *OFTEN, "--out", str(hurt))
-    assert_went_on(hurt, undisturbed)
-
-
-@pytest.mark.long
 def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "study"
     running = process(*LONG, *OFTEN, "--out", str(out))
@@ -157,31 +139,6 @@ def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
     assert running.returncode == 130
     assert "run the same command to resume" in errors
     assert "Traceback" not in errors
-
-
-@pytest.mark.long
-def test_a_run_that_fails_leaves_the_others(tmp_path: Path) -> None:
-    """Where two of the runs should go there is something else."""
-    out = tmp_path / "study"
-    shared = {"dataset": "digits", "sigma": "6", "steps": "3", "seeds": "2", "device": "cpu"}
-    [*_, one, other] = plan({**shared, "optimizers": "dp-sgd,dp-macadam"}, None, out / "runs").runs
-    for run in (one, other):
-        run.folder.mkdir(parents=True)
-        (run.folder / "thesis.txt").write_text("chapter 1")
-    result = dpmac(*SMALL, "--out", str(out))
-    assert result.exit_code == 4
-    fine, broken = table(out)
-    assert (fine["seeds"], fine["failures"]) == (2, {})
-    assert (broken["seeds"], broken["mean"]) == (0, None)
-    assert set(broken["failures"]) == {"0", "1"}
-    for why in broken["failures"].values():
-        assert "files that do not belong to a run" in why
-    assert result.output.count("do not belong to a run") == 4  # as they fail, and at the end
-    for run in (one, other):
-        assert (run.folder / "thesis.txt").read_text() == "chapter 1"
-    (one.folder / "thesis.txt").unlink()
-    assert dpmac(*SMALL, "--out", str(out)).exit_code == 4
-    assert table(out)[1]["seeds"] == 1
 
 
 @pytest.mark.long
@@ -204,50 +161,3 @@ def test_a_dry_run_trains_nothing(tmp_path: Path) -> None:
     assert len(rows) == 4
     assert not (tmp_path / "study").exists()
     assert Path("loaded").read_text() == ""
-
-
-@pytest.mark.long
-def test_json_is_alone_on_stdout(tmp_path: Path) -> None:
-    output = completed(*SMALL, "--out", str(tmp_path / "study"), "--json")
-    assert json.loads(output) == json.loads((tmp_path / "study" / "compare.json").read_text())
-
-
-@pytest.mark.long
-def test_studies_in_one_folder_write_one_table_each(tmp_path: Path) -> None:
-    """The second's runs lie beside the first's, on the same data."""
-    out = tmp_path / "study"
-    short = (*COMMON, "--jobs", "1", "--seeds", "1", "--out", str(out))
-    first, second = ((*short, "--optimizers", "dp-sgd", "--steps", steps) for steps in ("2", "3"))
-    alone = dpmac(*first)
-    assert (alone.exit_code, alone.stderr) == (0, "")
-    rows = table(out)
-
-    assert dpmac(*second).exit_code == 0
-    assert table(out) != rows
-
-    # The first command again finds its runs, and writes its table again.
-    again = dpmac(*first, "--quiet")
-    assert again.output == ""
-    assert table(out) == rows
-    assert folder.vouched(out, "compare.json")
-
-
-@pytest.mark.long
-def test_two_commands_do_not_share_a_folder(tmp_path: Path) -> None:
-    out = tmp_path / "study"
-    first = process(*LONG, "--out", str(out), "--jobs", "1", "--checkpoint-every", "5")
-    wait_for_steps(out)
-    second = process(*SMALL, "--out", str(out))
-    _, errors = second.communicate(timeout=180)
-    assert second.returncode == 2
-    assert "in use" in errors
-    first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=180)
-    assert first.returncode == 130
-
-
-@pytest.mark.parametrize("jobs", ["0", "-1", "9999"])
-def test_jobs_are_a_sensible_number(jobs: str, tmp_path: Path) -> None:
-    result = dpmac(*SMALL, "--jobs", jobs, "--out", str(tmp_path / "study"))
-    assert result.exit_code == 2
-    assert "--jobs" in result.output

@@ -4,11 +4,7 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
-import subprocess
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,17 +14,15 @@ import pytest
 import torch
 from typer.testing import Result
 
-from dpmac_cli import torch_errors as faults
 from dpmac_cli.data import loaders as data
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.release import publish
-from dpmac_cli.release.scoring import score
-from dpmac_cli.runs import checkpoint, folder, loop
+from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import trainer as assembly
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
 from tests.digits_runs import contents, digits_config, same_weights, train_digits
-from tests.typed import dpmac, process
+from tests.typed import dpmac
 
 LONG = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "9", "--seed", "7")
 RUN = (*LONG, "--checkpoint-every", "2", "--out", "run")
@@ -81,20 +75,6 @@ def file_size_limit() -> Iterator[Callable[[int], None]]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("size", [100, 3000], ids=["config", "checkpoint"])
-@pytest.mark.parametrize("old", [False, True], ids=["new", "forced"])
-def test_after_a_full_disk_at_the_start_a_run_can_begin(size: int, old: bool) -> None:
-    if old:
-        assert dpmac(*RUN).exit_code == 0
-    with file_size_limit() as limit:
-        limit(size)
-        result = dpmac(*RUN, "--force")
-    failed(result, 2, "run/", "File too large. Free some space.")
-    assert not list(Path("run").rglob(f"*{files.PART}"))
-    assert dpmac(*RUN, "--force").exit_code == 0
-    assert score(Path("run"), None, None, "cpu").result.samples == 360
-
-
 def test_a_full_disk_at_a_checkpoint_loses_the_steps_since_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,15 +90,6 @@ def test_a_full_disk_at_a_checkpoint_loses_the_steps_since_the_last(
     assert not list(Path("run").rglob(f"*{files.PART}"))
     assert dpmac("train", "--resume", "run").exit_code == 0
     assert counted("run") == [4, 7]
-
-
-def test_a_folder_that_is_removed_leaves_nothing_to_go_on_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    at_step(4, lambda: shutil.rmtree("run"), monkeypatch)
-    said = failed(dpmac(*RUN), 2, "The run's checkpoints no longer exist", "Start a new run")
-    assert "None" not in said
-    assert "--resume" not in said
 
 
 @pytest.mark.parametrize("last", ["save_model", "model_card"])
@@ -176,26 +147,6 @@ def test_a_folder_that_may_not_be_written_to_is_named(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_a_folder_that_may_no_longer_be_written_to_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        monkeypatch.chdir(name)
-        Path(name).chmod(0o777)
-        _lose_the_right_to_write(monkeypatch)
-
-
-def _lose_the_right_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    with unprivileged(), monkeypatch.context() as patch:
-        at_step(4, lambda: Path("run/checkpoint").chmod(0o500), patch)
-        result = dpmac(*RUN)
-    failed(result, 2, "step-000000004.safetensors: Permission denied. Make it writable.")
-    assert "(step 2): dpmac train --resume run" in result.stderr
-    Path("run/checkpoint").chmod(0o700)
-    assert dpmac("train", "--resume", "run").exit_code == 0
-    assert counted("run") == [4, 7]
-
-
 # Devices
 
 
@@ -220,13 +171,6 @@ def test_a_lost_device_names_the_last_checkpoint(
     assert "To resume from the last checkpoint (step 4): dpmac train --resume run" in said
     assert dpmac("train", "--resume", "run").exit_code == 0
     assert counted("run") == [6, 5]
-
-
-def test_what_is_a_bug_is_not_laid_on_the_device() -> None:
-    assert not faults.device_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not faults.out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    with pytest.raises(RuntimeError, match="mat1"), faults.torch_failures_explained():
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
 # Memory
@@ -269,15 +213,6 @@ def test_a_sample_that_does_not_fit_is_exit_code_4(monkeypatch: pytest.MonkeyPat
         short_of_memory(0, 6, patch)
         result = dpmac(*RUN)
     failed(result, 4, "Memory ran out with a single sample at a time.", "(step 4): dpmac train")
-
-
-def test_memory_that_runs_out_elsewhere_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
-
-    monkeypatch.setattr("dpmac_cli.runs.train.make_trainer", fail)
-    failed(dpmac(*RUN), 4, "Memory ran out (DefaultCPUAllocator", "smaller --model")
-    assert not Path("run").exists()
 
 
 # A network that fails when it is on its way
@@ -371,32 +306,6 @@ def test_a_run_that_diverges_says_how_to_go_on_and_its_steps_are_paid_for(
 # Clocks
 
 
-@pytest.mark.parametrize("jump", [-1e7, 1e7], ids=["back", "forth"])
-def test_a_clock_that_jumps_is_not_believed(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = time.time, iter(range(10**9))
-    monkeypatch.setattr(time, "time", lambda: real() + jump * next(asked))
-    began = time.monotonic()
-    monkeypatch.setattr(loop, "PROGRESS_EVERY", -1.0)
-    saved: list[int] = []
-    save = checkpoint.save
-
-    def noted(where: Path, step: int, *rest: Any) -> Path:
-        saved.append(step)
-        return save(where, step, *rest)
-
-    monkeypatch.setattr(checkpoint, "save", noted)
-    result = dpmac(*LONG, "--checkpoint-every", "0.001s", "--out", "run")
-    taken = time.monotonic() - began
-    assert result.exit_code == 0
-    assert set(saved) == set(range(10))
-    saved.clear()
-    assert dpmac(*LONG, "--checkpoint-every", "60s", "--out", "rarely").exit_code == 0
-    assert set(saved) == {0, 9}
-    timings = json.loads(Path("run/report.json").read_text())["timings"]
-    assert 0 < timings["training_seconds"] <= timings["total_seconds"] <= taken
-    assert timings["steps_per_second"] > 0
-
-
 # Other processes
 
 
@@ -432,21 +341,6 @@ def test_a_refused_run_replaces_nothing() -> None:
         assert contents(Path("run")) == before
 
 
-def test_a_run_that_failed_has_replaced_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dpmac(*RUN, "--lr", "0.001").exit_code == 0
-
-    def fail() -> None:
-        raise LOST[0]
-
-    with monkeypatch.context() as patch:
-        at_step(6, fail, patch)
-        failed(dpmac(*RUN, "--force"), 4, "The device failed")
-    assert not Path("run/report.json").exists()
-    assert dpmac("train", "--resume", "run").exit_code == 0
-    assert counted("run") == [6, 5]
-    assert "lr: 0.001\n" not in Path("run/config.yaml").read_text()
-
-
 # Altered files
 
 
@@ -470,17 +364,6 @@ def test_an_edited_configuration_is_refused_and_written_anew() -> None:
     assert counted("run") == [6, 3]
 
 
-def test_a_damaged_file_of_a_finished_run_is_written_anew(whole: Path) -> None:
-    for name in (folder.REPORT, folder.MODEL, folder.METRICS):
-        shutil.copytree(whole, "copy")
-        content = (whole / name).read_bytes()
-        Path("copy", name).write_bytes(content[:-30])
-        assert dpmac("train", "--resume", "copy").exit_code == 0
-        assert same_weights(Path("copy"), whole)
-        shutil.rmtree("copy")
-    failed(dpmac("train", "--resume", "whole"), 2, "is finished")
-
-
 def test_what_is_damaged_is_said() -> None:
     with pytest.MonkeyPatch.context() as patch:
         at_step(6, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
@@ -495,51 +378,3 @@ def test_what_is_damaged_is_said() -> None:
     assert shown[0].endswith("is damaged; resuming from step 4.")
     assert shown[1].startswith("checkpoint/spent.json is missing or damaged")
     assert shown[1].endswith("All 9 planned steps are charged.")
-
-
-@pytest.mark.long
-def test_a_comparison_with_a_damaged_run_goes_on() -> None:
-    study = ("compare", "--dataset", "digits", "--sigma", "6", "--steps", "3", "--out", "study")
-    flags = ("--optimizers", "dp-sgd", "--seeds", "1", "--device", "cpu", "--jobs", "1")
-    assert dpmac(*study, *flags).exit_code == 0
-    check = ["sha256sum", "--check", "--strict", folder.SUMS]
-    checked = subprocess.run(check, cwd="study", capture_output=True, text=True, check=True)
-    assert [line.split(":")[0] for line in checked.stdout.splitlines()] == [
-        "compare.json",
-        "compare.csv",
-        "compare.md",
-    ]
-    rows = json.loads(Path("study/compare.json").read_text())["rows"]
-    [report] = Path("study/runs").glob("*/report.json")
-    text = report.read_text()
-    report.write_text(re.sub('"accuracy": 0', '"accuracy": 1', text))
-    assert report.read_text() != text
-    result = dpmac(*study, *flags)
-    assert result.exit_code == 0
-    assert json.loads(Path("study/compare.json").read_text())["rows"][0]["mean"] == rows[0]["mean"]
-
-
-@pytest.mark.long
-@pytest.mark.privacy
-def test_a_run_killed_again_and_again_ends() -> None:
-    settings = ("train", "--dataset", "digits", "--sigma", "6", "--epochs", "60", "--seed", "7")
-    often = ("--checkpoint-every", "5")
-    assert dpmac(*settings, "--out", "whole").exit_code == 0
-    command: tuple[str, ...] = (*settings, "--out", "run", *often)
-    for reached in (20, 300):
-        running = process(*command)
-        deadline = time.monotonic() + 60
-        while (checkpoint.last_step(Path("run")) or 0) < reached:
-            assert running.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        running.kill()
-        running.communicate()
-        assert not Path("run/report.json").exists()
-        command = ("train", "--resume", "run", *often)
-    last = process("train", "--resume", "run")
-    last.communicate()
-    assert last.returncode == 0
-    ends = [json.loads(Path(name, "report.json").read_text()) for name in ("run", "whole")]
-    killed, whole = (end["privacy"]["epsilon"] for end in ends)
-    assert whole < killed < 1.02 * whole  # two kills

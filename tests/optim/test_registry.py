@@ -102,7 +102,7 @@ def test_without_noise_and_clipping_is_the_authors():
 OVER_THE_REGISTRY = (
     "tests/dp/test_optimizers.py",
     "tests/test_report.py::test_hyperparameters_are_those_with_an_effect",
-    "tests/cli/test_completion.py",
+    "tests/cli/test_commands.py::test_names_are_offered",
 )
 
 

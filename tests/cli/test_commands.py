@@ -1,0 +1,113 @@
+"""Every command: its help, completion, and what it loads before there is a run."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dpmac_cli import __version__
+from dpmac_cli.cli.app import COMMANDS, Place, app, load_command
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.models.registry import MODELS
+from dpmac_cli.optim import OPTIMIZERS
+from tests.tiers import rest_long
+from tests.typed import ENVIRONMENT, hooked, loading
+
+SLOW = ("torch", "torchvision", "sklearn", "scipy.stats", "jinja2", "numpy")
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        *rest_long([([name, "--help"], 0) for name in COMMANDS], short=2),
+        (["train", "--sigma", "-1"], 2),
+        (["train", "--config", "nowhere.yaml"], 2),
+        (["eval", "nowhere", "--dataset", "mnits"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_torch_stays_unloaded(args: list[str], code: int, tmp_path: Path) -> None:
+    done = hooked(loading(*SLOW), *args)
+    assert done.returncode == code
+    assert (tmp_path / "loaded").read_text() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("module", ["typer", "torch"])
+def test_a_signal_while_starting_ends_it_quietly(module: str, number: int, tmp_path: Path) -> None:
+    hook = (
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), {int(number)})\n"
+        "sys.meta_path.insert(0, Finder())"
+    )
+    flags = ("--dataset", "mnist", "--sigma", "1", "--data-dir", str(tmp_path))
+    done = hooked(hook, "train", *flags)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted.\n")
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize(("name", "place"), COMMANDS.items(), ids=[*COMMANDS])
+def test_the_list_of_commands_has_the_beginnings_of_their_help(name: str, place: Place) -> None:
+    assert " ".join(str(load_command(name).help).partition("\n\n")[0].split()) == place.summary
+
+
+def asked(line: str) -> dict[str, str]:
+    """The environment in which bash asks how a line may go on."""
+    words = line.split(" ")
+    variables = {"_DPMAC_COMPLETE": "complete_bash", "COMP_WORDS": line}
+    return {**ENVIRONMENT, **variables, "COMP_CWORD": str(len(words) - 1)}
+
+
+def offered(line: str) -> list[str]:
+    """How a line may go on, asked in this process."""
+    result = CliRunner().invoke(app, [], prog_name="dpmac", env=asked(line))
+    return result.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("dpmac ", [*COMMANDS]),
+        ("dpmac train --optimizer ", list(OPTIMIZERS)),
+        ("dpmac train --optimizer dp-ad", ["dp-adam", "dp-adambc"]),
+        ("dpmac train --optimizer dp-sgd,dp-ad", []),
+        ("dpmac train --dataset ", list(DATASETS)),
+        ("dpmac train --model w", [name for name in MODELS if name.startswith("w")]),
+        ("dpmac compare --optimizers dp-sgd,dp-adam", ["dp-sgd,dp-adam", "dp-sgd,dp-adambc"]),
+        ("dpmac compare --optimizers a", ["all", "adaclip"]),
+        ("dpmac compare --kappa paper,e", ["paper,exact"]),
+        ("dpmac compare --executor ", ["local", "ray"]),
+        ("dpmac account --accountant ", ["pld", "rdp", "all"]),
+        ("dpmac eval --dataset cifar", ["cifar10", "cifar100"]),
+    ],
+)
+def test_names_are_offered(line: str, words: list[str]) -> None:
+    assert sorted(offered(line)) == sorted(words)
+
+
+def printed(*args: str) -> str:
+    done = CliRunner().invoke(app, ["env", *args])
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKL_CBWR", "AUTO")
+    monkeypatch.setenv("DPMAC_DATA_DIR", "somewhere")
+    found = json.loads(printed("--json"))
+    assert (found["dpmac"], found["torch"]) == (__version__, torch.__version__)
+    assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
+    assert found["threads"] == torch.get_num_threads()
+    assert found["environment variables"]["MKL_CBWR"] == "AUTO"
+    assert found["data"] == "somewhere"
+    assert found["processor"]
+    assert "BLAS" in found["build of torch"]
+    lines = printed().splitlines()
+    assert [line.partition(":")[0] for line in lines if line[0] != " "] == [*found]
