@@ -2,18 +2,16 @@
 
     python benchmarks/mutants.py --out docs/data/mutants.json    # all of them: half an hour
     python benchmarks/mutants.py --only chunks     # some, by name, definition or file
-    python benchmarks/mutants.py --short           # by the tests that `pytest` runs, without --long
     python benchmarks/mutants.py --check           # only whether each still applies: seconds
-    python benchmarks/mutants.py --places          # only name the files that they are in now
 
-The bugs are in mutants.toml. Each names a definition and the code to replace there, compared by
-syntax: formatting it or moving it to another place or file changes nothing. The tests run in a
-copy of the tree, first without any bug, when they must pass. Exit code 1 if a bug goes unnoticed
-or no longer applies to the code.
+The bugs are in mutants.toml. Each names a definition and the code to replace there; both are
+compared as ``ast.unparse`` writes them, so layout, comments and the file do not matter. The tests
+run in a copy of the tree, first without any bug, when they must pass. Exit code 1 if a bug goes
+unnoticed or no longer applies to the code.
 """
 
-import argparse
 import ast
+import builtins
 import difflib
 import importlib
 import json
@@ -23,59 +21,118 @@ import re
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
-from syntax import (
-    Code,
-    Definition,
-    as_statements,
-    definitions,
-    nearest,
-    occurrences,
-    parse,
-    parse_pair,
-    replaced,
-    show,
-)
+from common import parser_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "dpmac_cli"
 TABLE = Path(__file__).with_suffix(".toml")
-#: The last verdict on each, which the site shows.
-RECORD = ROOT / "docs/data/mutants.json"
 #: Seconds that tests may take: a bug may have them go on for ever.
 LIMIT = 1800
 #: Loaded before any test is run. None starts a thread.
 LIBRARIES = (
-    *("pytest", "numpy", "scipy.stats", "sklearn.datasets", "torch", "torchvision"),
-    *(
-        "torch.func",
-        "dp_accounting.pld.pld_privacy_accountant",
-        "safetensors.torch",
-        "typer.testing",
-    ),
-    *("dp_accounting.rdp.rdp_privacy_accountant", "matplotlib.pyplot", "rich.live"),
+    *("pytest", "numpy", "scipy.stats", "sklearn.datasets", "torch", "torchvision", "torch.func"),
+    *("dp_accounting.pld.pld_privacy_accountant", "dp_accounting.rdp.rdp_privacy_accountant"),
+    *("safetensors.torch", "typer.testing", "matplotlib.pyplot", "rich.live"),
 )
 FORKS = multiprocessing.get_context("fork")
 #: Markers of the tests to run, one after the other, until one fails.
 TIERS = ("not long", "long")
 KILLED, SURVIVED, BROKEN = "killed", "survived", "broken"
-#: Definitions of the package by qualified name.
-Known: TypeAlias = Mapping[str, list[Definition]]
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # exit codes of pytest
 FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
 FAILURE = re.compile(r"^FAILED (\S+::.*?)(?: - (.*))?$", re.MULTILINE)
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-HEAD = "| bug | what it would cost | file | found by |\n|---|---|---|---|"
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A function, method, class or constant of the package, by its qualified name."""
+
+    name: str
+    file: Path
+    node: Any
+
+    @cached_property
+    def text(self) -> str:
+        """Its code, formatted in one way."""
+        return ast.unparse(self.node)
+
+    def within(self, text: str) -> str:
+        """Return the code of its file with another text in its place."""
+        lines = source(self.file).splitlines()
+        decorators = getattr(self.node, "decorator_list", [])
+        first = min(each.lineno for each in (self.node, *decorators))
+        lines[first - 1 : self.node.end_lineno] = [
+            textwrap.indent(text, self.node.col_offset * " ")
+        ]
+        return "\n".join(lines) + "\n"
+
+
+#: Definitions of the package by qualified name.
+Known: TypeAlias = Mapping[str, list[Definition]]
+
+
+@cache
+def source(file: Path) -> str:
+    """Return the text of a file."""
+    return file.read_text(encoding="utf-8")
+
+
+@cache
+def words(text: str) -> frozenset[str]:
+    """Return the names in a text."""
+    return frozenset(re.findall(r"\w+", text))
+
+
+def known_definitions(tree: Path) -> Known:
+    """Return every definition of the package in a tree."""
+    known: dict[str, list[Definition]] = {}
+    for file in sorted((tree / PACKAGE).rglob("*.py")):
+        for found in definitions(ast.parse(source(file)), "", file):
+            known.setdefault(found.name, []).append(found)
+    return known
+
+
+def definitions(scope: ast.AST, prefix: str, file: Path) -> Iterator[Definition]:
+    """Yield the definitions within a module, class or function."""
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, SCOPES):
+            yield Definition(prefix + node.name, file, node)
+            yield from definitions(node, f"{prefix}{node.name}.", file)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name) and not isinstance(scope, ast.FunctionDef):
+                    yield Definition(prefix + target.id, file, node)
+        elif isinstance(node, ast.stmt | ast.ExceptHandler):
+            yield from definitions(node, prefix, file)
+
+
+def formatted(code: str) -> tuple[str, bool]:
+    """Return code formatted in one way, and whether it is an expression.
+
+    Raises:
+        ValueError: it is not Python.
+    """
+    with suppress(SyntaxError):
+        return ast.unparse(ast.parse(f"({code}\n)", mode="eval")), True
+    try:
+        return ast.unparse(ast.parse(textwrap.dedent(code).strip())), False
+    except SyntaxError as failure:
+        raise ValueError(f"not Python ({failure.msg}): {code.strip()}") from failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,66 +166,62 @@ class Mutant:
         row |= {"tests": tuple(row["tests"])}
         return cls(where=where, **row if replace is None else {**row, "new": replace})
 
-    def found(self, known: Known) -> tuple[Definition, Code, Code]:
-        """Return the definition that the bug goes into, the code there, and what replaces it.
+    def applied(self, known: Known) -> tuple[Path, str]:
+        """Return the file that the bug goes into, and its code with the bug in it.
 
         Raises:
-            ValueError: there is not exactly one place for it.
+            ValueError: there is not exactly one place for it, or it is not Python.
         """
         named = known.get(self.where, [])
-        if not self.old:
-            functions = [d for d in named if isinstance(d.node, ast.FunctionDef)]
-            if len(functions) != 1:
-                close = difflib.get_close_matches(self.where, known, n=3)
-                raise ValueError(
-                    f"there are {len(functions)} functions {self.where}{_perhaps(close)}"
-                )
-            body = cast(ast.FunctionDef, functions[0].node).body
-            return functions[0], body, as_statements(parse(self.new))
-        old, new = parse_pair(self.old, self.new)
-        counts = {definition: occurrences(definition, old) for definition in named}
-        total = sum(counts.values())
-        if total == 1:
-            return next(d for d, count in counts.items() if count), old, new
-        what = f"its old code occurs {total} times in {self.where}"
         if not named:
-            what = f"there is no {self.where}"
-        raise ValueError(what + ("" if total else self._elsewhere(known, old)))
+            close = ", ".join(difflib.get_close_matches(self.where, known, n=3))
+            raise ValueError(f"there is no {self.where}; look at {close}")
+        new, is_value = formatted(self.new) if self.new.strip() else ("pass", False)
+        if not self.old:
+            (place,) = (each for each in named if isinstance(each.node, ast.FunctionDef))
+            head = ast.parse(place.text).body[0]
+            head.body = ast.parse(new).body  # type: ignore[attr-defined]
+            return place.file, self.checked(place, ast.unparse(head))
+        old, was_value = formatted(self.old)
+        if is_value and was_value:
+            found = re.compile(rf"(?<![\w.]){re.escape(old)}(?!\w)")
+            new = f"({new})"
+        else:
+            found = re.compile(rf"^( *){re.escape(old)}$".replace("\\\n", "\n\\1"), re.MULTILINE)
+        counts = [(each, len(found.findall(each.text))) for each in named]
+        if (total := sum(count for _, count in counts)) != 1:
+            raise ValueError(f"its old code occurs {total} times in {self.where}")
+        (place,) = (each for each, count in counts if count)
 
-    def _elsewhere(self, known: Known, old: Code) -> str:
-        """Return where its old code may have gone, for a message."""
-        everything = [definition for several in known.values() for definition in several]
-        if places := [d for d in everything if occurrences(d, old)]:
-            return _perhaps([max((d.name for d in places), key=len)])
-        named = known.get(self.where) or [
-            definition
-            for name in difflib.get_close_matches(self.where, known, n=3)
-            for definition in known[name]
-        ]
-        if near := nearest(named, old):
-            return f"; nearest: {show(near[1])}, in {near[0].name} ({near[0].file.name})"
-        return _perhaps([definition.name for definition in named if not known.get(self.where)])
+        def put(match: re.Match[str]) -> str:
+            return textwrap.indent(new, match[1]) if match.re.groups else new
 
-    def applied(self, known: Known) -> tuple[Path, ast.Module]:
-        """Return the file that the bug goes into, and its syntax with the bug in it.
+        return place.file, self.checked(place, found.sub(put, place.text))
+
+    def checked(self, place: Definition, text: str) -> str:
+        """Return the file with a definition changed.
 
         Raises:
-            ValueError: it cannot be put into the code as it is now.
+            ValueError: it is not Python, or uses a name that the file does not have.
         """
-        definition, old, new = self.found(known)
-        return definition.file, replaced(definition, old, new)
+        try:
+            ast.parse(text)
+        except SyntaxError as failure:
+            raise ValueError(f"{self.where} would not compile ({failure.msg})") from failure
+        names = words(source(place.file)) | {*dir(builtins)}
+        new = list(ast.walk(ast.parse(formatted(self.new)[0])))
+        bound = {getattr(each, kind, None) for each in new for kind in ("arg", "name", "asname")}
+        bound |= {n.id for n in new if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        if lost := {each.id for each in new if isinstance(each, ast.Name)} - names - bound:
+            said = ", ".join(sorted(lost))
+            raise ValueError(f"its new code uses {said}, which the file does not define")
+        return place.within(text)
 
     def place(self, known: Known) -> str:
-        """Return the definition and the file that the bug goes into, or a file unknown."""
+        """Return the file that the bug goes into, or ""."""
         with suppress(ValueError):
-            return f"{self.where}\n{in_package(self.found(known)[0].file)}"
-        return self.where
-
-    def placed(self, known: Known, verdict: "Verdict") -> "Verdict":
-        """Return a verdict with the file that the bug goes into now."""
-        with suppress(ValueError):
-            return replace(verdict, file=in_package(self.found(known)[0].file))
-        return verdict
+            return in_package(self.applied(known)[0])
+        return ""
 
     def faults(self, known: Known) -> Iterator[str]:
         """Yield why it cannot be put into the code as it is now, and tests that do not exist."""
@@ -180,13 +233,8 @@ class Mutant:
             file, _, name = test.partition("[")[0].partition("::")
             if not (ROOT / file).is_file():
                 yield f"there is no {file}"
-            elif name and f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8"):
+            elif name and f"def {name}(" not in source(ROOT / file):
                 yield f"there is no {test}"
-
-
-def _perhaps(names: Sequence[str]) -> str:
-    """Return names to look at, for a message."""
-    return f"; look at {', '.join(names)}" if names else ""
 
 
 @dataclass(frozen=True)
@@ -211,21 +259,12 @@ class Verdict:
 
 def read_table() -> list[Mutant]:
     """Every mutant, in the table's order. Ends the program if two have the same name."""
-    with TABLE.open("rb") as file:
-        rows = tomllib.load(file)["mutant"]
+    rows = tomllib.loads(TABLE.read_text(encoding="utf-8"))["mutant"]
     mutants = [Mutant.of_row(row) for row in rows]
     twice = [name for name, count in Counter(m.name for m in mutants).items() if count > 1]
     if twice:
         sys.exit(f"Two mutants have one name: {', '.join(twice)}.")
     return mutants
-
-
-def known_definitions(tree: Path) -> Known:
-    """Return every definition of the package in a tree, by qualified name."""
-    known: dict[str, list[Definition]] = {}
-    for definition in definitions(tree / PACKAGE):
-        known.setdefault(definition.name, []).append(definition)
-    return known
 
 
 def check(mutants: Sequence[Mutant], known: Known) -> None:
@@ -246,40 +285,32 @@ def in_package(file: Path) -> str:
     return file.as_posix().rpartition(f"/{PACKAGE}/")[2]
 
 
-def run_tests(
-    tree: Path, tests: Sequence[str], marker: str, tiers: Sequence[str] = TIERS
-) -> tuple[int, str]:
+def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
     """Run tests of a tree up to the first failure: pytest's exit code, and what it printed.
 
-    Those that are long only run if none of the others fails.
+    Those that are long only run if none of the others fails. Each tier runs in a process forked
+    from this one, which has loaded the libraries, but nothing of the package.
 
     Raises:
         TimeoutError: they go on for ever.
     """
-    least, said = NO_TESTS, ""
-    for tier in tiers:
-        code, said = _run_tier(tree, tests, f"{marker} and {tier}" if marker else tier)
+    least, text = NO_TESTS, ""
+    for tier in TIERS:
+        marked = f"{marker} and {tier}" if marker else tier
+        arguments = ["-x", "-q", "-n0", "--long", "--tb=no", "-p", "no:cacheprovider", "-m", marked]
+        arguments += [f"--rootdir={tree}", f"--basetemp={tree.parent / 'files'}", *tests]
+        said = tree.parent / "said"
+        process = FORKS.Process(target=_run_tests, args=(tree, arguments, said))
+        process.start()
+        process.join(LIMIT)
+        if process.is_alive():
+            process.kill()
+            raise TimeoutError(f"its tests take longer than {LIMIT} seconds")
+        code, text = process.exitcode or 0, said.read_text(encoding="utf-8")
         if code not in (PASSED, NO_TESTS):
-            return code, said
+            return code, text
         least = min(least, code)
-    return least, said
-
-
-def _run_tier(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
-    """Run the tests of a tier.
-
-    In a process forked from this one, which has loaded the libraries, but nothing of the package.
-    """
-    arguments = ["-x", "-q", "-n0", "--long", "--tb=no", "-p", "no:cacheprovider", "-m", marker]
-    arguments += [f"--rootdir={tree}", f"--basetemp={tree.parent / 'files'}", *tests]
-    said = tree.parent / "said"
-    process = FORKS.Process(target=_run_tests, args=(tree, arguments, said))
-    process.start()
-    process.join(LIMIT)
-    if process.is_alive():
-        process.kill()
-        raise TimeoutError(f"its tests take longer than {LIMIT} seconds")
-    return process.exitcode or 0, said.read_text(encoding="utf-8")
+    return least, text
 
 
 def _run_tests(tree: Path, arguments: list[str], said: Path) -> None:
@@ -292,20 +323,13 @@ def _run_tests(tree: Path, arguments: list[str], said: Path) -> None:
     # No compiled file: one of the very same second and size would be taken for the mutant's.
     sys.dont_write_bytecode = True
     settings = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "1000"}
-    settings |= {"CI": "true"}  # a test that cannot run, as without data, fails
-    os.environ.update(settings)
+    os.environ.update(settings | {"CI": "true"})  # a test that cannot run, as without data, fails
     code = importlib.import_module("pytest").main(arguments)
     sys.stdout.flush()
     os._exit(int(code))  # at once: what else ends a process is the business of the one it is of
 
 
-def load_libraries() -> None:
-    """Import the libraries of all test runs once, before forking."""
-    for name in LIBRARIES:
-        importlib.import_module(name)
-
-
-def examine(mutant: Mutant, known: Known, tree: Path, tiers: Sequence[str] = TIERS) -> Verdict:
+def examine(mutant: Mutant, known: Known, tree: Path) -> Verdict:
     """Put a mutant into a tree, run its tests, and take it out again."""
     began, where = time.monotonic(), ""
 
@@ -320,8 +344,8 @@ def examine(mutant: Mutant, known: Known, tree: Path, tiers: Sequence[str] = TIE
     where = in_package(original)
     file = tree / PACKAGE / where
     try:
-        file.write_text(ast.unparse(mutated), encoding="utf-8")
-        code, said = run_tests(tree, mutant.tests, mutant.marker, tiers)
+        file.write_text(mutated, encoding="utf-8")
+        code, said = run_tests(tree, mutant.tests, mutant.marker)
     except TimeoutError as failure:
         return verdict(BROKEN, why=str(failure))
     finally:
@@ -333,17 +357,17 @@ def examine(mutant: Mutant, known: Known, tree: Path, tiers: Sequence[str] = TIE
     return verdict(KILLED, found[1], found[2] or "")
 
 
-def check_baseline(mutants: Sequence[Mutant], tree: Path, tiers: Sequence[str]) -> None:
+def check_baseline(mutants: Sequence[Mutant], tree: Path) -> None:
     """Run all their tests without a mutant. Ends the program if they do not pass."""
     for marker in sorted({mutant.marker for mutant in mutants}):
         wanted = {test for m in mutants if m.marker == marker for test in m.tests}
-        code, said = run_tests(tree, sorted(wanted), marker, tiers)
+        code, said = run_tests(tree, sorted(wanted), marker)
         if code != PASSED:
             wrong = "\n".join(FAILED_LINE.findall(said)) or said[-1000:]
             sys.exit(f"Without a mutant, tests do not pass:\n{wrong}")
 
 
-def examine_all(mutants: Sequence[Mutant], jobs: int, tiers: Sequence[str]) -> Iterator[Verdict]:
+def examine_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
     """Examine mutants, some at a time, each in a tree that no other uses meanwhile.
 
     All of them in the code as it is at the start, however long they take.
@@ -358,86 +382,54 @@ def examine_all(mutants: Sequence[Mutant], jobs: int, tiers: Sequence[str]) -> I
         def work(mutant: Mutant) -> Verdict:
             tree = trees.get()
             try:
-                return examine(mutant, known, tree, tiers)
+                return examine(mutant, known, tree)
             finally:
                 trees.put(tree)
 
         tree = trees.get()
-        check_baseline(mutants, tree, tiers)
+        check_baseline(mutants, tree)
         trees.put(tree)
         with ThreadPoolExecutor(jobs) as pool:
             yield from pool.map(work, mutants)
 
 
-def as_row(verdict: Verdict) -> str:
-    """A row of the table, as Markdown."""
-    file, _, test = verdict.by.partition("[")[0].partition("::")
-    words = test.removeprefix("test_").replace("_", " ")
-    by = f"`{file.removeprefix('tests/')}`: {words}" if test else f"**{verdict.result}**"
-    return f"| {verdict.name} | {verdict.cost} | `{verdict.file}` | {by} |"
-
-
-def killed(verdicts: Iterable[Verdict]) -> int:
-    """Return the number of mutants that tests have found."""
-    return sum(verdict.result == KILLED for verdict in verdicts)
-
-
 def write(out: Path, verdicts: Sequence[Verdict]) -> None:
     """Write the verdicts as JSON, a row each."""
+    killed = sum(verdict.result == KILLED for verdict in verdicts)
     rows = [asdict(verdict) for verdict in verdicts]
-    document = {"mutants": len(rows), "killed": killed(verdicts), "rows": rows}
+    document = {"mutants": len(rows), "killed": killed, "rows": rows}
     out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def earlier(out: Path | None) -> dict[str, Verdict]:
-    """The verdicts that a file holds, by name."""
-    if out is None or not out.exists():
-        return {}
-    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
-    return {row["name"]: Verdict(**row) for row in rows}
-
-
-def write_places(mutants: Sequence[Mutant], known: Known) -> None:
-    """Write where the mutants of the last complete round are now, and leave the rest as it was."""
-    by_name = {mutant.name: mutant for mutant in mutants}
-    kept = [
-        by_name[name].placed(known, verdict) if name in by_name else verdict
-        for name, verdict in earlier(RECORD).items()
-    ]
-    write(RECORD, kept)
-
-
 def main() -> None:
-    """Examine the mutants, print a table and write it."""
-    parser = argparse.ArgumentParser()
+    """Examine the mutants, print a line each, and write them."""
+    parser = parser_of(__doc__)
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--check", action="store_true", help="only whether each still applies")
-    parser.add_argument("--places", action="store_true", help="only write where each is now")
-    parser.add_argument("--short", action="store_true", help="leave out long tests")
     parser.add_argument("--only", default="", help="part of a name, definition or file")
     parser.add_argument("--out", type=Path, help="with --only, its other rows stay as they are")
     options = parser.parse_args()
     mutants, known = read_table(), known_definitions(ROOT)
-    if options.places:
-        write_places(mutants, known)
-        sys.exit()
-    chosen = [m for m in mutants if options.only in f"{m.name}\n{m.place(known)}"]
+    chosen = mutants
+    if options.only:
+        chosen = [m for m in mutants if options.only in f"{m.name}\n{m.where}\n{m.place(known)}"]
     if options.check:
         check(chosen, known)
-    verdicts = earlier(options.out) if options.only else {}
-    load_libraries()
-    print(HEAD, flush=True)
-    for verdict in examine_all(chosen, options.jobs, TIERS[: 1 if options.short else 2]):
-        print(as_row(verdict), flush=True)
+    verdicts: dict[str, Verdict] = {}
+    if options.only and options.out:
+        rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
+        verdicts = {row["name"]: Verdict(**row) for row in rows}
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    for verdict in examine_all(chosen, options.jobs):
+        by = verdict.by or verdict.why
+        print(f"{verdict.result}: {verdict.name} ({verdict.file}), by {by}", flush=True)
         verdicts[verdict.name] = verdict
         if options.out:
-            write(
-                options.out,
-                [m.placed(known, verdicts[m.name]) for m in mutants if m.name in verdicts],
-            )
-    count = killed(verdicts[m.name] for m in chosen)
-    print(f"\n{count} of {len(chosen)} killed.")
-    sys.exit(count < len(chosen))
+            write(options.out, [verdicts[m.name] for m in mutants if m.name in verdicts])
+    missed = sum(verdicts[m.name].result != KILLED for m in chosen)
+    print(f"\n{len(chosen) - missed} of {len(chosen)} killed.")
+    sys.exit(bool(missed))
 
 
 if __name__ == "__main__":

@@ -1,130 +1,77 @@
 """The table of bugs that the tests must find: each can still be put into the code."""
 
-import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import mutants
 
+CODE = """
+class Mechanism:
+    def release(self, z):
+        total = z.mul(  # noise
+            self.sigma / (GRID)
+        )
+        if total > 0:
+            return total
 
-def check(root: Path, *only: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(root / "benchmarks/mutants.py"), "--check", *only]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+GRID = 2.0
+"""
 
 
 @pytest.mark.privacy
 def test_every_mutant_applies() -> None:
-    done = check(ROOT)
-    assert done.returncode == 0, done.stdout
-    assert int(done.stdout.split()[0]) > 100
+    known, table = mutants.known_definitions(mutants.ROOT), mutants.read_table()
+    assert len(table) > 100
+    assert [f"{each.name}: {fault}" for each in table for fault in each.faults(known)] == []
 
 
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree, of what the check reads."""
-    tree = tmp_path_factory.mktemp("mutants")
-    for name in ("benchmarks", "dpmac_cli", "tests"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return tree
+def applied(folder: Path, where: str, old: str, new: str) -> str:
+    """Return the code with a bug in it."""
+    (folder / "dpmac_cli").mkdir()
+    (folder / "dpmac_cli" / "of_noise.py").write_text(CODE)
+    bug = mutants.Mutant(name="", cost="", where=where, old=old, new=new, tests=())
+    file, text = bug.applied(mutants.known_definitions(folder))
+    assert file.name == "of_noise.py"
+    return text
 
 
-@contextmanager
-def edited(tree: Path, file: str, old: str, new: str) -> Iterator[None]:
-    """Have a file of the copy say something else for a while."""
-    changed = tree / file
-    source = changed.read_text(encoding="utf-8")
-    assert source.count(old) == 1
-    changed.write_text(source.replace(old, new), encoding="utf-8")
-    try:
-        yield
-    finally:
-        changed.write_text(source, encoding="utf-8")
-
-
-TOTAL = "total.add_(z.mul_(self.noise_multiplier / GRID).round_())"
-OFF = "the noise off the grid: "
-SHARE = "the grid's share of the sensitivity forgotten: "
-HERE = "SecureMechanism.whitened"
-
-
-#: File, what it says, what it would say, and the answer.
-CHANGES = [
-    (
-        "dpmac_cli/dp/mechanism.py",
-        TOTAL,
-        "total.add_(z.mul_(self.noise_multiplier / (2 * GRID)).round_())",
-        f"{OFF}its old code occurs 0 times in {HERE}; nearest: total.add_(z.mul_(self.noise_m",
-    ),
-    (
-        "dpmac_cli/dp/mechanism.py",
-        TOTAL,
-        f"{TOTAL}\n        {TOTAL}",
-        f"{OFF}its old code occurs 2 times in {HERE}",
-    ),
-    (
-        "dpmac_cli/dp/mechanism.py",
-        "def whitened(",
-        "def in_whitened_space(",
-        f"{OFF}there is no {HERE}; look at SecureMechanism.in_whitened_space",
-    ),
-    (
-        "benchmarks/mutants.toml",
-        'replace = "return GRID"',
-        'replace = "return BIG"',
-        f"{SHARE}its new code uses BIG, which the file does not define",
-    ),
-    (
-        "benchmarks/mutants.toml",
-        'replace = "return GRID"',
-        'replace = "return ]"',
-        f"{SHARE}not Python",
-    ),
-    (
-        "tests/dp/test_precision.py",
-        "def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps(",
-        "def test_a_program_may_turn_tf32_on(",
-        "TF32 left on: there is no tests/dp/test_precision.py::test_a_program_that_turns_tf32",
-    ),
-    (
-        "benchmarks/mutants.toml",
-        'name = "clipping to 2"',
-        'name = "no clipping"',
-        "Two mutants have one name: no clipping.",
-    ),
-]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("file", "old", "new", "said"),
-    CHANGES,
-    ids=["changed", "twice", "renamed", "unbound", "not Python", "no test", "same name"],
+    ("where", "old", "new", "changed"),
+    [
+        ("Mechanism.release", "self.sigma/GRID", "GRID", "total = z.mul(GRID)"),
+        ("Mechanism.release", "if total > 0:\n  return total", "", "GRID)\n        pass\n"),
+        ("Mechanism.release", "", "return z", "self, z):\n        return z\n"),
+        ("Mechanism", "(z)", "-z", "total = (-z).mul(self.sigma / GRID)"),
+        ("GRID", "2.0", "3", "GRID = (3)"),
+    ],
+)
+def test_code_is_found_however_it_is_formatted(
+    tmp_path: Path, where: str, old: str, new: str, changed: str
+) -> None:
+    assert changed in applied(tmp_path, where, old, new)
+
+
+@pytest.mark.parametrize(
+    ("where", "old", "new", "said"),
+    [
+        ("Mechanism.release", "self.sigma", "self.sigma * BIG", "new code uses BIG, which"),
+        ("Mechanism.release", "self.sigm", "1", "old code occurs 0 times in Mechanism.release"),
+        ("Mechanism.release", "total", "1", "old code occurs 3 times in Mechanism.release"),
+        ("Mechanism.released", "total", "1", "no Mechanism.released; look at Mechanism.release"),
+        ("Mechanism.release", "self.sigma", "]", "not Python"),
+    ],
 )
 def test_one_that_no_longer_applies_is_named(
-    copied: Path, file: str, old: str, new: str, said: str
+    tmp_path: Path, where: str, old: str, new: str, said: str
 ) -> None:
-    with edited(copied, file, old, new):
-        done = check(copied, "--only", said.partition(":")[0])
-    assert done.returncode == 1
-    assert said in done.stdout + done.stderr
+    with pytest.raises(ValueError, match=said):
+        applied(tmp_path, where, old, new)
 
 
-@pytest.mark.privacy
-def test_moved_and_reformatted_code_is_found(copied: Path) -> None:
-    new = (
-        "(\n            total  # of all samples\n            .add_(\n"
-        "                (z.mul_(self.noise_multiplier / (GRID))).round_(),\n            ))"
-    )
-    here, there = copied / "dpmac_cli/dp/mechanism.py", copied / "dpmac_cli/noise_of_steps.py"
-    with edited(copied, "dpmac_cli/dp/mechanism.py", TOTAL, new):
-        done = check(copied, "--only", "the grid")
-        assert done.returncode == 0, done.stdout
-        here.rename(there)
-        done = check(copied, "--only", "the grid")
-        there.rename(here)
-    assert done.returncode == 0, done.stdout
+def test_a_test_that_is_not_there_is_named() -> None:
+    lost = ("tests/test_none.py", "tests/test_mutants.py::test_none")
+    bug = mutants.Mutant(name="", cost="", where="GRID", new="1", tests=lost)
+    assert [f"there is no {test}" for test in lost] == list(bug.faults({}))[1:]
