@@ -1,7 +1,5 @@
 """The pages: links lead somewhere, names exist, commands print what stands below them."""
 
-import ast
-import math
 import os
 import re
 import runpy
@@ -12,7 +10,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -21,9 +18,7 @@ from dpmac_cli import __version__
 from dpmac_cli.cli.app import COMMANDS, load_command
 from dpmac_cli.config.account import Question
 from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Settings
-from dpmac_cli.optim import OPTIMIZERS
 from tests.tiers import one_in
 from tests.typed import dpmac
 
@@ -83,42 +78,9 @@ def broken(page: Path) -> list[str]:
     return found
 
 
-def defined(file: Path, dotted: str) -> bool:
-    """Whether a module has a name: a function, a class, a constant, or a class's method."""
-    body = ast.parse(file.read_text()).body
-    for part in dotted.split("."):
-        for node in body:
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
-            names = [target.id for target in targets if isinstance(target, ast.Name)]
-            if part == getattr(node, "name", None) or part in names:
-                body = getattr(node, "body", [])
-                break
-        else:
-            return False
-    return True
-
-
 @by_page
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken(page) == []
-
-
-def test_a_broken_link_would_be_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# A b\n## A b\n[1](#a-b) [2](#a-b-1) [3](#c) [4](gone.md) [5](page.md#x)\n")
-    assert broken(page) == ["#c", "gone.md", "page.md#x"]
-
-
-@by_page
-def test_what_is_named_in_the_code_is_there(page: Path) -> None:
-    """Links such as [`geometry.MacAdam.next`](../dpmac_cli/dp/geometry.py)."""
-    for text, target in links(page):
-        file, name = page.parent / target, text.strip("`")
-        if file.suffix == ".py" and "/" not in name:
-            module, _, dotted = name.partition(".")
-            assert module == file.stem, text
-            assert defined(file, dotted), text
 
 
 @by_page
@@ -126,14 +88,6 @@ def test_files_that_are_named_are_there(page: Path) -> None:
     for name in FILE.findall(FENCE.sub("", read(page))):
         places = (ROOT, ROOT / "dpmac_cli", ROOT / "tests", page.parent)
         assert any((place / name).exists() for place in places), name
-
-
-def test_names_that_are_not_there_would_be_found() -> None:
-    file = ROOT / "dpmac_cli" / "dp" / "geometry.py"
-    assert defined(file, "MacAdam.next")
-    assert defined(file, "LEAST_KAPPA")
-    assert not defined(file, "MacAdam.nexts")
-    assert not defined(file, "Macadam")
 
 
 def commands() -> Iterator[tuple[str, str, list[str]]]:
@@ -203,16 +157,6 @@ def test_every_command_is_one_that_dpmac_accepts(page: Path) -> None:
     assert [pair for pair in inline_flags(text) if unknown(*pair) and not past] == []
 
 
-def test_commands_that_dpmac_does_not_accept_would_be_found() -> None:
-    page = (
-        "```sh\ndpmac train --sigma 1 \\\n  --sigm 2\n```\n    dpmac train --sigma x  # a\n\n"
-        "`dpmac eval RUN --audits`"
-    )
-    assert list(typed(page)) == ["dpmac train --sigma 1 --sigm 2", "dpmac train --sigma x  # a"]
-    assert all(mistyped(command) for command in typed(page))
-    assert [unknown(*pair) for pair in inline_flags(page)] == [True]
-
-
 def test_extras_that_are_named_exist_and_are_listed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     sources = [*PAGES, *ROOT.glob("dpmac_cli/**/*.py"), *ROOT.glob("dpmac_cli/**/*.toml")]
@@ -235,23 +179,6 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert __version__ in changes[:2]  # the first section may be of the coming version
 
 
-def test_the_optimizers_page_has_every_optimizer_and_its_settings() -> None:
-    text = (ROOT / "docs" / "optimizers.md").read_text()
-    headings = re.findall(r"^## `(.+)`$", text, re.MULTILINE)
-    assert sorted(headings) == sorted(OPTIMIZERS)
-    for name in set().union(*(kind.used() for kind in OPTIMIZERS.values())):
-        assert f"`--{name.replace('_', '-')}`" in text
-        assert name in SETTINGS
-
-
-def test_the_page_of_commands_has_examples_and_groups_in_words() -> None:
-    page = read(ROOT / "docs" / "commands.md")
-    assert "```text\n\n```" not in page
-    groups = re.findall(r"^\|(.+)\|value\|default\|", page, re.MULTILINE)
-    assert len(groups) > len(COMMANDS)
-    assert [name for name in groups if not re.fullmatch(r"[A-Z][a-z]+( [a-z]+)*", name)] == []
-
-
 def test_the_generated_pages_are_up_to_date_and_complete() -> None:
     written = {name: page() for name, page in GENERATE["WRITTEN"].items()}
     for name, text in written.items():
@@ -266,24 +193,6 @@ def test_the_generated_pages_are_up_to_date_and_complete() -> None:
     assert keys >= {"privacy.epsilon", "privacy.events[].steps", "rows[].epsilon"}
     named = re.findall(r"^::: dpmac_cli\.(\w+)$", texts["api.md"], re.MULTILINE)
     assert sorted(named) == sorted({*dpmac_cli.__all__} - {"__version__"})
-
-
-def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
-    x, y = np.random.default_rng(0).random((600, 4)), np.arange(600) % 3
-    np.savez(tmp_path / "rows.npz", x=x, y=y, x_test=x, y_test=y)
-    resolved = resolve(dataset=str(tmp_path / "rows.npz"), feature_range="0,1")
-    one = resolved.plan
-    text = (ROOT / "docs" / "configuration.md").read_text()
-    (row,) = re.findall(r"^\|your own rows of numbers, 500\|\|(.+)\|$", text, re.MULTILINE)
-    model, batch, *told = row.split("|")
-    share = round(500 / math.ceil(500 / int(batch.removeprefix("n/"))))
-    assert (one.recorded["model"], one.privacy.batch_size) == (model, math.ceil(600 / share))
-    values = (one.recorded["epochs"], one.optimizer.lr, one.recipe.ema)
-    assert values == tuple(map(float, told))
-    said = " ".join((ROOT / "docs" / "own-data.md").read_text().split())
-    assert "for epsilon 3, at delta 1e-5 or n^-1.1" in said
-    assert (one.optimizer.name, resolved.settings.epsilon) == ("dp-adam", 3)
-    assert one.privacy.delta == 1e-5
 
 
 def test_the_index_has_every_page() -> None:

@@ -19,7 +19,6 @@ from dpmac_cli import (
     predict,
     score,
 )
-from dpmac_cli.errors import counted
 from dpmac_cli.release.private import PrivateTraining
 
 X, Y = np.random.default_rng(0).random((150, 6)), np.arange(150) % 2
@@ -63,14 +62,6 @@ def test_a_network_of_a_cell_is_loaded_scored_and_predicted_with() -> None:
     assert run.folder == Path("run")
 
 
-def test_an_instance_keeps_its_weights() -> None:
-    trained()
-    net = Net()
-    before = net.head.weight.detach().clone()
-    load_model("run", network=net)
-    assert torch.equal(before, net.head.weight)
-
-
 @pytest.mark.privacy
 def test_a_loaded_network_of_a_cell_carries_its_training() -> None:
     private, _ = trained()
@@ -90,11 +81,3 @@ def test_what_is_no_network_is_refused() -> None:
         load_model("run", network=dict)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="does not fit"):
         load_model("run", network=lambda: nn.Linear(6, 2))
-
-
-@pytest.mark.parametrize(
-    ("number", "what", "said"),
-    [(1, "record", "1 record"), (2000, "unit", "2,000 units"), (0, "class", "0 classes")],
-)
-def test_one_thing_is_singular(number: int, what: str, said: str) -> None:
-    assert counted(number, what) == said

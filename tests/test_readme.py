@@ -46,14 +46,6 @@ PAGES = (
     DOCS / "resume.md",
     DOCS / "publishing.md",
 )
-#: Pages whose commands run in another test.
-ELSEWHERE = {
-    DOCS / "own-images.md": "test_table_files.py",
-    DOCS / "own-tables.md": "test_table_files.py",
-    DOCS / "own-numbers.md": "test_table_files.py",
-    DOCS / "own-texts.md": "test_texts.py",
-    DOCS / "units.md": "test_units.py",
-}
 BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 #: The network of the guide.
 NET = re.compile(r"```python\n(# net.py\n.*?)```", re.DOTALL)
@@ -149,14 +141,6 @@ def test_the_readme_is_short_and_begins_with_the_commands_to_install_and_test() 
     install, test, *_ = BLOCK.findall(read(README))
     assert install.endswith("&& pip install . && dpmac train --dataset digits\n")
     assert test.endswith('&& pip install -e ".[dev]" && pytest\n')
-
-
-def test_the_commands_of_every_page_run_in_some_test() -> None:
-    written = {page for page in (README, *DOCS.glob("**/*.md")) if commands(page)}
-    assert written == {*PAGES, *ELSEWHERE}
-    for page, file in ELSEWHERE.items():
-        kind = page.stem.removeprefix("own-")
-        assert kind in read(ROOT / "tests" / file), file
 
 
 @pytest.mark.long

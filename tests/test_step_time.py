@@ -42,24 +42,19 @@ def test_a_contender_that_is_slower_than_its_warm_up_is_timed(tmp_path: Path) ->
 SLOWER = """
 import regression
 from contenders import Size
-regression.STEPS, regression.SCATTER = 1, {scatter}
+regression.STEPS, regression.SCATTER = 1, 1e6
 regression.LIMITS = {{Size("mlp", 8): {{"dp-adam": {limit}}}}}
 regression.main()
 """
 
 
-@pytest.mark.parametrize(
-    ("limit", "scatter", "code"), [(1e-6, 1e6, 1), (1e6, 1e6, 0), (1e-6, -1.0, 0)]
-)
-def test_a_step_that_became_slower_is_reported(limit: float, scatter: float, code: int) -> None:
-    """Unless times scatter too much to say."""
-    program = SLOWER.format(limit=limit, scatter=scatter)
+@pytest.mark.parametrize(("limit", "code"), [(1e-6, 1), (1e6, 0)])
+def test_a_step_that_became_slower_is_reported(limit: float, code: int) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", program, "--rounds", "2", "--warm", "1"],
+        [sys.executable, "-c", SLOWER.format(limit=limit), "--rounds", "2", "--warm", "1"],
         cwd=BENCHMARKS,
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == code, run.stderr
-    assert ("skipped" in run.stdout) == (scatter < 0)

@@ -1,10 +1,8 @@
 """How texts are written, as inputs."""
 
-import unicodedata
-
 import pytest
 
-from dpmac_cli.data.writing import COUNTED, ORDINARY, WRITTEN, how_written
+from dpmac_cli.data.writing import WRITTEN, how_written
 from tests.test_tokens import TEXTS
 
 PROSE = "The patient came in on Monday, with a cough that had lasted for a week."
@@ -29,17 +27,3 @@ def test_numbers_are_within_bounds_and_of_one_text() -> None:
     alone = [how_written(text) for text in TEXTS]
     assert [how_written(text) for text in reversed(TEXTS)] == alone[::-1]
     assert all(-1 <= value <= 1 for row in alone for value in row)
-
-
-def test_shares_are_those_of_unicode() -> None:
-    for text in TEXTS:
-        kept = text.strip()
-        kinds = [unicodedata.category(letter) for letter in kept]
-        for value, (kind, constant) in zip(how_written(text), ORDINARY.items(), strict=True):
-            share = sum(own.startswith(kind) for own in kinds) / max(len(kept), 1)
-            assert value == pytest.approx(share**0.5 - constant)
-    assert COUNTED.keys() == ORDINARY.keys()
-
-
-def test_spaces_around_a_text_do_not_count() -> None:
-    assert how_written(f"\n {PROSE}\n") == how_written(PROSE)
