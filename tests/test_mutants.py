@@ -41,10 +41,10 @@ def applied(folder: Path, where: str, old: str, new: str) -> str:
 @pytest.mark.parametrize(
     ("where", "old", "new", "changed"),
     [
-        ("Mechanism.release", "self.sigma/GRID", "GRID", "total = z.mul(GRID)"),
+        ("Mechanism.release", "self.sigma/GRID", "GRID", "z.mul((GRID))"),
         ("Mechanism.release", "if total > 0:\n  return total", "", "GRID)\n        pass\n"),
         ("Mechanism.release", "", "return z", "self, z):\n        return z\n"),
-        ("Mechanism", "(z)", "-z", "total = (-z).mul(self.sigma / GRID)"),
+        ("Mechanism", "total>0", "-z", "if (-z):"),
         ("GRID", "2.0", "3", "GRID = (3)"),
     ],
 )
