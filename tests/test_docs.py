@@ -1,16 +1,22 @@
-"""The pages: links lead somewhere, names exist, commands print what stands below them."""
+"""The pages: links, commands and figures hold, and the site builds and needs no other site."""
 
+import json
 import os
 import re
 import runpy
 import shlex
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 import dpmac_cli
 from dpmac_cli import __version__
@@ -21,11 +27,16 @@ from dpmac_cli.config.settings import SETTINGS, Settings
 from tests.tiers import one_in
 from tests.typed import dpmac
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import beside_paper
+
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+DATA = DOCS / "data"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+GENERATE = runpy.run_path(str(DOCS / "generate.py"))
 #: Pages that only the site has.
-BUILT = [ROOT / "docs" / name for name in GENERATE["BUILT"]]
+BUILT = [DOCS / name for name in GENERATE["BUILT"]]
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -166,25 +177,137 @@ def test_the_version_is_the_same_everywhere() -> None:
 def test_the_generated_pages_are_up_to_date_and_complete() -> None:
     written = {name: page() for name, page in GENERATE["WRITTEN"].items()}
     for name, text in written.items():
-        kept = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        kept = (DOCS / name).read_text(encoding="utf-8")
         assert kept == text, f"{name}: run python docs/generate.py"
     for name in SETTINGS:
         assert f"|`--{name.replace('_', '-')}`|" in written["configuration.md"]
     for name in COMMANDS:
-        assert f"\n## dpmac {name}\n" in read(ROOT / "docs" / "commands.md")
-    named = re.findall(r"^::: dpmac_cli\.(\w+)$", read(ROOT / "docs" / "api.md"), re.MULTILINE)
+        assert f"\n## dpmac {name}\n" in read(DOCS / "commands.md")
+    named = re.findall(r"^::: dpmac_cli\.(\w+)$", read(DOCS / "api.md"), re.MULTILINE)
     assert sorted(named) == sorted({*dpmac_cli.__all__} - {"__version__"})
 
 
 def test_the_index_has_every_page() -> None:
-    targets = {target for _, target in links(ROOT / "docs" / "README.md")}
+    targets = {target for _, target in links(DOCS / "README.md")}
     files = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.json")]
     assert {file.name for file in [*files, *BUILT]} - {"README.md"} <= targets
     assert "docs/README.md" in {target for _, target in links(ROOT / "README.md")}
 
 
 def test_every_measurement_has_a_line() -> None:
-    data = ROOT / "docs" / "data"
+    data = DOCS / "data"
     listed = [target for _, target in links(data / "README.md")]
     there = {file.name for file in data.iterdir()} - {"README.md"}
     assert there == {target for target in listed if not target.startswith("../")}
+
+
+#: What a page loads when it is opened.
+LOADED = re.compile(r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=[\"']?(https?:)?//[^>]*>")
+
+
+@pytest.mark.long
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(
+        command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    pages = {page: page.read_text(encoding="utf-8") for page in tmp_path.glob("**/*.html")}
+    assert len(pages) > 30
+    for page, text in pages.items():
+        assert not LOADED.search(text), page.name
+        assert "arithmatex" not in text, page.name
+    for name in dpmac_cli.__all__:
+        assert name == "__version__" or f'id="dpmac_cli.{name}"' in pages[tmp_path / "api.html"]
+
+
+# Figures are those of their data files.
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """Return the rows of a file of measurements."""
+    return [json.loads(line) for line in (DATA / name).read_text("utf-8").splitlines()]
+
+
+def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> Mapping[Any, Sequence[Any]]:
+    """Return rows by the values of some keys."""
+    found = defaultdict[Any, list[Any]](list)
+    for row in rows:
+        found[tuple(row[key] for key in keys)].append(row)
+    return found
+
+
+def tables(page: str) -> list[list[str]]:
+    """Return the rows of all tables of a page, without bold."""
+    text = (DOCS / page).read_text("utf-8").replace("**", "")
+    shown = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in shown]
+
+
+def test_accuracies_of_the_readme() -> None:
+    shown = [row[2:] for row in tables("../README.md") if row[1].startswith("linear on ")]
+    found = grouped(rows_of("texts.jsonl"), "set", "features", "epsilon", "epochs")
+    expected = [
+        [
+            f"{mean(r['accuracy'] for r in found[name, 'minilm', e, 20]):.1f}"
+            for e in (1.0, 3.0, None)
+        ]
+        for name in ("sms", "banking77")
+    ]
+    rows = json.loads((DATA / "backbone-lite2.json").read_text())["rows"]
+    images = {round(row["epsilon"], 3): f"{100 * row['mean']:.1f}" for row in rows}
+    assert shown == [*expected, [images[1.0], f"{images[2.435]} (at 2.435)", ""]]
+
+
+def test_the_papers_tables() -> None:
+    """Means by sigma, as of the runs, beside the paper's."""
+    measured: list[list[str]] = []
+    for name in ("table1", "table1-estimates", "table2"):
+        by_kind = defaultdict[str, list[str]](list)
+        for row in beside_paper.rows_of(DATA / f"{name}.jsonl.xz"):
+            by_kind[" ".join(row["labels"])].append(f"{100 * row['mean']:.2f}")
+        measured += by_kind.values()
+    shown = [row[1:] for row in tables("reproduction.md") if "[" in row[1]]
+    assert len(shown) == 8 + 7
+    for line in shown:
+        assert [re.split(" [±[]", cell)[0] for cell in line] in measured, line
+
+
+def test_the_best_batch_and_rate_of_each_optimizer() -> None:
+    rows = [row for row in rows_of("batches.jsonl") if row["seed"] < 5 and row["epsilon"] == 0.785]
+    found = grouped(rows, "optimizer", "batch_size", "lr")
+    shown = {row[0].strip("`"): row[1:] for row in tables("reproduction.md") if len(row) == 4}
+    for (name, batch, rate), runs in found.items():
+        scores = [each["accuracy"] for each in runs]
+        accuracy = f"{mean(scores):.2f} ± {stdev(scores):.2f}"
+        assert shown[name] == [f"{batch:,}", f"{rate:g}", accuracy]
+
+
+def test_units() -> None:
+    found = grouped(rows_of("units.jsonl"), "row", "target")
+    rows = {row[0]: row[1:] for row in tables("units.md")}
+    for name in {name for name, _ in found}:
+        scores = [[100 * r["accuracy"] for r in found[name, e]] for e in (1.0, 3.0, 8.0)]
+        assert rows[name] == [f"{mean(each):.2f} ± {stdev(each):.2f}" for each in scores]
+
+
+def test_processes() -> None:
+    measured = json.loads((DATA / "scaling.json").read_text())["rows"]
+    found = grouped(measured, "model", "batch", "optimizer")
+    rows = [row for row in tables("clusters.md") if row[1].isdigit()]
+    assert rows == [
+        [
+            *map(str, key),
+            *(f"{row['step_ms']:.1f}" for row in runs[:2]),
+            f"{runs[1]['speed_up']:.2f}",
+        ]
+        for key, runs in found.items()
+    ]
+
+
+def test_the_picture_of_accuracies_is_of_the_data() -> None:
+    drawn = runpy.run_path(str(DOCS / "accuracy_picture.py"))
+    with Image.open(drawn["PICTURE"]) as picture:
+        told = picture.info["Source"]
+    assert told == drawn["source"](), "run python docs/accuracy_picture.py"

@@ -1,9 +1,12 @@
 """The table of bugs that the tests must find: each can still be put into the code."""
 
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import LONG_ALONE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import mutants
@@ -75,3 +78,14 @@ def test_a_test_that_is_not_there_is_named() -> None:
     lost = ("tests/test_none.py", "tests/test_mutants.py::test_none")
     bug = mutants.Mutant(name="", cost="", where="GRID", new="1", tests=lost)
     assert [f"there is no {test}" for test in lost] == list(bug.faults({}))[1:]
+
+
+def test_a_short_test_looks_for_every_bug_that_is_put_in(pytestconfig: pytest.Config) -> None:
+    """Of those that break a privacy promise; conftest.py knows the tests that are only long."""
+    rows = tomllib.loads(mutants.TABLE.read_text(encoding="utf-8"))["mutant"]
+    long = pytestconfig.stash[LONG_ALONE]
+    assert [
+        row["name"]
+        for row in rows
+        if row.get("marker") is None and {test.partition("[")[0] for test in row["tests"]} <= long
+    ] == []
