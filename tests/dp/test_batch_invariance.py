@@ -192,9 +192,12 @@ def test_features_that_depend_on_places_are_computed_one_by_one() -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("only", rest_long(["Linear 64 to 1", "Conv2d 1 to 16, kernel 8"]))
-def test_the_scan_finds_nothing_left(only: str, tmp_path: Path) -> None:
+def test_the_scan_finds_nothing_left(
+    only: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "scan.json"
     script = Path(__file__).parents[2] / "benchmarks" / "row_rounding.py"
+    monkeypatch.syspath_prepend(script.parent)
     main = runpy.run_path(str(script))["main"]
     main(["--here", "--out", str(out), "--only", only, "--threads", "1", "2"])
     rows = json.loads(out.read_text())
