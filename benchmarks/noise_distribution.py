@@ -1,17 +1,15 @@
-"""Test the distribution of the noise: moments, tails, lags, steps, parts and independence.
+"""Test the distribution of the noise: moments, tails, lags, steps and requests.
 
     python benchmarks/noise_distribution.py --json docs/data/noise_distribution.json    # 2 minutes
 
 Each way to draw (float32, float64, secure) gives 5 * 10^7 normals: 12 steps, each with several
-requests and several parts. Every statistic is standard normal if the noise is; the script ends with
+requests. Every statistic is standard normal if the noise is; the script ends with
 an error if one is beyond 5 standard deviations, or the sum of the squares of all of them is in the
 outer 10^-4 of its distribution.
 
 Ranks need no row: only the first rank draws, see ``tests/test_ranks.py``.
 """
 
-import argparse
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import parser_of, write_json
 from scipy.stats import chi2, norm
 from torch import Tensor
 
 from dpmac_cli.randomness.keystream import make_keys
-from dpmac_cli.randomness.noise import PAIRS, Noise
+from dpmac_cli.randomness.noise import Noise
 
 STEPS, REQUESTS = 12, (3_000_001, 1_000_000, 166_666)
 EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 4.5, 5.0)
@@ -84,24 +83,10 @@ def statistics(steps: list[list[Tensor]]) -> Iterator[tuple[str, float]]:
         yield from correlations(f"lag {lag}", z[:-lag], z[lag:])
     first = [torch.cat(step) for step in steps]
     yield from correlations("next step", torch.cat(first[:-1]), torch.cat(first[1:]))
-    long = [step[0] for step in steps]
-    part, short = 2 * PAIRS, min(map(len, steps[0]))
-    parts = [request[: len(request) // part * part].view(-1, part) for request in long]
-    ahead, behind = (
-        torch.cat([p[s].flatten() for p in parts]) for s in (slice(1, None), slice(-1))
-    )
-    yield from correlations("next part", ahead, behind)
-    pairs = torch.cat(parts).view(-1, 2, PAIRS)
-    yield from correlations("two of a pair", pairs[:, 0].flatten(), pairs[:, 1].flatten())
+    short = min(map(len, steps[0]))
     requests = [[r[:short] for r in step] for step in steps]
     one, other = (torch.cat([r[k] for r in requests]) for k in (0, 1))
     yield from correlations("next request", one, other)
-    radius = pairs.square().sum(1).flatten()
-    below = float((1 - (radius / -2).exp()).mean()) - 0.5
-    yield "radii", below * math.sqrt(12 * len(radius))
-    angle = torch.atan2(pairs[:, 1].flatten(), pairs[:, 0].flatten())
-    for k in (1, 2, 4, 8):
-        yield f"cosine of {k} angles", float((k * angle).cos().mean()) * math.sqrt(2 * len(angle))
 
 
 def measure(way: str) -> dict[str, Any]:
@@ -128,14 +113,13 @@ def measure(way: str) -> dict[str, Any]:
 
 def main() -> None:
     """Test every way to draw; print and write the statistics."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the statistics there")
     options = parser.parse_args()
     results = {way: measure(way) for way in WAYS}
     for way, found in results.items():
         print(f"{way}: { ({k: v for k, v in found.items() if k != 'statistics'}) }")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    write_json(options.json, results)
     beyond = [way for way, found in results.items() if abs(found["largest"]) > LIMIT]
     off = [w for w, found in results.items() if found["p of the sum of squares"] < TAIL]
     if beyond or off:

@@ -6,12 +6,11 @@ python benchmarks/noise_time.py --instructions avx2
 
 from statistics import median
 
-import numpy as np
 import torch
 from common import INSTRUCTIONS, Step, force, in_turn, machine, parser_of
 
 from dpmac_cli.dp.clipping.layers import blocks
-from dpmac_cli.randomness.keystream import KeyStream, make_keys
+from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.runs.memory import keep_freed_memory
 
@@ -39,9 +38,6 @@ def main() -> None:
             source.standard_normal(like)
 
     ways: dict[str, Step] = {
-        "key stream": lambda: (
-            KeyStream(key).at(next(numbers)).generate_state(SIZE * 6 // 8, np.int64)
-        ),
         "float32": lambda: drawn(single),
         "float64": lambda: drawn(double),
         "secure": lambda: drawn(double, secure=True),
