@@ -46,7 +46,7 @@ def drawn(draws: np.random.Generator, units: int, positives: float, shift: float
     scores = np.stack([1 - score, score], 1).astype(np.float32)
     truth = np.stack([~labels, labels], 1)
     guess = np.stack([score <= 0.5, score > 0.5], 1)
-    return Answers(truth, guess, scores, exclusive=True, unit_of=units_of(owners).owners)
+    return Answers(truth, guess, scores, unit_of=units_of(owners).owners)
 
 
 def others(runs: int, units: int, positives: float, shift: float) -> dict[str, float]:

@@ -1,24 +1,36 @@
 """The cache of features: what a killed process leaves, what is removed, and its command."""
 
+import errno
 import os
-from collections.abc import Mapping
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from rich.filesize import decimal
+from PIL import Image
 from torch import Tensor, nn
 
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data import dataset, decoding
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.storage.cache import RowFile, kept_files, make_room
-from tests.digits_runs import dpmac, of, train_digits
+from dpmac_cli.storage.cache import (
+    WHOLE,
+    RowFile,
+    complete,
+    kept_files,
+)
+from dpmac_cli.storage.progress import LISTENER, Computing
+from tests.digits_runs import of, same_weights, train_events
+from tests.helpers import load
 
-RUN: Mapping[str, Any] = {"features": "scatter"}
 pytestmark = pytest.mark.usefixtures("cache")
 
 
@@ -94,31 +106,158 @@ def test_a_folder_behind_a_link_of_another_user_is_not_used(
     assert (tmp_path / "home").stat().st_mode & 0o777 == 0o755
 
 
-def test_the_files_used_longest_ago_are_removed(
+CPU = torch.device("cpu")
+
+
+def photos(root: Path, count: int = 40) -> Path:
+    """Images of two classes; each is as grey as its number says."""
+    for number in range(count):
+        path = root / ("cat", "dog")[number % 2] / f"{number:04}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), number % 251, np.uint8)).save(path)
+    return root
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows that this process decodes."""
+    seen: list[int] = []
+
+    def watched(file: RowFile, row: int, path: str, levels: int | None) -> str | None:
+        seen.append(row)
+        return plain(file, row, path, levels)
+
+    plain = decoding.decode_into
+    monkeypatch.setattr(decoding, "decode_into", watched)
+    monkeypatch.setattr(decoding, "FEW", 1000)
+    return seen
+
+
+def plan_of(out: str = "run") -> TrainPlan:
+    plain = {"dataset": "photos", "model": "cnn", "sigma": 4, "batch_size": 16, "steps": 4}
+    return resolve(plain, physical_batch=3, seed=1, out=out, device="cpu").plan
+
+
+@pytest.mark.privacy
+def test_a_run_that_reads_by_row_is_the_run_that_has_all_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With chunks that are read ahead, bit for bit; and it is scored alike."""
+    photos(Path("photos"))
+    _, one = train_events(plan_of())
+    monkeypatch.setattr(dataset, "IN_MEMORY", 0)
+    source = plan_of().data.source
+    assert load_data(source, Path(), CPU).train.images.device.type == "meta"
+    _, other = train_events(plan_of("other"))
+    assert same_weights(one.folder, other.folder)
+    assert one.report["test"] == other.report["test"]
+
+
+def test_images_are_decoded_once_and_kept_for_their_owner_alone(
+    cache: Path, decoded: list[int]
+) -> None:
+    photos(Path("photos"))
+    first = load(Source(Path("photos")))
+    assert sorted(decoded) == list(range(40))
+    second = load(Source(Path("photos")))
+    assert len(decoded) == 40
+    np.testing.assert_array_equal(first[0][0], second[0][0])
+    [file] = kept_files(cache)
+    assert (file.suffix, file.stat().st_mode & 0o777) == (WHOLE, 0o600)
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("what", ["contents", "name", "size", "more"])
+def test_other_files_or_settings_are_decoded_again(what: str, decoded: list[int]) -> None:
+    """Also a file of the same name, size and time of writing as before."""
+    root = photos(Path("photos"))
+    load(Source(root))
+    path = root / "cat" / "0002.png"
+    if what == "contents":
+        facts = path.stat()
+        content = bytearray(path.read_bytes())
+        Image.fromarray(np.full((8, 8), 99, np.uint8)).save(path)
+        assert path.stat().st_size == len(content)
+        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    elif what == "name":
+        path.rename(path.with_name("0002b.png"))
+    elif what == "more":
+        photos(root, 42)
+    found = load(Source(root, image_size=4 if what == "size" else None))
+    assert len(decoded) == 80 + 2 * (what == "more")
+    if what == "contents":
+        assert 99 in found[0][0] or 99 in found[1][0]
+
+
+def test_processes_share_the_work_and_two_runs_share_one_file(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, parts, data = work()
-    names = []
-    for number in range(3):
-        of(featured(parts, data, {"number": number}, cache))
-        names.append(kept_files(cache)[0])
-        os.utime(names[-1], (number, number))
-    of(featured(parts, data, {"number": 0}, cache))  # used again
-    size = names[0].stat().st_size
-    monkeypatch.setenv("DPMAC_CACHE_SIZE", str(2.5 * size / 1e9))
-    of(featured(parts, data, {"number": 0}, cache))
-    assert set(kept_files(cache)) == {names[0], names[2]}
-    monkeypatch.setenv("DPMAC_CACHE_SIZE", "0")
-    of(featured(parts, data, {"number": 0}, cache))
-    assert kept_files(cache) == [names[0]]  # in use
-    assert make_room(cache, 0) == [names[0]]
+    photos(Path("photos"), 300)
+    monkeypatch.setattr(decoding, "FEW", 16)
+    monkeypatch.setattr(decoding, "usable_cores", lambda: 3)
+    seen: list[Computing] = []
+    found: list[Any] = []
+
+    def second() -> None:
+        LISTENER.set(seen.append)
+        found.append(load(Source(Path("photos"), test_fraction=0.3)))
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    x, _ = load(Source(Path("photos")))[0]
+    thread.join()
+    assert len(kept_files(cache)) == 1
+    assert {int(image[0, 0, 0]) for image in x} <= set(range(251))
+    (more, _), (rest, _) = found[0]
+    assert len(more) + len(rest) == 300
+    values = np.concatenate([more, rest])[:, 0, 0, 0]
+    assert sorted(values.tolist()) == sorted(number % 251 for number in range(300))
 
 
-def test_the_command_lists_and_clears(cache: Path) -> None:
-    assert "0 files, 0 bytes of 20.0 GB" in dpmac("cache").output
-    train_digits(**RUN)
+@pytest.mark.privacy
+def test_a_damaged_file_is_decoded_again(cache: Path, decoded: list[int]) -> None:
+    photos(Path("photos"))
+    before = load(Source(Path("photos")))
     [file] = kept_files(cache)
-    size = decimal(file.stat().st_size)
-    assert f"1 file, {size} of 20.0 GB" in dpmac("cache").output
-    assert "1 removed" in dpmac("cache", "--clear").output
-    assert kept_files(cache) == []
+    content = bytearray(file.read_bytes())
+    content[content.index(b"\n") + 20 * 65] ^= 1
+    file.write_bytes(content)
+    after = load(Source(Path("photos")))
+    assert len(decoded) == 80
+    np.testing.assert_array_equal(before[0][0], after[0][0])
+
+
+def full(*_: int) -> None:
+    """Find the disk full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.privacy
+def test_records_that_are_read_ahead_are_those_that_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    photos(Path("photos"))
+    whole = load_data(plan_of().data.source, Path(), CPU).train
+    monkeypatch.setattr(dataset, "IN_MEMORY", 0)
+    split = load_data(plan_of().data.source, Path(), CPU).train
+    some, others = np.array([4, 0, 9]), np.array([1, 2])
+    split.read_ahead(some)
+    for places in (others, some, slice(3, 7)):
+        images, labels = split.at(places)
+        assert torch.equal(images, whole.images[places])
+        assert torch.equal(labels, whole.labels[places])
+    split.read_ahead(some)
+    assert torch.equal(split.at(some)[0], whole.images[some])
+
+
+@pytest.mark.privacy
+def test_a_file_of_another_user_is_not_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos(Path("photos"))
+    load(Source(Path("photos")))
+    file = next(cache.rglob(f"*{WHOLE}"))
+    assert complete(file) is not None
+    monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
+    assert complete(file) is None
+    with pytest.raises(InputError, match="the folder belongs to another user"):
+        load(Source(Path("photos")))

@@ -32,7 +32,7 @@ from tests.test_private_step import Reader
 from tests.test_private_step import loss as reader_loss
 from tests.test_synchronisation import NETWORKS, SIDE
 from tests.test_text_encoder import LAYOUT, features, inputs
-from tests.test_tokens import TEXTS
+from tests.test_texts import TEXTS
 from tests.tiny_bert import write_encoder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

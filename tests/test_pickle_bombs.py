@@ -20,7 +20,6 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
-from dpmac_cli.runs import checkpoint
 from tests.digits_runs import train_digits
 
 CPU = torch.device("cpu")
@@ -112,15 +111,6 @@ def test_a_model_file(tmp_path: Path, bomb: bytes, name: str) -> None:
     result = CliRunner().invoke(app, ["eval", str(tmp_path / name)])
     assert result.exit_code == 2
     assert f"{name} is not a valid safetensors file" in result.stderr.replace("\n", " ")
-
-
-@pytest.mark.privacy
-def test_a_checkpoint(bomb: bytes) -> None:
-    where = train_digits(out="run").folder
-    for file in (where / checkpoint.FOLDER).glob("step-*"):
-        file.write_bytes(bomb)
-    with pytest.raises(InputError, match="All checkpoints in"):
-        list(run.resume(where, {"steps": "9"}))
 
 
 CIFARS = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}

@@ -33,7 +33,6 @@ from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.storage.files import read_lines
-from dpmac_cli.tasks.classification import SeveralLabels
 from dpmac_cli.tasks.intervals import REACH
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore, counts, release_score
@@ -51,18 +50,14 @@ CLASSES = 3
 TRAINING = TrainingEvent(0.05, 1.2, 200)
 
 
-def outputs(records: int, *, several: bool = False, seed: int = 0) -> Evaluation:
+def outputs(records: int, *, seed: int = 0) -> Evaluation:
     """Random outputs, right for about half of the records; one of them is not a number."""
     draws = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (records,), generator=draws)
-    if several:
-        labels = torch.randint(2, (records, CLASSES), generator=draws).to(torch.uint8)
     logits = torch.randn(records, CLASSES, generator=draws)
-    if not several:
-        logits[torch.arange(records), labels] += 0.7
+    logits[torch.arange(records), labels] += 0.7
     logits[0] = math.nan
-    task = SeveralLabels(("a", "b", "c")) if several else class_task(CLASSES)
-    return Evaluation(0.0, logits, labels, task)
+    return Evaluation(0.0, logits, labels, class_task(CLASSES))
 
 
 def without(result: Evaluation, kept: Any) -> Evaluation:
@@ -70,13 +65,11 @@ def without(result: Evaluation, kept: Any) -> Evaluation:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(("several", "by_class"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("by_class", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_one_unit_moves_the_counts_by_at_most_one(
-    several: bool, by_class: bool, grouped: bool
-) -> None:
+def test_one_unit_moves_the_counts_by_at_most_one(by_class: bool, grouped: bool) -> None:
     owners = np.random.default_rng(1).permutation(np.repeat(np.arange(len(SIZES)), SIZES))
-    result = outputs(len(owners), several=several)
+    result = outputs(len(owners))
     if not grouped:
         owners = np.arange(len(owners))
 
@@ -102,8 +95,6 @@ def test_counts_are_those_of_the_records() -> None:
     np.testing.assert_array_equal(
         cells[:CLASSES] + cells[CLASSES:], result.labels.bincount(minlength=CLASSES)
     )
-    labels = outputs(40, several=True)
-    assert counts(labels, None, by_class=False).mean() / WHOLE == pytest.approx(labels.accuracy)
     pair = units_of(np.repeat(np.arange(20), 2))
     assert counts(result, pair, by_class=False).sum() / WHOLE == pytest.approx(right / 2)
 

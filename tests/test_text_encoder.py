@@ -1,24 +1,45 @@
 """Networks on texts: against transformers, one text at a time, and their files."""
 
 import hashlib
+import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
-from safetensors.torch import save_file
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 
+from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.writing import WRITTEN
-from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models import encoders, text_encoder, text_parts
-from dpmac_cli.models.encoders import ENCODERS, TextEncoder, read_encoder
-from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights, token_mask
-from tests.test_tokens import TEXTS
-from tests.tiny_bert import WIDTH, text_inputs, weights, write_encoder
+from dpmac_cli.dp.clipping.batch_invariance import fill_rows
+from dpmac_cli.dp.clipping.batches import Structure
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
+from dpmac_cli.dp.clipping.layers import flatten_parameters
+from dpmac_cli.dp.clipping.per_sample import PerSample
+from dpmac_cli.errors import DpmacError, InputError, ModelError
+from dpmac_cli.models import encoders, text_encoder
+from dpmac_cli.models.encoders import ENCODERS, FAMILIES, TextEncoder, read_encoder
+from dpmac_cli.models.features import LoraLinear, WithHead, freeze
+from dpmac_cli.models.registry import PARTS, Trained
+from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights, on_texts, token_mask
+from dpmac_cli.release.run import finish, train
+from dpmac_cli.runs.trainer import Trainer, make_trainer
+from dpmac_cli.studies.search import plan_search
+from tests.helpers import trained_names
+from tests.test_texts import TEXTS
+from tests.tiers import one_in, pairs_short, rest_long
+from tests.tiny_bert import LAYERS, WIDTH, notes, text_inputs, weights, write_encoder, write_network
 
 LIMIT = 24
+
+
 LAYOUT = ((1, LIMIT), (LIMIT + WRITTEN + 2, LIMIT))
 
 
@@ -64,18 +85,6 @@ def test_padding_changes_no_bit(tiny: TextEncoder, monkeypatch: pytest.MonkeyPat
     assert len(seen) == 2 * len(short)
 
 
-def test_vectors_do_not_depend_on_the_number_of_threads(tiny: TextEncoder) -> None:
-    network, x, before = features(tiny), inputs("encoder", TEXTS), torch.get_num_threads()
-    found = []
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        found.append(network(x))
-        assert torch.get_num_threads() == count
-    torch.set_num_threads(before)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
 @pytest.mark.privacy
 def test_masked_padding_has_no_influence(tiny: TextEncoder) -> None:
     """As on a GPU, where all texts have one shape."""
@@ -101,8 +110,7 @@ def token_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | 
         seen.append((ids, mask))
         return real(network, ids, mask)
 
-    for module in (text_encoder, text_parts):
-        monkeypatch.setattr(module, "token_vectors", noted)
+    monkeypatch.setattr(text_encoder, "token_vectors", noted)
     return seen
 
 
@@ -169,8 +177,8 @@ def test_missing_and_damaged_files_are_named() -> None:
     assert "no such folder" in refused("./nowhere")
     folder = write_encoder(Path("encoder"))
     for name, hint in (
-        ("tokenizer.json", "AutoTokenizer.from_pretrained('FOLDER').save_pretrained('FOLDER')"),
-        ("model.safetensors", "save_pretrained(FOLDER, safe_serialization=True)"),
+        ("tokenizer.json", "save_pretrained(FOLDER)"),
+        ("model.safetensors", "save_pretrained(FOLDER)"),
         ("config.json", "a folder in Hugging Face's format"),
     ):
         kept = (folder / name).read_bytes()
@@ -195,9 +203,308 @@ def test_a_folder_does_not_pass_for_a_registered_encoder() -> None:
     assert encoder.registered is None
 
 
+TRAINED = ("lora", "norm", "all")
+
+
+SHORT: dict[str, Any] = {
+    **{"backbone": "./encoder", "sigma": 4.0, "batch_size": 10, "device": "cpu", "steps": 4},
+    "out": Path("run"),
+}
+
+
+@pytest.fixture(autouse=True)
+def encoder() -> Path:
+    return write_encoder(Path("encoder"))
+
+
+def plan(data: InMemoryData | str, **more: Any) -> TrainPlan:
+    return resolve({**SHORT, "dataset": data, **more}).plan
+
+
+def some_notes(count: int = 80, seed: int = 0) -> ArrayData:
+    rows = notes(count, seed)
+    return ArrayData([text for text, _ in rows], [kind for _, kind in rows])
+
+
+def network(part: str, limit: int = LIMIT, *, texts: int = 1) -> WithHead:
+    """A network on texts and two numbers in float64, whose LoRA updates are not 0."""
+    torch.manual_seed(0)
+    inner = tuple((1 + number * (limit + WRITTEN), limit) for number in range(texts))
+    encoder = read_encoder("encoder").of(inner)
+    features = TextFeatures(encoder, trained=True)
+    list(encoder_weights(encoder).adopted_by(features, None))
+    features.joined.common.copy_(normalize(torch.randn(WIDTH), dim=0))
+    width = texts * (WIDTH + WRITTEN) + 2
+    whole = on_texts(features, nn.Sequential(nn.Flatten(), nn.Linear(width, 3)))
+    freeze(whole, Trained(part, rank=3), (2 + texts * (limit + WRITTEN), 1, 1))
+    for layer in whole.modules():
+        if isinstance(layer, LoraLinear):
+            nn.init.normal_(layer.up.weight, std=0.3)
+    return whole.double()
+
+
+def records(limit: int = LIMIT, *, texts: int = 1) -> Tensor:
+    """Records of one or several of :data:`TEXTS` and two numbers, in float64."""
+    ids = text_inputs("encoder", TEXTS, limit).double()
+    others = torch.linspace(-1, 1, 2 * len(TEXTS)).double().view(-1, 2)
+    parts = [ids.roll(number, 0) for number in range(texts)]
+    return torch.cat([others[:, :1], *parts, others[:, 1:]], 1)[:, :, None, None]
+
+
 @pytest.mark.privacy
-def test_a_tokenizer_that_changes_after_it_was_read_is_refused(tiny: TextEncoder) -> None:
-    file = Path("encoder/tokenizer.json")
-    file.write_text(file.read_text().replace("pain", "ache"))
-    with pytest.raises(InputError, match="was changed since it was first read"):
-        encoder_weights(tiny)
+def test_only_the_chosen_part_is_trained() -> None:
+    whole = network("all")
+    every = trained_names(whole)
+    assert every == {name for name, _ in whole.named_parameters()}
+    head = {"head.1.weight", "head.1.bias"}
+    expected = {
+        "all": every,
+        "norm": head | {name for name in every if "Norm" in name},
+        "lora": head
+        | {
+            f"frozen.network.encoder.layer.{block}.{layer}.{side}.weight"
+            for block in range(LAYERS)
+            for layer in FAMILIES["bert"].lora
+            for side in ("down", "up")
+        },
+    }
+    for part in TRAINED:
+        assert trained_names(network(part)) == expected[part]
+
+
+def per_sample(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Per-sample gradients by the engine, (samples, d). Flattens the parameters."""
+    alone = PerSample(model, Structure(x[:1]))
+    assert alone.vmapped, alone.notes
+    layers = alone.layers
+    flatten_parameters(layers)
+    found = ClippedChunkSum(alone).gradients(x, y, ball=True)
+    rows = torch.empty(len(x), layers[-1].stop, dtype=x.dtype)
+    for number, row in enumerate(rows):
+        chosen = torch.zeros(len(x), dtype=x.dtype)
+        chosen[number] = 1
+        for layer, form in found:
+            form.weighted_sum(chosen, None, row[layer.start : layer.stop])
+    return rows
+
+
+def by_autograd(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The same by autograd, of each sample alone."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rows = []
+    for row in range(len(x)):
+        loss = cross_entropy(model(x[row : row + 1]), y[row : row + 1])
+        parts = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        rows.append(torch.cat([part.flatten() for part in parts]))
+    return torch.stack(rows)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("part", TRAINED)
+def test_padding_has_no_gradient(part: str) -> None:
+    """A larger limit changes none but for rounding, and what padding contains does not matter."""
+    few = [row for row, text in enumerate(TEXTS) if len(text) < 10]
+    y = torch.arange(len(few)) % 3
+    expected = by_autograd(network(part), records()[few], y)
+    longer = by_autograd(network(part, 60), records(60)[few], y)
+    assert torch.allclose(longer, expected, atol=1e-12)
+    spoilt = network(part)
+    with torch.no_grad():
+        spoilt.frozen.get_parameter("network.embeddings.word_embeddings.weight")[0] = 1e3
+    found = by_autograd(spoilt, records()[few], y)
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+def frame_of_texts(copies: int = 2) -> InMemoryData:
+    """Every text of :data:`TEXTS`, empty ones too, with a number, and three texts per unit."""
+    texts = list(TEXTS) * copies
+    count = len(texts)
+    frame = pd.DataFrame(
+        {
+            "note": texts,
+            "age": np.arange(count) % 90,
+            "kind": ["ab"[row % 2] for row in range(count)],
+            "patient": np.arange(count) // 3,
+        }
+    )
+    schema = {
+        "label": {"column": "kind", "classes": ["a", "b"]},
+        "columns": {"note": {"text": LIMIT, "missing": "input"}, "age": {"range": [0, 90]}},
+        "drop": ["patient"],
+    }
+    return from_dataframe(frame, schema)
+
+
+def file_of_notes() -> str:
+    """The same notes in a file, which a run can be resumed and scored with."""
+    rows = notes(80)
+    np.savez("notes.npz", x=np.array([text for text, _ in rows]), y=[kind for _, kind in rows])
+    return "notes.npz"
+
+
+def trainer_of(part: str, **more: Any) -> Trainer:
+    """A trainer whose parameters, LoRA updates among them, are not 0."""
+    trainer = make_trainer(plan(frame_of_texts(), train=part, seed=3, **more))
+    generator = torch.Generator().manual_seed(0)
+    drawn = 0.1 * torch.randn(trainer.state.theta.shape, generator=generator)
+    trainer.state.theta.add_(drawn)
+    return trainer
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("part", "optimizer", "unit"),
+    pairs_short(TRAINED, ["dp-adam", "dp-macadam"], [None, "patient"]),
+)
+def test_one_text_or_unit_moves_a_sum_by_at_most_one(
+    part: str, optimizer: str, unit: str | None
+) -> None:
+    """By brute force: without each text, or each unit of several texts, in turn."""
+    more = {"unit": unit, "records_per_unit": 2, "batch_size": 4} if unit else {}
+    trainer = trainer_of(part, optimizer=optimizer, clip_norm=0.5, **more)
+    everyone = np.arange(trainer.data.train.size)
+    scale = trainer.state.region.scale
+
+    def sum_of(drawn: Any) -> Tensor:
+        return trainer._clip_and_sum(drawn).double().clone()
+
+    whole = sum_of(everyone)
+    moves = [float(((whole - sum_of(np.delete(everyone, row))) / scale).norm()) for row in everyone]
+    assert max(moves) <= 1
+    assert max(moves) > 0.9
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("part", TRAINED)
+def test_no_record_rounds_another(part: str) -> None:
+    """In the way in which the network runs, bit for bit, whatever the others and the places."""
+    trainer = trainer_of(part)
+    sums, data = trainer.sums, trainer.data
+    x, y = data.standardised(data.train.at(slice(None))[0]), data.train.labels
+    outputs: list[Tensor] = []
+    orders = [torch.arange(len(x)), torch.randperm(len(x)), torch.arange(20)]
+    with sums.manner.running():
+        for order in orders:
+            found = torch.empty(len(x)).fill_(torch.nan)
+            for rows in torch.split(order, sums.chunk):
+                filled = fill_rows(rows, sums.manner.rows(len(rows), sums.chunk))
+                found[rows] = sums.per_sample(x[filled], y[filled])[0][: len(rows)]
+            outputs.append(found)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0][:20], outputs[2][:20])
+
+
+def trained(data: InMemoryData | str | None = None, **more: Any) -> dict[str, Any]:
+    return dict(finish(train(plan(data or some_notes(), tokens=16, **more))).report)
+
+
+@pytest.mark.parametrize("part", rest_long(["lora", "norm", "all"]))
+def test_a_trained_encoder_is_published_and_predicts(part: str) -> None:
+    trained(file_of_notes(), out=Path("head"))
+    report = trained("notes.npz", train=part)
+    public = report["model"]["public_part"]
+    assert public["train"] == part
+    assert (PARTS[part] in public["statement"]) == (part != "all")
+    assert ("trained further" in public["statement"]) == (part == "all")
+    before, found = (load_file(f"{name}/model.safetensors") for name in ("head", "run"))
+    assert before.keys() == found.keys()
+    moved = {name for name in before if not torch.equal(before[name], found[name])}
+    inner = {name.removeprefix("frozen.network.") for name in moved if "head" not in name}
+    assert inner
+    assert all("Norm" in name for name in inner) or part != "norm"
+    count = load_model("run").model
+    assert public["trained_parameters"] <= sum(p.numel() for p in count.parameters())
+    Path("encoder").rename("elsewhere")  # the model has what it needs
+    assert score("run").result.accuracy == report["test"]["accuracy"]
+    texts = [text for text, _ in notes(3, seed=4)]
+    together = predict("run", texts).probabilities
+    alone = [predict("run", [text]).probabilities[0] for text in texts]
+    assert np.array_equal(together, np.stack(alone))
+
+
+@pytest.mark.usefixtures("uncalibrated")
+def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
+    """Records are read once, with the tokens of one vocabulary."""
+    write_encoder(Path("other"), seed=1)
+    given: dict[str, Any] = {**SHORT, "sigma": None, "dataset": some_notes(), "tokens": 16}
+    drawn: dict[str, Any] = {"backbone": ["./encoder", "./other"], "trials": 2, "epsilon": 9}
+    del given["backbone"], given["out"]
+    space = plan_search({**given, **drawn})
+    assert len(space.dimensions) == 1
+    tokenizer = Path("other/tokenizer.json")
+    tokenizer.write_text(tokenizer.read_text().replace("pain", "ache"))
+    with pytest.raises(DpmacError, match=r"--backbone \./other has another tokenizer"):
+        plan_search({**given, **drawn})
+
+
+BACKBONE_FOLDERS_PARTS = ("lora", "norm", "all")
+
+
+def network_of_backbone_folders(family: str, part: str) -> WithHead:
+    """A network_of_backbone_folders on texts in float64, whose LoRA updates are not 0."""
+    torch.manual_seed(0)
+    encoder = read_encoder(str(write_network(Path("encoder"), family))).of(((0, LIMIT),))
+    features = TextFeatures(encoder, trained=True)
+    assert list(encoder_weights(encoder).adopted_by(features, None)) == []
+    whole = on_texts(features, nn.Sequential(nn.Flatten(), nn.Linear(WIDTH + 4, 3)))
+    freeze(whole, Trained(part, rank=3), (LIMIT + 4, 1, 1))
+    for layer in whole.modules():
+        if isinstance(layer, LoraLinear):
+            nn.init.normal_(layer.up.weight, std=0.3)
+    return whole.double()
+
+
+def records_of_backbone_folders() -> Tensor:
+    return text_inputs("encoder", TEXTS, LIMIT).double()[:, :, None, None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vectors_are_those_of_transformers(family: str) -> None:
+    files = read_encoder(str(write_network(Path("encoder"), family)))
+    assert files.config.longest == 64
+    network_of_backbone_folders, reader = TextFeatures(files.of(((0, LIMIT),))), files.reader(LIMIT)
+    assert (
+        list(encoder_weights(files.of(((0, LIMIT),))).adopted_by(network_of_backbone_folders, None))
+        == []
+    )
+    oracle = transformers.AutoModel.from_pretrained("encoder").eval()
+    for text in TEXTS:
+        (row,) = reader.tokens([text], LIMIT)
+        ids = torch.tensor([[number - 1 for number in row if number] or [0]])
+        with torch.no_grad():
+            expected = normalize(oracle(input_ids=ids).last_hidden_state[0].mean(0), dim=0)
+        found = network_of_backbone_folders.alone(torch.tensor([row]))[0]
+        assert (found - expected).abs().max() <= 1e-6
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("family", "part"), one_in(5, itertools.product(FAMILIES, BACKBONE_FOLDERS_PARTS))
+)
+def test_gradients_are_those_of_autograd(family: str, part: str) -> None:
+    """Whatever the text, and with padding as without it."""
+    model, x, y = (
+        network_of_backbone_folders(family, part),
+        records_of_backbone_folders(),
+        torch.arange(len(TEXTS)) % 3,
+    )
+    expected = by_autograd(model, x, y)
+    assert expected.norm(dim=1).min() > 0.01
+    assert torch.allclose(per_sample(model, x, y), expected, atol=1e-10)
+    with torch.no_grad():
+        alone = model.double()(x)
+    assert torch.allclose(model(x), alone, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), one_in(6, itertools.product(FAMILIES, ("head", *BACKBONE_FOLDERS_PARTS)))
+)
+def test_a_folder_of_every_family_trains_two_steps(family: str, part: str) -> None:
+    write_network(Path("encoder"), family)
+    rows = notes(40)
+    data: Any = ArrayData([text for text, _ in rows], [kind for _, kind in rows])
+    given = {"backbone": "./encoder", "sigma": 4.0, "batch_size": 10, "device": "cpu", "steps": 2}
+    given |= {"dataset": data, "tokens": 16, "train": part, "out": Path("run")}
+    report = finish(train(resolve(given).plan)).report
+    assert report["privacy"]["steps"] == 2
+    assert score("run", data).result.accuracy == report["test"]["accuracy"]

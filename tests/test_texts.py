@@ -16,19 +16,22 @@ import pytest
 import torch
 import yaml
 from pyarrow import parquet
-from torch import Tensor
+from torch import Tensor, nn
 
-from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
+from dpmac_cli import ArrayData, from_dataframe, predict, resolve, score
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.texts import as_inputs
-from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.class_names import NAME_SCALE
 from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
+from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.run import finish, train
-from tests.test_tokens import TEXTS
-from tests.tiny_bert import WIDTH, notes, text_inputs, write_encoder
+from dpmac_cli.runs.prepare import PreparedRun, prepare
+from dpmac_cli.storage.progress import outcome
+from tests.tiny_bert import VOCABULARY, WIDTH, notes, text_inputs, tiny_reader, write_encoder
 from tests.typed import dpmac
 
 SCHEMA = """
@@ -37,10 +40,14 @@ columns:
   note: {text: 16}
   age: {range: [0, 100]}
 """
+
+
 SHORT: dict[str, Any] = {
     **{"backbone": "./encoder", "sigma": 4.0, "batch_size": 10, "device": "cpu", "epochs": 2},
     "out": Path("run"),
 }
+
+
 CLASSES = ("home", "ward")
 
 
@@ -89,32 +96,6 @@ def tokens(texts: list[str], limit: int = 16) -> Tensor:
     return text_inputs("encoder", texts, limit)
 
 
-def as_set(rows: Tensor) -> set[bytes]:
-    return {row.numpy().tobytes() for row in rows}
-
-
-def test_a_table_of_notes_is_trained_on_and_predicted() -> None:
-    table()
-    flags = ("--schema", "schema.yaml", "--backbone", "./encoder", "--sigma", "4", "--out", "run")
-    result = dpmac("train", "--dataset", "notes.csv", *flags, "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    report = json.loads(Path("run/report.json").read_text())
-    assert report["input"]["texts"] == [[0, 16]]
-    assert report["dataset"]["schema"]["columns"][0]["text"] == 16
-    assert report["hyperparameters"]["lr"] == 0.005
-    assert report["recipe"]["ema"] == 0.9
-    head: Any = load_model("run").model.get_submodule("head.1")
-    assert head.in_features == WIDTH + WRITTEN + 1
-    table("new.csv", 10, seed=1)
-    result = dpmac("predict", "run", "new.csv")
-    assert result.exit_code == 0, result.output
-    with Path("predictions.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == 10
-    result = dpmac("eval", "run")
-    assert result.exit_code == 0, result.output
-    assert f"{report['test']['accuracy']:.2%}" in result.stdout
-
-
 def test_a_model_needs_no_encoder_once_it_is_published() -> None:
     table()
     report = trained()
@@ -122,39 +103,6 @@ def test_a_model_needs_no_encoder_once_it_is_published() -> None:
     assert score("run").result.accuracy == report["test"]["accuracy"]
     table("new.csv", 10, seed=1)
     assert len(predict("run", "new.csv").predicted) == 10
-
-
-def test_tokens_enter_exactly_and_other_columns_stay_in_place() -> None:
-    rows = notes(60)
-    frame = pd.DataFrame(
-        {
-            "age": [20 + row % 60 for row in range(60)],
-            "note": [text for text, _ in rows],
-            "sex": ["fm"[row % 2] for row in range(60)],
-            "plan": [text[::-1] for text, _ in rows],
-            "outcome": [CLASSES[kind] for _, kind in rows],
-        }
-    )
-    columns = {
-        "age": {"range": [0, 100]},
-        "note": {"text": 16},
-        "sex": {"categories": ["f", "m"], "outside": "refuse"},
-        "plan": {"text": 12, "missing": "input"},
-    }
-    schema = {"label": {"column": "outcome", "classes": list(CLASSES)}, "columns": columns}
-    of = plan(from_dataframe(frame, schema))
-    assert of.data.facts.texts == ((1, 16), (23, 12))
-    assert of.data.facts.shape == (40, 1, 1)
-    sexes = torch.tensor([[row % 2 == 0, row % 2 == 1] for row in range(60)]).float()
-    parts = tokens(list(frame["note"])), sexes, tokens(list(frame["plan"]), 12)
-    expected = torch.cat([*parts, torch.zeros(60, 1)], 1)
-    assert as_set(inputs(of)[:, 1:]) == as_set(expected)
-    ages = torch.tensor(frame["age"].to_numpy()).float() / 50 - 1
-    assert torch.allclose(inputs(of)[:, 0].sort().values, ages.sort().values, atol=1e-6)
-    scaled = inputs(of)[:, 1:21] * read_encoder("encoder").reader(16).scale
-    assert torch.equal(scaled, scaled.round())
-    assert of.network.features is not None
-    assert of.network.features.shape_of(of.data.facts.shape) == (2 * (WIDTH + WRITTEN) + 4, 1, 1)
 
 
 def sources() -> dict[str, Any]:
@@ -320,3 +268,120 @@ def variants(phrase: str) -> set[str]:
     words = {phrase, *re.findall(r"\w{6,}", phrase)}
     lower = {word.lower() for word in words}
     return {form for word in words | lower for form in (word, json.dumps(word)[1:-1], word[::-1])}
+
+
+TINY = tiny_reader(40)
+
+
+#: What people type, and what breaks tokenizers.
+TEXTS = (
+    *("", " ", "\t \n", "\0", "chest pain since 3 days", "No FEVER!", "café Ünïcode", "a" * 300),
+    *("[SEP] [CLS] [PAD]", "##ain ##", "日本語 text", "emoji 🍦🤒", "שלום עולם", "مرحبا"),
+    *("x" * 100, "x" * 101, "e\u0301\u0323", "soft\u00adhyphen", "zero\u200bwidth", "İstanbul"),
+    *("$5.00 <b>&amp;</b>", "don't", "Σίσυφος", "ﬁne", "\ufffd?", "한국어", "\x85"),
+    *("pain " * 5000, "line\u2028end"),
+)
+
+
+def tokens_of(text: str, limit: int = 40) -> list[str]:
+    """Return tokens_of as text, without padding."""
+    (row,) = TINY.tokens([text], limit)
+    assert len(row) == limit
+    used = len(row) - row.count(0)
+    assert 0 not in row[:used]
+    return [VOCABULARY[number - 1] for number in row[:used]]
+
+
+def test_words_become_their_longest_known_pieces() -> None:
+    assert tokens_of("Severe chest pain!") == [
+        "[CLS]",
+        "severe",
+        "chest",
+        "pain",
+        "!",
+        "[SEP]",
+    ]
+    assert tokens_of("painful") == ["[CLS]", "pain", "##f", "##u", "##l", "[SEP]"]
+    assert tokens_of("") == ["[CLS]", "[SEP]"]
+    assert tokens_of("日本") == ["[CLS]", "[UNK]", "[UNK]", "[SEP]"]
+    assert tokens_of("fièvre") == [*("[CLS]", "f"), *map("##{}".format, "ievre"), "[SEP]"]
+
+
+def test_a_text_is_truncated_to_the_limit() -> None:
+    assert tokens_of("pain " * 100, 5) == ["[CLS]", "pain", "pain", "pain", "[SEP]"]
+    assert tokens_of("painful", 4) == ["[CLS]", "pain", "##f", "[SEP]"]
+    assert tokens_of("pain", 3) == ["[CLS]", "pain", "[SEP]"]
+
+
+@pytest.mark.privacy
+def test_names_of_special_tokens_in_a_text_are_text() -> None:
+    for name in ("[SEP]", "[CLS]", "[PAD]", "[UNK]"):
+        inner = tokens_of(f"pain {name} fever")[1:-1]
+        assert name not in inner
+        assert inner[1] == "["
+        assert inner.count("]") == 1
+
+
+CLASS_NAMES_CLASSES = ("chest_pain", "mild-fever", "cough")
+
+
+CLASS_NAMES_SHORT: dict[str, Any] = {
+    **{"backbone": "./encoder", "sigma": 4.0, "batch_size": 10, "device": "cpu", "steps": 4},
+    "tokens": 16,
+}
+
+
+def prepared(data: Any, seed: int = 0, **more: Any) -> PreparedRun:
+    plan = resolve({**CLASS_NAMES_SHORT, "dataset": data, **more}).plan
+    return outcome(prepare(plan, torch.device("cpu"), make_keys(seed)))
+
+
+def records(count: int = 60) -> ArrayData:
+    texts = [text for text, _ in notes(count)]
+    return ArrayData(texts, [row % 3 for row in range(count)], classes=CLASS_NAMES_CLASSES)
+
+
+def vectors(texts: tuple[str, ...]) -> Tensor:
+    """The encoder's vectors of texts, of norm 1."""
+    encoder = read_encoder("encoder").of(((0, 16),))
+    features = TextFeatures(encoder)
+    list(encoder_weights(encoder).adopted_by(features, None))
+    found: Tensor = features(text_inputs("encoder", texts, 16)[:, :, None, None])
+    rows: Tensor = found[:, :WIDTH, 0, 0] / WIDTH**0.5
+    return rows
+
+
+def head_of(found: PreparedRun) -> nn.Linear:
+    (layer,) = (
+        part for part in found.model.get_submodule("head").modules() if type(part) is nn.Linear
+    )
+    return layer
+
+
+@pytest.mark.parametrize("part", ["head", "lora"])
+def test_a_head_begins_at_the_vectors_of_the_names(part: str) -> None:
+    expected = vectors(("chest pain", "mild fever", "cough"))
+    head = head_of(prepared(records(), train=part))
+    own = NAME_SCALE * (expected - expected.mean(0))
+    assert torch.allclose(head.weight[:, :WIDTH], own, atol=1e-6)
+    assert not head.weight[:, WIDTH:].any()
+    assert not head.bias.any()
+    assert own.norm(dim=1).min() > 0.1
+
+
+def test_what_all_names_have_in_common_is_removed_from_every_text() -> None:
+    common = vectors(("chest pain", "mild fever", "cough")).mean(0)
+    found = prepared(records())
+    rows = found.data.train.at(slice(None))[0].flatten(1)[:, :WIDTH]
+    texts = found.model.get_submodule("frozen")
+    assert isinstance(texts, TextFeatures)
+    assert torch.allclose(texts.joined.common, common / common.norm(), atol=1e-6)
+    assert (rows @ texts.joined.common).abs().max() < 1e-4
+    assert rows.norm(dim=1).min() > 0.5
+
+
+@pytest.mark.privacy
+def test_where_a_head_begins_depends_on_no_record_and_no_key() -> None:
+    one, two = prepared(records()), prepared(records(40), seed=1)
+    assert torch.equal(head_of(one).weight, head_of(two).weight)
+    assert all(map(torch.equal, one.model.buffers(), two.model.buffers()))

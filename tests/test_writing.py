@@ -3,7 +3,7 @@
 import pytest
 
 from dpmac_cli.data.writing import WRITTEN, how_written
-from tests.test_tokens import TEXTS
+from tests.test_texts import TEXTS
 
 PROSE = "The patient came in on Monday, with a cough that had lasted for a week."
 

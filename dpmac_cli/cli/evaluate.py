@@ -28,7 +28,6 @@ from dpmac_cli.config.settings import (
 )
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import MISFIT, counted, raise_errors
-from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.runs.folder import CARD, WANTED_MODEL
 from dpmac_cli.storage.files import finite_or_none, to_json
 from dpmac_cli.tasks.known import METRICS
@@ -72,11 +71,6 @@ class EvalFlags(Flags, frozen=True):
         Flag(TASK),
     ] = False
     """For a run with --canaries: compare the epsilon that the attack proves with the guarantee."""
-    plot: Annotated[
-        SomePath | None,
-        Flag(OUTPUT, metavar="FILE"),
-    ] = None
-    """Draw ROC and calibration (.png, .svg or .pdf). An existing file is replaced."""
     json: PrintJson = False
     data_dir: DataDir = None
     device: Device = "auto"
@@ -115,14 +109,12 @@ def evaluate(run: Path, **given: Any) -> None:
 
         dpmac eval RUN --json
 
-        dpmac eval RUN --plot roc.png
-
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data,
     or the audit contradicts the guarantee.
     """
     flags = take(EvalFlags, given)
     if flags.audit:  # only reads files of the run
-        others = {"dataset": flags.dataset, "data-dir": flags.data_dir, "plot": flags.plot}
+        others = {"dataset": flags.dataset, "data-dir": flags.data_dir}
         what = "--audit scores guesses, not test samples: leave out"
         raise_errors(f"{what} --{name}." for name, value in others.items() if value is not None)
         with console.waiting(flags.json, "bounds"):
@@ -132,7 +124,6 @@ def evaluate(run: Path, **given: Any) -> None:
             verdict = found.verdict()
         _judge(found, verdict, run, flags.json)
         return
-    raise_errors(faults_of_picture(flags.plot))
     with console.waiting(flags.json, "scores"), console.kept_clear(flags.json):
         from dpmac_cli.release.scoring import score  # noqa: PLC0415  (loads torch)
 
@@ -140,7 +131,7 @@ def evaluate(run: Path, **given: Any) -> None:
     if flags.dataset is not None and scored.held_out:
         part = f"{counted(scored.result.samples, 'record')} that the run's split holds out"
         console.print_notes([f"{flags.dataset} has no test set: only the {part} are scored."])
-    _show(scored, flags.plot, flags.json)
+    _show(scored, flags.json)
 
 
 @with_options(
@@ -189,16 +180,14 @@ def predict(run: Path, data: Path, **given: Any) -> None:
         console.stdout().print(Text(f"{out}: predictions for {written}"))
 
 
-def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
-    """Print the scores of a model, and draw them if requested."""
+def _show(scored: "Scored", json: bool) -> None:
+    """Print the scores of a model."""
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
 
     result, card = scored.result, scored.path.with_name(CARD)
     results, headline = result.results, result.task.headline
     values = results.metrics()
     intervals = results.intervals(values)
-    if plot:
-        results.draw(plot)
     exact = "these scores are exact and not covered by epsilon, unlike those in report.json"
     console.print_notes([*display.doubts(result), *[exact] * scored.covered])
     if json:

@@ -12,7 +12,7 @@ from typing import Any
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.models.registry import MODELS, Scattered
-from dpmac_cli.tasks.classification import Classification, SeveralLabels
+from dpmac_cli.tasks.classification import Classification
 
 #: Epsilon without --sigma or --epsilon.
 EPSILON = 3.0
@@ -107,7 +107,7 @@ def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
 
 def _network(given: Settings, facts: Dataset) -> dict[str, Any]:
     """Return features of small images and a network for tables, unless an input is given."""
-    if isinstance(facts.task, SeveralLabels) or not given.explicit.keys().isdisjoint(_OF_NETWORK):
+    if not given.explicit.keys().isdisjoint(_OF_NETWORK):
         return {}
     if facts.holds == "numbers" and math.prod(facts.shape) <= FEW_INPUTS:
         return {"model": _model_of_table(given, facts)}

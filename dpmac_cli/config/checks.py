@@ -73,9 +73,6 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
     if plan.recipe.augmented and not data.facts.is_images and data.facts.shape[1:] == (1, 1):
         yield f"--augmentations is for images, but {data.dataset} is a table. Leave it out."
     yield from _loss_faults(plan.recipe.loss, data)
-    audited = task.audited or not privacy.canaries
-    if not (audited and (task.frozen_parts or plan.network.features is None)):
-        yield f"--canaries, --features and --backbone need one class each, not {data.dataset}."
 
 
 def _audit_faults(privacy: PrivacyPlan) -> Iterator[str]:
@@ -176,13 +173,6 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
             f"{listed(found.inferred).capitalize()} of {dataset} were taken from its "
             "records and are treated as public. Declare them to avoid that: "
             f"{_declaration(found)}"
-        )
-    if found.signs.repeated and private:
-        yield (
-            f"Names such as {found.signs.repeated} suggest several images per person, but epsilon "
-            "protects single images. To protect all images of a person, add --unit folder if each "
-            "person has a folder, or a pattern for the common part of their names: --unit "
-            "'patient([0-9]+)'."
         )
     tested = found.signs.tested
     if found.signs.copies and private:

@@ -467,8 +467,8 @@ class Settings(Priced, frozen=True):
         Choice(tuple(name for name in LOSSES if ":" not in name), QUANTILE),
         Flag(RECIPE, otherwise="the first of them that fits the dataset"),
     ] = "cross-entropy"
-    """Loss per sample: cross-entropy or focal for classes, bce for several labels, mse, huber or
-    quantile:Q for numbers, poisson for counts."""
+    """Loss per sample: cross-entropy or focal for classes, mse, huber or quantile:Q for
+    numbers."""
     label_smoothing: Annotated[
         Decay,
         Flag(RECIPE),

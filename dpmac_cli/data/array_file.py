@@ -5,29 +5,26 @@ import os
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from dpmac_cli.data.canonical import Faults, units_in
-from dpmac_cli.data.complaints import escaped
-from dpmac_cli.data.decoding import Pictures, decode
+from dpmac_cli.data.canonical import units_in
+from dpmac_cli.data.complaints import NAMED, escaped
+from dpmac_cli.data.decoding import Pictures
 from dpmac_cli.data.ranges import remarks_on_ranges
 from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source
 from dpmac_cli.data.splits import Records, copies_among, data_facts, split
-from dpmac_cli.data.stacking import key_of, labels_in, masks, numbers_in, stacked
 from dpmac_cli.data.targets import (
     CLASSES,
     DECLARED,
-    are_numbers,
-    bad_targets,
     faults_of_array,
     faults_together,
-    number_of_targets,
+    targets_in,
     task_in,
 )
 from dpmac_cli.errors import InputError, counted, raise_errors
@@ -53,9 +50,8 @@ class ArrayFile:
     """Dataset from the arrays of an .npz, a table or a folder, named as in :data:`ARRAYS`.
 
     An array ``key`` has the name of each record's file, which decides its side of a split.
-    ``left_out`` lists records that were left out when they were read, and ``unusable`` says which
-    rows of an array could not be. ``found_classes`` are names of folders; they are used if no
-    classes are declared. ``repeated`` is as in :class:`Signs`.
+    ``left_out`` lists records that were left out when they were read. ``found_classes`` are names
+    of folders; they are used if no classes are declared.
     """
 
     def __init__(
@@ -63,15 +59,14 @@ class ArrayFile:
         source: Source,
         arrays: ArrayDict,
         left_out: LeftOut = NONE_LEFT_OUT,
-        unusable: Mapping[str, Faults] | None = None,
         found_classes: Sequence[str] = (),
-        repeated: str = "",
     ) -> None:
         if source.classes is not None:
             arrays[CLASSES] = np.array(source.classes)
         if source.feature_range is not None:
             arrays["low"], arrays["high"] = map(np.array, source.feature_range)
-        left_out += _leave_out_bad(arrays, source, _made_canonical(arrays, unusable or {}))
+        _check(arrays, source)
+        left_out += _without_tested_units(arrays, source)
         self._sides = _sides(arrays)
         (x, y, units), held_out = self._sides[0], len(self._sides) == 1
         self._task = task_in(arrays, source, found_classes)
@@ -89,7 +84,7 @@ class ArrayFile:
             self._sides = [self._sides[0].at(part.x) for part in parts]
             contents = [[contents[0][row] for row in part.x] for part in parts]
         copies, tested = copies_among(contents)
-        self._ends, self._size = _ends(arrays) if _is_numbers(x) else None, source.image_size
+        self._ends = _ends(arrays) if _is_numbers(x) else None
         self.found = data_facts(
             source,
             self._sides,
@@ -101,7 +96,6 @@ class ArrayFile:
             left_out=left_out,
             own=() if self._ends is None or x.ndim > MOST_OWN else x.shape[1:],
             signs=Signs(
-                repeated,
                 copies=copies if units is None else 0,
                 tested=tested,
                 remarks=tuple(remarks_on_ranges(channels_first(x), arrays, source))
@@ -117,7 +111,7 @@ class ArrayFile:
             if isinstance(x, Pictures):
                 inputs: Any = yield from x.load()
             else:
-                inputs = inputs_of(x, self._ends, self._size)
+                inputs = inputs_of(x, self._ends)
             found.append(Records(inputs, self._task.encoded(y), units))
         return found
 
@@ -131,31 +125,28 @@ def _sides(arrays: ArrayDict) -> list[Records]:
     ]
 
 
-def _shape_of(x: NDArray[Any], source: Source) -> tuple[int, int, int]:
+def _shape_of(x: Any, source: Source) -> tuple[int, int, int]:
     """Return (channels, height, width) of records as inputs. Raises InputError."""
     channels, height, width = channels_first(x[:1]).shape[1:]
-    if _is_numbers(x):
-        return channels, height, width
-    if source.channels not in (None, channels):
-        raise InputError(
-            f"--channels {source.channels}: the images of {source.path} have {channels}, "
-            "and arrays are not converted. Leave it out."
-        )
-    return channels, source.image_size or height, source.image_size or width
+    declared = {"--channels": source.channels, "--image-size": source.image_size}
+    given = [flag for flag, value in declared.items() if value is not None]
+    if given and not isinstance(x, Pictures):
+        raise InputError(f"{given[0]} is for folders of images: arrays are not converted.")
+    return channels, height, width
 
 
-def inputs_of(x: NDArray[Any], ends: NDArray[Any] | None, size: int | None) -> NDArray[Any]:
+def inputs_of(x: NDArray[Any], ends: NDArray[Any] | None) -> NDArray[Any]:
     """Return records of an array as inputs, shape (records, channels, height, width).
 
-    Numbers are clipped to the range ``ends``, shape (2, columns), which is None for images. Images
-    are resized to height and width ``size``, if it is given.
+    Numbers are clipped to the range ``ends``, shape (2, columns), which is None for images.
     """
     images = channels_first(x)
-    if ends is not None:
-        low, high = ends.reshape(2, -1, 1, 1)
-        numbers: NDArray[np.float32] = np.clip(images, low, high).astype(np.float32)
-        return numbers
-    return images.copy() if size is None else _resized(images, size)
+    if ends is None:
+        pixels: NDArray[np.uint8] = images.copy()
+        return pixels
+    low, high = ends.reshape(2, -1, 1, 1)
+    numbers: NDArray[np.float32] = np.clip(images, low, high).astype(np.float32)
+    return numbers
 
 
 def _ends(arrays: ArrayDict) -> NDArray[np.float64]:
@@ -187,101 +178,40 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
         ) from failure
 
 
-def _made_canonical(arrays: ArrayDict, unusable: Mapping[str, Faults]) -> dict[str, Faults]:
-    """Convert records, labels and units in place, each by itself, and return faults by side."""
-    classes = arrays.get(CLASSES)
-    names = None if classes is None or classes.ndim != 1 else classes.tolist()
-    ranged, faults = bool({"low", "high"} & arrays.keys()), dict[str, Faults]()
-    for side in SIDES:
-        found = faults[side] = dict(unusable.get(side, {}))
-        x, y, units = (arrays.get(f"{name}{side}") for name in ("x", "y", "unit"))
-        # Text is declared as such by the array of a file, and numbers need a range.
-        if x is not None and x.ndim and (x.dtype.kind == "O" or (x.dtype.kind in "US" and ranged)):
-            arrays[f"x{side}"], more = stacked(x, ranged or None, found)
-            found |= more
-        if y is not None:
-            if are_numbers(arrays):
-                read = numbers_in(y, number_of_targets(arrays))
-            else:
-                read = labels_in(y, names, known=found)
-            arrays[f"y{side}"], more = read
-            found |= more
-        if units is not None and units.ndim == 1:
-            arrays[f"unit{side}"], more = units_in(units)
-            found |= more
-    return faults
-
-
-def _leave_out_bad(arrays: ArrayDict, source: Source, unusable: Mapping[str, Faults]) -> LeftOut:
-    """With --skip-bad, remove unusable records in place and return a description of each.
-
-    ``unusable`` says, for each side, which records cannot be used and why. Raises InputError with
-    every reason why the arrays cannot be used as a dataset.
-    """
-    faults: list[str] = []
-    skipped: list[str] = []
-    why: list[str] = []
+def _check(arrays: ArrayDict, source: Source) -> None:
+    """Convert targets and units in place. Raises InputError with every fault of the arrays."""
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InputError(f"{source.path}: x_test and y_test must both be given; one is missing.")
-    sides = [side for side in SIDES if f"x{side}" in arrays]
-    strange = list(_faults_of_units(arrays, source))
-    for side in reversed(sides):  # test records first: which units they have decides about others
-        if (wrong := list(_faults_of_pair(arrays, side))) or strange:
-            faults += wrong
-            continue
-        reasons = _bad_records(arrays, side, unusable[side], source.skip_bad)
-        found = [
-            f"{what} in {at.sum()} of {len(at)} rows, such as row {at.argmax()}"
-            for what, at in reasons.items()
-            if at.any()
-        ]
-        if source.skip_bad:
-            why += found
-            skipped += _remove(arrays, side, [*reasons.values()])
-        else:
-            faults += [f"{what}. Add --skip-bad to leave them out" for what in found]
-    left = "; ".join(["", *map(escaped, why)])
-    faults += strange + [f"x{side} is empty{left}" for side in sides if not arrays[f"x{side}"].size]
+    faults = list(_faults_of_units(arrays, source))
+    for side in (side for side in SIDES if f"x{side}" in arrays):
+        arrays[f"y{side}"] = targets_in(arrays[f"y{side}"], arrays)
+        faults += _faults_of_pair(arrays, side)
+        if f"unit{side}" in arrays and not faults:
+            arrays[f"unit{side}"], bad = units_in(arrays[f"unit{side}"])
+            faults += [f"record {row} of x{side} {why}" for row, why in bad.items()][:NAMED]
     if not faults:
         faults += faults_together(arrays)
-    if _is_numbers(arrays["x"]):
-        faults += _faults_of_range(arrays, source)
+        if _is_numbers(arrays["x"]):
+            faults += _faults_of_range(arrays, source)
     raise_errors(f"{source.path}: {fault}." for fault in faults)
-    return LeftOut(tuple(skipped), tuple(why))
 
 
-def _remove(arrays: ArrayDict, side: str, reasons: Sequence[NDArray[np.bool_]]) -> list[str]:
-    """Remove unusable records in place, and return a description of each.
+def _without_tested_units(arrays: ArrayDict, source: Source) -> LeftOut:
+    """With --skip-bad, remove training records whose unit has a test record, in place.
 
-    ``reasons`` are masks of records, shape (records,).
+    So no record of such a unit can make the run fail.
     """
-    none = np.zeros(len(arrays[f"x{side}"]), bool)  # there may be no reason
-    bad = np.logical_or.reduce([none, *reasons])
-    names = arrays.get(f"key{side}")
-    for name in {f"{name}{side}" for name in ("x", "y", "unit", "key")} & arrays.keys():
+    if not source.skip_bad or not {"unit", "unit_test"} <= arrays.keys():
+        return NONE_LEFT_OUT
+    bad = np.isin(arrays["unit"], arrays["unit_test"])
+    rows, names = np.flatnonzero(bad), arrays.get("key")
+    named = [f"row {row} of x" for row in rows] if names is None else names[rows].tolist()
+    for name in {"x", "y", "unit", "key"} & arrays.keys():
         arrays[name] = arrays[name][~bad]
-    rows = np.flatnonzero(bad)
-    return [f"row {row} of x{side}" for row in rows] if names is None else names[rows].tolist()
-
-
-def _bad_records(
-    arrays: ArrayDict, side: str, unusable: Faults, skip_bad: bool
-) -> dict[str, NDArray[np.bool_]]:
-    """Return a mask of unusable records for each reason, shape (records,).
-
-    With ``skip_bad``, training records are unusable if their unit has a test record, so that none
-    of the records of such a unit can make the run fail.
-    """
-    x, bad = arrays[f"x{side}"], dict[str, NDArray[np.bool_]]()
-    bad |= {f"a record of x{side} {why}": at for why, at in masks(unusable, len(x))}
-    bad |= dict(bad_targets(arrays, side))
-    if x.dtype.kind == "f":
-        finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
-        bad[f"x{side} contains NaN or infinity"] = np.asarray(~finite)
-    if skip_bad and not side and "unit_test" in arrays and "unit" in arrays:
-        trained, tested = (arrays[f"unit{side}"].tolist() for side in SIDES)
-        bad["unit contains a unit that has test records"] = np.isin(trained, tested)
-    return bad
+    if not len(arrays["y"]):
+        raise InputError(f"{source.path}: every unit has test records.")
+    why = (f"{counted(len(rows), 'record')} of units that have test records",) * bool(len(rows))
+    return LeftOut(tuple(map(escaped, named)), why)
 
 
 def _faults_of_units(arrays: ArrayDict, source: Source) -> Iterator[str]:
@@ -329,8 +259,8 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
     """Yield faults of the shapes and types of the arrays of training or test records."""
     x, y = arrays[f"x{side}"], arrays[f"y{side}"]
     pixels = x.ndim in (3, 4) and x.dtype == np.uint8
-    if x.ndim == 2 and x.dtype.kind not in "fiu":
-        yield f"x{side} must be numbers, not {x.dtype}"
+    if x.dtype.kind not in "fiu":
+        yield f"x{side} must be images or numbers, not {x.dtype}"
     elif not _is_numbers(x) and not (pixels and channels_first(x[:1]).shape[1] in (1, 3)):
         scale = ". Scale them by public constants, such as (x / 257).astype('uint8') for 16 bits"
         yield (
@@ -340,14 +270,17 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
         )
     if x.shape[1:] != arrays["x"].shape[1:]:
         yield f"x{side} has records of shape {x.shape[1:]}, but x has {arrays['x'].shape[1:]}"
-
+    if x.ndim and len(x) and x.dtype.kind == "f" and not np.isfinite(x).all():
+        broken = np.flatnonzero(~np.isfinite(x).all(tuple(range(1, x.ndim))))
+        yield (
+            f"x{side} contains NaN or infinity in {counted(len(broken), 'record')}, such as "
+            f"{broken[0]}. Leave them out, as in x[np.isfinite(x).all(1)]"
+        )
     if wrong := list(faults_of_array(arrays, side)):
         yield from wrong
-    elif x.ndim and x.shape[:1] != y.shape[:1]:
-        sizes = counted(len(x), "record"), counted(len(y), "label")
-        yield "x{0} has {1}, but y{0} has {2}".format(side, *sizes)
-    elif y.shape[1:] != arrays["y"].shape[1:]:
-        yield f"y{side} has labels of shape {y.shape[1:]}, but y has {arrays['y'].shape[1:]}"
+    elif not x.size or x.shape[:1] != y.shape[:1]:
+        sizes = counted(len(x) if x.ndim else 0, "record"), counted(len(y), "label")
+        yield "x{0} has {1}, and y{0} has {2}".format(side, *sizes)
 
 
 def _contents(x: Any, y: NDArray[Any]) -> list[Any]:
@@ -359,6 +292,16 @@ def _contents(x: Any, y: NDArray[Any]) -> list[Any]:
         hashlib.blake2b(key_of(row, label, numbers), digest_size=16).digest()
         for row, label in zip(x, y, strict=True)
     ]
+
+
+def key_of(record: NDArray[Any], label: ArrayLike, numbers: bool) -> bytes:
+    """Return bytes that depend on the values of a record, and not on the types they have."""
+    with np.errstate(over="ignore"):  # of wider floats
+        # Adding 0 turns -0 into 0.
+        values = record.astype("<f8") + 0.0 if numbers else np.asarray(record, np.uint8)
+    target = np.asarray(label)
+    exact = target.astype("<f8") + 0.0 if target.dtype.kind == "f" else target.astype("<i8")
+    return values.tobytes() + exact.tobytes()
 
 
 def _keys(contents: Iterable[bytes]) -> Iterator[bytes]:
@@ -385,12 +328,3 @@ def channels_first(x: Any) -> Any:
     if isinstance(x, Pictures) or x.shape[3] not in (1, 3):
         return x
     return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
-
-
-def _resized(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """Return resized images, shape (records, channels, size, size)."""
-    from PIL import Image  # noqa: PLC0415  (only pictures need it)
-
-    shape = (images.shape[1], size, size)
-    pixels = (image[0] if len(image) == 1 else image.transpose(1, 2, 0) for image in images)
-    return np.stack([decode(Image.fromarray(image), shape) for image in pixels])

@@ -6,7 +6,7 @@ value alone.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from decimal import Decimal
 from typing import Any
@@ -25,6 +25,10 @@ _NOBODY = re.compile(r"[\W_]+|n/a|k\. ?a\.|unknown|unbekannt|missing|keine angab
 _PRINTED = re.compile(r"([-+]?\d+)\.0*")
 #: Said of units that are no exact whole number or text.
 UNUSABLE = "has a unit that is neither text nor a whole number that its type stores exactly"
+NO_NAME = "has no unit"
+FLOATS = Decimal | float | np.floating
+#: Types of values that have a text.
+KNOWN = FLOATS | int | np.integer | bool | np.bool_ | str | date
 #: Why records cannot be used, by their number.
 Faults = dict[int, str]
 
@@ -44,7 +48,7 @@ def units_in(
         name = unit_name(value)
         name = "" if name in no_units else name
         if not name or NOT_TEXT in name:
-            faults[row] = UNUSABLE if name else "has no unit"
+            faults[row] = UNUSABLE if name else NO_NAME
             name = ""
         names.append(name)
     return np.array(names, np.str_), faults
@@ -56,7 +60,7 @@ def unit_name(value: Any) -> str:
     Floats are accepted if they are whole numbers that the type stores exactly, because a column of
     integers becomes one of floats where a value is missing.
     """
-    if isinstance(value, Decimal | float | np.floating) and not _is_exact(value):
+    if isinstance(value, FLOATS) and not _is_exact(value):
         return "" if value != value else NOT_TEXT  # noqa: PLR0124  (NaN)
     name = (text_of(value) or "").strip()
     if printed := _PRINTED.fullmatch(name):
@@ -65,47 +69,20 @@ def unit_name(value: Any) -> str:
 
 
 def _is_exact(value: Any) -> bool:
-    if isinstance(value, Decimal):
-        return value.is_finite()
-    most = 2.0 ** (np.finfo(type(value)).nmant + 1)
-    return bool(abs(value) < most and value == np.floor(value))
+    most = 2.0 ** (np.finfo(float if isinstance(value, Decimal) else type(value)).nmant + 1)
+    return bool(abs(value) < most and value == int(value))
 
 
 def text_of(value: Any) -> str | None:
     """Return a value as text; None if it is missing, and :data:`NOT_TEXT` if it has no text."""
-    for kinds, write in _TEXTS:
-        if isinstance(value, kinds):
-            return write(value)
-    return None if value is None else NOT_TEXT
-
-
-def _of_float(value: Any) -> str | None:
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if not isinstance(value, KNOWN):
+        return None if value is None else NOT_TEXT
     if value != value:  # noqa: PLR0124  (NaN)
         return None
-    return str(int(value)) if _is_exact(value) else str(value)
-
-
-def _of_text(value: str) -> str:
-    return (
-        value if value.isascii() or value.encode(errors="replace").decode() == value else NOT_TEXT
-    )
-
-
-def _of_decimal(value: Decimal) -> str | None:
-    if not value.is_finite():
-        return None if value.is_nan() else NOT_TEXT
-    whole, point, digits = f"{value:f}".partition(".")
-    digits = digits.rstrip("0")
-    return f"{whole}{point}{digits}" if digits else whole
-
-
-#: How values of each type are written, the first that fits.
-_TEXTS: tuple[tuple[tuple[type[Any], ...], Callable[[Any], str | None]], ...] = (
-    ((bool, np.bool_), lambda value: str(bool(value)).lower()),
-    ((int, np.integer), lambda value: str(int(value))),
-    ((float, np.floating), _of_float),
-    ((Decimal,), _of_decimal),
-    ((str,), _of_text),
-    ((bytes,), lambda value: value.decode(errors="replace")),
-    ((date,), lambda value: None if value != value else str(value)),  # noqa: PLR0124  (NaT)
-)
+    if isinstance(value, bool | np.bool_):
+        return str(value).lower()
+    if isinstance(value, FLOATS) and _is_exact(value):
+        return str(int(value))
+    return str(value).encode(errors="replace").decode()

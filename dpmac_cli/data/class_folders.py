@@ -4,7 +4,7 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,6 @@ TRAIN, TESTS = "train", ("test", "validation", "val")
 HIDDEN = ("thumbs.db", "ehthumbs.db", "desktop.ini")
 #: The value of ``--unit`` that makes each folder below a class a unit.
 FOLDER = "folder"
-#: Other names of folders of a split.
-LIKE_SPLITS = ("training", "testing", "valid", "valid_set", "test_set", "train_set")
 #: Label of a file of no class.
 NO_CLASS = -1
 UNLESS_SKIPPED = " Correct or remove them, or add --skip-bad to leave them out."
@@ -59,7 +57,7 @@ class ClassFolders:
     def __init__(self, source: Source, suffixes: tuple[str, ...], what: tuple[str, str]) -> None:
         self._source, self._suffixes, self._what = source, suffixes, what
         self.faults, self.skipped = list[str](), list[str]()
-        self._seen: dict[tuple[int, int], Path] = {}  # folders, by device and inode
+        self._seen: dict[str, str] = {}  # names of folders, by where links lead
         self._parts = splits_of(source)
         self.depth = len(self._parts)
         names = [self._class_names(part) for part in self._parts]
@@ -80,16 +78,15 @@ class ClassFolders:
         """Return the names of the folders in a folder, unless classes are declared."""
         if self._source.classes is not None:
             return []
-        entries = visible(part)
-        names = [entry.name for entry in entries if is_folder(entry)]
-        loose = [entry.name for entry in entries if self._is_record(entry.name)]
+        found = visible(os.listdir(part))
+        names = [name for name in found if (part / name).is_dir()]
+        loose = [name for name in found if self._is_record(name)]
         if not names or loose:
             what = f"It also contains {self._what[1]} ({loose[0]})" if names else "It has no folder"
             raise InputError(
                 f"{part} must contain one folder of {self._what[1]} per class and nothing else. "
                 f"{what}."
             )
-        check_not_splits(part, names)
         return names
 
     def _is_record(self, name: str) -> bool:
@@ -98,35 +95,36 @@ class ClassFolders:
     def _listed(self, part: Path) -> list[FoundFile]:
         """Return the files of a part in order, and record why others are skipped."""
         labels, found = {name: label for label, name in enumerate(self.classes)}, []
-        for entry in visible(part):
-            label, entries = labels.get(entry.name, NO_CLASS), list["os.DirEntry[str]"]()
-            if not is_folder(entry):
-                entries, label = [entry] * self._is_record(entry.name), NO_CLASS
+        for name in visible(os.listdir(part)):
+            label, paths = labels.get(name, NO_CLASS), [str(part / name)]
+            if not (part / name).is_dir():
+                paths, label = paths * self._is_record(name), NO_CLASS
             elif label != NO_CLASS or self._source.classes is not None:
-                for _, files in tree(Path(entry.path), self.skipped, self._seen):
-                    entries += files
-            for inner in entries:
-                file = self._file(inner, label)
+                paths = [*tree(part / name, self.skipped, self._seen)]
+            else:
+                paths = []
+            for path in paths:
+                file = self._file(path, label)
                 if isinstance(file, str):
-                    self.skipped.append(f"{inner.path} {file}")
+                    self.skipped.append(f"{path} {file}")
                 else:
                     found.append(file)
         return sorted(found, key=lambda file: file.label)
 
-    def _file(self, entry: "os.DirEntry[str]", label: int) -> FoundFile | str:
+    def _file(self, path: str, label: int) -> FoundFile | str:
         """Describe a file without opening it, or return why it cannot be a record."""
         if label == NO_CLASS:
             return "belongs to no class of --classes"
         try:
-            facts = entry.stat()
+            facts = os.stat(path)
         except OSError as failure:  # such as a broken link, or one to itself
             return f"cannot be read as {self._what[0]} ({failure.strerror})"
-        if not self._is_record(entry.name):
-            text = entry.name.lower().endswith(".txt")
+        if not self._is_record(path):
+            text = path.lower().endswith(".txt")
             return f"is not {self._what[0]}" + " (texts need --backbone minilm)" * text
         if not stat.S_ISREG(facts.st_mode):
             return "is not a regular file"
-        return FoundFile(entry.path, label, facts.st_size, facts.st_ctime_ns, facts.st_ino)
+        return FoundFile(path, label, facts.st_size, facts.st_ctime_ns, facts.st_ino)
 
     def arrays(
         self, x: Callable[[NDArray[np.int64]], Any], bad: Mapping[int, str]
@@ -196,57 +194,32 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name.lower() in HIDDEN
 
 
-def visible(folder: "str | Path | os.DirEntry[str]") -> "list[os.DirEntry[str]]":
-    """Return the entries of a folder by name, without hidden ones."""
-    with os.scandir(folder) as entries:
-        return sorted((e for e in entries if not is_hidden(e.name)), key=lambda e: e.name)
+def visible(names: Iterable[str]) -> list[str]:
+    """Return names in order, without hidden ones."""
+    return sorted(name for name in names if not is_hidden(name))
 
 
-def tree(
-    folder: Path, faults: list[str], seen: dict[tuple[int, int], Path]
-) -> "Iterator[tuple[Path, list[os.DirEntry[str]]]]":
-    """Yield a folder and all folders below it, each with its visible files, in order of name.
+def tree(folder: Path, faults: list[str], seen: dict[str, str]) -> Iterator[str]:
+    """Yield the visible files in a folder and below it, in order. Links are followed.
 
-    Links are followed. Adds a fault for a folder that cannot be read, and for one that was visited
-    under another name: its records would count twice, or belong to two units.
+    Adds a fault for a folder that cannot be read, and for one that was visited under another name:
+    its records would count twice, or belong to two units.
 
     Args:
-        seen: folders that were visited, by device and inode; new ones are added.
+        seen: names of folders that were visited, by where links lead; new ones are added.
     """
-    try:
-        facts, entries = os.stat(folder), visible(folder)
-    except OSError as failure:
-        faults.append(f"{folder} cannot be read ({failure.strerror})")
-        return
-    known = seen.setdefault((facts.st_dev, facts.st_ino), folder)
-    if known != folder:
-        faults.append(f"{folder} is the same folder as {known}")
-        return
-    kinds = [(entry, is_folder(entry)) for entry in entries]
-    yield folder, [entry for entry, inner in kinds if not inner]
-    for entry in [entry for entry, inner in kinds if inner]:
-        yield from tree(Path(entry.path), faults, seen)
 
+    def note(failure: OSError) -> None:
+        faults.append(f"{failure.filename} cannot be read ({failure.strerror})")
 
-def is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Return whether an entry is a folder or a link to one."""
-    return os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()
-
-
-def check_not_splits(part: Path, names: Sequence[str]) -> None:
-    """Raise InputError if folders that are taken for classes hold the classes of a split."""
-    splits = (TRAIN, *TESTS, *LIKE_SPLITS)
-    like = [name for name in names if name.lower() in splits and not _has_files(part / name)]
-    if like:
-        raise InputError(
-            f"{part}: {' and '.join(like)} would be classes, but contain only folders. If they are "
-            f"splits, name them {TRAIN} and {TESTS[0]}; if they are classes, declare all classes "
-            "with --classes."
-        )
-
-
-def _has_files(folder: Path) -> bool:
-    return not all(map(is_folder, visible(folder)))
+    for where, folders, files in os.walk(folder, onerror=note, followlinks=True):
+        known = seen.setdefault(os.path.realpath(where), where)
+        if known != where:
+            faults.append(f"{where} is the same folder as {known}")
+            folders.clear()
+            continue
+        folders[:] = visible(folders)
+        yield from (os.path.join(where, name) for name in visible(files))
 
 
 def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:

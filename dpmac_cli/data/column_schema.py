@@ -3,14 +3,23 @@
 Imports neither numpy nor torch.
 """
 
-import math
+import codecs
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from datetime import date, datetime
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.functional_validators import AfterValidator, BeforeValidator
 
 from dpmac_cli.data.writing import WRITTEN
@@ -22,11 +31,13 @@ UTF8 = "utf-8"
 
 
 def is_encoding(name: str) -> bool:
-    """Return whether a name is one of an encoding of text."""
+    """Return whether a name is one of an encoding whose lines can be decoded one by one."""
+    ascii_signs = bytes(range(128))
     try:
-        return bool("text".encode(name))
+        same = ascii_signs.decode(name, errors="replace") == ascii_signs.decode()
     except (LookupError, ValueError):
         return False
+    return same and not codecs.lookup(name).name.startswith("iso2022")
 
 
 def distinct(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -74,8 +85,11 @@ VALUES = {
 }
 #: Types of columns that each key is for; keys that are not listed are for all.
 USED_BY = {"decimal": ("number",), "thousands": ("number",), "format": ("date",)}
-#: Keys of earlier versions, and what to do instead.
+#: Keys of earlier versions, and what to do instead; values with which they did nothing.
+UNUSED: tuple[object, ...] = (None, "", [], (), {}, "accept", "number")
 REMOVED = {
+    "outside": "leave such records out",
+    "kind": "predict counts as numbers, with transform: log1p",
     "symbol": "remove such text from the cells",
     "parts": "compute columns such as a weekday from the date",
     "reference": "compute a column of the age, or declare both dates",
@@ -84,39 +98,21 @@ CLEAN = "before you train (docs/clean-a-table.md)"
 ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
+#: Other forms of ISO 8601 look like numbers.
+Day = Annotated[date, BeforeValidator(lambda day: day if ISO_DATE.fullmatch(str(day)) else None)]
+TWO_DAYS, TWO_NUMBERS = TypeAdapter(tuple[Day, Day]), TypeAdapter(tuple[FiniteFloat, FiniteFloat])
+
+
 def _ends(ends: Any, info: ValidationInfo) -> Any:
     """Return the ends of a range as numbers or, for a column of dates, as dates."""
-    if ends is None:
-        return None
-    dates = info.data.get("type") == "date"
-    example = "[2015-01-01, 2024-12-31]" if dates else "[0, 100]"
-    if not isinstance(ends, list | tuple) or len(ends) != 2:
-        kind = "dates, the first and the last" if dates else "numbers, the lowest and the highest"
-        raise ValueError(f"needs two {kind}, such as {example}, not {ends}")
-    texts = [str(end).strip() for end in ends]
-    if not dates and any(ISO_DATE.fullmatch(text) for text in texts):
-        raise ValueError("its ends are dates: add type: date to the column")
-    read: Callable[[str], float | date] = _iso_date if dates else _finite
+    kind: TypeAdapter[Any] = TWO_NUMBERS
+    example = "numbers, such as [0, 100] (dates need type: date)"
+    if info.data.get("type") == "date":
+        kind, example = TWO_DAYS, "dates, such as [2015-01-01, 2024-12-31]"
     try:
-        return tuple(map(read, texts))
-    except ValueError as failure:
-        raise ValueError(f"{failure}: needs two, such as {example}") from None
-
-
-def _iso_date(text: str) -> date:
-    if not ISO_DATE.fullmatch(text):  # other forms of ISO 8601 look like numbers
-        raise ValueError(f"{text} is not a date as YYYY-MM-DD")
-    return date.fromisoformat(text)
-
-
-def _finite(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise ValueError(f"{text} is not a valid number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not a finite number")
-    return number
+        return ends and kind.validate_python(ends)
+    except ValidationError:
+        raise ValueError(f"needs two {example}, not {ends}") from None
 
 
 Range = Annotated[tuple[float, float], BeforeValidator(_ends)]
@@ -146,7 +142,7 @@ class Written(Declared):
         if not isinstance(given, dict):
             return given
         for key, instead in REMOVED.items():
-            if given.get(key):
+            if given.get(key) not in UNUSED:
                 raise ValueError(f"{key} is not read any more: {instead} {CLEAN}")
         if given.get("type") == "integer":
             raise ValueError(
@@ -177,7 +173,6 @@ class Column(Written):
         missing: "input" adds an input that is 1 where the value is missing.
         missing_words: words for a missing value, besides an empty cell, NA and the like. In a
             column of numbers, 999 stands for 999.0, too.
-        outside: "refuse" rejects records outside the range, or with other categories.
     """
 
     name: Text
@@ -188,7 +183,6 @@ class Column(Written):
     format: Text | None = None
     missing: Literal["refuse", "input"] = "refuse"
     missing_words: CellValues = ()
-    outside: Literal["accept", "refuse"] = "accept"
 
     @model_validator(mode="before")
     @classmethod
@@ -207,8 +201,6 @@ class Column(Written):
         for key, types in USED_BY.items():
             if getattr(self, key) and self.type not in types:
                 raise ValueError(f"{key} is for columns of type {' or '.join(types)}")
-        if self.text is not None and self.outside == "refuse":
-            raise ValueError("a text has no values to refuse: leave out outside")
         if self.range is not None and self.ends[0] >= self.ends[1]:
             which = ("date", "earlier") if self.type == "date" else ("number", "smaller")
             raise ValueError("the first {} of a range must be {} than the second".format(*which))
@@ -216,7 +208,6 @@ class Column(Written):
             raise ValueError(
                 "type: boolean needs two categories, false and true, such as categories: [no, yes]"
             )
-        check_words(self.missing_words, self.categories, "categories", self.type == "boolean")
         if self.format is not None:
             _check_format(self.format)
         return self
@@ -238,7 +229,7 @@ class Column(Written):
         if self.text is not None:
             values = self.text + WRITTEN
         elif self.type == "category":
-            values = len(self.categories) + (self.outside == "accept")
+            values = len(self.categories) + 1
         else:
             values = 1
         return values + (self.missing == "input")
@@ -250,18 +241,6 @@ def days_of(end: float | date) -> float:
 
 
 EPOCH = date(1970, 1, 1).toordinal()
-
-
-def check_words(
-    words: Sequence[str], values: Sequence[str], what: str, any_case: bool = False
-) -> None:
-    """Raise ValueError for a word for a missing value that is a value of its column, too."""
-    known = {value.lower() for value in values} if any_case else set(values)
-    for word in words:
-        if (word.lower() if any_case else word) in known:
-            raise ValueError(
-                f"'{word}' is among the {what} and the missing_words: leave it out of one"
-            )
 
 
 def _check_format(written: str) -> None:
@@ -285,18 +264,14 @@ class Label(Written):
         classes: names of its classes.
         range: lowest and highest number. Other numbers are clipped to it.
         transform: "log1p" predicts log(1 + y), for numbers of very different sizes.
-        kind: "count" predicts counts, with a range that begins at 0.
         missing_words: words for a missing value, as in :class:`Column`.
-        outside: "refuse" rejects records outside the range.
     """
 
     column: Text
     classes: CellValues = ()
     range: Range | None = None
     transform: Literal["none", "log1p"] = "none"
-    kind: Literal["number", "count"] = "number"
     missing_words: CellValues = ()
-    outside: Literal["accept", "refuse"] = "accept"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -308,14 +283,12 @@ class Label(Written):
         if self.range is None:
             if len(self.classes) < 2:
                 raise ValueError("classes: needs at least two names")
-            # A schema in a report has all fields.
-            if (self.transform, self.kind, self.outside) != ("none", "number", "accept"):
-                raise ValueError("transform, kind and outside are for numbers, not for classes")
+            if self.transform != "none":
+                raise ValueError("transform is for numbers, not for classes")
             if self.decimal or self.thousands:
                 raise ValueError("decimal and thousands are for numbers, not for classes")
-            check_words(self.missing_words, self.classes, "classes")
             return self
-        for fault in faults_of_range(*self.range, self.transform, self.kind):
+        for fault in faults_of_range(*self.range, self.transform):
             raise ValueError(fault)
         return self
 
@@ -341,7 +314,7 @@ class Label(Written):
         return self.range
 
 
-def faults_of_range(low: float, high: float, transform: str, kind: str) -> Iterator[str]:
+def faults_of_range(low: float, high: float, transform: str) -> Iterator[str]:
     """Yield faults of the declared range of numbers to predict."""
     if not -FARTHEST <= low < high <= FARTHEST or high - low < NARROWEST * max(-low, high):
         order = ". Swap them" if low > high else ""
@@ -349,9 +322,7 @@ def faults_of_range(low: float, high: float, transform: str, kind: str) -> Itera
             f"the range of the target is {low:g} to {high:g}, but the first number must be smaller "
             f"than the second, both between -{FARTHEST:g} and {FARTHEST:g}{order}"
         )
-    elif kind == "count" and (low != 0 or transform != "none"):
-        yield "a count needs a range that begins at 0, such as range: [0, 30], and no transform"
     elif transform == "log1p" and low <= -1:
         yield f"transform: log1p needs a range above -1, because it takes the log of 1 + {low:g}"
-    elif transform not in ("none", "log1p") or kind not in ("number", "count"):
-        yield f"transform {transform} must be none or log1p, and kind {kind} number or count"
+    elif transform not in ("none", "log1p"):
+        yield f"transform {transform} must be none or log1p"

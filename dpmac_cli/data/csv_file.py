@@ -26,7 +26,7 @@ from dpmac_cli.errors import InputError
 
 #: Characters that may separate columns without a declaration: the most frequent in the header does.
 DELIMITERS = ",;\t|"
-LINE_END = re.compile(r"\r\n|\n|\r")
+LINE_END = re.compile(rb"\r\n|\n|\r")
 #: Largest number of bytes that are parsed at a time; a record may be as long.
 BLOCK = 1 << 30
 STRAY = "has a quotation mark that neither encloses a cell nor is doubled"
@@ -62,10 +62,10 @@ class CsvFile:
         """Return columns as text, and why some records cannot be read; their cells are null.
 
         Cells in quotation marks may contain line breaks, but with ``skip_bad`` each line is a
-        record. Raises InputError: without ``skip_bad`` for all records that cannot be read, and
-        with it for an encoding in which lines cannot be told apart by themselves.
+        record. Raises InputError: without ``skip_bad`` for all records that cannot be read.
         """
-        lines = self._lines(skip_bad)
+        content = self.path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        lines = [_text(line, self.encoding) for line in LINE_END.split(content)]
         # A record ends with a line that ends outside of a cell; with skip_bad, with each line.
         odd = [not skip_bad and line is not None and line.count('"') % 2 for line in lines]
         ends = 1 + np.flatnonzero(np.cumsum(odd) % 2 == 0)
@@ -84,11 +84,11 @@ class CsvFile:
             ragged[int(good[row.number - 2])] = found  # the header is row 1
             return "skip"
 
-        content = "\n".join([*text.filter(fits).to_pylist(), ""]).encode()
+        plain = "\n".join([*text.filter(fits).to_pylist(), ""]).encode()
         table = arrow_csv.read_csv(
-            pa.BufferReader(content),
+            pa.BufferReader(plain),
             # Threads lose the numbers of rows.
-            arrow_csv.ReadOptions(use_threads=False, block_size=min(len(content) + 1, BLOCK)),
+            arrow_csv.ReadOptions(use_threads=False, block_size=min(len(plain) + 1, BLOCK)),
             arrow_csv.ParseOptions(
                 delimiter=self.delimiter(), newlines_in_values=True, invalid_row_handler=note
             ),
@@ -118,24 +118,6 @@ class CsvFile:
         codec = "utf-8-sig" if codecs.lookup(self.encoding).name == UTF8 else self.encoding
         return self.path.open(encoding=codec, errors="replace", newline="")
 
-    def _lines(self, skip_bad: bool) -> list[str | None]:
-        """Return lines as text, None where one is not text in the encoding of the file."""
-        apart, content = has_lines(self.encoding), self.path.read_bytes()
-        if skip_bad and not apart:
-            raise InputError(
-                f"--skip-bad reads each line of {self.path} by itself, which {self.encoding} does "
-                "not allow: save the table as UTF-8, or leave out --skip-bad."
-            )
-        try:
-            text = content.decode(self.encoding).removeprefix("\ufeff")
-            return [*LINE_END.sub("\n", text).split("\n")]
-        except UnicodeDecodeError as failure:
-            if not apart:
-                raise InputError(f"{self.path} is not text in {self.encoding}.") from failure
-        content = content.removeprefix(codecs.BOM_UTF8)
-        lines = re.split(LINE_END.pattern.encode(), content)
-        return [_text(line, self.encoding) for line in lines]
-
     def _rule(self) -> str:
         """Return a regular expression of RE2 for cells between delimiters."""
         apart = rf"\x{ord(self.delimiter()):02x}"
@@ -154,9 +136,3 @@ def _text(line: bytes, encoding: str) -> str | None:
         return line.decode(encoding)
     except UnicodeDecodeError:
         return None
-
-
-def has_lines(encoding: str) -> bool:
-    """Return whether each line of a text in this encoding can be decoded by itself."""
-    ascii_signs, shifts = bytes(range(128)), codecs.lookup(encoding).name.startswith("iso2022")
-    return not shifts and ascii_signs.decode(encoding, errors="replace") == ascii_signs.decode()

@@ -1,18 +1,14 @@
 """In-memory datasets: arrays, torch datasets and data frames, used instead of a dataset's name."""
 
-import copy
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dpmac_cli.data.canonical import Faults
 from dpmac_cli.data.schema import InMemoryData
-from dpmac_cli.data.stacking import Stack, labels_in, one_by_one, read_record
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.errors import InputError
 
@@ -25,11 +21,10 @@ class ArrayData(InMemoryData):
 
     Args:
         x: images, uint8, shape (records, height, width) with 1 or 3 channels first or last; or
-            numbers, shape (records, columns) or that of images, which need ``low`` and ``high``.
-            Anything that numpy can convert to an array, such as a tensor.
-        y: labels, integers from 0, or names in ``classes``, shape (records,). For several labels
-            per record, 0 or 1 for each label, shape (records, labels). Numbers to predict, shape
-            (records,) or (records, targets), need ``target_low`` and ``target_high``.
+            numbers, shape (records, columns) or that of images, which need ``low`` and ``high``; or
+            a list of texts. Anything that numpy can convert to an array, such as a tensor.
+        y: labels, integers from 0, or names in ``classes``, shape (records,). Numbers to predict,
+            shape (records,) or (records, targets), need ``target_low`` and ``target_high``.
         x_test, y_test: records to test on, which epsilon does not cover. By default some are held
             out, as set by ``test_fraction``.
         classes: class names in label order, declared as public; by default those found in ``y``.
@@ -40,16 +35,14 @@ class ArrayData(InMemoryData):
             classes; other numbers are clipped to it. For several targets, one range for each.
         target_transform: "log1p" to predict log(1 + y), for numbers of very different sizes; for
             several targets, one for all of them or one for each.
-        target_kind: "count" to predict counts, with a range that begins at 0.
         target_names: names of several targets in reports; by default y1, y2 and so on.
         name: the dataset's name in reports.
-        unusable: why rows of ``x`` (key "") and ``x_test`` (key "_test") cannot be used.
 
-    The items of a list are converted one by one, so none decides how another is stored. An array
-    declares one type and shape for all records.
+    A record that cannot be used is an error: no other one is changed or left out because of it.
 
     Raises:
-        InputError: the name is that of a registered dataset or of a file.
+        InputError: the name is that of a registered dataset or of a file, or numpy cannot convert
+            something to an array.
     """
 
     def __init__(
@@ -67,21 +60,33 @@ class ArrayData(InMemoryData):
         target_low: ArrayLike | None = None,
         target_high: ArrayLike | None = None,
         target_transform: str | Sequence[str] | None = None,
-        target_kind: str | None = None,
         target_names: Sequence[str] | None = None,
         name: str = "arrays",
-        unusable: Mapping[str, Mapping[int, str]] | None = None,
     ) -> None:
         facts = {"low": low, "high": high, "classes": None if classes is None else list(classes)}
         facts |= {"target_low": target_low, "target_high": target_high}
-        facts |= {"target_transform": target_transform, "target_kind": target_kind}
-        facts |= {"target_name": target_names}
+        facts |= {"target_transform": target_transform, "target_name": target_names}
         records = {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
         records |= {"unit": unit, "unit_test": unit_test}
-        arrays = {name: np.asarray(array) for name, array in facts.items() if array is not None}
-        arrays |= {name: one_by_one(part) for name, part in records.items() if part is not None}
+        given = {name: array for name, array in (facts | records).items() if array is not None}
+        arrays = {name: as_array(array, name) for name, array in given.items()}
         arrays |= {name: arrays[name].copy() for name in ("y", "y_test") if name in arrays}
-        super().__init__(_place(name), arrays, unusable=unusable)
+        super().__init__(_place(name), arrays)
+
+
+def as_array(values: Any, name: str) -> NDArray[Any]:
+    """Return an array; a list with texts becomes one of objects, so that no item changes another.
+
+    Raises InputError.
+    """
+    texts = isinstance(values, list | tuple) and any(isinstance(item, str) for item in values)
+    try:
+        return np.array(values, object) if texts else np.asarray(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as failure:
+        raise InputError(
+            f"numpy cannot convert {name} to an array ({type(failure).__name__}). All records need "
+            "one shape and type."
+        ) from failure
 
 
 def from_dataframe(
@@ -111,7 +116,6 @@ class ArrayFacts(TypedDict, total=False):
     target_low: ArrayLike | None
     target_high: ArrayLike | None
     target_transform: str | Sequence[str] | None
-    target_kind: str | None
     target_names: Sequence[str] | None
     name: str
 
@@ -120,8 +124,6 @@ def from_torch(
     train: Any,
     test: Any = None,
     *,
-    shape: Sequence[int] | None = None,
-    label_shape: Sequence[int] | None = None,
     unit: ArrayLike | None = None,
     unit_test: ArrayLike | None = None,
     **facts: Unpack[ArrayFacts],
@@ -137,36 +139,25 @@ def from_torch(
     Args:
         train: a dataset with a length that returns (image or tensor, label) pairs by index.
         test: the same for records to test on; see :class:`ArrayData`.
-        shape: public shape of every record, such as (3, 32, 32). By default all must have that of
-            the first one. If it is declared, other records are unusable (see ``skip_bad``), and
-            images must be uint8 unless ``low`` and ``high`` are given.
-        label_shape: public shape of every label: () for one class, (K,) for K labels. By default
-            all must have that of the first one.
         unit: unit of each record, as in :class:`ArrayData`. With ``unit="record"`` each record is a
             unit with its copies, such as those of a ``Subset`` whose indices repeat.
         unit_test: the same for records to test on.
         facts: ``classes``, ``low``, ``high`` and others, as in :class:`ArrayData`.
 
     Raises:
-        InputError: a dataset returns something else, records differ in what is not declared, one
-            record is there several times in different units, as a ``Subset`` may have it, or is
-            both in ``train`` and in ``test``.
+        InputError: a record cannot be read, or has another shape or type than others; one record is
+            there several times in different units, as a ``Subset`` may have it, or is both in
+            ``train`` and in ``test``.
     """
     origins = [list(_origins(dataset)) for dataset in (train, test) if dataset is not None]
     if isinstance(unit, str) and unit == RECORD:
         unit, unit_test, *_ = (*_records_as_units(origins), None)
     check_copies(train, unit)
     _check_held_out(*origins)
-    numbers = {"low", "high"} <= facts.keys() or (
-        None if shape is None or len(shape) < 2 else False
-    )
-    forms = (None if form is None else tuple(form) for form in (shape, label_shape))
-    read = partial(_read, numbers=numbers, forms=tuple(forms))
-    x, y, faults = read(train)
-    x_test, y_test, faulty = (None, None, {}) if test is None else read(test)
-    unusable = {"": faults, "_test": faulty}
-    units = {"unit": unit, "unit_test": unit_test}
-    return ArrayData(x, y, x_test, y_test, **units, **facts, unusable=unusable)
+    numbers = {"low", "high"} <= facts.keys()
+    x, y = _read(train, numbers)
+    x_test, y_test = (None, None) if test is None else _read(test, numbers)
+    return ArrayData(x, y, x_test, y_test, unit=unit, unit_test=unit_test, **facts)
 
 
 #: Dataset by identity, and index of a record in it.
@@ -175,50 +166,57 @@ Origin: TypeAlias = tuple[int, int]
 RECORD = "record"
 
 
-def _read(
-    dataset: Any, numbers: bool | None, forms: tuple[tuple[int, ...] | None, ...]
-) -> tuple[NDArray[Any], NDArray[Any], Faults]:
-    """Return records, labels, and why records cannot be used. Raises InputError.
+def _read(dataset: Any, numbers: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return records and labels. Raises InputError.
 
-    Args:
-        numbers: as in :func:`read_record`.
-        forms: public shapes of records and of labels.
+    ``numbers``: whether records are declared as numbers.
     """
     from dpmac_cli.randomness.layers import forked, seed_all  # noqa: PLC0415  (torch takes a second)
     from dpmac_cli.torch_errors import type_and_place  # noqa: PLC0415  (loads torch)
 
-    kind, why = type(dataset).__name__, ""
-    remedy = "Pass a map-style torch.utils.data.Dataset that does."
+    kind, x, labels = type(dataset).__name__, np.empty(0), list[NDArray[Any]]()
+    remedy = "leave it out with torch.utils.data.Subset, or correct the dataset"
     if not hasattr(dataset, "__len__"):
-        raise InputError(f"{kind} has no length, so records cannot be read by index. {remedy}")
-    count = len(dataset)
-    (shape, label_shape), labels = forms, [0] * count
-    stack = Stack(count, partial(read_record, numbers=numbers, dtype=np.float32), shape)
+        raise InputError(
+            f"{kind} has no length, so records cannot be read by index. Pass a map-style "
+            "torch.utils.data.Dataset that does."
+        )
     with forked():
-        for row in range(count):
+        for row in range(len(dataset)):
             # The draws of one record must not shift those of others, nor may anyone know them.
             seed_all(secrets.randbits(63))
             try:
                 record, label = dataset[row]
-                labels[row] = copy.deepcopy(label)  # a dataset may write each to the same memory
+                values = _record(record, numbers)
+                labels.append(np.asarray(label).copy())  # a dataset may reuse the memory
             except MemoryError:
                 raise
             except Exception as raised:  # noqa: BLE001  (a dataset raises whatever a file leads to)
                 why = type_and_place(raised)  # its message may quote the record
-                stack.faults[row] = f"cannot be read ({why})"
-            else:
-                stack.add(row, record)
-    if count and len(stack.faults) == count:
-        why = why or stack.faults[0]
-        raise InputError(
-            f"{kind} does not return (record, label) pairs of numbers by index ({why}). {remedy}"
-        )
-    y, faults = one_by_one(labels), stack.faults
-    names = any(isinstance(label, str) for label in labels)
-    if not names:
-        y, more = labels_in(y, None, label_shape, known=faults)
-        faults |= more
-    return stack.array(), y, faults
+                raise InputError(
+                    f"Record {row} of {kind} is no (record, label) pair of numbers ({why}): "
+                    f"{remedy}."
+                ) from None
+            x = np.zeros((len(dataset), *values.shape), values.dtype) if row == 0 else x
+            found = [values.shape, values.dtype, labels[row].shape]
+            if found != [x.shape[1:], x.dtype, labels[0].shape]:
+                raise InputError(
+                    f"Record {row} of {kind} has shape {values.shape} ({values.dtype}) and a label "
+                    f"of shape {labels[row].shape}, but others have {x.shape[1:]} ({x.dtype}) and "
+                    f"{labels[0].shape}: {remedy}."
+                )
+            x[row] = values
+    return x, np.stack(labels) if labels else x
+
+
+def _record(record: Any, numbers: bool) -> NDArray[Any]:
+    """Return an image as uint8, or numbers as float32: the declared range is inside of it."""
+    values = np.asarray(record)
+    if values.ndim > 1 and values.dtype == np.uint8 and not numbers:
+        return values
+    most, converted = np.finfo(np.float32).max, values.astype(np.float64)
+    clipped = np.where(np.isinf(converted), converted, converted.clip(-most, most))
+    return clipped.astype(np.float32)
 
 
 def _records_as_units(origins: Sequence[Sequence[Origin]]) -> list[NDArray[np.str_]]:

@@ -138,16 +138,9 @@ def _what_failed(files: Sequence[Path], tried: bool, failure: Exception) -> str:
     """Return the cause of a failure and its remedy, without torchvision's terms."""
     folder, missing = files[0].parent, _missing(files)
     if missing:
-        which = "is not" if len(missing) == len(files) else "is incomplete"
         last = str(failure).strip().rpartition("\n")[2]
         reason = re.sub(r"<urlopen error |\[Errno -?\d+\] |[>.]+$", "", last)
-        known = f" ({reason})" if reason and "download=True" not in reason else ""  # or only advice
-        download = f" and could not be downloaded{known}" if tried else ""
-        these = "these files" if len(missing) > 1 else "this file"
-        return f"{which} in {folder}{download}. Put {these} there: {', '.join(missing)}"
-    if isinstance(failure, OSError):
-        return f"in {folder} cannot be read ({failure.strerror or failure}). Make it readable"
-    return (
-        f"in {folder} is damaged: a file is truncated, modified or of another kind. Remove its "
-        "files to download them again"
-    )
+        download = f" and could not be downloaded ({reason})" * tried
+        return f"is not in {folder}{download}. Put there: {', '.join(missing)}"
+    reason = getattr(failure, "strerror", None) or "a file is damaged, or of another kind"
+    return f"in {folder} cannot be read ({reason}). Remove its files to download them again"

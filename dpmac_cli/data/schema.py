@@ -30,8 +30,6 @@ class InMemoryData:
     arrays: Mapping[str, Any] | None = None  # like those of an .npz
     frame: Any = None
     schema: "TableSchema | None" = None
-    # Why rows of x ("") and x_test ("_test") cannot be used, by their number.
-    unusable: Mapping[str, Mapping[int, str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,6 @@ NONE_LEFT_OUT = LeftOut()
 class Signs:
     """Signs that records are not what they seem, for the person who types the command."""
 
-    repeated: str = ""  # file whose name suggests several images of one person
     copies: int = 0  # records that are exact copies of others; 0 if they have units
     tested: tuple[int, ...] = ()  # numbers of test records that are copies of training records
     remarks: tuple[str, ...] = ()  # sentences on values that use little of their range, and others

@@ -9,12 +9,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dpmac_cli.data.canonical import UNUSABLE, units_in
+from dpmac_cli.data.canonical import NO_NAME, UNUSABLE, units_in
 from dpmac_cli.data.column_schema import Column, Label
 from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.csv_file import CsvFile
 from dpmac_cli.data.schema import LeftOut, Source
-from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_cells import (
     YEAR,
     BoolArray,
@@ -101,8 +100,9 @@ def _contents(
     if source.unit is not None:
         words = schema.words_in(source.unit)
         of_records["unit"], unusable = units_in(_unit_values(rows.cells[source.unit]), words)
-        for why, records in masks(unusable, len(rows)):
-            rows.add(f"{NO_UNIT if why == UNUSABLE else 'no value'} in {source.unit}", records)
+        for why, what in ((UNUSABLE, NO_UNIT), (NO_NAME, "no value")):
+            records = [row for row, fault in unusable.items() if fault == why]
+            rows.add(f"{what} in {source.unit}", np.isin(range(len(rows)), records))
     of_records["x"], low, high = _inputs(schema.columns, rows, source.texts)
     return of_records, {**declared, "low": low, "high": high}
 
@@ -184,19 +184,14 @@ def _add_values(
     Flags are in [-1, 1], so that standardisation does not change them.
     """
     values, missing = values_in(rows.cells[column.name], column)
-    unread, undeclared = np.isnan(values) & ~missing, "a value that the schema does not declare in"
+    unread = np.isnan(values) & ~missing
     if column.type == "category":
         count = len(column.categories)
         x[:, :count] = values[:, None] == np.arange(count)
-        if column.outside == "accept":
-            x[:, count] = unread
-        else:
-            rows.add(f"{undeclared} {column.name}", unread, column)
+        x[:, count] = unread
         return missing, (-1, 1)
     rows.add(f"{_expected(column)} in {column.name}", unread, column)
     ends = (0.0, 1.0) if column.type == "boolean" else column.ends
-    if column.outside == "refuse" and column.type != "boolean":
-        rows.add(f"{undeclared} {column.name}", _outside(column, values), column)
     if column.type == "date":  # years until the last day
         values, ends = (ends[1] - values) / YEAR, (0, (ends[1] - ends[0]) / YEAR)
     x[:, 0] = np.where(np.isnan(values), sum(ends) / 2, values)
@@ -211,12 +206,6 @@ def _expected(column: Column) -> str:
         return "no number"
     written = "as in 2024-12-31" if column.format is None else f"in the format {column.format}"
     return f"no date {written}"
-
-
-def _outside(of: Column | Label, values: CellNumbers) -> BoolArray:
-    """Return which values are beyond the range; the last day of a range of dates is inside."""
-    low, high = of.ends
-    return (values < low) | ((values >= high + 1) if of.type == "date" else (values > high))
 
 
 def _add_tokens(column: Column, cells: pa.Array, reader: TextReader, x: CellNumbers) -> BoolArray:
@@ -248,12 +237,9 @@ def _targets(
             return places, {"classes": np.array(label.classes)}
         rows.add(f"no number in {label.column}", unread, label)
         rows.add(f"no value in {label.column}", missing)
-        if label.outside == "refuse":
-            what = f"a value outside the range of the schema in {label.column}"
-            rows.add(what, _outside(label, values), label)
         columns.append(np.where(np.isnan(values), sum(label.ends) / 2, values))
     words = [
-        {"low": label.ends[0], "high": label.ends[1], "kind": label.kind}
+        {"low": label.ends[0], "high": label.ends[1]}
         | {"transform": label.transform, "name": label.column}
         for label in labels
     ]

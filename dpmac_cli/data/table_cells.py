@@ -42,7 +42,7 @@ def values_in(cells: pa.Array, of: Column | Label) -> tuple[CellNumbers, BoolArr
     if of.missing_words and of.range is not None:  # 999 stands for 999.0, too
         words = pa.array(of.missing_words, pa.string())
         missing |= np.isin(values, read(words, of)) & ~np.isnan(values)
-    return np.where(missing, np.nan, values), missing
+    return np.where(missing | np.isinf(values), np.nan, values), missing
 
 
 def is_one_of(text: pa.Array, words: Iterable[str]) -> BoolArray:
@@ -99,14 +99,11 @@ def _days(cell: str | None, written: str | None) -> float:
     return found.toordinal() - EPOCH + seconds / DAY
 
 
-def _booleans_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
-    words = compute.utf8_lower(pa.array(of.values))
-    found = compute.index_in(compute.utf8_lower(text_cells(cells)), words)
-    return _floats(found.cast(pa.float64()))
-
-
 def _places_in(cells: pa.Array, of: Column | Label) -> CellNumbers:
-    found = compute.index_in(text_cells(cells), pa.array(of.values))
+    text, words = text_cells(cells), pa.array(of.values)
+    if of.type == "boolean":
+        text, words = compute.utf8_lower(text), compute.utf8_lower(words)
+    found = compute.index_in(text, words)
     return _floats(found.cast(pa.float64()))
 
 
@@ -115,7 +112,7 @@ READERS: Mapping[str, Callable[[pa.Array, Column | Label], CellNumbers]] = {
     "number": _numbers_in,
     "date": _dates_in,
     "category": _places_in,
-    "boolean": _booleans_in,
+    "boolean": _places_in,
 }
 
 

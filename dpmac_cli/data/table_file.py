@@ -1,10 +1,8 @@
 """Cells of a table from a CSV or Parquet file or a data frame, and its unusable records."""
 
 import csv
-import re
 from collections import Counter
 from collections.abc import Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,6 @@ NO_CELLS = (
 )
 #: Most characters of a cell to show in a message.
 SHOWN = 40
-#: Cells that are shown beside columns of texts: no part of a text looks so.
-NO_TEXT = re.compile(r"[-+\d.,'/:]{1,10}")
 HIDDEN = " (not shown, because it may be part of a text)"
 #: Advice on cells that are not written as declared, by the type of their column.
 ADVICE = {
@@ -61,13 +57,10 @@ class TableRows:
         """Add a reason why records cannot be used, with their first cell and some other words."""
         if of is not None and records.any():
             bad = text_cells(self.cells[of.name].filter(pa.array(records)))
-            cells = [cell or "" for cell in decoded_cells(bad)]
-            words = (cell for cell in cells if not re.search(r"\d", cell))  # such as k.A. and -
-            some = list(dict.fromkeys([cells[0], *words]))[:NAMED]
+            some = [*dict.fromkeys(cell or "" for cell in decoded_cells(bad))][:NAMED]
             short = (f"{cell[:SHOWN]}..." if len(cell) > SHOWN else cell for cell in some)
-            hidden = self._texts and not all(map(NO_TEXT.fullmatch, some))
             shown = ", ".join(f"'{cell}'" for cell in short)
-            what += HIDDEN if hidden else f": {shown} ({ADVICE[of.type]})"
+            what += HIDDEN if self._texts else f": {shown} ({ADVICE[of.type]})"
         self.bad[what] = records | self.bad.get(what, False)
 
     def faults(self) -> list[str]:
@@ -118,31 +111,18 @@ def table_of(frame: Any, source: Source) -> pa.Table:
         names = list(map(str, frame.columns))
         if len(set(names)) < len(names):
             raise ValueError("several columns have one name; rename them")
-        points = {} if source.schema is None else source.schema.points
-        cells = [
-            _column_of(frame[key], str(key) == source.unit, points.get(str(key), "."))
-            for key in frame.columns
-        ]
+        cells = [_column_of(frame[key], str(key) == source.unit) for key in frame.columns]
         return pa.table(dict(zip(names, cells, strict=True)))
     except (AttributeError, TypeError, ValueError, pa.ArrowException) as failure:
         raise _unreadable(type(frame).__name__, failure) from failure
 
 
-def _column_of(column: Any, unit: bool, point: str) -> Any:
-    """Return a column of a data frame; objects become text one by one, as in a CSV.
-
-    Numbers among them are written as their schema declares, with ``point`` before the decimals.
-    """
+def _column_of(column: Any, unit: bool) -> Any:
+    """Return a column of a data frame; objects become text one by one, as in a CSV."""
     if str(column.dtype).lower() == "object":
         write = unit_name if unit else text_of
         missing = column.isna() if hasattr(column, "isna") else column.is_null()
-        values = ((None if m else v) for v, m in zip(column, missing, strict=True))
-        texts = [
-            text.replace(".", point) if text and isinstance(value, float | Decimal) else text
-            for value, text in (
-                (value, value if value is None else write(value)) for value in values
-            )
-        ]
+        texts = [None if m else write(v) for v, m in zip(column, missing, strict=True)]
         return pa.array(texts, pa.string())
     return column.to_arrow() if hasattr(column, "to_arrow") else pa.Array.from_pandas(column)
 

@@ -10,9 +10,7 @@ from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import (
-    Discriminator,
     Field,
-    Tag,
     ValidationError,
     model_validator,
 )
@@ -51,23 +49,15 @@ def _named(columns: Any) -> Any:
 
 
 def _known(encoding: str) -> str:
-    """Return the name of an encoding. Raises ValueError if Python does not have it."""
+    """Return the name of an encoding. Raises ValueError if it cannot be used."""
     if not is_encoding(encoding):
-        raise ValueError(f"there is no encoding '{encoding}'; use utf-8 or cp1252, for example")
+        raise ValueError(f"'{encoding}' is no encoding with separate lines; use utf-8 or cp1252")
     return encoding
 
 
-def _form(label: Any) -> str:
-    """Return the tag of a label as it is given: one column, or a list of several."""
-    return SEVERAL if isinstance(label, list | tuple) else ONE
-
-
-#: Tags of the forms of a label. They are part of the places of faults, but not of messages.
-ONE, SEVERAL = "one", "several"
-OneOrSeveral = Annotated[
-    Annotated[Label, Tag(ONE)] | Annotated[tuple[Label, ...], Field(min_length=2), Tag(SEVERAL)],
-    Discriminator(_form),
-]
+def _listed(label: Any) -> Any:
+    """Return the only column to predict as a list."""
+    return [label] if isinstance(label, dict | Label) else label
 
 
 class TableSchema(Written):
@@ -79,7 +69,7 @@ class TableSchema(Written):
             comma, semicolon, tab and bar in its header.
         decimal, thousands: how all numbers are written whose columns do not declare it.
         missing_words: words for a missing value in all columns that do not list them as values.
-        label: the column to predict, or several columns of numbers.
+        labels: the column to predict, or several columns of numbers; in a file, ``label``.
         columns: the inputs of the network.
         drop: columns that are not used.
         test: records to test on; None to hold some out.
@@ -88,7 +78,9 @@ class TableSchema(Written):
     encoding: Annotated[str, AfterValidator(_known)] = UTF8
     delimiter: Annotated[str, Field(pattern=r"^[^\w\s\"]$|^[ \t]$")] | None = None
     missing_words: CellValues = ()
-    label: OneOrSeveral
+    labels: Annotated[
+        tuple[Label, ...], BeforeValidator(_listed), Field(min_length=1, alias="label")
+    ]
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()
     test: TestSet | None = None
@@ -97,17 +89,14 @@ class TableSchema(Written):
     def _check(self) -> Self:
         distinct(self.declared)
         for label in self.labels if len(self.labels) > 1 else ():
-            if label.range is None or label.kind == "count":
+            if label.range is None:
                 raise ValueError(
                     f"label: several columns must be numbers, each with a range, but {label.column}"
-                    f" has {'classes' if label.range is None else 'kind: count'}"
+                    " has classes"
                 )
         labels = tuple(of.model_copy(update=self._alike(of)) for of in self.labels)
         columns = tuple(of.model_copy(update=self._alike(of)) for of in self.columns)
-        several = isinstance(self.label, tuple)
-        return self.model_copy(
-            update={"label": labels if several else labels[0], "columns": columns}
-        )
+        return self.model_copy(update={"labels": labels, "columns": columns})
 
     def _alike(self, of: Column | Label) -> dict[str, Any]:
         """Return how a column is written that does not declare it: as the table is."""
@@ -116,17 +105,6 @@ class TableSchema(Written):
         if of.range is not None and of.type == "number" and not (of.decimal or of.thousands):
             update |= {"decimal": self.decimal, "thousands": self.thousands}
         return update
-
-    @property
-    def labels(self) -> tuple[Label, ...]:
-        """Return the columns to predict."""
-        return self.label if isinstance(self.label, tuple) else (self.label,)
-
-    @property
-    def points(self) -> dict[str, str]:
-        """Return the sign before the decimals of each column of numbers."""
-        numbers = {column.name: column.point for column in self.columns}
-        return {**numbers, **{label.column: label.point for label in self.labels}}
 
     def words_in(self, name: str) -> tuple[str, ...]:
         """Return the words for a missing value in a column, which need not be an input."""
@@ -178,7 +156,7 @@ def schema_of(given: Any, origin: str) -> TableSchema:
             where = list(error["loc"])
             if where[:1] == ["columns"] and len(where) > 1:  # a column's name, not its number
                 where[1] = list(given["columns"])[int(where[1])]
-            if where[:1] == ["label"] and where[1:2] in ([ONE], [SEVERAL]):
+            if where[:1] == ["label"] and len(where) > 1 and not isinstance(given["label"], list):
                 del where[1]
             place = ".".join(map(str, where)) or "it"
             faults.append(f"{origin}: {place}: {error['msg'].removeprefix('Value error, ')}.")

@@ -1,10 +1,6 @@
-"""Targets in arrays: which task they are for, and which of them cannot be used.
+"""Targets in arrays: numbers if ranges are declared for them, and otherwise classes."""
 
-They are numbers if ranges are declared for them, labels if records have a row of them, and
-otherwise classes.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,16 +10,16 @@ from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.complaints import NAMED
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import check_classes, check_name
-from dpmac_cli.tasks.classification import Classification, SeveralLabels
-from dpmac_cli.tasks.regression import Counts, Regression, SeveralNumbers
+from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.regression import Regression, SeveralNumbers
 from dpmac_cli.tasks.task import Task
 
 #: Arrays that declare numbers to predict.
-DECLARED = ("target_low", "target_high", "target_kind", "target_transform", "target_name")
+DECLARED = ("target_low", "target_high", "target_transform", "target_name")
 #: Array of class names.
 CLASSES = "classes"
+NO_LABEL = -1
 Arrays = Mapping[str, NDArray[Any]]
-RecordMask = NDArray[np.bool_]
 
 
 def are_numbers(arrays: Arrays) -> bool:
@@ -37,73 +33,68 @@ def number_of_targets(arrays: Arrays) -> int | None:
     return most if (most := max(sizes, default=1)) > 1 else None
 
 
-def faults_of_array(arrays: Arrays, side: str) -> Iterator[str]:
-    """Yield faults of the type and shape of ``y{side}`` itself."""
-    y = arrays[f"y{side}"]
+def targets_in(y: NDArray[Any], arrays: Arrays) -> NDArray[Any]:
+    """Return numbers as float64, and labels as integers; unchanged if they are neither.
+
+    A name of no class, or a number that is not whole, is :data:`NO_LABEL`.
+    """
     if are_numbers(arrays):
-        targets = number_of_targets(arrays)
-        form, what = ((), "one number") if targets is None else ((targets,), f"{targets} numbers")
-        if y.shape[1:] != form or not y.ndim or y.dtype.kind != "f":
-            several = "" if targets is None else " (one for each of target_low)"
-            if targets is None and y.ndim == 2:
-                several = (
-                    " (for several, declare a range for each: target_low=[0, 0], "
-                    "target_high=[10, 500])"
-                )
-            yield (
-                f"y{side} must have {what} per record{several}, not {y.dtype} of shape {y.shape}"
-            )
-    elif y.ndim == 1 and y.dtype.kind == "U":
-        names = sorted(set(y.tolist()))
+        if number_of_targets(arrays) is None and y.ndim == 2 and y.shape[1] == 1:  # a column
+            y = y[:, 0]
+        return y.astype(np.float64) if y.dtype.kind in "biuf" else y
+    if y.dtype.kind == "f":
+        whole = (y == np.floor(y)) & (abs(y) < 2.0**63)
+        return np.where(whole, y, NO_LABEL).astype(np.int64)
+    if y.dtype.kind in "OU" and CLASSES in arrays and y.ndim == 1:
+        places = {str(name): place for place, name in enumerate(arrays[CLASSES].ravel().tolist())}
+        return np.array([places.get(str(label), NO_LABEL) for label in y.tolist()])
+    return y
+
+
+def faults_of_array(arrays: Arrays, side: str) -> Iterator[str]:
+    """Yield faults of the type, shape and values of ``y{side}``."""
+    y, count = arrays[f"y{side}"], number_of_targets(arrays)
+    of = f"not {y.dtype} of shape {y.shape}"
+    if are_numbers(arrays):
+        if y.dtype.kind != "f" or y.shape[1:] != (() if count is None else (count,)):
+            what = f"{count or 'one'} number{'s' * (count is not None)} per record"
+            yield f"y{side} must have {what}, one for each range of target_low, {of}"
+        elif not np.isfinite(y).all():
+            yield f"y{side} has a target that is NaN or infinite"
+    elif y.dtype.kind in "OU":
+        names = sorted(set(map(str, y.ravel().tolist())))
         some = ",".join([*names[:NAMED], "..."] if len(names) > NAMED else names)
         yield f"y{side} contains names. Declare them as class names: --classes {some}"
-    elif y.ndim not in (1, 2) or y.dtype.kind not in ("iu" if y.ndim == 1 else "biu"):
+    elif y.ndim != 1 or y.dtype.kind not in "iu":
         yield (
-            f"y{side} must have one integer per record, or for several labels one row of 0 and 1 "
-            f"per record, not {y.dtype} of shape {y.shape}"
+            f"y{side} must have one integer per record, such as y.ravel(), {of}. For numbers "
+            "to predict, and for several labels as numbers from 0 to 1, declare target_low and "
+            "target_high"
         )
-    elif y.shape[1:] == (1,):
+    elif (most := len(arrays.get(CLASSES, ()))) and y.max(initial=0) >= most:
+        why = f"there are {most} classes, 0 to {most - 1}"
+        yield f"y{side} contains the label {y.max()} ({why})"
+    if not are_numbers(arrays) and y.dtype.kind in "iu" and y.min(initial=0) < 0:
         yield (
-            f"y{side} has one column, shape {y.shape}: give one class per record, shape "
-            f"({len(y)},), such as y.ravel(), or 0 or 1 for each of several labels"
+            f"y{side} contains a label that is no whole number from 0, and no name of --classes "
+            "(numbers to predict need a range: target_low and target_high)"
         )
-
-
-def bad_targets(arrays: Arrays, side: str) -> Iterator[tuple[str, RecordMask]]:
-    """Yield reasons why classes or labels cannot be used, and a mask of the records, (records,)."""
-    y = arrays[f"y{side}"]
-    if are_numbers(arrays):
-        return
-    if y.ndim == 2:
-        bad = ((y != 0) & (y != 1)).any(1)
-        yield f"y{side} contains labels that are neither 0 nor 1", bad
-        return
-    why = "labels start at 0, and class names must be listed in --classes"
-    yield f"y{side} contains the label {y.min(initial=0)} ({why})", y < 0
-    if CLASSES in arrays:
-        classes = len(arrays[CLASSES])
-        why = f"there are {classes} classes, 0 to {classes - 1}"
-        yield f"y{side} contains the label {y.max(initial=0)} ({why})", y >= classes
 
 
 def faults_together(arrays: Arrays) -> Iterator[str]:
     """Yield faults of all targets together, and of what is declared of them."""
-    y, classes = arrays["y"], arrays.get(CLASSES)
     if are_numbers(arrays):
         yield from _faults_of_numbers(arrays)
-    elif y.ndim == 2:
-        if classes is not None and len(classes) != y.shape[1]:
-            yield f"y has {y.shape[1]} labels per record, but classes has {len(classes)} names"
-    elif classes is None:
-        labels = set(y.tolist())
+    elif CLASSES not in arrays:
+        labels, tested = (set(arrays.get(n, arrays["y"]).tolist()) for n in ("y", "y_test"))
         if missing := set(range(len(labels))) - labels:
             yield (
                 f"y contains the label {max(labels)}, but no {min(missing)}. Number the classes 0, "
                 "1, 2 and so on, or list all of them in an array classes, even those without a "
                 "record"
             )
-        elif only := set(arrays.get("y_test", y).tolist()) - labels:
-            yield f"y_test contains the label {min(only)}, which is not in y"
+        elif tested - labels:
+            yield f"y_test contains the label {min(tested - labels)}, which is not in y"
 
 
 def _faults_of_numbers(arrays: Arrays) -> Iterator[str]:
@@ -113,45 +104,34 @@ def _faults_of_numbers(arrays: Arrays) -> Iterator[str]:
             "classes and target_low contradict: the first is for classes, the second for "
             "numbers to predict. Leave one of them out"
         )
-    ends = [arrays.get(name) for name in ("target_low", "target_high")]
-    if any(end is None for end in ends):
+    ends = [arrays.get(name, np.array("")) for name in ("target_low", "target_high")]
+    count = number_of_targets(arrays) or 1
+    if any(end.ndim > 1 or not end.size or end.dtype.kind not in "fiu" for end in ends):
         yield (
-            f"{DECLARED[ends[0] is not None]} is missing: numbers to predict need a public range, "
-            "target_low and target_high. Base it on what they mean, not on these records, which "
-            "are private"
+            "target_low and target_high must be one number each, or one for each target: a public "
+            "range. Base it on what they mean, not on these records, which are private"
         )
         return
-    if any(e.ndim > 1 or not e.size or e.dtype.kind not in "fiu" for e in ends if e is not None):
-        yield "target_low and target_high must be one number each, or one for each target"
+    sizes = {name: arrays[name].size for name in DECLARED if name in arrays}
+    if wrong := [f"{name} has {size}" for name, size in sizes.items() if size not in (1, count)]:
+        yield f"{wrong[0]} values, but there are {count} targets, one for each number of target_low"
         return
-    targets = number_of_targets(arrays)
-    for name in DECLARED:
-        if name in arrays and (size := arrays[name].size) not in (1, targets or 1):
-            yield (
-                f"{name} has {size} values, but there are {targets or 1} targets, one for each "
-                "number of target_low"
-            )
-            return
     declared = _declared(arrays)
     if len({name for name, *_ in declared}) < len(declared):
         yield "target_name must give each target a name of its own"
-    for name, low, high, kind, transform in declared:
-        of = f"{name}: " * (targets is not None)
-        yield from (f"{of}{fault}" for fault in faults_of_range(low, high, transform, kind))
-        if targets is not None and kind == "count":
-            yield f"{of}several targets must be numbers, not counts: leave out target_kind"
+    for name, *form in declared:
+        yield from (f"{name}: {fault}" for fault in faults_of_range(*form))
 
 
-def _declared(arrays: Arrays) -> list[tuple[str, float, float, str, Any]]:
-    """Return name, ends of the range, kind and transform of each target; one value is for all."""
+def _declared(arrays: Arrays) -> list[tuple[str, float, float, Any]]:
+    """Return name, ends of the range and transform of each target; one value is for all."""
     count = number_of_targets(arrays)
     names = ["y"] if count is None else [f"y{place}" for place in range(1, count + 1)]
-    given = {"target_name": names, "target_kind": "number", "target_transform": "none"} | {**arrays}
-    order = ("target_name", "target_low", "target_high", "target_kind", "target_transform")
+    given = {"target_name": names, "target_transform": "none"} | {**arrays}
+    order = ("target_name", "target_low", "target_high", "target_transform")
     each = (np.broadcast_to(np.ravel(given[name]), (count or 1,)).tolist() for name in order)
     return [
-        (str(name), float(low), float(high), str(kind), str(transform))
-        for name, low, high, kind, transform in zip(*each, strict=True)
+        (str(n), float(low), float(high), str(t)) for n, low, high, t in zip(*each, strict=True)
     ]
 
 
@@ -160,16 +140,12 @@ def task_in(arrays: Arrays, source: Source, found: Sequence[str] = ()) -> Task:
 
     ``found`` are names of classes, which are used if none are declared.
     """
-    y = arrays["y"]
     if not are_numbers(arrays):
-        numbered: Iterable[object] = range(y.shape[1] if y.ndim == 2 else 1 + int(y.max()))
+        numbered = [*map(str, range(1 + int(arrays["y"].max())))]
         names = tuple(map(str, arrays.get(CLASSES, found or numbered)))
         check_classes(names, source)
-        return SeveralLabels(names) if y.ndim == 2 else Classification(names)
+        return Classification(names)
     declared = _declared(arrays)
     check_name(source.path.name, *(name for name, *_ in declared))
-    parts = [
-        Counts((name,), low, high) if kind == "count" else Regression((name,), low, high, transform)
-        for name, low, high, kind, transform in declared
-    ]
+    parts = [Regression((name,), low, high, transform) for name, low, high, transform in declared]
     return SeveralNumbers.of(parts) if number_of_targets(arrays) else parts[0]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.canonical import Faults
+from dpmac_cli.data.complaints import refuse
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.data.writing import WRITTEN, how_written
 from dpmac_cli.errors import InputError
@@ -44,42 +44,24 @@ def is_text(x: NDArray[Any]) -> bool:
     return x.ndim == 1 and (x.dtype.kind == "U" or any(isinstance(text, str) for text in x))
 
 
-def read_arrays(arrays: dict[str, Any], reader: TextReader | None, name: str) -> dict[str, Faults]:
-    """Replace texts in the arrays x and x_test by their tokens, in place, and return faults.
+def read_arrays(arrays: dict[str, Any], reader: TextReader | None, name: str) -> None:
+    """Replace texts in the arrays x and x_test by their inputs, in place.
 
-    Raises InputError if there are texts and no reader, or a reader and no texts.
+    Raises InputError if there are texts and no reader, or a reader and something else.
     """
-    sides = [side for side in ("", "_test") if f"x{side}" in arrays]
-    holds = [is_text(np.asarray(arrays[f"x{side}"])) for side in sides]
-    if reader is None:
-        if any(holds):
-            raise InputError(f"{name} contains texts. {NEEDS_ENCODER}.")
-        return {}
-    if not all(holds):
-        raise InputError(
-            f"{name} must contain texts for this --backbone: x must be a list of str, one per "
-            "record."
-        )
-    faults: dict[str, Faults] = {}
-    for side in sides:
-        texts = arrays[f"x{side}"].tolist()
-        faults[side] = {row: fault for row, text in enumerate(texts) if (fault := _fault(text))}
-        usable = ["" if row in faults[side] else text for row, text in enumerate(texts)]
-        arrays[f"x{side}"] = as_inputs(usable, reader)
-    arrays["low"], arrays["high"] = map(np.array, reader.ends)
-    return faults
-
-
-def _fault(text: object) -> str:
-    """Return why a value is not a usable text; "" if it is one."""
-    if not isinstance(text, str):
-        missing = text is None or text != text  # noqa: PLR0124  (NaN)
-        return NO_TEXT if missing else f"is not text, but {type(text).__name__}"
-    return NO_TEXT if is_blank(text) else ""
-
-
-def read_new(x: NDArray[Any], reader: TextReader, name: str) -> tuple[NDArray[np.float64], Faults]:
-    """Return the tokens of new texts, and faults of values that are not texts."""
-    arrays = {"x": x}
-    faults = read_arrays(arrays, reader, name)[""]
-    return arrays["x"], faults
+    for key in [key for key in ("x", "x_test") if key in arrays]:
+        x = np.asarray(arrays[key])
+        if reader is None:
+            if is_text(x):
+                raise InputError(f"{name} contains texts. {NEEDS_ENCODER}.")
+            continue
+        if x.ndim != 1:
+            raise InputError(
+                f"{name} must contain texts for this --backbone: x must be a list of str, one per "
+                "record."
+            )
+        texts = x.tolist()
+        bad = [row for row, text in enumerate(texts) if not isinstance(text, str) or is_blank(text)]
+        refuse([f"Record {row} of {name} {NO_TEXT}" for row in bad], " Leave it out.")
+        arrays[key] = as_inputs(texts, reader)
+        arrays["low"], arrays["high"] = map(np.array, reader.ends)

@@ -3,9 +3,8 @@
 Never imports torch. All faults of the files are reported together.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import replace
-from typing import Any
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
 from dpmac_cli.data.complaints import left_out
@@ -54,34 +53,27 @@ def load(
 
 
 def _read(source: Source) -> ArrayFile:
-    in_memory = source.in_memory
-    if in_memory is not None and in_memory.arrays is not None:
-        return _of_arrays(source, dict(in_memory.arrays), in_memory.unusable or {})
-    if in_memory is not None or (source.path.is_file() and source.path.suffix in TABLES):
+    in_memory, path = source.in_memory, source.path
+    if (in_memory is not None and in_memory.arrays is None) or (
+        path.is_file() and path.suffix in TABLES
+    ):
         from dpmac_cli.data.table import read_table  # noqa: PLC0415  (loads pyarrow)
 
         return ArrayFile(source, *read_table(source))
-    if source.path.is_dir():
-        repeated = ""
-        if source.texts is None:
-            arrays, skipped, names, repeated = read_images(source)
-        else:
-            arrays, skipped, names = read_folder(source)
-        return ArrayFile(source, arrays, left_out(skipped), None, names, repeated)
-    if not source.path.is_file():
-        raise InputError(f"--dataset {source.path}: no such file or folder.")
-    if source.path.suffix == ".npz":
-        return _of_arrays(source, read_npz(source.path), {})
-    raise InputError(
-        f"--dataset {source.path} must be a folder with one folder of images per class, an .npz, "
-        "or a table (.csv, .tsv, .parquet)."
-    )
-
-
-def _of_arrays(
-    source: Source, arrays: dict[str, Any], unusable: Mapping[str, Mapping[int, str]]
-) -> ArrayFile:
-    """Return a dataset of arrays; those of texts are read."""
-    faults = read_arrays(arrays, source.texts, str(source.path))
-    both = {s: {**unusable.get(s, {}), **faults.get(s, {})} for s in (*unusable, *faults)}
-    return ArrayFile(source, arrays, unusable=both)
+    if path.is_dir():
+        read = read_images if source.texts is None else read_folder
+        arrays, skipped, names = read(source)
+        return ArrayFile(source, arrays, left_out(skipped), names)
+    if in_memory is not None and in_memory.arrays is not None:
+        arrays = dict(in_memory.arrays)
+    elif path.suffix == ".npz" and path.is_file():
+        arrays = read_npz(path)
+    elif not path.is_file():
+        raise InputError(f"--dataset {path}: no such file or folder.")
+    else:
+        raise InputError(
+            f"--dataset {path} must be a folder with one folder of images per class, an .npz, "
+            "or a table (.csv, .tsv, .parquet)."
+        )
+    read_arrays(arrays, source.texts, str(path))
+    return ArrayFile(source, arrays)

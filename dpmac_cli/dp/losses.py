@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import (
-    binary_cross_entropy_with_logits,
     cross_entropy,
     huber_loss,
     mse_loss,
@@ -48,10 +47,6 @@ def _huber(outputs: Tensor, targets: Tensor) -> Tensor:
     return huber_loss(outputs, targets, reduction="none", delta=HUBER) / HUBER
 
 
-def _poisson(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs.exp() - outputs * (targets + 1) / 2  # of shares of the largest count
-
-
 def _quantile(outputs: Tensor, targets: Tensor, level: float) -> Tensor:
     errors = targets - outputs
     return torch.maximum(level * errors, (level - 1) * errors)
@@ -59,7 +54,7 @@ def _quantile(outputs: Tensor, targets: Tensor, level: float) -> Tensor:
 
 #: Losses of numbers, one value per output. The parameter of a loss follows a colon in its name.
 OF_NUMBERS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
-    {"mse": _squared, "huber": _huber, "poisson": _poisson, "quantile": _quantile}
+    {"mse": _squared, "huber": _huber, "quantile": _quantile}
 )
 
 
@@ -85,13 +80,11 @@ def build_loss(
     """Return a loss by name.
 
     Args:
-        name: "cross-entropy"; "focal" (Lin et al. 2017, arXiv 1708.02002); "bce", the mean of
-            the binary cross-entropies of several labels; for targets scaled to [-1, 1] "mse",
-            "huber", which is linear for errors above :data:`HUBER`, "quantile:Q", the pinball loss
-            of the Q-quantile (Koenker and Bassett 1978); or for counts "poisson", up to a constant
-            the negative log-likelihood of targets (t + 1) / 2 with mean exp(output).
+        name: "cross-entropy"; "focal" (Lin et al. 2017, arXiv 1708.02002); for targets scaled to
+            [-1, 1] "mse", "huber", which is linear for errors above :data:`HUBER`, or "quantile:Q",
+            the pinball loss of the Q-quantile (Koenker and Bassett 1978).
         smoothing: label smoothing (Szegedy et al. 2016, arXiv 1512.00567), in [0, 1).
-        weights: public weights of each class, or of the positives of each label.
+        weights: public weights of each class.
     """
     kind, _, parameter = name.partition(":")
     if kind in OF_NUMBERS:
@@ -101,11 +94,6 @@ def build_loss(
 
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:
         weight = None if factors is None else factors.to(outputs.dtype)
-        if name == "bce":
-            targets = labels.to(outputs.dtype) * (1 - smoothing) + smoothing / 2
-            return binary_cross_entropy_with_logits(
-                outputs, targets, reduction="none", pos_weight=weight
-            ).mean(1)
         losses = cross_entropy(outputs, labels, weight, label_smoothing=smoothing, reduction="none")
         if name == "focal":
             losses = (1 - torch.exp(-plain(outputs, labels))) ** FOCUS * losses

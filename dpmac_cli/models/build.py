@@ -22,8 +22,7 @@ from dpmac_cli.models.backbones import PublicBackbone, at_a_time
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze, with_features
 from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
-from dpmac_cli.models.text_encoder import TextFeatures
-from dpmac_cli.models.text_parts import on_texts
+from dpmac_cli.models.text_encoder import TextFeatures, on_texts
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model, form_of
 from dpmac_cli.randomness.layers import forked, seed_all
 from dpmac_cli.torch_errors import what_failed

@@ -50,15 +50,11 @@ class Family:
 
     Attributes:
         blocks: list of the blocks.
-        embedded: what maps tokens and places to the input of the first block.
-        norm: normalisation of the last block's output; "" for none.
         lora: layers of a block that LoRA updates: queries, values and the perceptron.
         transposed: ends of the names of weights of linear layers that are stored (in, out).
     """
 
     blocks: str
-    embedded: tuple[str, ...] = ("embeddings",)
-    norm: str = ""
     lora: tuple[str, ...]
     transposed: tuple[str, ...] = ()
 
@@ -69,8 +65,6 @@ _BERT = Family(
 )
 _LLAMA = Family(
     blocks="layers",
-    embedded=("embed_tokens",),
-    norm="norm",
     lora=tuple(f"self_attn.{n}_proj" for n in "qv")
     + tuple(f"mlp.{n}_proj" for n in ("gate", "up", "down")),
 )
@@ -82,13 +76,9 @@ FAMILIES: Mapping[str, Family] = {
         blocks="transformer.layer",
         lora=("attention.q_lin", "attention.v_lin", "ffn.lin1", "ffn.lin2"),
     ),
-    "modernbert": Family(
-        blocks="layers", norm="final_norm", lora=("attn.Wqkv", "mlp.Wi", "mlp.Wo")
-    ),
+    "modernbert": Family(blocks="layers", lora=("attn.Wqkv", "mlp.Wi", "mlp.Wo")),
     "gpt2": Family(
         blocks="h",
-        embedded=("wte", "wpe"),
-        norm="ln_f",
         lora=("attn.c_attn", "mlp.c_fc", "mlp.c_proj"),
         transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
     ),
@@ -152,14 +142,15 @@ class TextEncoder:
         kind: a key of :data:`ENCODERS`, or the name of a folder.
         config: form of the network.
         texts: first input and number of inputs of each text, which are its tokens.
-        folder: folder of the weights and the tokenizer; None for a published model, which has
-            them.
+        folder: folder of the weights; None for a published model, which has them.
+        tokenizer: contents of its file.
     """
 
     kind: str
     config: EncoderConfig
     texts: tuple[tuple[int, int], ...]
     folder: Path | None = field(default=None, compare=False)
+    tokenizer: bytes = field(default=b"", compare=False, repr=False)
 
     #: Kind of records that it has features of.
     reads: ClassVar = "texts"
@@ -213,7 +204,7 @@ class EncoderFiles:
 
     def of(self, texts: tuple[tuple[int, int], ...]) -> TextEncoder:
         """Return the features of records with these texts; see :class:`TextEncoder`."""
-        return TextEncoder(self.name, self.config, texts, self.folder)
+        return TextEncoder(self.name, self.config, texts, self.folder, self.tokenizer)
 
     def reader(self, limit: int) -> TextReader:
         """Return how texts are read; see :class:`~dpmac_cli.data.tokens.TextReader`."""
@@ -270,7 +261,8 @@ def _files_of(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
     found = {n for n in (CONFIG, TOKENIZER) if (folder / n).is_file()}
     found |= {WEIGHTS} if weight_files(folder) else set()
     absent = [n for n in (CONFIG, TOKENIZER, WEIGHTS) if n not in found]
-    raise_errors(f"{flag}: {folder} has no {n}. {_hint(n)}{remedy}" for n in absent)
+    save = "Save the network and its tokenizer with save_pretrained(FOLDER)."
+    raise_errors(f"{flag}: {folder} has no {n}. {save}{remedy}" for n in absent)
     values, pooling = _json(folder / CONFIG, flag), _json(folder / POOLING, flag)
     if "auto_map" in values or any(folder.glob("*.py")):
         raise InputError(
@@ -333,18 +325,6 @@ def transformers_config(form: Mapping[str, Any]) -> Any:
     config = AutoConfig.for_model(**form, use_cache=False)
     config.update({n: 0.0 for n, v in config.to_dict().items() if "drop" in n and v is not None})
     return config
-
-
-def _hint(name: str) -> str:
-    """Return what to do about a missing file."""
-    if name == WEIGHTS:
-        return "Save the network with save_pretrained(FOLDER, safe_serialization=True)."
-    if name == TOKENIZER:
-        return (
-            'Write it: python -c "from transformers import AutoTokenizer; '
-            "AutoTokenizer.from_pretrained('FOLDER').save_pretrained('FOLDER')\"."
-        )
-    return f"Use {FOLDER}."
 
 
 def reader_of(content: bytes, config: EncoderConfig, limit: int) -> TextReader:

@@ -31,8 +31,6 @@ class WithHead(nn.Module):
     at_a_time = 256
     #: Names of the linear layers that ``--train lora`` updates; None for all.
     lora_layers: tuple[str, ...] | None = None
-    #: Name of the block that ``--train last`` trains; None if there is none.
-    last_block: str | None = None
 
     def __init__(self, frozen: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -216,21 +214,12 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
     if head is None:
         raise _missing(trained, "the network does not end in a linear layer that it does not share")
     parts = [network.get_submodule(head)]
-    if trained.part == "last":
-        parts.append(_last_block(network, trained))
-    elif trained.part == "norm":
+    if trained.part == "norm":
         parts += _norms(network, trained)
     elif trained.part == "lora":
         parts += _low_rank(network, trained, head, shape)
     for part in parts:
         part.requires_grad_(True)
-
-
-def _last_block(network: nn.Module, trained: Trained) -> nn.Module:
-    name = network.last_block if isinstance(network, WithHead) else None
-    if name is None:
-        raise _missing(trained, "the network is not a text encoder (--backbone minilm)")
-    return network.get_submodule(name)
 
 
 def _norms(network: nn.Module, trained: Trained) -> list[nn.Module]:

@@ -188,5 +188,4 @@ PARTS: Mapping[str, str] = {
     "head": "the last linear layer, or the network after a backbone",
     "norm": "the head, and scales and shifts of all normalisation layers",
     "lora": "the head, and low-rank updates of linear layers",
-    "last": "the head, and the last block of a text encoder",
 }

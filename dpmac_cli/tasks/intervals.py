@@ -15,6 +15,7 @@ few units do not make one interval narrow beside a wide one.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -26,6 +27,8 @@ from scipy.special import betaincinv, stdtrit
 from dpmac_cli.tasks.task import Interval
 
 Floats = NDArray[np.floating[Any]]
+#: Largest number of record weights in memory at a time.
+AT_A_TIME = 4_000_000
 #: Probability below and above an interval.
 TAIL = 0.025
 #: Number of standard deviations around the mean that contain 95% of a normal distribution.
@@ -95,3 +98,24 @@ def size_of_shares(right: Floats, answers: Floats) -> tuple[float, float]:
     squares = ((hits - share * counts) ** 2).sum() / counts.sum() ** 2 * more / (more - 1)
     variance = float(squares / (share * (1 - share))) * value * (1 - value)
     return value, effective_size(value, variance, Sizes(total, units, units - 1))
+
+
+def resampled(
+    metrics_of: Callable[[Floats], dict[str, Floats]], owners: NDArray[np.int64], resamples: int
+) -> dict[str, Floats]:
+    """Return metrics of bootstrap resamples of the units, each of shape (..., resamples).
+
+    Args:
+        metrics_of: returns metrics for weights of the records, shape (records, sets).
+        owners: index of each record's unit, shape (records,).
+    """
+    units, generator = int(owners.max()) + 1, np.random.default_rng(0)
+    drawn = list[dict[str, Floats]]()
+    while resamples > 0:
+        count = min(resamples, max(1, AT_A_TIME // len(owners)))
+        resamples -= count
+        picked = generator.integers(units, size=(count, units), dtype=np.int32)
+        cells = picked * count + np.arange(count)[:, None]
+        times = np.bincount(cells.ravel(), minlength=units * count)
+        drawn.append(metrics_of(times.reshape(units, count).astype(np.float32)[owners]))
+    return {name: np.concatenate([part[name] for part in drawn], -1) for name in drawn[0]}

@@ -18,6 +18,7 @@ from dpmac_cli.tasks.intervals import (
     Sizes,
     clopper_pearson,
     effective_size,
+    resampled,
     size_of_shares,
 )
 from dpmac_cli.tasks.task import Interval
@@ -26,23 +27,20 @@ from dpmac_cli.tasks.task import Interval
 BINS = 15
 #: Minimum and maximum default number of bootstrap resamples, and their largest total size.
 RESAMPLES, NUMBERS = (100, 1000), 200_000_000
-#: Largest number of record weights in memory at a time.
-AT_A_TIME = 4_000_000
 #: Ranking metrics of the scores of one column.
 RANKINGS = ("auroc", "average-precision")
-#: Means over all answers; the other metrics are means over classes or labels.
+#: Means over all answers; the other metrics are means over classes.
 OVER_ANSWERS = ("accuracy", "calibration-error")
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Labels and predictions of test records, one column per class or per label.
+    """Classes and predictions of test records, one column per class.
 
     Attributes:
-        truth: labels, bool, shape (records, columns). guess: predictions, like ``truth``.
+        truth: true classes, bool, shape (records, columns). guess: predictions, like ``truth``.
         scores: probabilities, float32, shape (records, columns). If a record's output contains
             NaN, they are worse than all others: below 0 if ``truth`` is true, otherwise above 1.
-        exclusive: whether each record has one class instead of any number of labels.
         unit_of: index of each record's unit of privacy, shape (records,); None if each record is
             one.
     """
@@ -50,7 +48,6 @@ class Answers:
     truth: NDArray[np.bool_]
     guess: NDArray[np.bool_]
     scores: NDArray[np.float32]
-    exclusive: bool
     unit_of: NDArray[np.int64] | None = None
 
     @property
@@ -62,18 +59,12 @@ class Answers:
     def ranked(self) -> list[int]:
         """Columns with both positives and negatives; only the last one of two classes."""
         both = np.flatnonzero(self.truth.any(0) & ~self.truth.all(0)).tolist()
-        return both[-1:] if self.exclusive and self.truth.shape[1] == 2 else both
+        return both[-1:] if self.truth.shape[1] == 2 else both
 
     @property
     def judged(self) -> tuple[Floats, NDArray[np.bool_]]:
-        """Confidence in the predicted class, and whether it is correct, shape (records, 1).
-
-        For several labels, the probability and the truth of each label, shape (records, labels).
-        """
-        if not self.exclusive:
-            return self.scores.clip(0, 1), self.truth
-        right = np.logical_or.reduce(self.truth & self.guess, 1, keepdims=True)
-        return self.scores.max(1, keepdims=True).clip(0, 1), right
+        """Confidence in the predicted class, and whether it is correct, shape (records,)."""
+        return self.scores.max(1).clip(0, 1), np.logical_or.reduce(self.truth & self.guess, 1)
 
 
 def metric(name: str, answers: Answers) -> float:
@@ -96,19 +87,15 @@ def sensitivity_and_specificity(answers: Answers) -> list[list[float]]:
     return [rate[:, 0].tolist() for rate in rates]
 
 
-def as_values(answers: Answers, metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Return :func:`all_metrics` and per-class rates as JSON values; null if undefined."""
-    named = {name.replace("-", "_"): finite_or_none(value) for name, value in metrics.items()}
-    return {**named, **rates_as_values(answers)}
+def as_values(metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Return :func:`all_metrics` as JSON values; null if undefined."""
+    return {name.replace("-", "_"): finite_or_none(value) for name, value in metrics.items()}
 
 
 def rates_as_values(answers: Answers) -> dict[str, list[float | None]]:
     """Return sensitivity and specificity per column as JSON values; null if undefined."""
-    sensitivity, specificity = sensitivity_and_specificity(answers)
-    return {
-        "sensitivity": [*map(finite_or_none, sensitivity)],
-        "specificity": [*map(finite_or_none, specificity)],
-    }
+    rates = zip(("sensitivity", "specificity"), sensitivity_and_specificity(answers), strict=True)
+    return {name: [*map(finite_or_none, values)] for name, values in rates}
 
 
 def accuracy_interval(answers: Answers) -> Interval:
@@ -118,13 +105,8 @@ def accuracy_interval(answers: Answers) -> Interval:
 
 def _accuracy(answers: Answers) -> tuple[float, float]:
     """Return the accuracy, and its effective number of answers."""
-    if answers.exclusive:
-        right = (answers.truth & answers.guess).any(1, keepdims=True)
-    else:
-        right = answers.truth == answers.guess
-    owners, (records, each) = answers.owners, right.shape
-    whole = np.full(records, float(each))
-    return size_of_shares(*(np.bincount(owners, w).astype(float) for w in (right.sum(1), whole)))
+    right, owners = answers.judged[1], answers.owners
+    return size_of_shares(*(np.bincount(owners, of).astype(float) for of in (right, None)))
 
 
 def intervals(
@@ -137,8 +119,10 @@ def intervals(
     """
     owners = answers.owners
     units = int(owners.max()) + 1
-    drawn = _resampled(
-        answers, units, resamples or int(np.clip(NUMBERS // answers.truth.size, *RESAMPLES))
+    drawn = resampled(
+        lambda weights: _counted(answers, weights) | _ranked(answers, weights),
+        owners,
+        resamples or int(np.clip(NUMBERS // answers.truth.size, *RESAMPLES)),
     )
     found, (_, most) = {}, _accuracy(answers)
     for name, value in metrics.items():
@@ -148,21 +132,6 @@ def intervals(
         size = effective_size(value, float(variance) * units / max(units - 1, 1), sizes)
         found[name] = clopper_pearson(value, min(size, most))
     return found | {"accuracy": accuracy_interval(answers)}
-
-
-def _resampled(answers: Answers, units: int, resamples: int) -> dict[str, Floats]:
-    """Return metrics of bootstrap resamples of the units, each of shape (resamples,)."""
-    owners = answers.owners
-    generator, drawn = np.random.default_rng(0), list[dict[str, Floats]]()
-    while resamples > 0:
-        count = min(resamples, max(1, AT_A_TIME // len(owners)))
-        resamples -= count
-        picked = generator.integers(units, size=(count, units), dtype=np.int32)
-        cells = picked * count + np.arange(count)[:, None]
-        times = np.bincount(cells.ravel(), minlength=units * count)
-        weights = times.reshape(units, count).astype(np.float32)[owners]
-        drawn.append(_counted(answers, weights) | _ranked(answers, weights))
-    return {name: np.concatenate([part[name] for part in drawn]) for name in drawn[0]}
 
 
 def _sizes(answers: Answers, name: str, owners: NDArray[np.int64]) -> Sizes:
@@ -177,7 +146,7 @@ def _sizes(answers: Answers, name: str, owners: NDArray[np.int64]) -> Sizes:
         return Sizes(answers.judged[1].size, units, units - 1)
     columns = answers.ranked if name in RANKINGS else np.flatnonzero(truth.any(0)).tolist()
     sides = truth[:, columns]
-    if name in RANKINGS or not answers.exclusive:  # negatives count as well
+    if name in RANKINGS:  # negatives count as well
         sides = np.concatenate([sides, ~sides], 1)
     counts = [(int(side.sum()), len(np.unique(owners[side]))) for side in sides.T if side.any()]
     if not counts:
@@ -210,22 +179,17 @@ def _counted(answers: Answers, weights: Floats) -> dict[str, Floats]:
     """Return metrics of predictions and confidences, each of shape (sets,)."""
     records, total = len(weights), weights.sum(0, dtype=float)
     hits, true, guessed = sums = _sums(answers, weights)
-    sensitivity, specificity = _rates(total, *sums)
+    sensitivity, _ = _rates(total, *sums)
     with np.errstate(invalid="ignore"):
         f1 = 2 * hits / (true + guessed)
-    if answers.exclusive:
-        right, balanced = hits.sum(0) / total, sensitivity
-    else:
-        right = (1 - (true + guessed - 2 * hits) / total).mean(0)
-        balanced = (sensitivity + specificity) / 2
     confidence, hit = answers.judged
+    gaps = np.zeros((records, BINS))
     place = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
-    place += BINS * np.arange(records)[:, None]
-    gaps = np.bincount(place.ravel(), (hit - confidence.astype(float)).ravel(), BINS * records)
-    error = np.abs(gaps.reshape(records, BINS).T @ weights).sum(0) / (total * hit.shape[1])
+    gaps[np.arange(records), place] = hit - confidence.astype(float)
+    error = np.abs(gaps.T @ weights).sum(0) / total
     return {
-        "accuracy": right,
-        "balanced-accuracy": _mean(balanced),
+        "accuracy": hits.sum(0) / total,
+        "balanced-accuracy": _mean(sensitivity),
         "f1": _mean(f1),
         "calibration-error": error,
     }

@@ -1,13 +1,12 @@
 """Regression: numbers in public ranges, one or several per record.
 
 A target y is clipped to the range [low, high], transformed, and scaled to t in [-1, 1]. The output
-z of a network predicts t; of counts, exp(z) predicts the share y / high. Imports nothing slow; see
-:mod:`dpmac_cli.tasks.task`.
+z of a network predicts t. Imports nothing slow; see :mod:`dpmac_cli.tasks.task`.
 """
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -57,7 +56,7 @@ class NumberTask(Task):
     @property
     def facts(self) -> TaskFacts:
         """Return the facts of the task in a model file."""
-        return {"classes": [], "multilabel": False, "target": self.target_facts}
+        return {"classes": [], "target": self.target_facts}
 
     @classmethod
     def of_facts(cls, facts: TaskFacts) -> Task | None:
@@ -92,14 +91,13 @@ class NumberTask(Task):
 
     def answers(self, outputs: "Tensor") -> "Tensor":
         """Return predicted numbers, in the units of their targets."""
-        return self._in_units(outputs, lambda part, z: part.predicted(z)).float()
+        return self.decoded(outputs).float()
 
-    def _in_units(
-        self, numbers: "Tensor", read: "Callable[[Regression, Tensor], Tensor]"
-    ) -> "Tensor":
+    def decoded(self, scaled: "Tensor") -> "Tensor":
+        """Return numbers in the units of the targets, in their ranges, float64."""
         import torch  # noqa: PLC0415  (help is fast)
 
-        return torch.stack([read(part, numbers[:, k]) for k, part in enumerate(self.each())], 1)
+        return torch.stack([part.in_units(scaled[:, k]) for k, part in enumerate(self.each())], 1)
 
     def columns(self, answers: "NDArray[np.float32]") -> dict[str, Sequence[Any]]:
         """Return predicted numbers; NaN if an output contains NaN.
@@ -122,8 +120,7 @@ class NumberTask(Task):
 
         from dpmac_cli.tasks.estimates import Estimates  # noqa: PLC0415  (help is fast)
 
-        truth = self._in_units(targets, lambda part, t: part.decoded(t))
-        guess = self._in_units(outputs, lambda part, z: part.predicted(z))
+        truth, guess = self.decoded(targets), self.decoded(outputs)
         ends = torch.tensor([(part.low, part.high) for part in self.each()], dtype=torch.float64)
         low, high = ends.T
         worst = torch.where(truth - low > high - truth, low, high)
@@ -212,41 +209,12 @@ class Regression(NumberTask):
         moved = np.log1p(clipped) if self.transform == "log1p" else clipped
         return (2 * (moved - low) / (high - low) - 1).clip(-1, 1).astype(np.float32)
 
-    def decoded(self, scaled: "Tensor") -> "Tensor":
+    def in_units(self, scaled: "Tensor") -> "Tensor":
         """Return numbers in the units of the target, in its range, float64."""
         low, high = self.ends
         moved = low + (scaled.double() + 1) / 2 * (high - low)
         found = moved.expm1() if self.transform == "log1p" else moved
         return found.clamp(self.low, self.high)
-
-    def predicted(self, outputs: "Tensor") -> "Tensor":
-        """Return the numbers that outputs predict, as in :meth:`decoded`."""
-        return self.decoded(outputs)
-
-
-@dataclass(frozen=True)
-class Counts(Regression):
-    """A count per record, from 0 to ``high``, whose mean has a log link: y is about high exp(z)."""
-
-    kind: ClassVar[str] = "counts"
-    of_record: ClassVar[str] = "one count"
-    unknown: ClassVar[str] = "no count"
-    losses: ClassVar[tuple[str, ...]] = ("poisson",)
-    metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
-        *NUMBER_METRICS,
-        EvaluationMetric("deviance", "Poisson deviance", share=False, lower=True),
-    )
-    reported: ClassVar[tuple[str, ...]] = (*Regression.reported, "deviance")
-    #: A tenth of the largest count.
-    start: ClassVar[float | None] = math.log(0.1)
-
-    def code(self, output: str) -> str:
-        """Return a Python expression for the predicted counts of an output."""
-        return f"{self.high!r} * {output}.clamp(max=0).exp()"
-
-    def predicted(self, outputs: "Tensor") -> "Tensor":
-        """Return the counts that outputs predict."""
-        return self.decoded(2 * outputs.double().clamp(max=0).exp() - 1)
 
 
 @dataclass(frozen=True)

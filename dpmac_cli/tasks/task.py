@@ -8,7 +8,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ class TaskFacts(TypedDict):
     """Facts of the task in a model file: names of classes, or the target and its range."""
 
     classes: Sequence[str]
-    multilabel: bool
     target: Mapping[str, Any] | None
 
 
@@ -105,7 +103,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of text, one row per class or label, below a title."""
+    """Cells of text, one row per class or target, below a title."""
 
     title: str
     columns: tuple[str, ...]
@@ -148,10 +146,6 @@ class Results(ABC):
         the second value.
         """
 
-    @abstractmethod
-    def draw(self, path: Path) -> None:
-        """Draw the results to a file. Raises OSError if it cannot be written."""
-
     @property
     def remark(self) -> str:
         """Return a note on a model that has learned nothing; "" if it has learned something."""
@@ -185,8 +179,6 @@ class Task(ABC):
         target: dtype of the targets, as in numpy.
         public: what is declared of the targets, in words.
         weighted: whether classes can have weights, and their labels be smoothed.
-        frozen_parts: whether features of frozen layers can be computed once.
-        audited: whether a run can have canaries.
         start: output of an untrained built-in network for all records; None for random outputs.
     """
 
@@ -201,8 +193,6 @@ class Task(ABC):
     target: ClassVar[str]
     public: ClassVar[str] = "classes"
     weighted: ClassVar[bool] = True
-    frozen_parts: ClassVar[bool] = True
-    audited: ClassVar[bool] = True
     start: ClassVar[float | None] = None
 
     @property

@@ -130,22 +130,8 @@ def test_metrics_are_those_of_the_report_and_have_intervals(run: Path) -> None:
     assert evaluation(run)["intervals"] == body["intervals"]
 
 
-@pytest.mark.long
-def test_curves_are_drawn(run: Path, tmp_path: Path) -> None:
-    for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
-        file = tmp_path / f"curves{suffix}"
-        assert evaluate(run, "--plot", file).exit_code == 0
-        first = file.read_bytes()
-        assert first.startswith(begin)
-        evaluate(run, "--plot", file)
-        assert file.read_bytes() == first
-
-
 def test_settings_of_the_evaluation_are_checked_together(run: Path, tmp_path: Path) -> None:
-    result = evaluate(run, "--plot", tmp_path / "no" / "curves.gif")
-    assert result.exit_code == 2
-    assert "ending in one of .png, .svg, .pdf." in result.stderr
-    audit = evaluate(run, "--audit", "--plot", "a.png", "--dataset", "digits")
+    audit = evaluate(run, "--audit", "--data-dir", tmp_path, "--dataset", "digits")
     assert (audit.exit_code, audit.stderr.count("leave out")) == (2, 2)
 
 
