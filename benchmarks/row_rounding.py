@@ -120,7 +120,7 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
     result: dict[str, Any] = {"layer": name, "threads": threads, "plain": odd(Manner())}
     if manner is None:
         return result | {"alone": True}
-    return result | {"way": manner.way, "fill": manner.fill, "left": odd(manner)}
+    return result | {"plain": manner.plain, "full": manner.full, "left": odd(manner)}
 
 
 def main(given: list[str] | None = None) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 import torchvision
@@ -31,7 +32,9 @@ from common import in_turn, machine, parser_of, ratio, spent, steps_in, write_js
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli import OwnLoader, Poisson, PrivateStep
+from dpmac_cli import Poisson, PrivateStep
+from dpmac_cli.dp.clipping.batches import samples_in
+from dpmac_cli.training.loading import Drawn
 
 #: Its types differ between versions.
 hf: Any = transformers
@@ -221,13 +224,18 @@ def measure(name: str, kind: Kind, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch = kind.build(), kind.records()
     plain = plain_step(copy.deepcopy(model), kind.loss)
-    sampling = OwnLoader(Poisson(n=RECORDS, batch_size=BATCH))
+    sampling = Poisson(n=RECORDS, batch_size=BATCH)
     settings: dict[str, Any] = {"sigma": 1.0, "lr": 1e-3, "optimizer": "dp-adam", "seed": 0}
-    private = PrivateStep(
-        model, kind.loss, sampling=sampling, steps=1000, physical_batch=BATCH, **settings
-    )
+    settings |= {"example": batch, "steps": 1000, "physical_batch": BATCH}
+    private = PrivateStep(model, kind.loss, sampling=sampling, **settings)
+
+    def privately(rows: Batch) -> None:
+        records = np.arange(samples_in(rows))
+        private._drawn = Drawn.of(private.taken + 1, records, rows)  # without reading any
+        private(rows)
+
     batches = [batch, {key: tensor[1:] for key, tensor in batch.items()}]  # as drawn, sizes differ
-    steps = {"plain": by_turns(plain, batches), "private": by_turns(private, batches)}
+    steps = {"plain": by_turns(plain, batches), "private": by_turns(privately, batches)}
     for step in steps.values():
         step()
     times = {kind: steps_in(TURN, spent(step).wall) for kind, step in steps.items()}

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.sampling import BatchSampling, OwnLoader, StatedSizes
+from dpmac_cli.accounting.sampling import BatchSampling
 from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.plan import PrivacyPlan, StepsPlan
 from dpmac_cli.config.resolve import resolve_batches
@@ -41,8 +41,7 @@ from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, joined, part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import BudgetError, DivergedError, InputError, ModelError, raise_errors
-from dpmac_cli.models.trial import BatchLoss, Objective
-from dpmac_cli.models.validation import trained_parts, validate_objective
+from dpmac_cli.models.validation import BatchLoss, Objective, trained_parts, validate_objective
 from dpmac_cli.optim import Optimizer
 from dpmac_cli.randomness.keystream import KEY_BYTES, Unshared, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
@@ -242,22 +241,6 @@ class Step(Unshared):
             self.sums.unchanged.check()
         self.sums.unchanged.check_values()
 
-    def public_values(self) -> dict[str, float]:
-        """Return post-noise quantities for logs. Synchronises with the device.
-
-        ``noise_norm`` is the expected norm of the noise in the next private mean,
-        ||b|| sigma / B: a function of public values, unlike the norm of the actual noise.
-        """
-        state, mechanism = self.state, self.mechanism
-        region, d = state.region, state.theta.numel()
-        scale = region.scale.double().square().sum().item() * (d if region.is_ball else 1)
-        ratio = mechanism.noise_multiplier / mechanism.expected_batch
-        values = {"noise_norm": scale**0.5 * ratio if ratio else 0.0}
-        if not region.is_ball and state.step > 0:
-            values |= self.geometry.measures(region)
-            values["centre_over_scale_norm"] = (region.centre / region.scale).double().norm().item()
-        return values
-
 
 def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
     """Raise ModelError if the mechanism's rounding could exceed the margin of the clipping."""
@@ -418,18 +401,9 @@ class PrivateProgram(Unshared):
             )
 
 
-class _Saved(TypedDict):
-    """State of a :class:`.PrivateStep`, with tensors on the CPU. No key is in it.
-
-    ``trainings`` are those of the network, the last of which is the one that was saved.
-    """
-
-    tensors: dict[str, Tensor]
-    numbers: dict[str, Any]
-    trainings: list[dict[str, Any]]
-    structure: Any
-    public: Any
-    lr: float
+#: Entries of the state of a :class:`.PrivateStep`, with tensors on the CPU. No key is in it.
+#: ``trainings`` are those of the network, the last of which is the one that was saved.
+SAVED = frozenset({"tensors", "numbers", "trainings", "structure", "public", "lr"})
 
 
 class PrivateStep(PrivateProgram):
@@ -447,8 +421,7 @@ class PrivateStep(PrivateProgram):
             views of one vector.
         loss: ``loss(model, batch)`` returns one loss per record, a tensor of shape (records,). The
             loss of a record must not depend on the others, which is validated.
-        sampling: how batches are drawn, such as :class:`~dpmac_cli.Poisson`; or
-            :class:`~dpmac_cli.OwnLoader`, if they are not those of :meth:`loader`.
+        sampling: how batches are drawn, such as :class:`~dpmac_cli.Poisson`.
         example: a public batch of at least one row, with the shapes and types of the records. Its
             integers are used to validate the network. By default they are 0 and 1, and the shapes
             those of the first record.
@@ -461,7 +434,7 @@ class PrivateStep(PrivateProgram):
             added. If there is no ``example``, the first batch is awaited.
     """
 
-    __slots__ = ("_drawn", "_loss", "_model", "_sampling", "_sizes", "_structure", "_sums")
+    __slots__ = ("_drawn", "_loss", "_model", "_sampling", "_structure", "_sums")
     _plan: StepsPlan
 
     def __init__(
@@ -469,14 +442,13 @@ class PrivateStep(PrivateProgram):
         model: nn.Module,
         loss: BatchLoss,
         *,
-        sampling: BatchSampling | OwnLoader,
+        sampling: BatchSampling,
         example: Batch | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__()
         _check_arguments(model, loss, sampling, keywords)
         self._model, self._loss, self._sampling = model, loss, sampling
-        self._sizes = StatedSizes(sampling) if isinstance(sampling, OwnLoader) else None
         earlier = carried_by(model, loss)
         check_composable(earlier, RECORD_UNIT)
         named = {
@@ -499,11 +471,6 @@ class PrivateStep(PrivateProgram):
         """Return the network. Every step sets it to training mode."""
         return self._model
 
-    @property
-    def statement(self) -> str:
-        """Return the meaning of the guarantee, and who is responsible for the sampling."""
-        return f"{super().statement}{self._sampling.caveat}"
-
     def loader(
         self, dataset: Any, collate_fn: Collate | None = None, *, workers: int = 0
     ) -> Iterator[Batch]:
@@ -525,11 +492,6 @@ class PrivateStep(PrivateProgram):
                 a ``Subset`` may have it, or one cannot be used.
             ModelError: see :class:`PrivateStep`.
         """
-        if isinstance(self._sampling, OwnLoader):
-            raise InputError(
-                "This PrivateStep was told that your own loader draws the batches. Call it with "
-                "them, or use sampling=Poisson(...) to let dpmac draw them."
-            )
         _check_size(size := len(dataset), self._sampling)
         check_copies(dataset)
         records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
@@ -540,15 +502,10 @@ class PrivateStep(PrivateProgram):
             self._prepare(structure)
         return self._drawn_from(records, structure, workers)
 
-    def _draws(self) -> Sampler:
-        assert isinstance(self._sampling, BatchSampling)  # noqa: S101
-        return self._sampling.draws(
-            self._keys.sampler, secure=self._plan.settings.secure, base=self._base
-        )
-
     def _drawn_from(self, records: OneByOne, structure: Structure, workers: int) -> Iterator[Batch]:
-        remaining = range(self.taken + 1, self._steps + 1)
-        for drawn in batches(records, self._draws(), structure, remaining, workers):
+        secure, remaining = self._plan.settings.secure, range(self.taken + 1, self._steps + 1)
+        sampler = self._sampling.draws(self._keys.sampler, secure=secure, base=self._base)
+        for drawn in batches(records, sampler, structure, remaining, workers):
             self._drawn = drawn
             yield drawn.batch
 
@@ -556,8 +513,7 @@ class PrivateStep(PrivateProgram):
         """Clip, add noise and update the weights; return the step number.
 
         Args:
-            batch: a batch of :meth:`loader`, unchanged; or with :class:`~dpmac_cli.OwnLoader`, any
-                batch of the same structure.
+            batch: a batch of :meth:`loader`, unchanged.
 
         Raises:
             BudgetError: all steps that the privacy budget covers have begun.
@@ -568,9 +524,10 @@ class PrivateStep(PrivateProgram):
             RunError: memory ran out with a single record, or the device failed.
         """
         self._check_budget()
-        records, rows = self._checked(batch)
-        step = self._step or self._prepare(Structure.of(rows))
-        with self._sums.given(records, rows):
+        drawn, step = self._drawn, self._step
+        if drawn is None or step is None or not drawn.is_of(self.taken + 1, batch):
+            raise InputError(NOT_DRAWN)
+        with self._sums.given(drawn.records, drawn.rows):
             number = step.take()
         self._drawn = None
         return number
@@ -586,7 +543,7 @@ class PrivateStep(PrivateProgram):
         if self._step is None or self._structure is None:
             raise InputError("There is no state before the first step. Save it after a step.")
         state = self._step.state
-        saved: _Saved = {
+        return {
             "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
             "numbers": state.numbers(),
             "trainings": [training.as_json() for training in (*self._earlier, self._step.training)],
@@ -594,7 +551,6 @@ class PrivateStep(PrivateProgram):
             "public": self._structure.keep,
             "lr": self.lr,
         }
-        return dict(saved)
 
     def load_state_dict(self, saved: Mapping[str, Any], *, taken: int) -> None:
         """Continue a training with new noise and batches.
@@ -618,8 +574,8 @@ class PrivateStep(PrivateProgram):
                 "A state is loaded into a new PrivateStep on a network that was not trained "
                 "before. Create both again."
             )
-        state = _checked_state(saved)
-        *earlier, last = map(Training.of_json, state["trainings"])
+        _check_state(saved)
+        *earlier, last = map(Training.of_json, saved["trainings"])
         if not last.begun <= taken <= last.event.steps:
             raise InputError(
                 f"taken is {taken}, but the state holds {last.begun} of {last.event.steps} steps. "
@@ -627,30 +583,19 @@ class PrivateStep(PrivateProgram):
             )
         self._earlier = (*earlier, replace(last, begun=taken))
         check_composable(self._earlier, RECORD_UNIT)
-        privacy, step = self.privacy, state["numbers"]["step"]
+        privacy, step = self.privacy, saved["numbers"]["step"]
         rest = privacy.event_of(max(0, self._steps - step))
         budget = min(privacy.max_epsilon, privacy.target or math.inf)
         with suppress(BudgetError):
             self._steps = step
             self._steps += affordable_steps(rest, privacy.delta, budget, self._before)
-        self._base, self.lr = step, state["lr"]
+        self._base, self.lr = step, saved["lr"]
         self._keys = make_keys(self._plan.settings.seed, base=step, part=len(self._earlier))
-        structure = Structure(state["structure"], state["public"])
+        structure = Structure(saved["structure"], saved["public"])
         made = self._prepare(structure.to(_device_of(self._model)))
         for training in self._earlier:
             attach(self._model, training)
-        made.state.restore(state["tensors"], state["numbers"])
-
-    def _checked(self, batch: Batch) -> tuple[Indices, Batch]:
-        """Return the numbers of the records of a batch, and its rows. Raises InputError."""
-        if self._sizes is not None:
-            check_rows(batch, self._structure)
-            self._sizes.check(samples_in(batch))
-            return np.arange(samples_in(batch)), batch
-        drawn = self._drawn
-        if drawn is None or not drawn.is_unchanged(batch) or drawn.step != self.taken + 1:
-            raise InputError(NOT_DRAWN)
-        return drawn.records, drawn.rows
+        made.state.restore(saved["tensors"], saved["numbers"])
 
     def _prepare(self, structure: Structure) -> Step:
         """Validate the network and the loss on a structure, and build what takes the steps."""
@@ -693,10 +638,10 @@ def _check_arguments(
             f"loss must be a function loss(model, batch) that returns one loss per record, not a "
             f"{type(loss).__name__}."
         )
-    if not isinstance(sampling, (BatchSampling, OwnLoader)):
+    if not isinstance(sampling, BatchSampling):
         errors.append(
             "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256), "
-            f"RandomAllocation(...), Cyclic(...) or OwnLoader(...), not {sampling!r}."
+            f"RandomAllocation(...) or Cyclic(...), not {sampling!r}."
         )
     errors += [
         f"PrivateStep has no setting '{name}'. It has {', '.join(SETTINGS_OF_STEP)}."
@@ -728,18 +673,15 @@ def _check_size(size: int, sampling: BatchSampling) -> None:
         )
 
 
-def _checked_state(given: object) -> _Saved:
-    """Return a state of :class:`.PrivateStep`. Raises InputError if it is not one."""
-    known = _Saved.__required_keys__
-    missing = sorted(known - given.keys()) if isinstance(given, Mapping) else sorted(known)
-    if missing:
+def _check_state(given: object) -> None:
+    """Raise InputError for what is not a state of :class:`.PrivateStep`."""
+    if missing := sorted(SAVED - (given.keys() if isinstance(given, Mapping) else set())):
         raise InputError(
             f"This is not a state of PrivateStep: it has no {', '.join(missing)}. Pass what "
             "step.state_dict() returned, or what torch.load read of it. The state_dict of a "
             "network goes to network.load_state_dict(...), which does not know what its training "
             "cost."
         )
-    return cast(_Saved, given)
 
 
 class ClippedGrad:

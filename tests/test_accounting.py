@@ -261,11 +261,6 @@ def test_what_runs_of_other_epochs_cost_is_added_up() -> None:
     assert total_epsilon(halves, DELTA) == total_epsilon((long,), DELTA)
 
 
-def test_an_earlier_name_of_a_sampler_is_read() -> None:
-    old = TrainingEvent(0.1, 1.0, 10, "balls-in-bins", 10)
-    assert old == TrainingEvent(0.1, 1.0, 10, "random-allocation", 10)
-
-
 #: No order above it is the best one in the tests below.
 MOST_ORDER = 40
 

@@ -1,10 +1,8 @@
 """The loop around the steps: when it scores, when it ends, and what it says."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, confusion_matrix, recall_score
@@ -15,7 +13,6 @@ from dpmac_cli.data.dataset import Split
 from dpmac_cli.dp.clipping import layers
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import DivergedError
-from dpmac_cli.optim.optimizer import OPTIMIZERS, InBall
 from dpmac_cli.runs import loop
 from dpmac_cli.runs.loop import Evaluated, Progress, fit
 from dpmac_cli.runs.trainer import Trainer
@@ -25,8 +22,6 @@ from tests.conftest import every_optimizer
 from tests.helpers import (
     CLASSES,
     DIMENSION,
-    MECHANISM,
-    PLAN,
     Batches,
     KeptNoise,
     Spy,
@@ -133,7 +128,6 @@ def test_scores_after_each_epoch_and_at_the_end() -> None:
     assert seconds == sorted(set(seconds))
     assert isinstance(events[-1].result, Evaluation)
     assert facts(events[-1].result) == score(trainer)
-    assert events[-1].public == trainer.public_values()
 
 
 def test_scores_are_of_the_step_they_name() -> None:
@@ -190,45 +184,6 @@ def test_divergence_is_an_error(name: str) -> None:
     events = fit(make_trainer(name, plan=T, lr=math.inf), never)
     with pytest.raises(DivergedError, match=r"diverged: after step 5 .*--lr"):
         list(events)
-
-
-# What it says.
-
-
-@pytest.mark.privacy
-@every_optimizer
-def test_public_values_are_post_noise(name: str) -> None:
-    trainer = make_trainer(name, GaussianMechanism(1.5, 8))
-    walk(trainer, 6)
-    public, region = trainer.public_values(), trainer.state.region
-    keys = {"noise_norm"}
-    if not issubclass(OPTIMIZERS[name], InBall):
-        keys |= {"share_h1", "share_h2", "centre_over_scale_norm"}
-        ratio = (region.centre / region.scale).norm().item()
-        assert public["centre_over_scale_norm"] == pytest.approx(ratio)
-        assert 0 <= public["share_h1"] + public["share_h2"] <= 1
-    assert set(public) == keys
-    assert all(type(value) is float and math.isfinite(value) for value in public.values())
-    b = np.broadcast_to(region.scale.numpy(), trainer.state.theta.shape)
-    assert public["noise_norm"] == pytest.approx(float(np.linalg.norm(b)) * 1.5 / 8)
-
-
-@pytest.mark.privacy
-def test_the_norm_of_the_noise_is_expected_not_drawn() -> None:
-    """The norm drawn would tell something of the private sum."""
-    values = []
-    for seed in range(3):
-        trainer = make_trainer("dp-sgd", seed=seed)
-        trainer.step()
-        values.append(trainer.public_values()["noise_norm"])
-    assert len(set(values)) == 1
-
-
-def test_without_privacy_there_is_no_noise() -> None:
-    quiet = replace(MECHANISM, noise_multiplier=0.0)
-    trainer = make_trainer("dp-macadam", quiet, plan=replace(PLAN, private=False))
-    trainer.step()
-    assert trainer.public_values() == {"noise_norm": 0.0}
 
 
 # Blocks.

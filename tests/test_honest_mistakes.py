@@ -1,7 +1,7 @@
 """Mistakes of honest people that would make a printed epsilon false, at every door."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dpmac_cli import (
     ArrayData,
-    Cyclic,
     InputError,
     ModelError,
-    OwnLoader,
     Poisson,
     PrivateStep,
-    RandomAllocation,
+    ball,
+    clipped_grad,
     finish,
     from_dataframe,
     from_torch,
@@ -32,7 +31,6 @@ from dpmac_cli import (
     train,
     tune,
 )
-from dpmac_cli.accounting.sampling import BatchSampling, StatedSizes
 from dpmac_cli.accounting.statements import statement
 from dpmac_cli.data.schema import InMemoryData, Source
 from dpmac_cli.studies.grid import plan as grid_of
@@ -205,53 +203,6 @@ def test_copies_that_a_split_would_separate_are_counted() -> None:
     assert "of training records among test records" in said
 
 
-# Batches that were not drawn as stated.
-
-
-def sizes_refused_after(stated: BatchSampling, sizes: Iterator[int], most: int = 4000) -> int:
-    """The number of batches that are accepted, at most ``most``."""
-    check = StatedSizes(OwnLoader(stated))
-    for number, size in zip(range(most), sizes, strict=False):
-        try:
-            check.check(size)
-        except InputError:
-            return number
-    return most
-
-
-@pytest.mark.parametrize("n", [1000, 10_000, 60_000])
-@pytest.mark.parametrize("kind", [Poisson, RandomAllocation, Cyclic])
-def test_shuffled_batches_are_not_drawn_as_stated(n: int, kind: type[BatchSampling]) -> None:
-    def shuffled() -> Iterator[int]:
-        while True:
-            yield from map(len, DataLoader(range(n), batch_size=128, shuffle=True))  # type: ignore[arg-type]
-
-    few = 16 if kind is Cyclic and n == 1000 else 12
-    accepted = sizes_refused_after(kind(n=n, batch_size=128), shuffled(), 100)
-    assert accepted <= few or kind is Cyclic
-
-
-@pytest.mark.parametrize("batch", [1, 7, 128, 500, 999, 1000])
-@pytest.mark.parametrize("kind", [Poisson, RandomAllocation, Cyclic])
-def test_batches_that_are_drawn_as_stated_are_accepted(
-    batch: int, kind: type[BatchSampling]
-) -> None:
-    stated = kind(n=1000, batch_size=batch)
-    for key in range(3):
-        draws = stated.draws(bytes([key]) * 32)
-        steps = range(1, 400)
-        assert sizes_refused_after(stated, (len(draws.draw(t)) for t in steps), 399) == 399
-
-
-def test_a_step_with_a_shuffling_loader_is_refused() -> None:
-    stated = OwnLoader(Poisson(n=600, batch_size=30))
-    step = PrivateStep(network(), loss, sampling=stated, **{**STEPS, "steps": 40})
-    loader = DataLoader(records(600), batch_size=30, shuffle=True)
-    with pytest.raises(InputError, match=r"batches have one size.*DataLoader\(shuffle=True\)"):
-        list(map(step, map(tuple, loader)))
-    assert step.taken < 20
-
-
 # Several processes.
 
 
@@ -278,10 +229,10 @@ def test_one_training_in_each_of_several_processes_is_refused(
 
 def test_a_group_that_is_formed_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     private = make_private(digits_network(), "digits", **CHEAP)
-    step = PrivateStep(network(), loss, sampling=OwnLoader(Poisson(n=60, batch_size=6)), **STEPS)
+    step = PrivateStep(network(), loss, sampling=Poisson(n=60, batch_size=6), **STEPS)
+    batch = next(iter(step.loader(records())))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    batch = tuple(part[:5] for part in records().tensors)
     for take in (private.step, lambda: step(batch)):
         with pytest.raises(InputError, match="one of 2 processes"):
             take()
@@ -559,6 +510,6 @@ def test_logits_in_an_object_are_taken_and_what_is_frozen_is_said() -> None:
 
 
 def test_a_batch_of_another_type_says_what_to_use() -> None:
-    step = PrivateStep(network(), loss, sampling=OwnLoader(Poisson(n=60, batch_size=6)), **STEPS)
+    clipped = clipped_grad(network(), loss, ball(1.0), batch_size=6)
     with pytest.raises(InputError, match="Use dicts, lists or tuples of tensors"):
-        step(Output(torch.zeros(3, 3)))
+        clipped(Output(torch.zeros(3, 3)))

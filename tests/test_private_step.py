@@ -25,7 +25,6 @@ from dpmac_cli import (
     InputError,
     ModelError,
     Noise,
-    OwnLoader,
     Poisson,
     PrivateStep,
     RandomAllocation,
@@ -552,10 +551,10 @@ def test_a_training_for_an_epsilon_keeps_to_it() -> None:
 
 @pytest.mark.privacy
 def test_a_state_may_be_loaded_with_other_settings(saved: dict[str, Any]) -> None:
-    other = OwnLoader(Poisson(n=20 * RECORDS, batch_size=BATCH))
+    other = Poisson(n=RECORDS, batch_size=BATCH // 2)
     step = PrivateStep(reader(), loss, sampling=other, **{**SETTINGS, "sigma": 2.0})
     step.load_state_dict(saved, taken=3)
-    step(torch.utils.data.default_collate([Notes()[i] for i in range(BATCH)]))
+    step(next(iter(step.loader(Notes()))))
     events = (POISSON.event(SIGMA, 3), other.event(2.0, 1))
     assert step.epsilon == total_epsilon(events, step.delta)
     new = PrivateStep(step.model, loss, sampling=POISSON, **SETTINGS)
@@ -589,10 +588,6 @@ def test_what_is_not_a_state_is_refused(saved: dict[str, Any]) -> None:
     for given in odd:
         with pytest.raises(InputError, match="This is not a state of PrivateStep"):
             started().load_state_dict(given, taken=2)
-
-
-def own(n: int = RECORDS, batch_size: int = BATCH) -> OwnLoader:
-    return OwnLoader(Poisson(n=n, batch_size=batch_size))
 
 
 def sampled(sampling: Any) -> PrivateStep:
@@ -649,40 +644,6 @@ def test_cyclic_batches_are_the_same_in_every_epoch_and_priced_as_such() -> None
     assert sum(map(len, found[:epoch])) == RECORDS
     assert step.event == sampling.event(SIGMA, len(found))
     assert "cyclic steps (each" in step.statement
-
-
-@pytest.mark.privacy
-def test_a_loader_of_ones_own_is_priced_as_stated_and_the_statement_says_so() -> None:
-    stated = OwnLoader(RandomAllocation(n=RECORDS, batch_size=BATCH))
-    step = PrivateStep(reader(), loss, sampling=stated, **SETTINGS)
-    batch = torch.utils.data.default_collate([Notes()[i] for i in range(BATCH)])
-    step(batch)
-    step({name: t[:5] for name, t in batch.items()})
-    assert step.event == stated.drawn_as.event(SIGMA, 2)
-    assert "dpmac did not draw them" in step.statement
-    assert "dpmac" not in started().statement
-    with pytest.raises(InputError, match="your own loader draws"):
-        step.loader(Notes())
-    with pytest.raises(InputError, match="different numbers of rows"):
-        step({**batch, "labels": batch["labels"][:3]})
-    with pytest.raises(InputError, match="other parts, shapes or types"):
-        step({**batch, "input_ids": batch["input_ids"][:, :3]})
-    assert step.event.steps == 2
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("rows", "n", "said"),
-    [(RECORDS + 1, RECORDS, "more rows than"), (RECORDS, 100_000, "many times more records")],
-)
-def test_a_batch_of_ones_own_that_was_not_drawn_as_stated_is_refused(
-    rows: int, n: int, said: str
-) -> None:
-    notes = Notes()
-    step = sampled(own(n))
-    batch = torch.utils.data.default_collate([notes[i % RECORDS] for i in range(rows)])
-    with pytest.raises(InputError, match=said):
-        step(batch)
 
 
 def test_no_setting_can_be_assigned_without_an_effect() -> None:
@@ -793,22 +754,18 @@ def in_a_fork(work: Callable[[], object]) -> object:
     return found
 
 
-def stepping(*, example: bool) -> PrivateStep:
-    """Return a ``PrivateStep`` for ``OwnLoader``, with or without an example of a batch."""
+def stepping() -> PrivateStep:
     torch.set_num_threads(1)  # a fork has no other threads
-    row = {name: part.unsqueeze(0) for name, part in Notes()[0].items()} if example else None
-    settings = {**SETTINGS, "seed": None}
-    return PrivateStep(reader(), loss, sampling=OwnLoader(POISSON), example=row, **settings)
+    return PrivateStep(reader(), loss, sampling=POISSON, **{**SETTINGS, "seed": None})
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("example", [True, False])
-def test_a_copy_of_the_process_adds_no_noise(example: bool) -> None:
+def test_a_copy_of_the_process_adds_no_noise() -> None:
     """It has the same keys: the difference of the two releases would have no noise."""
     before = torch.get_num_threads()
     try:
-        step = stepping(example=example)
-        batch = default_collate([Notes()[i] for i in range(BATCH)])
+        step = stepping()
+        batch = next(iter(step.loader(Notes())))
         assert "in another process, of which this one is a copy" in str(
             in_a_fork(lambda: step(batch))
         )
@@ -818,10 +775,9 @@ def test_a_copy_of_the_process_adds_no_noise(example: bool) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("example", [True, False])
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_training_cannot_be_copied(example: bool, copied: Callable[[Any], Any]) -> None:
-    step = stepping(example=example)
+def test_a_training_cannot_be_copied(copied: Callable[[Any], Any]) -> None:
+    step = stepping()
     images, labels = load_digits(return_X_y=True)
     data = ArrayData(images, labels, classes="0123456789", low=0, high=16)
     private = make_private(nn.Linear(64, 10), data, sigma=SIGMA, steps=2, device="cpu")

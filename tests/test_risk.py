@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from scipy.stats import beta as beta_distribution
 from scipy.stats import norm
 
-from dpmac_cli.accounting import curves
-from dpmac_cli.accounting.accountants import FINE, loss_distribution, total_epsilon
+from dpmac_cli.accounting import accountants
+from dpmac_cli.accounting.accountants import FINE, POINTS, loss_distribution, total_epsilon
 from dpmac_cli.accounting.allocation import gaussian_deltas
-from dpmac_cli.accounting.curves import POINTS
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.accounting.risk import (
     FALSE_POSITIVE_RATES,
@@ -159,10 +158,10 @@ def test_mu_of_full_batches_is_that_of_the_mechanism(sigma: float, steps: int) -
 def test_mu_covers_every_delta_down_to_the_least(
     event: TrainingEvent, points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(curves, "POINTS", points)
-    curves.delta_curve.cache_clear()
+    monkeypatch.setattr(accountants, "EPSILONS", points)
+    accountants.delta_curve.cache_clear()
     mu = gaussian_mu((event,))
-    curves.delta_curve.cache_clear()
+    accountants.delta_curve.cache_clear()
     epsilons = np.linspace(0, total_epsilon((event,), 1e-10), 3001)
     deltas = loss_distribution(merged((event,)), FINE).deltas(epsilons)
     slack = 1e-13  # of both computations

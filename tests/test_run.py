@@ -104,7 +104,7 @@ def test_the_written_config_and_the_seed_repeat_the_run(optimizer: str) -> None:
     first = train_digits(optimizer=optimizer, seed=SEED, lr=1 / 30, physical_batch=50)
     again = train_digits(first.folder / "config.yaml", seed=SEED)
     assert same_weights(first.folder, again.folder)
-    for part in ("test", "privacy", "hyperparameters", "post_noise"):
+    for part in ("test", "privacy", "hyperparameters"):
         assert first.report[part] == again.report[part]
     assert not same_weights(first.folder, train_digits(optimizer=optimizer, seed=SEED + 1).folder)
 
@@ -328,7 +328,6 @@ SUSPICIOUS = re.compile(
 )
 #: What holds such a word and may be published: public, post-noise, or of the test set.
 PUBLIC = {
-    "centre_over_scale_norm",
     "dataset.train_size",
     "hyperparameters.batch_size",
     "input.mean",
@@ -336,11 +335,6 @@ PUBLIC = {
     "machine.physical_batch",
     "model.fix_norm",
     "model.independence.statement",
-    "noise_norm",
-    "post_noise.centre_over_scale_norm",
-    "post_noise.noise_norm",
-    "post_noise.share_h1",
-    "post_noise.share_h2",
     "privacy.accountant",
     "privacy.sampler",
     "privacy.sampling_rate",
@@ -349,8 +343,6 @@ PUBLIC = {
     "privacy.seed_policy.given",
     "privacy.seed_policy.statement",
     "privacy.statement",
-    "share_h1",
-    "share_h2",
     "state",
     "test.loss",
     "recipe.loss",  # its name

@@ -36,7 +36,7 @@ CACHED = {
     "accounting.accountants.loss_distribution": "at most 2 loss distributions, of public numbers",
     "accounting.allocation.likelihood_ratios": "at most 2 distributions, of public numbers",
     "accounting.calibration.calibrate_noise": "numbers",
-    "accounting.curves.delta_curve": "at most 4 curves of loss distributions, of public numbers",
+    "accounting.accountants.delta_curve": "at most 4 curves, of public numbers",
     "accounting.risk.assess_risk": "numbers and sentences",
     "accounting.selection._log_weight": "numbers",
     "accounting.selection._surcharge": "numbers",

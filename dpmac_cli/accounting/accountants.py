@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -42,6 +42,10 @@ BLOCK = 300
 ROUNDING = 1e-15
 #: Deltas below this many times the least one are also bounded by RDP, which can be tighter there.
 NEAR = 100
+#: Largest epsilon of the grid, and its number of points, which differ by 0.1%.
+LARGEST_EPSILON, EPSILONS = 700.0, 20_000
+#: A grid of epsilons from 0, and upper bounds on delta at each, which never rise.
+Curve = tuple[Any, Any]
 ENDLESS = 1e9  # above every loss on a grid
 #: Costs to remember: a calibration asks for dozens, and a grid or a schedule repeats them.
 REMEMBERED = 4096
@@ -250,3 +254,43 @@ def _repeated(pld: Any, times: int) -> Any:
     blocks, rest = divmod(times, BLOCK)
     most = pld.self_compose(BLOCK).self_compose(blocks)
     return most.compose(pld.self_compose(rest)) if rest else most
+
+
+@functools.lru_cache(maxsize=4)
+def delta_curve(parts: tuple[TrainingEvent, ...]) -> Curve:
+    """Return a grid of epsilons from 0, and upper bounds on delta at each, for merged events."""
+    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+
+    epsilons = np.append(0.0, np.geomspace(1e-6, LARGEST_EPSILON, EPSILONS))
+    if noiseless(parts):
+        return epsilons, np.ones_like(epsilons)
+    check_noise(parts)
+    deltas = np.zeros_like(epsilons)
+    with np.errstate(over="ignore"):
+        for split in by_records(parts):
+            losses = loss_distribution(split, FINE)
+            deltas = np.maximum(deltas, losses.deltas(epsilons))
+    falling = np.maximum.accumulate(deltas[::-1])[::-1]
+    return epsilons, np.clip(falling, 0.0, 1.0)
+
+
+def type_two_errors(curve: Curve, thinning: int = 1) -> Callable[[float], float]:
+    """Return a lower bound on the type II error, a convex function of the type I error.
+
+    For every epsilon and its delta, a test with errors alpha and beta satisfies
+    ``alpha + e^epsilon beta >= 1 - delta`` and the same with alpha and beta exchanged (Wasserman
+    and Zhou 2010; Dong, Roth and Su 2022). Each is a valid bound, so the maximum over a grid is a
+    bound, too.
+
+    With ``thinning``, only every k-th grid point is used, which is faster but less tight.
+    """
+    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+
+    epsilons, deltas = (values[::thinning] for values in curve)
+    factors, kept = np.exp(epsilons), 1 - deltas
+
+    def beta(alpha: float) -> float:
+        found = max((kept - factors * alpha).max(), ((kept - alpha) / factors).max(), 0.0)
+        return float(found)
+
+    return beta

@@ -47,8 +47,6 @@ SAMPLERS: Mapping[str, Sampling] = {
 }
 #: Splits of the records. No record is in both.
 SPLITS = ("training", "test")
-#: Earlier names, which are still accepted.
-ALIASES: Mapping[str, str] = {"balls-in-bins": "random-allocation"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class TrainingEvent:
         sampling_rate: q = B/n, in [0, 1].
         noise_multiplier: sigma, standard deviation of the noise over the clipping norm, >= 0.
         steps: number T of steps that used data (including empty batches), >= 0.
-        sampler: a key of :data:`SAMPLERS`; earlier names are replaced.
+        sampler: a key of :data:`SAMPLERS`.
         steps_per_epoch: ceil(n/B); only used if a record is in one batch of each epoch.
         records: split that it uses, "training" or "test". No record is in both, so events on one
             split have no privacy cost for records of the other (parallel composition).
@@ -77,7 +75,6 @@ class TrainingEvent:
     records: str = "training"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sampler", ALIASES.get(self.sampler, self.sampler))
         raise_errors(self._faults())
 
     def _faults(self) -> Iterator[str]:

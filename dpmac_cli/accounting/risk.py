@@ -13,12 +13,12 @@ so the maximum over a grid is a bound, too.
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from dpmac_cli.accounting import accountants
-from dpmac_cli.accounting.curves import Curve, delta_curve, type_two_errors
+from dpmac_cli.accounting.accountants import Curve, delta_curve, type_two_errors
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.accounting.selection import Done, Search, epsilon_of
 from dpmac_cli.accounting.statements import RECORD, format_epsilon, short
@@ -124,12 +124,7 @@ def trade_off(done: Done, alphas: Iterable[float]) -> Any:
     """Return lower bounds on the type II error at given type I errors, a float64 array."""
     import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
-    return np.array(list(map(trade_off_curve(done), alphas)))
-
-
-def trade_off_curve(done: Done, thinning: int = 1) -> Callable[[float], float]:
-    """Return a lower bound on the type II error, see :func:`type_two_errors`."""
-    return type_two_errors(_curve(done), thinning)
+    return np.array(list(map(type_two_errors(_curve(done)), alphas)))
 
 
 def gaussian_mu(done: Done) -> float:

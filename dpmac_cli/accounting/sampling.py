@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import raise_errors
 from dpmac_cli.randomness.sampling import KeyedSampler
 
 
@@ -25,8 +25,6 @@ class BatchSampling:
     batch_size: int
     #: Key of :data:`~dpmac_cli.accounting.events.SAMPLERS`.
     sampler: ClassVar[str] = "poisson"
-    #: What a statement of the guarantee adds on who is responsible for the sampling.
-    caveat: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         counts = {"n": self.n, "batch_size": self.batch_size}
@@ -87,79 +85,3 @@ class Cyclic(BatchSampling):
     """
 
     sampler: ClassVar[str] = "cyclic"
-
-
-@dataclass(frozen=True)
-class OwnLoader:
-    """Batches of your own loader, which you state to be drawn in a certain way.
-
-    Epsilon is right only if the statement is: a loader that shuffles the records and cuts them into
-    batches of one size, as ``DataLoader(shuffle=True)`` does, draws like none of
-    :class:`Poisson`, :class:`RandomAllocation` and :class:`Cyclic`, and is refused. So is what a
-    batch consists of: one row for each record.
-
-    Args:
-        drawn_as: how the loader draws.
-    """
-
-    drawn_as: BatchSampling
-    #: See :class:`BatchSampling`.
-    caveat: ClassVar[str] = (
-        " The batches came from a loader of the program, which states that it draws them in this "
-        "way; dpmac did not draw them and cannot check it."
-    )
-
-    @property
-    def n(self) -> int:
-        """Return the number of training records."""
-        return self.drawn_as.n
-
-    @property
-    def batch_size(self) -> int:
-        """Return the expected batch size B."""
-        return self.drawn_as.batch_size
-
-    @property
-    def sampler(self) -> str:
-        """Return the key of :data:`~dpmac_cli.accounting.events.SAMPLERS`."""
-        return self.drawn_as.sampler
-
-    def event(self, sigma: float, steps: int) -> TrainingEvent:
-        """Return the privacy event that is stated."""
-        return self.drawn_as.event(sigma, steps)
-
-
-class StatedSizes:
-    """Batch sizes of a program's own loader, compared with the way in which it states to draw.
-
-    However it draws, sizes differ from batch to batch. A bet that half of all batches have the size
-    of the one before is fair or worse if they are drawn as stated, so it grows a billion times with
-    probability at most 1e-9 (Ville's inequality).
-    """
-
-    def __init__(self, stated: OwnLoader) -> None:
-        spread = stated.batch_size * (1 - stated.batch_size / stated.n)  # variance of a size
-        self._same = min(1.0, 0.5 / math.sqrt(max(spread, 0.25)))  # bounds how often one repeats
-        self._n, self._last, self._odds = stated.n, -1, 1.0
-        cyclic = isinstance(stated.drawn_as, Cyclic)  # later epochs repeat the sizes of the first
-        self._bets = stated.drawn_as.steps_per_epoch if cyclic else math.inf
-
-    def check(self, rows: int) -> None:
-        """Raise InputError for a batch that was not drawn as stated."""
-        if rows > self._n:
-            raise InputError(
-                f"The batch has more rows than there are records, n={self._n:,}, so a record is in "
-                "it more than once, and moves the step by more than epsilon covers. Draw each "
-                "record at most once."
-            )
-        if self._last >= 0 and self._same < 1 / 2 and self._bets > 1:
-            self._odds *= 0.5 / (self._same if rows == self._last else 1 - self._same)
-            self._bets -= 1
-        self._last = rows
-        if self._odds > 1e9:
-            raise InputError(
-                "Almost all batches have one size, so they were not drawn as stated, and epsilon "
-                "would be too small: loaders such as DataLoader(shuffle=True) cut shuffled records "
-                "into batches of one size. Let dpmac draw them: sampling=Poisson(n=..., "
-                "batch_size=...) and step.loader(dataset, collate_fn, workers=...)."
-            )

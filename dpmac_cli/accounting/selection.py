@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from dpmac_cli.accounting import accountants
-from dpmac_cli.accounting.curves import Curve, delta_curve, type_two_errors
+from dpmac_cli.accounting.accountants import Curve, delta_curve, type_two_errors
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.errors import raise_errors
 

@@ -60,13 +60,12 @@ def search_statement(epsilon: float, delta: float, search: Search, unit: str = R
         return NO_PRIVACY
     promise = meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
     trials, one = search.trials, format_epsilon(search.trial_epsilon(delta))
-    most = "" if trials.most is None else f", at most {trials.most:,}"
     return (
         f"{promise} This is for a whole search: the best of a secret random number of trials (mean "
-        f"{trials.mean:g}{most}), each with settings drawn at random and a covered score. One "
-        f"trial alone costs epsilon {one}. The number of {short(unit)}s is public. Measured times "
-        "are not covered, nor what was computed from these records before. Other runs on the same "
-        "records cost more."
+        f"{trials.mean:g}, at most {trials.most:,}), each with settings drawn at random and a "
+        f"covered score. One trial alone costs epsilon {one}. The number of {short(unit)}s is "
+        "public. Measured times are not covered, nor what was computed from these records before. "
+        "Other runs on the same records cost more."
     )
 
 

@@ -214,8 +214,8 @@ def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
     else:
         counted = "units" if scores and privacy["unit"]["told_by"] else "samples"
         yield Text.assemble(f"test {chosen.title} ", shown, f" on {test['samples']:,} {counted}")
-    if scores and value is not None:
-        low, high = map(chosen.text, test[chosen.interval])
+    if scores and value is not None and not chosen.by_class:
+        low, high = map(chosen.text, test["interval"])
         yield Text(
             f"test records are covered: without the noise, {chosen.title} {low} to {high} (95%)"
         )

@@ -45,14 +45,12 @@ class Choice:
     Attributes:
         names: the names.
         besides: test and description of other texts that are allowed.
-        renamed: current names, by earlier ones.
         instances: class whose instances are allowed too.
         noun: what one of them is, if the name of the flag does not say so.
     """
 
     names: Collection[str]
     besides: tuple[Callable[[str], bool], str] | None = None
-    renamed: Mapping[str, str] = field(default_factory=dict)
     instances: type | tuple[()] = ()
     noun: str = ""
 
@@ -63,14 +61,13 @@ class Choice:
         return f"{', '.join(self.names)}{more}"
 
     def check(self, value: object) -> object:
-        """Return an allowed value by its current name, or raise an error of pydantic."""
+        """Return an allowed value, or raise an error of pydantic."""
         if isinstance(value, self.instances):
             return value
         if not isinstance(value, str):
             raise PydanticCustomError("string_type", "Input should be a valid string")
-        text = self.renamed.get(value, value)
-        if text in self.names or (self.besides is not None and self.besides[0](text)):
-            return text
+        if value in self.names or (self.besides is not None and self.besides[0](value)):
+            return value
         raise PydanticCustomError("choice", "Input should be a registered name")
 
     def __get_pydantic_core_schema__(self, *_: object) -> core_schema.CoreSchema:

@@ -12,7 +12,7 @@ from pydantic import Field, StrictBool
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import ALIASES, SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN
 from dpmac_cli.config.fields import (
     NUMBER,
@@ -142,7 +142,7 @@ class Priced(Flags, frozen=True):
     """Expected batch size B."""
     sampler: Annotated[
         str,
-        Choice(tuple(SAMPLERS), renamed=ALIASES),
+        Choice(tuple(SAMPLERS)),
         Flag(PRIVACY),
     ] = "poisson"
     """Batch sampling method. The privacy cost depends on it."""

@@ -74,11 +74,6 @@ class Geometry(Protocol):
         del private, moments, spread
         return region
 
-    def measures(self, region: Ellipsoid) -> dict[str, float]:
-        """Return post-noise quantities for logs. Synchronises with the device."""
-        del region
-        return {}
-
 
 @dataclass(frozen=True)
 class Ball(Geometry):
@@ -115,10 +110,6 @@ class AdaClip(Geometry):
         variance = private.without_noise(_squares(private.value, region.centre))
         spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta2)
         return _scaled(region, spread.s)
-
-    def measures(self, region: Ellipsoid) -> dict[str, float]:
-        """Return the fractions of coordinates whose variance equals h1 and h2."""
-        return pinned_shares(region, self.h1, self.h2)
 
 
 @dataclass(frozen=True)
@@ -171,10 +162,6 @@ class MacAdam(Geometry):
             private.without_noise(variance)
         return _scaled(region, variance.clamp_(self.h1, self.h2))  # lines 19, 20
 
-    def measures(self, region: Ellipsoid) -> dict[str, float]:
-        """Return the fractions of coordinates whose variance equals h1 and h2."""
-        return pinned_shares(region, self.h1, self.h2)
-
 
 def _squares(x: Tensor, y: Tensor) -> Tensor:
     """Return (x - y)^2 in one pass."""
@@ -211,16 +198,3 @@ def kappa_star(t: int, beta: float, previous: float) -> float:
     c = newest_weight(t, beta)
     squares = (1 - beta) * (1 + beta**t) / ((1 + beta) * (1 - beta**t))
     return beta * previous + (1 - beta) * (1 - 2 * c + squares)
-
-
-def pinned_shares(region: Ellipsoid, h1: float, h2: float) -> dict[str, float]:
-    """Return the fractions of coordinates whose clamped variance equals h1 and h2.
-
-    Computed from b, so post-noise and public. Synchronises with the device.
-    """
-    squares = region.scale.double().square_()
-    s_hat = squares.square() / squares.sum()  # b^2 = s-hat^(1/2) times the sum of s-hat^(1/2)
-    return {
-        "share_h1": (s_hat <= h1 * (1 + 1e-4)).double().mean().item(),
-        "share_h2": (s_hat >= h2 * (1 - 1e-4)).double().mean().item(),
-    }

@@ -3,7 +3,6 @@
 In training, each is called with the outputs of one sample at a time.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -15,9 +14,7 @@ from torch.nn.functional import (
     cross_entropy,
     huber_loss,
     mse_loss,
-    nll_loss,
 )
-from torch.overrides import TorchFunctionMode
 
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import what_failed
@@ -102,40 +99,6 @@ def build_loss(
     return loss
 
 
-class _WithoutMeans(TorchFunctionMode):
-    """Reject means that differ between a sample alone and a batch.
-
-    torch divides the mean by the weights of the labels, and leaves out labels that are ignored.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (cross_entropy, nll_loss):
-            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
-            bound.apply_defaults()
-            _check_mean(func.__name__, **bound.arguments)
-        return func(*args, **(kwargs or {}))
-
-
-def _check_mean(
-    name: str, target: Tensor, weight: Any, reduction: str, ignore_index: int, **_: Any
-) -> None:
-    """Raise ModelError if the mean over one sample is not its loss."""
-    if reduction != "mean":
-        return
-    if weight is not None:
-        raise ModelError(
-            f"The loss calls {name} with class weights and reduction='mean', which divides by the "
-            "weights. As it runs on each sample separately, they would have no effect. Use "
-            "reduction='sum', or leave out loss= and set class_weights='1,2' (a number per class)."
-        )
-    if bool((target == ignore_index).any()):
-        raise ModelError(
-            f"The loss calls {name} with ignore_index={ignore_index} and reduction='mean', which "
-            "is NaN for a sample whose label is ignored, as it runs on each sample separately. Use "
-            "reduction='sum', with which such a sample adds nothing."
-        )
-
-
 def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
     """Reject a user-supplied loss on examples of outputs and labels, which are not private.
 
@@ -149,10 +112,8 @@ def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
         return torch.stack([loss(*pair).reshape(()) for pair in pairs])
 
     try:
-        with _WithoutMeans(), torch.enable_grad():
+        with torch.enable_grad():
             found, again = alone(), alone()
-    except ModelError:
-        raise
     except Exception as failure:
         raise ModelError(
             f"The loss failed on one sample, an output of shape {(1, *outputs.shape[1:])} and a "
@@ -162,7 +123,8 @@ def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
     if not (found.is_floating_point() and bool(found.isfinite().all()) and found.equal(again)):
         raise ModelError(
             "The loss must return one finite real number per sample, the same for the same sample. "
-            "It must not store anything between calls or use random numbers."
+            "It must not store anything between calls or use random numbers. With ignore_index "
+            "use reduction='sum', with which a sample whose label is ignored adds nothing."
         )
     try:
         whole = loss(outputs, labels)
@@ -174,5 +136,7 @@ def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
         raise ModelError(
             "The loss computes something else for a batch than for one sample at a time, and dpmac "
             "computes it for each sample alone, which bounds its influence. Remove operations "
-            "across samples, such as comparing pairs of them or choosing the hardest."
+            "across samples, such as comparing pairs of them or choosing the hardest. Class "
+            "weights need reduction='sum', or class_weights='1,2' (a number per class) without "
+            "loss=: the mean divides by them, so they would have no effect."
         )

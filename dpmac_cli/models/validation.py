@@ -9,7 +9,8 @@ records.
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -17,13 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, tensors_in
-from dpmac_cli.dp.clipping.per_sample import constant_draws
+from dpmac_cli.dp.clipping.batches import (
+    NOTHING,
+    Batch,
+    Structure,
+    map_rows,
+    samples_in,
+    tensors_in,
+)
+from dpmac_cli.dp.clipping.per_sample import constant_draws, unwrapped
+from dpmac_cli.dp.losses import Loss, returned
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.fingerprint import Fingerprint
-from dpmac_cli.models.precision import ROUNDING, check_precision
-from dpmac_cli.models.trial import Trial
 from dpmac_cli.torch_errors import what_failed
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
@@ -39,8 +47,86 @@ STORED = (
     "It would store information about private records without noise. Turn this off (for "
     "normalisation layers, track_running_stats=False) and keep nothing from one batch to the next."
 )
+#: Why at least 32 bits are needed.
+ROUNDING = (
+    "With fewer than 32 bits, rounding changes the clipped sum by more than the noise allows for."
+)
+#: Namespaces of torch's operations between processes.
+COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+#: A loss of the network and a batch: one number per record, shape (records,).
+BatchLoss = Callable[[Any, Any], Tensor]
 #: Number of samples in a trial.
 FEW = 5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Made-up samples for a network that returns logits, or its own losses.
+
+    Attributes:
+        inputs: structure of a sample.
+        classes: number of classes; None for a network that returns one loss per sample.
+    """
+
+    inputs: Structure
+    classes: int | None
+
+    @staticmethod
+    def of(model: nn.Module, shape: tuple[int, ...], classes: int) -> "Trial":
+        """Return the trial of a classifier of tensors, shape (samples, *shape), in its dtype."""
+        return Trial(Structure(torch.zeros(1, *shape, dtype=dtype_of(model))), classes)
+
+    @property
+    def loss(self) -> Loss:
+        """Return a loss per sample with a gradient for every output."""
+        return returned if self.classes is None else _every_output
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """Return the shape of the outputs for one sample."""
+        return () if self.classes is None else (self.classes,)
+
+    def samples(self, count: int, *, double: bool = False) -> tuple[Batch, Batch]:
+        """Return fixed random samples and their labels."""
+        x = self.inputs.made_up(count, double=double)
+        return x, self.labels_of(x)
+
+    def labels_of(self, x: Batch) -> Batch:
+        """Return labels of samples, one of each class in turn."""
+        if self.classes is None:
+            return NOTHING
+        device = x.device if isinstance(x, Tensor) else None
+        return torch.arange(samples_in(x), device=device) % self.classes
+
+
+def _every_output(outputs: Tensor, _: object) -> Tensor:
+    """Return a loss per sample that depends on every output, also on a single one."""
+    return (outputs.square() / 2 + outputs).sum(1)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a network's inputs: float64 if all its parameters are, else float32."""
+    kinds = {p.dtype for p in model.parameters()}
+    return torch.float64 if kinds == {torch.float64} else torch.float32
+
+
+class Objective(nn.Module):
+    """Losses of a network on a batch, as a network that returns them.
+
+    Args:
+        network: the network.
+        loss: a function of the network and a batch that returns one loss per sample, shape
+            (samples,).
+    """
+
+    def __init__(self, network: nn.Module, loss: BatchLoss) -> None:
+        super().__init__()
+        self.network = unwrapped(network)
+        self.loss = loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the losses of a batch, shape (samples,)."""
+        return self.loss(self.network, batch)
 
 
 def check_model(
@@ -115,8 +201,45 @@ def check_trial(
         _check_forward(probe, trial)
         if not isolated:
             _check_alone(probe, trial)
-        if not frozen:
-            _check_trained(probe, trial)
+
+
+class _Permitted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """Reject operations that read other processes, or whose results have fewer than 32 bits.
+
+    The latter is so under autocast.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in COLLECTIVE:
+            raise ModelError(
+                f"The model or its loss calls torch.distributed ({func.overloadpacket.__name__}), "
+                "by which a record changes what other processes compute of their records. Remove "
+                "that: dpmac adds up the gradients of several processes itself."
+            )
+        result = func(*args, **(kwargs or {}))
+        for value in tensors_in(result):
+            if value.is_floating_point() and value.itemsize < 4:
+                raise ModelError(
+                    f"The model computes {func.overloadpacket.__name__} in {value.dtype}, as under "
+                    f"torch.autocast. {ROUNDING} Remove autocast and casts to half precision."
+                )
+        return result
+
+
+@torch.enable_grad()
+def check_precision(model: nn.Module, trial: Trial) -> None:
+    """Reject a network that reads other processes, or computes in fewer than 32 bits on its device.
+
+    Raises ModelError.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    x, y = Trial(trial.inputs.to(device), trial.classes).samples(1)
+    network = copy.deepcopy(model).train()
+    trained = [p for p in network.parameters() if p.requires_grad]
+    with torch.random.fork_rng(), _Permitted():  # type: ignore[no-untyped-call]
+        loss = trial.loss(network(x), y).sum()
+        if loss.requires_grad and trained:
+            torch.autograd.grad(loss, trained, allow_unused=True)
 
 
 @contextlib.contextmanager
@@ -337,23 +460,6 @@ def _mixed(model: nn.Module, name: str) -> ModelError:
         f"{where} computes something else for a batch than for one sample at a time, and "
         "dpmac trains on each sample alone, which bounds its influence. So it would be trained on "
         f"other values than you meant. {remedy}. If you mean it, add --isolate."
-    )
-
-
-@torch.enable_grad()
-def _check_trained(model: nn.Module, trial: Trial) -> None:
-    """Reject a network none of whose trainable parameters affects its output. Raises ModelError."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    x, y = trial.samples(1, double=True)
-    with same_draws():
-        loss = trial.loss(model(x), y).sum()
-    if loss.requires_grad:
-        found = torch.autograd.grad(loss, trained, allow_unused=True)
-        if any(g is not None for g in found):
-            return
-    raise ModelError(
-        "No trainable parameter affects the model's output, so nothing would be trained. Leave "
-        "out detach() and torch.no_grad() in its forward."
     )
 
 

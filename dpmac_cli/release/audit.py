@@ -16,9 +16,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.risk import trade_off_curve
+from dpmac_cli.accounting.accountants import (
+    SIGMA_MAX,
+    SIGMA_MIN,
+    delta_curve,
+    total_epsilon,
+    type_two_errors,
+)
+from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.report import parse_file
 from dpmac_cli.runs import folder
@@ -88,7 +93,8 @@ def curve_bound(
         return tuple(replace(e, noise_multiplier=s) for e, s in zip(events, sigmas, strict=True))
 
     def possible(factor: float) -> bool:
-        return as_likely(trade_off_curve(with_noise(factor), THINNING), canaries, guesses, right)
+        beta = type_two_errors(delta_curve(merged(with_noise(factor))), THINNING)
+        return as_likely(beta, canaries, guesses, right)
 
     least = bisect_left(FACTORS, True, key=lambda factor: not possible(factor))
     return total_epsilon(with_noise(FACTORS[least]), delta) if least < len(FACTORS) else 0.0

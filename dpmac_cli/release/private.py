@@ -179,9 +179,7 @@ class PrivateTraining(PrivateProgram):
         spent, step = self._spent(), trainer.state.step
         epoch, result = step / plan.privacy.steps_per_epoch, self.evaluate()
         trainer.check_network()  # it also runs while it is scored
-        scored = Evaluated(
-            step, epoch, self._seconds, result, last=True, public=trainer.public_values()
-        )
+        scored = Evaluated(step, epoch, self._seconds, result, last=True)
         session = Session(
             plan=plan,
             task=self._task,

@@ -163,7 +163,6 @@ def _report(
             **{name: getattr(plan.optimizer, name) for name in used},
         ),
         recipe={name: plan.recorded.get(name, d) for name, d in RECIPE_DEFAULTS.items()},
-        post_noise=trainer.public_values(),
         timings=_timings(plan, steps, session.seconds, total_seconds),
         versions={"python": platform.python_version(), "dpmac": __version__}
         | {package: version(package) for package in PACKAGES},

@@ -20,7 +20,7 @@ from pydantic import (
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN, Search, Trials
 from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.registry import Signature
@@ -41,7 +41,7 @@ def _printable(text: str) -> str:
 
 
 def _sampler(name: str) -> str:
-    if name not in (*SAMPLERS, *ALIASES):
+    if name not in SAMPLERS:
         raise ValueError(f"is not one of {', '.join(SAMPLERS)}")
     return name
 
@@ -577,9 +577,6 @@ class Scores(Part):
     """Best accuracy after any epoch."""
     balanced_accuracy: Share | None = None
     """Mean sensitivity of the classes that have a test record."""
-    balanced_interval: Interval | None = None
-    """As interval, for the balanced accuracy. Null for exact scores, and unless it is released
-    (--metric balanced-accuracy)."""
     f1: Share | None = None
     """Mean F1 over classes that have a test record or are predicted."""
     calibration_error: Share | None = None
@@ -687,11 +684,6 @@ class Report(Facts):
     recipe: dict[str, Any]
     """Training recipe besides the optimizer, by the names of its settings
     (docs/configuration.md). None of it changes epsilon."""
-    post_noise: dict[str, float]
-    """Quantities at the end of training, computed from noisy values alone and so at no privacy
-    cost: noise_norm, the expected norm of the noise in the next private mean, ||b|| sigma / B; for
-    an estimated clipping region share_h1 and share_h2, the fractions of coordinates whose
-    estimated variance equals h1 and h2, and centre_over_scale_norm, ||m / b||."""
     timings: Timings
     """Measured on the machine. Not covered by the guarantee."""
     versions: dict[str, str]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.evaluation import Evaluation
@@ -22,14 +22,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores on the test set after a step, with post-noise values."""
+    """Scores on the test set after a step."""
 
     step: int
     epoch: float  # t / ceil(n/B)
     seconds: float  # training time so far, without evaluation
     result: Evaluation | PrivateScore
     last: bool  # whether no step follows in this session
-    public: dict[str, float] = field(default_factory=dict)  # from :meth:`Trainer.public_values`
 
 
 def fit(
@@ -70,7 +69,7 @@ def fit(
             result = trainer.score()
             trainer.check_network()
             epoch = state.step / plan.steps_per_epoch
-            yield Evaluated(state.step, epoch, seconds, result, last, trainer.public_values())
+            yield Evaluated(state.step, epoch, seconds, result, last)
             mark = time.perf_counter()
         if stopping:
             return

@@ -225,7 +225,6 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
         "test_samples": result.samples,
         "seconds": round(evaluated.seconds, 3) if plan.timed else None,
         **(result.values() if isinstance(result, PrivateScore) else {}),
-        **evaluated.public,
     }
 
 

@@ -19,7 +19,6 @@ BALANCED = EvaluationMetric(
     "balanced accuracy",
     covered=True,
     by_class=True,
-    interval="balanced_interval",
 )
 
 
@@ -41,7 +40,7 @@ class Classification(Task):
     )
     reported: ClassVar[tuple[str, ...]] = (
         *("balanced_accuracy", "f1", "calibration_error", "auroc", "average_precision"),
-        *("sensitivity", "specificity", "noise", "interval", "balanced_interval"),
+        *("sensitivity", "specificity", "noise", "interval"),
         "accuracy_interval",
     )
     target: ClassVar[str] = "int64"

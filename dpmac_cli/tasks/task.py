@@ -47,7 +47,6 @@ class EvaluationMetric:
         chosen: whether ``--metric`` can name it.
         covered: whether it can be released with noise.
         by_class: whether it is computed from counts of every class.
-        interval: key of the interval of its noisy release in a report.
         share: whether it is a share of the records, shown in percent.
         lower: whether lower values are better.
     """
@@ -57,7 +56,6 @@ class EvaluationMetric:
     chosen: bool = True
     covered: bool = False
     by_class: bool = False
-    interval: str = "interval"
     share: bool = True
     lower: bool = False
 

@@ -48,8 +48,8 @@ ROUNDED = "on this machine, results for a record would be rounded by the others 
 #: Message for a batch that is too large for the margin for rounding.
 TOO_MANY = (
     "The batch has many times more records than the batch size that was stated. No sampler draws "
-    "such a batch, and the margin for rounding is for about as many records as stated. State how "
-    "your loader draws, with its batch_size; for batches of all records use batch_size=n."
+    "such a batch, and the margin for rounding is for about as many records as stated. State the "
+    "expected batch_size; for batches of all records use batch_size=n."
 )
 #: Note for parameters that are trained without a gradient.
 IDLE = (

@@ -42,8 +42,7 @@ REREAD = (
 NOT_DRAWN = (
     "The batch is not the one that the loader drew for this step, unchanged. Take one step with "
     "each batch of step.loader(...), in order: epsilon covers those records. To transform records, "
-    "do it in the dataset or in collate_fn, which see each one alone. For your own loader, state "
-    "how it draws: sampling=OwnLoader(...)."
+    "do it in the dataset or in collate_fn, which see each one alone."
 )
 
 Collate = Callable[[list[Any]], Any]
@@ -75,9 +74,9 @@ class Drawn(NamedTuple):
         """Return a batch, with a copy and the state of its tensors."""
         return Drawn(step, records, batch, map_rows(Tensor.clone, batch), _state_of(batch))
 
-    def is_unchanged(self, batch: Batch) -> bool:
-        """Return whether a batch is this one, with the same tensors, which were not changed."""
-        return batch is self.batch and _state_of(batch) == self.versions
+    def is_of(self, step: int, batch: Batch) -> bool:
+        """Return whether this is the batch of a step, with the same tensors, unchanged."""
+        return step == self.step and batch is self.batch and _state_of(batch) == self.versions
 
 
 def _state_of(batch: Batch) -> tuple[tuple[int, int], ...]:

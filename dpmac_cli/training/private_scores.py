@@ -17,12 +17,9 @@ from dpmac_cli.accounting.events import Scores
 from dpmac_cli.data.units import Units
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness.noise import SeededNormals
-from dpmac_cli.tasks.intervals import REACH, TAIL, clopper_pearson, widened
+from dpmac_cli.tasks.intervals import REACH, clopper_pearson, widened
 from dpmac_cli.tasks.task import Interval, Task
 from dpmac_cli.training.evaluation import Evaluation
-
-#: Simulated draws of the noise, for the interval of the balanced accuracy.
-DRAWS = 4000
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,6 @@ class PrivateScore:
         samples: number of test units, which is public.
         noise_of_share: standard deviation of the noise in ``share``.
         sensitivity: sensitivity of each class, 0 to 1; empty if it was not requested.
-        balanced_interval: 95% interval of the balanced accuracy on these test records, from the
-            noise alone; empty like ``sensitivity``.
         loss: nan, because it is not released.
     """
 
@@ -45,7 +40,6 @@ class PrivateScore:
     samples: int
     noise_of_share: float = math.nan
     sensitivity: tuple[float, ...] = field(default=())
-    balanced_interval: tuple[float, ...] = field(default=())
     loss: float = math.nan
 
     @property
@@ -93,7 +87,6 @@ class PrivateScore:
             "test_sensitivity": list(self.sensitivity) if released and self.sensitivity else None,
             "test_noise": self.noise if released else None,
             "test_interval": list(self.interval) if released else None,
-            "test_balanced_interval": list(self.balanced_interval) or None,
             f"{self.task.headline.logged}_interval": list(self.score_interval)
             if released
             else None,
@@ -145,21 +138,4 @@ def release_score(
     if not by_class:
         return PrivateScore(result.task, share, len(cells), deviation)
     rates = np.clip(right / np.maximum(right + wrong, 1.0), 0.0, 1.0)
-    around = _around(np.stack([right, wrong]), sigma, float(rates.mean()))
-    return PrivateScore(result.task, share, len(cells), deviation, tuple(rates.tolist()), around)
-
-
-def _around(noisy: NDArray[np.float64], sigma: float, value: float) -> Interval:
-    """Return the 95% interval of a mean of rates, given right and wrong counts with noise.
-
-    It simulates the exact counts, which are at least 0, from the noisy ones, shape (2, classes),
-    with public random numbers. A class that may be empty has any rate.
-    """
-    draws = np.random.default_rng(0).normal(0.0, sigma, (DRAWS, *noisy.shape))
-    right, wrong = np.moveaxis(np.maximum(noisy - draws, 0.0), 1, 0)
-    total = right + wrong
-    with np.errstate(invalid="ignore"):
-        rates = right / total
-    low, high = (np.where(total > 0, rates, end).mean(1) for end in (0.0, 1.0))
-    ends = np.quantile(low, TAIL), np.quantile(high, 1 - TAIL)
-    return min(float(ends[0]), value), max(float(ends[1]), value)
+    return PrivateScore(result.task, share, len(cells), deviation, tuple(rates.tolist()))

@@ -23,9 +23,9 @@ from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.layers import flatten_parameters
-from dpmac_cli.dp.clipping.masks import MODULE
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.per_sample import WRITTEN_OUT, PerSample, each_alone
+from dpmac_cli.dp.clipping.projections import MASKS
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.errors import ModelError
 from dpmac_cli.runs.trainer import Trainer
@@ -598,7 +598,7 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden, mask = self.first(x), x[:, :4] > 0
-        if sys.modules[MODULE].is_tracing(mask) or not bool(mask.all()):
+        if sys.modules[MASKS].is_tracing(mask) or not bool(mask.all()):
             hidden = torch.where(mask, hidden, 0)
         out: Tensor = self.last(hidden.tanh())
         return out
@@ -606,9 +606,9 @@ class Masked(nn.Module):
 
 @pytest.mark.privacy
 def test_masks_of_transformers_are_kept_under_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
-    utilities: Any = ModuleType(MODULE)
+    utilities: Any = ModuleType(MASKS)
     utilities.is_tracing = before = lambda _: False
-    monkeypatch.setitem(sys.modules, MODULE, utilities)
+    monkeypatch.setitem(sys.modules, MASKS, utilities)
     subject = Alone(Masked().double(), (5,))
     assert subject.per_sample.vmapped
     x, y = subject.batch()

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.batch_invariance import (
-    FEW,
-    FILLS,
-    FULL,
     PERIOD,
     TRIALS,
     TRIED,
@@ -29,7 +25,6 @@ from tests.tiers import rest_long
 pytestmark = pytest.mark.trial
 
 ONE_ULP = 2.0**-20
-EVENLY = [*FILLS][1]
 
 
 class Odd(nn.Module):
@@ -41,13 +36,11 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(len(x)).view(-1, *[1] * (x.ndim - 1))
-        threads, onednn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
+        onednn = torch._C._get_mkldnn_enabled()
         off = {
             "nothing": 0 * places,
-            "threads": ((places == len(x) // 2) & (len(x) % 2 == 1)) * (threads > 1),
             "onednn": (places == len(x) // 2) * onednn,
             "number": len(x) + 0 * places,
-            "rest": places >= len(x) // 4 * 4,
             "place": places,
         }
         return x + ONE_ULP * off[self.kind]
@@ -72,21 +65,13 @@ def test_rounding_that_few_rows_show_is_found(trial: int) -> None:
     assert find_manner(run, base, 50) is None
 
 
-@pytest.fixture
-def _two_threads() -> None:
-    torch.set_num_threads(2)
-
-
 @pytest.mark.privacy
-@pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
         ("nothing", Manner()),
-        ("threads", Manner("on one thread")),
-        ("onednn", Manner("without oneDNN and cuDNN")),
-        ("number", Manner(fill=FULL)),
-        ("rest", Manner(fill=EVENLY)),
+        ("onednn", Manner(plain=True)),
+        ("number", Manner(full=True)),
         ("place", None),
     ],
 )
@@ -98,13 +83,8 @@ def test_a_network_whose_rows_depend_on_others_runs_in_another_way(
 
 @pytest.mark.privacy
 def test_a_batch_of_fixed_size_is_tried_at_that_size_alone() -> None:
-    assert found("number", fixed=True) == Manner(fill=FULL)
+    assert found("number", fixed=True) == Manner(full=True)
     assert found("place", fixed=True) is None
-
-
-@pytest.mark.privacy
-def test_a_small_chunk_is_filled_if_its_rows_differ() -> None:
-    assert found("rest", chunk=6) == Manner(fill=EVENLY)
 
 
 def test_random_numbers_are_not_taken_for_rounding() -> None:
@@ -112,41 +92,25 @@ def test_random_numbers_are_not_taken_for_rounding() -> None:
     assert found("place", nn.Dropout(0.5)) is None
 
 
-@pytest.mark.usefixtures("_two_threads")
-@pytest.mark.parametrize(
-    ("way", "threads", "onednn"),
-    [("", 2, True), ("on one thread", 1, True), ("without oneDNN and cuDNN", 2, False)],
-)
-def test_a_way_lasts_as_long_as_the_network_runs(way: str, threads: int, onednn: bool) -> None:
-    with Manner(way).running():
-        assert (torch.get_num_threads(), torch._C._get_mkldnn_enabled()) == (threads, onednn)
-    assert (torch.get_num_threads(), torch._C._get_mkldnn_enabled()) == (2, True)
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_way_lasts_as_long_as_the_network_runs(plain: bool) -> None:
+    with Manner(plain).running():
+        assert torch._C._get_mkldnn_enabled() is not plain
+    assert torch._C._get_mkldnn_enabled()
 
 
 @pytest.mark.parametrize(
-    ("fill", "chunk", "rows"),
+    ("full", "chunk", "rows"),
     [
-        (FEW, 2, {1: 2, 2: 2}),
-        (FEW, 50, {1: 16, 17: 17}),
-        (EVENLY, 2, {1: 16, 2: 16}),
-        (EVENLY, 50, {1: 16, 17: 32, 50: 64}),
-        (FULL, 2, {1: 2, 2: 2}),
-        (FULL, 50, {1: 64, 50: 64}),
+        (False, 2, {1: 2, 2: 2}),
+        (False, 50, {1: 16, 17: 17}),
+        (True, 2, {1: 2, 2: 2}),
+        (True, 50, {1: 64, 50: 64}),
     ],
 )
-def test_how_many_rows_are_computed(fill: str, chunk: int, rows: dict[int, int]) -> None:
-    assert {n: Manner(fill=fill).rows(n, chunk) for n in rows} == rows
-    assert Manner(fill=fill).rows(1, 1) == 1
-
-
-def after(refusals: int) -> Callable[..., Manner | None]:
-    """A search for a way that finds none a number of times."""
-    left = [None] * refusals
-
-    def search(*args: Any, **options: Any) -> Manner | None:
-        return left.pop() if left else find_manner(*args, **options)
-
-    return search
+def test_how_many_rows_are_computed(full: bool, chunk: int, rows: dict[int, int]) -> None:
+    assert {n: Manner(full=full).rows(n, chunk) for n in rows} == rows
+    assert Manner(full=full).rows(1, 1) == 1
 
 
 @pytest.mark.privacy
@@ -161,7 +125,8 @@ def test_a_network_that_no_way_helps_takes_the_same_steps_with_each_record_alone
     refusals: int, note: str, vmapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = walk(make_trainer("dp-macadam"), 3)
-    monkeypatch.setattr(chunks, "find_manner", after(refusals))
+    found = iter([*[None] * refusals, Manner()])
+    monkeypatch.setattr(chunks, "find_manner", lambda *_, **__: next(found))
     trainer = make_trainer("dp-macadam")
     assert note in trainer.notes[0]
     assert trainer.sums.per_sample.vmapped is vmapped

@@ -18,7 +18,6 @@ from dpmac_cli.dp.geometry import (
     kappa_star,
     newest_weight,
     paper_kappa,
-    pinned_shares,
 )
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.dp.moments import Moments
@@ -164,7 +163,6 @@ def test_the_first_estimate_is_h1_everywhere(name: str, kappa: Kappa, dtype: tor
     trainer.step()
     expected = (HYPER.h1 * DIMENSION) ** 0.5
     assert trainer.state.region.scale.tolist() == pytest.approx([expected] * DIMENSION)
-    assert trainer.public_values()["share_h1"] == 1
     assert torch.isfinite(walk(trainer, 20)).all()
 
 
@@ -265,14 +263,6 @@ def test_every_ellipsoid_has_the_stated_axes(
         back = (b.double() ** 2 / b.double().norm()) ** 2
         assert (back >= h1 * (1 - 1e-4)).all()
         assert (back <= h2 * (1 + 1e-4)).all()
-
-
-def test_pinned_shares_count_coordinates() -> None:
-    """Two of five on h1, one on h2."""
-    h1, h2 = 1e-6, 1e-2
-    s_hat = torch.tensor([h1, h1, 1e-4, h2, 2e-6], dtype=torch.float64)
-    region = Ellipsoid(torch.zeros(5), s_hat.rsqrt(), s_hat.sqrt().sum())
-    assert pinned_shares(region, h1, h2) == pytest.approx({"share_h1": 0.4, "share_h2": 0.2})
 
 
 @pytest.mark.privacy

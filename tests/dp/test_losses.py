@@ -178,14 +178,14 @@ def test_losses_that_are_none_are_refused() -> None:
 def test_class_weights_that_would_cancel_are_refused(loss: Loss) -> None:
     """The mean over one sample is divided by its own weight."""
     outputs, labels = torch.randn(6, CLASSES), torch.arange(6) % CLASSES
-    with pytest.raises(ModelError, match=r"class weights.*Use reduction='sum'.*class_weights="):
+    with pytest.raises(ModelError, match=r"Class weights.*reduction='sum'.*class_weights="):
         check_loss(loss, outputs, labels)
 
 
 def test_the_remedies_for_means_work() -> None:
     outputs, labels = torch.randn(6, CLASSES), torch.arange(6) % CLASSES
     check_loss(nn.CrossEntropyLoss(torch.tensor(WEIGHTS), reduction="sum"), outputs, labels)
-    with pytest.raises(ModelError, match=r"ignore_index=1 .*NaN.*Use reduction='sum'"):
+    with pytest.raises(ModelError, match=r"With ignore_index use reduction='sum'"):
         check_loss(nn.CrossEntropyLoss(ignore_index=1), outputs, labels)
     check_loss(nn.CrossEntropyLoss(ignore_index=1, reduction="sum"), outputs, labels)
     check_loss(nn.CrossEntropyLoss(label_smoothing=0.1), outputs, labels)

@@ -17,7 +17,6 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.batches import Structure
-from dpmac_cli.dp.clipping.chain import chain_of
 from dpmac_cli.dp.clipping.clipped_sum import (
     CANCELLATION_LIMIT,
     cancellation_limit,
@@ -31,7 +30,7 @@ from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.per_sample import PerSample
+from dpmac_cli.dp.clipping.per_sample import PerSample, chain_of
 from dpmac_cli.dp.clipping.tied_products import TiedProducts
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError

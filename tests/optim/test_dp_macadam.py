@@ -92,8 +92,10 @@ def test_the_followed_runs_meet_both_bounds_and_neither(kappa: str) -> None:
     low, high = np.zeros(STEPS), np.zeros(STEPS)
     for t in range(STEPS):
         trainer.step()
-        public = trainer.public_values()
-        low[t], high[t] = public["share_h1"], public["share_h2"]
+        squares = trainer.state.region.scale.double().square()
+        s_hat = squares.square() / squares.sum()  # as b^2 = s-hat^(1/2) times its sum
+        low[t] = (s_hat <= H1 * (1 + 1e-4)).double().mean()
+        high[t] = (s_hat >= H2 * (1 - 1e-4)).double().mean()
     assert (low > 0).any()
     assert (high > 0).any()
     assert (low + high < 1).sum() > STEPS / 2

@@ -68,37 +68,9 @@ def _without_libraries() -> Iterator[None]:
         torch._C._set_cudnn_enabled(cudnn)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-#: Ways to run a network, from the cheapest. Their names complete the sentence "It runs ...".
-WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "": nullcontext,
-    "without oneDNN and cuDNN": _without_libraries,
-    "on one thread": _one_thread,
-}
-
-
 def rounded_up(chunk: int) -> int:
     """Return a number of rows, rounded up to a multiple of :data:`LEAST_ROWS`."""
     return -(-chunk // LEAST_ROWS) * LEAST_ROWS
-
-
-#: Numbers of rows to compute for some samples of a chunk of some capacity, from the cheapest. Their
-#: names complete the sentence "Every chunk is filled to ...".
-FILLS: dict[str, Callable[[int, int], int]] = {
-    "a few rows at least": lambda samples, chunk: max(samples, min(chunk, LEAST_ROWS)),
-    f"a multiple of {LEAST_ROWS} rows": lambda samples, _: rounded_up(samples),
-    "its capacity": lambda _, chunk: chunk if chunk < LEAST_ROWS else rounded_up(chunk),
-}
-FEW, *_, FULL = FILLS
 
 
 @dataclass(frozen=True)
@@ -106,26 +78,30 @@ class Manner:
     """A way to run a network.
 
     Attributes:
-        way: how it runs, see :data:`WAYS`.
-        fill: how many rows are computed at a time, see :data:`FILLS`.
+        plain: whether it runs without oneDNN and cuDNN.
+        full: whether every chunk is filled to its capacity, and not only to a few rows at least.
     """
 
-    way: str = ""
-    fill: str = FEW
+    plain: bool = False
+    full: bool = False
 
     def rows(self, samples: int, chunk: int) -> int:
         """Return the number of rows to compute for some samples of a chunk of this capacity."""
-        return FILLS[self.fill](samples, chunk) if chunk > 1 else samples
+        if chunk == 1:
+            return samples
+        if self.full:
+            return chunk if chunk < LEAST_ROWS else rounded_up(chunk)
+        return max(samples, min(chunk, LEAST_ROWS))
 
     def running(self) -> AbstractContextManager[None]:
         """Return a context in which the network runs in this way."""
-        return WAYS[self.way]()
+        return _without_libraries() if self.plain else nullcontext()
 
     @property
     def note(self) -> str | None:
         """Return a message that tells what is slower than by default."""
-        parts = [f"the network runs {self.way}"] * bool(self.way)
-        parts += [f"every chunk is filled to {self.fill}"] * (self.fill != FEW)
+        parts = ["the network runs without oneDNN and cuDNN"] * self.plain
+        parts += ["every chunk is filled to its capacity"] * self.full
         if not parts:
             return None
         return (
@@ -151,11 +127,11 @@ def find_manner(run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False
         fixed: chunks are always filled.
     """
     # On GPUs, most products are rounded by the number of rows.
-    fills = (FULL,) if fixed or any(x.is_cuda for x in tensors_in(base)) else FILLS
+    filled = fixed or any(x.is_cuda for x in tensors_in(base))
     # Random numbers differ by place.
     with constant_draws() if _draws(run, base, min(chunk, LEAST_ROWS)) else nullcontext():
-        for fill, way in product(fills, WAYS):
-            manner = Manner(way, fill)
+        for full, plain in product((True,) if filled else (False, True), (False, True)):
+            manner = Manner(plain, full)
             numbers = sorted({manner.rows(n, chunk) for n in some_numbers(chunk)}, reverse=True)
             with manner.running():
                 if rows_alike(run, base, numbers):

@@ -9,10 +9,11 @@ output gradients. The gradients of other parameters are instantiated by the same
 
 import copy
 import math
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -32,11 +33,9 @@ from dpmac_cli.dp.clipping.batches import (
     samples_in,
     tensors_in,
 )
-from dpmac_cli.dp.clipping.chain import chain_of, run_chain
 from dpmac_cli.dp.clipping.layer_rules import KNOWN, RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
-from dpmac_cli.dp.clipping.masks import masks_kept
-from dpmac_cli.dp.clipping.projections import calling_projections, projections
+from dpmac_cli.dp.clipping.projections import calling_projections, masks_kept, projections
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.layers import forked, seed_all
@@ -47,13 +46,11 @@ from dpmac_cli.torch_errors import code_of_network, out_of_memory, what_failed
 WRITTEN_OUT = 1 << 22
 #: Structure of labels that are classes.
 CLASS = Structure(torch.zeros(1, dtype=torch.long), keep=True)
-#: Samples of a batch on which the cost of the loop is measured, and how many of them it runs on.
-MEASURED, LOOPED = 32, 2
 #: Largest error of gradients in float64, relative to the layer's largest.
 TOLERANCE = 1e-6
 LOOP = (
     "torch.func.vmap cannot run the network: {} So it runs on one record after the other, which "
-    "takes {} plain training."
+    "takes many times as long as plain training."
 )
 BY_ROW = (
     "On this machine, products of matrices round a record by the others of a batch. To avoid that, "
@@ -73,10 +70,23 @@ REMEDIES = {
     ),
     "saved tensor hooks": "it uses torch.utils.checkpoint. Leave that out.",
 }
+#: Message for a network of which nothing would be trained.
+UNTRAINED = (
+    "No trainable parameter affects the model's output, so nothing would be trained. Leave out "
+    "detach() and torch.no_grad() in its forward."
+)
 #: Message for a network that calls its layers differently than in the trial.
 OTHER_CALLS = (
     "The network called its layers differently in this step than during validation. Call the same "
     "layers in each forward pass, and use torch.where(condition, a, b) to choose."
+)
+
+#: Modules without parameters that act on each row alone.
+ROWWISE = frozenset(
+    {
+        *(nn.Identity, nn.Dropout, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d),
+        *(nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU),
+    }
 )
 
 
@@ -102,7 +112,7 @@ class PerSample:
         idle: names of the layers on which the loss does not depend.
         notes: messages about how the network is run.
 
-    Raises ModelError if the network fails on a made-up sample.
+    Raises ModelError if the network fails on a made-up sample, or the loss depends on no layer.
     """
 
     def __init__(
@@ -122,7 +132,6 @@ class PerSample:
         names = {id(p): name for name, p in model.named_parameters()}
         self._names = [[names[id(p)] for p in la.parameters.values()] for la in self.layers]
         self._by_row = False  # whether each sample is multiplied with the weights by itself
-        self._recorded: set[str] = set()  # names of the layers whose gradients follow from calls
         self._by_function: set[str] = set()  # those whose products are computed by F.linear
         self._anew = False  # whether vmap needs random numbers as new tensors
         self._single = False  # whether the loss is computed in float32 in the trial, too
@@ -130,8 +139,11 @@ class PerSample:
         self._shapes: list[tuple[frozenset[str], tuple[int, ...]]] = []
         self.idle: tuple[str, ...] = ()
         self.notes: tuple[str, ...] = ()
-        self._chain = self._known_chain() if rowwise else None
-        why = self._try() if self._chain is None else None
+        # Names of the layers whose gradients follow from calls.
+        self._recorded = next(_candidates(self.layers))
+        known = rowwise and len(self._recorded) == len(self.layers)
+        self._chain = chain_of(model) if known else None
+        why = self._try() if self._chain is None else None  # known layers need no trial
         self.vmapped = why is None
         if why is not None:
             self.run_in_a_loop(why)
@@ -152,7 +164,7 @@ class PerSample:
         Losses have shape (samples,), gradients (samples, d_layer). Raises ModelError if the network
         calls other layers than in the trial.
         """
-        if self.vmapped and self._chain is not None and not self._by_row:
+        if self.vmapped and self._chain is not None:
             return self._chained(self._chain, x, y)
         if self.vmapped:
             return self._mapped(self._model, self.layers, x, y)
@@ -163,13 +175,17 @@ class PerSample:
         """Give each sample its own weights from now on, so that products are of one sample."""
         # Projections of attention and recurrent layers have their weights at hand.
         self._recorded -= {layer.name for layer in self.layers if layer.composite is not None}
-        self._by_row = True
-        self.notes = (BY_ROW,)
+        if self._chain is not None:  # it was not tried under vmap
+            like = next(iter(self.layers[0].parameters.values()))
+            double = like.dtype == torch.float64
+            x, y = (of.made_up(1, double=double) for of in (self._inputs, self._labels))
+            with forked(), code_of_network(x):
+                self._note_calls(self._model, self.layers, x, y)
+        self._chain, self._by_row, self.notes = None, True, (BY_ROW,)
 
     def run_in_a_loop(self, why: str) -> None:
-        """Run samples one after the other from now on; note why and what it costs."""
-        self.vmapped, self._recorded = False, set()
-        self.notes = (LOOP.format(why, self._cost_of_loop()),)
+        """Run samples one after the other from now on, and note why."""
+        self.vmapped, self._recorded, self.notes = False, set(), (LOOP.format(why),)
 
     def _loss(self, network: Callable[[Batch], Any], x: Batch, y: Batch) -> Tensor:
         """Return the loss of one sample, the mean over its views."""
@@ -182,13 +198,21 @@ class PerSample:
         self, chain: Sequence[nn.Module], x: Batch, y: Batch
     ) -> tuple[Tensor, list[list[Use] | Tensor]]:
         """Return losses and uses of a sequence of known layers, which runs on the whole chunk."""
-        rows, labels = by_row(x, self.views), by_row(y, self.views)
-        losses, found = run_chain(chain, self._loss_of, rows, labels, self.views)
-        calls = dict[nn.Module, list[tuple[Tensor, Tensor]]]()
-        for module, a, delta in found:
+        rows, found, outputs = by_row(x, self.views), list[tuple[nn.Module, Tensor]](), []
+        with torch.enable_grad():
+            for part in chain:
+                given, rows = rows, part(rows)
+                if type(part) in RULES:
+                    rows = rows if rows.requires_grad else rows.requires_grad_()
+                    found.append((part, given.detach()))
+                    outputs.append(rows)
+            losses = self._loss_of(rows, by_row(y, self.views)).view(-1, self.views).mean(1)
+            deltas = torch.autograd.grad(losses.sum(), outputs)
+        calls = defaultdict[nn.Module, list[tuple[Tensor, Tensor]]](list)
+        for (module, a), delta in zip(found, deltas, strict=True):
             by_sample = (torch.unflatten(t, 0, (-1, self.views)) for t in (a, delta))
-            calls.setdefault(module, []).append((next(by_sample), next(by_sample)))
-        return losses, [_uses(layer, calls) for layer in self.layers]
+            calls[module].append((next(by_sample), next(by_sample)))
+        return losses.detach(), [_uses(layer, calls) for layer in self.layers]
 
     def _mapped(
         self, model: nn.Module, layers: Sequence[Layer], x: Batch, y: Batch
@@ -235,9 +259,9 @@ class PerSample:
         draws = _DrawnAnew() if self._anew else nullcontext()
         with torch.no_grad(), _supported(), self._tapped(layers, tap), draws:
             (deltas, g), (losses, inputs) = mapped(taps, trained, own, x, y)
-        calls = dict[nn.Module, list[tuple[Tensor, Tensor]]]()
+        calls = defaultdict[nn.Module, list[tuple[Tensor, Tensor]]](list)
         for module, a, delta in zip(called, inputs, deltas, strict=True):
-            calls.setdefault(module, []).append((a, delta))
+            calls[module].append((a, delta))
         return losses, [
             _uses(layer, calls)
             if self._records(layer)
@@ -317,18 +341,6 @@ class PerSample:
                     loss.backward()  # type: ignore[no-untyped-call]
             yield loss.detach(), {name: _taken(p) for name, p in trained.items()}
 
-    def _known_chain(self) -> list[nn.Module] | None:
-        """Return the parts of a sequence of known layers, which needs no trial; None for others."""
-        chain, names = chain_of(self._model), {layer.name for layer in self.layers}
-        if chain is None or next(_candidates(self.layers)) != names:
-            return None
-        self._recorded = names
-        double = next(iter(self.layers[0].parameters.values())).dtype == torch.float64
-        x, y = (of.made_up(1, double=double) for of in (self._inputs, self._labels))
-        with forked(), code_of_network(x):
-            self._note_calls(self._model, self.layers, x, y)
-        return chain
-
     def _try(self) -> str | None:
         """Find the layers to record; return why vmap cannot run the network, None if it can."""
         x, y = self._inputs.made_up(2, double=True), self._labels.made_up(2, double=True)
@@ -344,6 +356,8 @@ class PerSample:
             except RuntimeError:  # the loss may hold weights of classes in float32
                 self._single = like.dtype == torch.float32
                 self.idle = self._find_idle(probe, x, y)
+            if len(self.idle) == len(layers):
+                raise ModelError(UNTRAINED)
             why = ""
             for some in _candidates(layers):
                 self._recorded = some
@@ -395,7 +409,7 @@ class PerSample:
             if idle:
                 return {la.name for la in idle}, True
             for begin in range(0, samples_in(x), step):
-                few = partial(_rows, slice(begin, begin + step))
+                few = itemgetter(slice(begin, begin + step))
                 some_x, some_y = (map_rows(few, batch) for batch in (x, y))
                 losses, by_layer = self._mapped(probe, layers, some_x, some_y)
                 found.append(losses)
@@ -424,27 +438,19 @@ class PerSample:
             self._loss(model, x_0, y_0)
         return called
 
-    def _cost_of_loop(self) -> str:
-        """Return how much longer the loop takes than plain training, on made-up samples."""
-        rows = min(self.most, MEASURED)
-        few = min(rows, LOOPED)
-        double = next(iter(self.layers[0].parameters.values())).dtype == torch.float64
-        x, y = (of.made_up(rows, double=double) for of in (self._inputs, self._labels))
-        some_x, some_y = (map_rows(lambda t: t[:few], batch) for batch in (x, y))
-        model = copy.deepcopy(self._model).requires_grad_(True)
 
-        def plainly() -> None:
-            losses = self._loss_of(model(by_row(x, self.views)), by_row(y, self.views))
-            torch.autograd.grad(losses.sum(), list(model.parameters()), allow_unused=True)
-
-        try:
-            with forked(), torch.enable_grad():
-                alone = _seconds(lambda: self._looped(some_x, some_y)) * rows / few
-                return f"about {max(1.0, alone / _seconds(plainly)):,.0f} times as long as"
-        except Exception as failure:
-            if out_of_memory(failure):
-                raise
-            return "much longer than"  # it cannot run on a batch
+def chain_of(model: nn.Module) -> list[nn.Module] | None:
+    """Return the parts of a sequence of known layers; None for any other network."""
+    held = vars(model)
+    if "forward" in held or any(held[key] for key in held if key.endswith("_hooks")):
+        return None
+    if type(model) is nn.Sequential:
+        parts = list(map(chain_of, model))
+        return None if None in parts else [part for some in parts for part in some or []]
+    plain: Any = model
+    rowwise = type(model) in ROWWISE and not getattr(model, "inplace", False)
+    flat = type(model) is nn.Flatten and plain.start_dim == 1
+    return [model] if rowwise or flat or type(model) in RULES else None
 
 
 def _candidates(layers: Sequence[Layer]) -> Iterator[set[str]]:
@@ -457,7 +463,6 @@ def _candidates(layers: Sequence[Layer]) -> Iterator[set[str]]:
         and layer.parameters.keys() <= KNOWN
     }
     yield known
-    yield known - {layer.name for layer in layers if layer.composite is not None}
     yield set()
 
 
@@ -589,22 +594,8 @@ def constant_draws() -> Iterator[None]:
         yield
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """Return the shorter time of two calls, the first of which may also prepare others."""
-    found = []
-    for _ in range(2):
-        began = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - began)
-    return min(found)
-
-
 def _row(index: int, rows: Tensor) -> Tensor:
     return rows[index].clone()
-
-
-def _rows(some: slice, rows: Tensor) -> Tensor:
-    return rows[some]
 
 
 def _alike(found: Sequence[Tensor], expected: Sequence[Tensor | None]) -> bool:

@@ -2,19 +2,26 @@
 
 Attention and recurrent layers are products with a few weights and operations without any. Clipping
 needs only inputs and output gradients of the products. In a recurrent layer, time steps are
-positions. Attention is computed by torch's own code.
+positions: each product with the weights of a state is one use of a Linear layer per step, those
+with the weights of inputs are one use for all steps. The equations are those of torch's
+documentation. Attention is computed by torch's own code.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpmac_cli.dp.clipping import recurrent
+from dpmac_cli.errors import ModelError
 
+#: Module of transformers that leaves out a mask that hides nothing: it asks ``mask.all()``, which
+#: vmap refuses, unless it is traced.
+MASKS = "transformers.masking_utils"
 #: Module and name of the layer x @ weight + bias of transformers, as in GPT-2.
 TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")
 #: Weight and bias of each projection, by name.
@@ -77,11 +84,118 @@ def _attend(module: Any, calls: Mapping[str, nn.Module], *inputs: Any, **named: 
         return nn.MultiheadAttention.forward(module, *inputs, **named)
 
 
+#: Gates from the input and from the states, and the states; to the next states, output first.
+_Step = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+
+
+def _lstm(x: Tensor, h: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    update, forget, new, out = (x + h).chunk(4, 1)
+    cell = forget.sigmoid() * states[1] + update.sigmoid() * new.tanh()
+    return out.sigmoid() * cell.tanh(), cell
+
+
+def _gru(x: Tensor, h: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    (reset, update, new), (reset_h, update_h, new_h) = x.chunk(3, 1), h.chunk(3, 1)
+    keep = (update + update_h).sigmoid()
+    new = (new + (reset + reset_h).sigmoid() * new_h).tanh()
+    return (new + keep * (states[0] - new),)
+
+
+def _tanh(x: Tensor, h: Tensor, _: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return ((x + h).tanh(),)
+
+
+def _relu(x: Tensor, h: Tensor, _: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return ((x + h).relu(),)
+
+
+RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
+
+
+def _is_known_recurrent(module: Any) -> bool:
+    """Return whether a module has plain parameters."""
+    names = {f"{kind}{end}" for end in _ends(module) for kind in _KINDS[: 4 if module.bias else 2]}
+    return {name for name, _ in module.named_parameters()} == names
+
+
+def _recurrent_weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Return weight and bias of the projections of inputs and states, layer by layer."""
+    return {
+        kind + end: (
+            getattr(module, f"weight_{kind}{end}"),
+            getattr(module, f"bias_{kind}{end}") if module.bias else None,
+        )
+        for end in _ends(module)
+        for kind in ("ih", "hh")
+    }
+
+
+def _recur(
+    module: Any, calls: Mapping[str, nn.Module], x: Tensor, given: Any = None, /
+) -> Tensor | tuple[Tensor, ...] | tuple[Tensor, Any]:
+    """Compute the result of the module's own forward, with dropout between layers of its own.
+
+    Raises ModelError unless inputs, and states if there are any, are tensors with samples.
+    """
+    states_given = () if given is None else given if isinstance(given, tuple | list) else (given,)
+    several = type(module) is nn.LSTM
+    known = len(states_given) == 1 + several or given is None
+    if not known or not all(isinstance(t, Tensor) and t.ndim == 3 for t in (x, *states_given)):
+        raise ModelError(
+            f"A {type(module).__name__} is called differently in this step than during validation, "
+            "so its gradients would be incomplete. Call it with (x) or (x, state) with tensors."
+        )
+    x = x if module.batch_first else x.transpose(0, 1)  # (samples, time, ...)
+    begun = (x.new_zeros(len(x), module.hidden_size),) * (1 + several)
+    last: list[tuple[Tensor, ...]] = []
+    directions = 1 + module.bidirectional
+    ends = _ends(module)
+    for begin in range(0, len(ends), directions):
+        outputs = []
+        if begin and module.dropout:
+            x = functional.dropout(x, module.dropout, module.training)
+        for end in ends[begin : begin + directions]:
+            states = tuple(state[len(last)] for state in states_given) or begun
+            out, states = _through_time(module, calls, end, x, states)
+            outputs.append(out)
+            last.append(states)
+        x = torch.cat(outputs, 2) if directions > 1 else outputs[0]
+    ended = tuple(torch.stack(states) for states in zip(*last, strict=True))
+    return x if module.batch_first else x.transpose(0, 1), ended if several else ended[0]
+
+
+_KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+
+
+def _through_time(
+    module: Any, calls: Mapping[str, nn.Module], end: str, x: Tensor, states: tuple[Tensor, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the outputs of one layer in one direction, (samples, time, size), and last states."""
+    step, outputs = _step_of(module), []
+    gates, backwards = calls["ih" + end](x).unbind(1), end.endswith("_reverse")
+    for gate in reversed(gates) if backwards else gates:
+        states = step(gate, calls["hh" + end](states[0]), states)
+        outputs.append(states[0])
+    return torch.stack(outputs[::-1] if backwards else outputs, 1), states
+
+
+def _step_of(module: Any) -> _Step:
+    if type(module) is nn.RNN:
+        return _relu if module.nonlinearity == "relu" else _tanh
+    return _lstm if type(module) is nn.LSTM else _gru
+
+
+def _ends(module: Any) -> list[str]:
+    """Return the ends of the names of a module's parameters, in the order of its states."""
+    directions = ("", "_reverse")[: 1 + module.bidirectional]
+    return [f"_l{layer}{way}" for layer in range(module.num_layers) for way in directions]
+
+
 KINDS: Mapping[type[nn.Module], Composite] = {
     nn.MultiheadAttention: Composite(_is_known_attention, _attention_weights, _attend),
     **dict.fromkeys(
-        recurrent.RECURRENT,
-        Composite(recurrent.is_known_recurrent, recurrent.recurrent_weights, recurrent.recur),
+        RECURRENT,
+        Composite(_is_known_recurrent, _recurrent_weights, _recur),
     ),
 }
 
@@ -127,3 +241,12 @@ def calling_projections(
     finally:
         for composite in called:
             vars(composite).pop("forward", None)
+
+
+@contextmanager
+def masks_kept() -> Iterator[None]:
+    """Make transformers keep every mask, as when it is traced, if it was imported."""
+    utilities: Any = sys.modules.get(MASKS)
+    traced = hasattr(utilities, "is_tracing")
+    with replaced(utilities, "is_tracing", lambda *_, **__: True) if traced else nullcontext():
+        yield
