@@ -488,9 +488,8 @@ def outcome(line: Mapping[str, Any]) -> str:
 def mutants() -> str:
     """Return the page of injected bugs, and of the tests that find them."""
     found = json.loads((DOCS / "data" / "mutants.json").read_text(encoding="utf-8"))
-    rows = [(row["name"], row["cost"], f"`{row['file']}`", found_by(row)) for row in found["rows"]]
-    head = ("bug", "what it would cost", "file", "found by")
-    return MUTANTS.format(**found) + table(head, rows)
+    rows = [(row["name"], row["cost"], found_by(row)) for row in found["rows"]]
+    return MUTANTS.format(**found) + table(("bug", "what it would cost", "found by"), rows)
 
 
 def found_by(row: Mapping[str, Any]) -> str:

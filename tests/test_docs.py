@@ -93,7 +93,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken(page) == []
 
 
-@by_page
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_are_there(page: Path) -> None:
     for name in FILE.findall(FENCE.sub("", read(page))):
         places = (ROOT, ROOT / "dpmac_cli", ROOT / "tests", page.parent)
