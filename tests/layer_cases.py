@@ -256,7 +256,8 @@ def recurrent() -> Iterator[tuple[Any, ...]]:
         lambda: Do(_packed, part=nn.LSTM(16, 8, batch_first=True)),
         SEQUENCE,
     )
-    yield "GRUCell", lambda: Do(_cells, part=nn.GRUCell(16, 8)), SEQUENCE
+    for cell in (nn.RNNCell, nn.LSTMCell, nn.GRUCell):
+        yield cell.__name__, lambda cell=cell: Do(_cells, part=cell(16, 8)), SEQUENCE
 
 
 def _packed(self: Any, x: Tensor) -> Any:

@@ -109,7 +109,12 @@ def _relu(x: Tensor, h: Tensor, _: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return ((x + h).relu(),)
 
 
-RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
+CELLS = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, *CELLS)
+_STEPS: Mapping[type[nn.Module], _Step] = {
+    **dict.fromkeys((nn.LSTMCell, nn.LSTM), _lstm),
+    **dict.fromkeys((nn.GRUCell, nn.GRU), _gru),
+}
 
 
 def _is_known_recurrent(module: Any) -> bool:
@@ -138,15 +143,21 @@ def _recur(
     Raises ModelError unless inputs, and states if there are any, are tensors with samples.
     """
     states_given = () if given is None else given if isinstance(given, tuple | list) else (given,)
-    several = type(module) is nn.LSTM
+    several, cell = _STEPS.get(type(module)) is _lstm, type(module) in CELLS
     known = len(states_given) == 1 + several or given is None
-    if not known or not all(isinstance(t, Tensor) and t.ndim == 3 for t in (x, *states_given)):
+    if not known or not all(
+        isinstance(t, Tensor) and t.ndim == 3 - cell for t in (x, *states_given)
+    ):
         raise ModelError(
             f"A {type(module).__name__} is called differently in this step than during validation, "
             "so its gradients would be incomplete. Call it with (x) or (x, state) with tensors."
         )
-    x = x if module.batch_first else x.transpose(0, 1)  # (samples, time, ...)
+    x = x if cell or module.batch_first else x.transpose(0, 1)  # (samples, time, ...)
     begun = (x.new_zeros(len(x), module.hidden_size),) * (1 + several)
+    if cell:
+        states = tuple(states_given) or begun
+        found = _step_of(module)(calls["ih"](x), calls["hh"](states[0]), states)
+        return found if several else found[0]
     last: list[tuple[Tensor, ...]] = []
     directions = 1 + module.bidirectional
     ends = _ends(module)
@@ -180,13 +191,14 @@ def _through_time(
 
 
 def _step_of(module: Any) -> _Step:
-    if type(module) is nn.RNN:
-        return _relu if module.nonlinearity == "relu" else _tanh
-    return _lstm if type(module) is nn.LSTM else _gru
+    by_name = _relu if getattr(module, "nonlinearity", "") == "relu" else _tanh
+    return _STEPS.get(type(module), by_name)
 
 
 def _ends(module: Any) -> list[str]:
     """Return the ends of the names of a module's parameters, in the order of its states."""
+    if type(module) in CELLS:
+        return [""]
     directions = ("", "_reverse")[: 1 + module.bidirectional]
     return [f"_l{layer}{way}" for layer in range(module.num_layers) for way in directions]
 
