@@ -34,7 +34,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
-from dpmac_cli.runs import ledger, train
+from dpmac_cli.runs import checkpoint, ledger, train
 
 #: 480 steps in a few seconds, so checkpoints are due by steps: by default one is also written every
 #: fiftieth of the steps, but only if that takes little of the time.
@@ -127,21 +127,26 @@ def stage(out: Path) -> str:
         return AFTER
     if (out / "report.json").exists() or (out / "model.safetensors").exists():
         return "among the last files"
-    steps = [int(path.stem[5:]) for path in out.glob("checkpoint/step-*.safetensors")]
-    if not steps:
+    if not checkpoint.path_in(out).exists():
         return "before the first checkpoint"
-    return "while training" if max(steps) else "before the second checkpoint"
+    return "while training" if checkpoint.read(out).step else "before the second checkpoint"
 
 
 def strike(running: ForkProcess, out: Path, wait: float, any_time: bool) -> None:
     """Kill a command some time after it was typed, or after it first wrote; it may end before."""
-    before = {path.name for path in out.glob("checkpoint/*")}
+    before = _written(out)
     while not any_time and running.is_alive():
-        if {path.name for path in out.glob("checkpoint/*")} != before:
+        if _written(out) != before:
             break
         time.sleep(0.005)
     running.join(wait)
     running.kill()
+
+
+def _written(out: Path) -> int | None:
+    """Return when the checkpoint of a run was written; None without one."""
+    path = checkpoint.path_in(out)
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def faults(out: Path, kills: int, undisturbed: float) -> list[str]:
@@ -174,7 +179,7 @@ def disturbed(
     stages: Counter[str] = Counter()
     trained = whole - set_up
     while True:
-        saved = any(out.glob("checkpoint/step-*.safetensors"))
+        saved = checkpoint.path_in(out).exists()
         running = command(out, *(("--resume", str(out)) if saved else begun(optimizer, out)))
         if sum(stages.values()) < KILLS_A_RUN and not stages[AFTER]:
             kind = rng.random()

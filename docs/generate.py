@@ -106,7 +106,7 @@ programs need these keys:
 | `test.accuracy`, `test.mae` | the score of the published model |
 | `hyperparameters`, `recipe` | the settings of training |
 | `dataset.taken_from_records` | public facts that were not declared |
-| `statement` | the answers of the model card |
+| `statement` | the answers of the model card that depend on the run |
 | `timings`, `versions` | measured times, and libraries |
 """
 SILENT = """\

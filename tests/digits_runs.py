@@ -17,7 +17,6 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, finish, train
-from dpmac_cli.studies.grid import Run
 
 #: Noise that is cheap to price: the grid of privacy losses grows like 1/sigma^2.
 SIGMA = 6.0
@@ -48,11 +47,6 @@ def digits_config(file: Path | None = None, **flags: Any) -> TrainPlan:
         if not {"sigma", "epsilon", "no_dp"} & flags.keys():
             short["sigma"] = SIGMA
     return resolve({**short, "device": "cpu", **flags}, file).plan
-
-
-def a_run(plan: TrainPlan, folder: Path = Path("run")) -> Run:
-    """The only run of a study, in a folder."""
-    return Run(plan.placed(folder, force=True), folder, 0, (), plan.privacy.sigma)
 
 
 def after(steps: int) -> Callable[[], bool]:

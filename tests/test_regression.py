@@ -23,7 +23,6 @@ from dpmac_cli.data.user_data import inspect
 from dpmac_cli.dp.losses import HUBER, build_loss
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.release.publish import scores
 from dpmac_cli.tasks.regression import Regression, SeveralNumbers
 from dpmac_cli.tasks.task import number
 from dpmac_cli.training.evaluation import Evaluation
@@ -346,16 +345,6 @@ def test_no_target_is_beyond_its_range_and_none_moves_another_of_several_numbers
     np.testing.assert_array_equal(scaled[:20], SEVERAL_NUMBERS_TASK.encoded(values))
     outputs = torch.tensor([[1e30, -1e30], [-math.inf, math.inf]])
     assert SEVERAL_NUMBERS_TASK.answers(outputs).tolist() == [[10_000, 0], [0, 40]]
-
-
-@pytest.mark.parametrize(("values", "best"), [([3.0, 1.0, 2.0], 1.0), ([1.0, 3.0], 1.0)])
-def test_the_best_error_of_a_run_is_its_least(values: list[float], best: float) -> None:
-    history = [
-        {"test_mae": value, "test_loss": 0.1, "test_samples": 9, "epoch": place}
-        for place, value in enumerate(values)
-    ]
-    found = scores(DAYS, history, {})
-    assert (found.best_mae, found.best_epoch) == (best, values.index(best))
 
 
 @pytest.mark.privacy

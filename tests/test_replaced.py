@@ -30,7 +30,7 @@ NOTHING = (folder.LOCK,)
 def older(out: Path) -> dict[str, bytes]:
     """An audit run with little noise, in a study: every file that a run may have."""
     train_digits(out=out, sigma=9, steps=5, seed=1, canaries=10, checkpoint_every=1)
-    (out / folder.CHECKPOINTS / "step-000000003.safetensors.bak").write_bytes(b"keys")
+    (out / folder.CHECKPOINTS / "state.safetensors.bak").write_bytes(b"keys")
     return contents(out)
 
 

@@ -2,11 +2,9 @@
 
 import base64
 import itertools
-import json
-import os
+import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +22,19 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import RunEvent, finish
+from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder, ledger
-from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
-from dpmac_cli.studies.grid import plan
-from dpmac_cli.studies.results import collect, finished_report
-from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import RATE, SIGMA, after, contents, digits_config
-from tests.tiers import rest_long
 
 STEPS = 21
+CHECKPOINT, LEDGER = (Path("run/checkpoint", name) for name in ("state.safetensors", ledger.FILE))
 
 
 class Killed(BaseException):
     """In the place of SIGKILL: nothing handles it, and nothing is written after it."""
-
-
-def kill(events: Iterator[RunEvent], when: Callable[[RunEvent], bool]) -> None:
-    """Leave a run as a kill would: at once, with nothing more written."""
-    next(event for event in events if when(event))
-    events.close()  # type: ignore[attr-defined]
 
 
 def weights(where: Path) -> bytes:
@@ -55,23 +43,6 @@ def weights(where: Path) -> bytes:
 
 def start(**flags: Any) -> Any:
     return digits_config(**{"steps": STEPS, "seed": 7, "checkpoint_every": "4", **flags})
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("optimizer", rest_long(reversed(OPTIMIZER_NAMES)))
-def test_a_run_stopped_anywhere_ends_and_counts_each_step_once(optimizer: str) -> None:
-    settings = {"optimizer": optimizer, "physical_batch": 50, "kappa": "tracked", "phi": "tracked"}
-    whole = finish(run.train(start(**settings)))
-    stopped = finish(run.train(start(**settings), after(1)))
-    for done in (2, 4, 5, 12, 13):  # a checkpoint every 4 steps, an epoch every 12
-        stopped = finish(run.resume(stopped.folder, {}, after(done - counted(stopped))))
-        assert stopped.state == "interrupted"
-        assert counted(stopped) == done
-    last = finish(run.resume(stopped.folder, {}))
-    assert last.state == "finished"
-    assert counted(last) == STEPS
-    assert last.report["privacy"]["epsilon"] == whole.report["privacy"]["epsilon"]
-    assert last.report["hyperparameters"]["steps"] == STEPS
 
 
 def counted(finished: Finished) -> int:
@@ -85,7 +56,7 @@ def test_a_killed_run_continues_from_its_state_and_counts_the_lost_steps(
 ) -> None:
     whole = finish(run.train(start()))
     kill_in(10, start(out="killed"), monkeypatch)
-    saved = checkpoint.newest(Path("killed"))
+    saved = checkpoint.read(Path("killed"))
     assert saved.step == 8
     started, *_, last = run.resume(Path("killed"), {})
     assert isinstance(started, Started)
@@ -108,7 +79,6 @@ def kill_in(step: int, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             raise Killed
         take(trainer)
 
-    monkeypatch.setattr(ledger, "SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", taken)
         with pytest.raises(Killed):
@@ -116,7 +86,7 @@ def kill_in(step: int, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", ["poisson", "random-allocation"])
 def test_a_run_for_an_epsilon_keeps_to_it(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends earlier by the steps that were lost, or by the epoch that was begun."""
     settings = {"sampler": sampler, "epsilon": 1.0, "steps": 36, "batch_size": 128, "seed": None}
@@ -134,33 +104,6 @@ def test_a_run_for_an_epsilon_keeps_to_it(sampler: str, monkeypatch: pytest.Monk
     assert f"{what} counted twice: {end}" in started.notes
     with pytest.raises(InputError, match="is finished"):
         finish(run.resume(Path("run"), {}))
-
-
-@pytest.mark.privacy
-def test_a_run_for_an_epsilon_is_finished_in_a_study_after_a_kill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    flags = {"dataset": "digits", "optimizers": "dp-sgd", "epsilon": "1", "steps": "36"}
-    grid = plan({**flags, "batch_size": "128", "seeds": "1", "device": "cpu"}, None, Path("study"))
-    [planned] = grid.runs
-    kill_in(10, planned.plan, monkeypatch)
-    assert finished_report(planned) is None
-    finish(run.resume(planned.folder, {}))
-    report = finished_report(planned)
-    assert report is not None
-    assert 0 < report["hyperparameters"]["steps"] < 36
-    assert collect(grid, {}).epsilon <= 1
-
-
-@pytest.mark.privacy
-def test_a_run_whose_budget_is_spent_ends_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    kill_in(STEPS, start(out="run", epsilon=1.0, seed=None), monkeypatch)
-    (Path("run") / checkpoint.FOLDER / ledger.FILE).unlink()  # all steps count
-    last = finish(run.resume(Path("run"), {}))
-    assert last.state == "finished"
-    assert last.report["hyperparameters"]["steps"] == 20
-    assert last.report["privacy"]["epsilon"] <= 1
-    assert weights(last.folder)
 
 
 @pytest.mark.privacy
@@ -267,42 +210,28 @@ class Draws:
         monkeypatch.setattr(KeyedSampler, "draw", recording(KeyedSampler.draw))
 
 
-CHANGES: tuple[Mapping[str, str], ...] = (
-    {"lr": "0.01"},
-    {"steps": "30"},
-    {"sigma": "7"},
-    {"physical_batch": "64"},
-)
-
-
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("sampler", "change"),
-    [
-        *(("poisson", change) for change in CHANGES),
-        *((sampler, CHANGES[0]) for sampler in SAMPLERS if sampler != "poisson"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
-)
-def test_a_fork_reuses_no_draw(
-    sampler: str, change: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draws = Draws(monkeypatch)
-    finish(run.train(start(out="run", sampler=sampler)))
-    kept = Path("run/checkpoint/step-000000020.safetensors")
-    (Path("run/checkpoint/step-000000021.safetensors")).unlink()
-    assert kept.exists()
+@pytest.mark.parametrize("change", [{"lr": "0.01"}, {"steps": "30"}, {"physical_batch": "64"}])
+def test_a_fork_reuses_no_draw(change: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 21 was shown by the run, and is taken again by its fork, which begins at step 20."""
+    draws, save = Draws(monkeypatch), checkpoint.save
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            checkpoint,
+            "save",
+            lambda run, tensors, record: (
+                record["state"]["step"] < 21 and save(run, tensors, record)
+            ),
+        )
+        finish(run.train(start(out="run")))
     before = len(draws.noise)
     finished = finish(run.fork(Path("run"), {**change, "out": "forked"}))
     assert len(draws.noise) == len(draws.batches) > before == STEPS
     for drawn in draws.noise[before:]:
         assert not any(torch.equal(drawn, old) for old in draws.noise[:before])
     assert not set(draws.batches[before:]) & set(draws.batches[:before])
-    # Step 21 was shown by the run, and taken again by its fork.
-    events = finished.report["privacy"]["events"]
     after = finished.report["hyperparameters"]["steps"] - 20
-    assert [event["steps"] for event in events] == [21, after]
-    assert finished.report["privacy"]["steps"] == 21 + after
+    assert [event["steps"] for event in finished.report["privacy"]["events"]] == [21, after]
 
 
 @pytest.mark.privacy
@@ -327,40 +256,6 @@ def test_epsilon_covers_every_ancestor_of_a_fork() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    "sampler", [name for name, sampling in SAMPLERS.items() if sampling.once_an_epoch]
-)
-def test_forks_pay_for_the_epochs_that_each_began(sampler: str) -> None:
-    """Left and begun in the middle of one, where an epoch has 12 steps."""
-    first = finish(run.train(start(out="run", sampler=sampler), after(15)))
-    two = TrainingEvent(RATE, SIGMA, 24, sampler, 12)
-    assert first.report["privacy"]["epsilon"] == total_epsilon((two,), 1e-5)
-    last = finish(run.fork(first.folder, {"lr": "0.01", "out": "forked"}))
-    events = [
-        TrainingEvent(RATE, SIGMA, 15, sampler, 12),
-        TrainingEvent(RATE, SIGMA, 6, sampler, 12),
-    ]
-    price = last.report["privacy"]
-    assert [TrainingEvent(**event) for event in price["events"]] == events
-    # Two and one; a run that was never left would pay for two.
-    assert price["epsilon"] == total_epsilon((replace(two, steps=36),), 1e-5)
-    lines = files.read_lines(last.folder / folder.METRICS)
-    assert lines[-1]["epsilon"] == price["epsilon"]
-
-
-@pytest.mark.privacy
-def test_steps_shown_after_the_checkpoint_are_paid_for_even_after_two_kills() -> None:
-    config = start(out="run", epochs=4, steps=None, checkpoint_every="10")
-    # The first epoch's line, of step 12, is shown; the checkpoint is of step 10.
-    kill(run.train(config), lambda e: isinstance(e, Update) and isinstance(e.event, Evaluated))
-    where = Path("run")
-    assert [line["step"] for line in files.read_lines(where / folder.METRICS)] == [12]
-    kill(run.resume(where, {}), lambda e: isinstance(e, Started))
-    finished = finish(run.fork(where, {"lr": "0.002", "out": "forked"}))
-    assert finished.report["privacy"]["events"][0]["steps"] >= 12
-
-
-@pytest.mark.privacy
 def test_that_a_run_diverged_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told after step 12, past the last checkpoint, and is computed from the records."""
 
@@ -374,102 +269,6 @@ def test_that_a_run_diverged_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> Non
             finish(run.train(start(out="run", checkpoint_every="10")))
     finished = finish(run.fork(Path("run"), {"lr": "0.0001", "out": "forked"}))
     assert [event["steps"] for event in finished.report["privacy"]["events"]] == [12, STEPS - 10]
-
-
-@pytest.mark.privacy
-def test_no_checkpoint_of_an_earlier_session_stays() -> None:
-    """Without the ledger, going back to it would forget the steps of this session."""
-    first = finish(run.train(start(out="run"), after(6)))
-    kill(run.resume(first.folder, {}), lambda event: isinstance(event, Started))
-    (left,) = (first.folder / checkpoint.FOLDER).glob("step-*")
-    assert len(checkpoint.newest(first.folder).record["spent"]["earlier"]) == 1
-    left.write_bytes(b"")
-    with pytest.raises(InputError, match="cannot be resumed"):
-        finish(run.resume(first.folder, {}))
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("lost", [False, True], ids=["ledger", "no ledger"])
-def test_a_fork_from_an_older_checkpoint_is_charged_what_its_parent_began(lost: bool) -> None:
-    """Its parent's newest checkpoint is damaged, and the ledger ahead of the one before."""
-    first = finish(run.train(start(out="run"), after(15)))
-    kept = first.folder / checkpoint.FOLDER
-    (kept / "step-000000015.safetensors").write_bytes(b"")
-    if lost:
-        (kept / ledger.FILE).unlink()
-    before = contents(first.folder)
-    started, *_, last = run.fork(first.folder, {"lr": "0.02", "out": "forked"})
-    assert isinstance(started, Started)
-    assert isinstance(last, Finished)
-    assert started.done == 12
-    assert any("step-000000015.safetensors" in note for note in started.notes)
-    assert any(ledger.FILE in note for note in started.notes) == lost
-    assert [event["steps"] for event in last.report["privacy"]["events"]] == [
-        STEPS if lost else 15,
-        STEPS - 12,
-    ]
-    assert contents(first.folder) == before
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("out", ["run", "../{here}/run", "link"])
-def test_a_fork_never_replaces_its_parent(out: str, tmp_path: Path) -> None:
-    first = finish(run.train(start(out="run"), after(6)))
-    Path("link").symlink_to("run")
-    before = contents(first.folder)
-    with pytest.raises(InputError, match=r"is the run to fork\. Use a new folder"):
-        finish(run.fork(first.folder, {"out": out.format(here=tmp_path.name), "force": True}))
-    assert contents(first.folder) == before
-
-
-@pytest.mark.privacy
-def test_a_fork_killed_at_any_write_is_charged_for_its_parent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whatever of it can be resumed or forked in turn."""
-    first = finish(run.train(start(out="run"), after(6)))
-    before = contents(first.folder)
-    resumed = 0
-    for left in range(12):
-        ticks, replace = iter(range(left)), os.replace
-
-        def killing(*args: Any) -> None:
-            if next(ticks, None) is None:  # noqa: B023
-                raise Killed
-            replace(*args)  # noqa: B023
-
-        out = f"forked-{left}"
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", killing)
-            with pytest.raises(Killed):
-                finish(run.fork(first.folder, {"lr": "0.02", "out": out}))
-        assert contents(first.folder) == before
-        try:
-            last = finish(run.resume(out, {}))
-        except InputError:
-            assert not any(Path(out, checkpoint.FOLDER).glob("step-*"))
-            continue
-        resumed += 1
-        events = last.report["privacy"]["events"]
-        kept, *further = [event["steps"] for event in events]
-        assert kept == 6
-        assert STEPS - 6 <= sum(further) < STEPS  # steps may have begun before the kill
-    assert resumed > 4
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("change", [{"isolate": True}, {"seed": 0}, {"ema": 0.9}])
-def test_a_fork_that_begins_otherwise_is_refused(change: Mapping[str, Any]) -> None:
-    first = finish(run.train(start(out="run"), after(3)))
-    with pytest.raises(InputError, match=f"--{next(iter(change))} cannot change in a fork"):
-        finish(run.fork(first.folder, {**change, "out": "forked"}))
-
-
-def test_a_run_that_spent_its_budget_is_finished() -> None:
-    first = finish(run.train(start(out="run", max_epsilon=0.15)))
-    assert first.state == "budget-spent"
-    with pytest.raises(InputError, match="is finished"):
-        finish(run.resume(first.folder, {}))
 
 
 @pytest.mark.privacy
@@ -497,130 +296,13 @@ def test_that_memory_ran_out_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> No
         patch.setattr(ClippedChunkSum, "of", scarce)
         events = run.train(start(out="run", physical_batch=100, checkpoint_every="1"))
         reduced = next(event for event in events if isinstance(event, Reduced))
-        kill(events, lambda event: isinstance(event, Update))
+        next(event for event in events if isinstance(event, Update))
+        events.close()  # type: ignore[attr-defined]
     assert 1 < reduced.step < 20
-    state = checkpoint.newest(Path("run")).record["state"]
+    state = checkpoint.read(Path("run")).record["state"]
     assert state.keys() == {"step", "kappa_star"}
     finished = finish(run.resume(Path("run"), {}))
     assert finished.report["machine"]["physical_batch"] == 100
-
-
-def test_a_finished_run_has_nothing_to_go_on_with() -> None:
-    first = finish(run.train(start(out="run")))
-    before = weights(first.folder)
-    with pytest.raises(InputError, match=r"finished: it took 21 of 21 steps.*--fork run --out NEW"):
-        finish(run.resume(first.folder, {}))
-    assert weights(first.folder) == before
-
-
-def test_fewer_steps_than_were_taken_are_refused() -> None:
-    first = finish(run.train(start(out="run"), after(15)))
-    words = r"has already taken 15 steps, but 2 are requested.*--steps .above 15"
-    with pytest.raises(InputError, match=words):
-        finish(run.fork(first.folder, {"steps": "2", "out": "forked"}))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"optimizer": "dp-sgd"}, {"sampler": "random-allocation"}, {"epsilon": "3"}, {"no_dp": True}],
-    ids=lambda change: next(iter(change)),
-)
-def test_what_makes_another_run_cannot_be_changed(change: Mapping[str, Any]) -> None:
-    first = finish(run.train(start(out="run"), after(3)))
-    with pytest.raises(InputError, match="cannot change in a fork"):
-        finish(run.fork(first.folder, {**change, "out": "forked"}))
-    assert not Path("forked").exists()
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "change",
-    [*CHANGES, {"epochs": "9"}, {"max_epsilon": "9"}, {"out": "other"}],
-    ids=lambda change: next(iter(change)),
-)
-def test_a_resume_that_changes_anything_is_refused(change: Mapping[str, str]) -> None:
-    """A fork has a folder of its own for that."""
-    first = finish(run.train(start(out="run"), after(3)))
-    before = contents(Path("run"))
-    with pytest.raises(InputError, match=r"would change the run.*--fork run --out NEW"):
-        finish(run.resume(first.folder, change))
-    assert contents(Path("run")) == before
-
-
-def test_repeating_what_the_run_is_changes_nothing() -> None:
-    first = finish(run.train(start(out="run"), after(3)))
-    same = {"dataset": "digits", "optimizer": "dp-macadam", "sampler": "poisson"}
-    last = finish(run.resume(first.folder, same))
-    assert counted(last) == STEPS
-
-
-def test_the_last_two_checkpoints_are_kept() -> None:
-    first = finish(run.train(start(out="run")))
-    where = first.folder / checkpoint.FOLDER
-    assert {path.name for path in where.iterdir()} == {
-        ledger.FILE,
-        "step-000000020.safetensors",
-        "step-000000021.safetensors",
-    }
-
-
-@pytest.mark.parametrize(
-    ("steps", "seconds", "cost", "due"),
-    [
-        (20, 1.0, 0.01, True),
-        (20, 1.0, 0.1, False),  # a tenth of the time would go to checkpoints
-        (19, 1.0, 0.01, False),
-        (19, 60.0, 9.0, True),
-    ],
-)
-def test_a_checkpoint_is_due_every_minute_and_every_fiftieth_of_the_steps(
-    steps: int, seconds: float, cost: float, due: bool
-) -> None:
-    interval = digits_config(steps=1000).checkpoints
-    assert interval.due(steps, seconds, cost) == due
-
-
-@pytest.mark.parametrize("damage", rest_long(["flip", "cut", "empty", "text"]))
-def test_the_newest_whole_checkpoint_serves(damage: str) -> None:
-    first = finish(run.train(start(out="run"), after(6)))
-    newest = first.folder / checkpoint.FOLDER / "step-000000006.safetensors"
-    content = bytearray(newest.read_bytes())
-    content[-50] ^= 1
-    newest.write_bytes(
-        {"cut": bytes(content[:-9]), "flip": bytes(content), "empty": b"", "text": b"x" * 99}[
-            damage
-        ]
-    )
-    assert checkpoint.newest(first.folder).record["state"]["step"] == 4
-    assert counted(finish(run.resume(first.folder, {}))) == STEPS + 2
-
-
-def test_no_whole_checkpoint_is_named() -> None:
-    first = finish(run.train(start(out="run"), after(6)))
-    for path in (first.folder / checkpoint.FOLDER).glob("step-*"):
-        path.write_bytes(b"")
-    with pytest.raises(InputError, match=r"step-000000006.*step-000000004"):
-        finish(run.resume(first.folder, {}))
-    checkpoint.discard(first.folder)
-    with pytest.raises(InputError, match=r"contains no checkpoint.*--force"):
-        finish(run.resume(first.folder, {}))
-
-
-def test_a_run_killed_before_its_first_step_costs_nothing() -> None:
-    kill(run.train(start(out="run")), lambda event: True)
-    started, *_, last = run.resume(Path("run"), {})
-    assert isinstance(started, Started)
-    assert not any("counted twice" in note for note in started.notes)
-    assert isinstance(last, Finished)
-    assert [event["steps"] for event in last.report["privacy"]["events"]] == [STEPS]
-
-
-def test_a_checkpoint_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "VERSION", 5)
-        finish(run.train(start(out="run"), after(3)))
-    with pytest.raises(InputError, match=r"another version of dpmac, format 5.*Start a new one"):
-        finish(run.resume(Path("run"), {}))
 
 
 @pytest.mark.privacy
@@ -634,108 +316,53 @@ def test_a_folder_in_use_is_refused() -> None:
         finish(run.train(start(out="run", force=True)))
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"is not a run folder: it contains no config\.yaml"):
-        finish(run.resume(tmp_path, {}))
+def damage(where: Path) -> None:
+    where.write_bytes(where.read_bytes()[:-9])
 
 
-def test_the_record_is_json() -> None:
-    first = finish(run.train(start(out="run"), after(3)))
-    saved = checkpoint.newest(first.folder)
-    assert json.loads(json.dumps(saved.record)) == saved.record
-    assert saved.tensors.keys() >= {"theta", "m", "v", "centre", "inverse", "factor", "s"}
+def alter(ledger: Path) -> None:
+    ledger.write_text(
+        ledger.read_text().replace('"noise_multiplier": 6.0', '"noise_multiplier": 9.0')
+    )
 
 
-@pytest.mark.parametrize("when", [12, 21], ids=["an epoch's end", "the last step"])
-@pytest.mark.parametrize("where", rest_long(["before", "after"]))
-def test_a_run_killed_about_a_checkpoint_keeps_every_line(
-    when: int, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step is saved once it is scored: saved before, it would go on without its score."""
-    settings = {"checkpoint_every": "3"}
-    save = checkpoint.save
-
-    def killed(run: Path, step: int, *rest: Any) -> Path:
-        if step == when and where == "before":
-            raise Killed
-        path = save(run, step, *rest)
-        if step == when:
-            raise Killed
-        return path
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", killed)
-        with pytest.raises(Killed):
-            finish(run.train(start(out="killed", **settings)))
-    last = finish(run.resume(Path("killed"), {}))
-    lines = files.read_lines(last.folder / folder.METRICS)
-    assert [line["step"] for line in lines] == [12, 21]
-    assert lines[-1]["epsilon"] == last.report["privacy"]["epsilon"]
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("name", ["discard", "save"])
-def test_a_resume_that_is_killed_as_it_begins_forgets_nothing(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = finish(run.train(start(out="run"), after(6)))
-
-    def killed(*args: Any, **kwargs: Any) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, name, killed)
-        with pytest.raises(Killed):
-            finish(run.resume(first.folder, {}))
-    last = finish(run.resume(first.folder, {}))
-    assert [event["steps"] for event in last.report["privacy"]["events"] if event["steps"]] == [
-        6,
-        15,
-    ]
-    assert all(folder.vouched(last.folder, published) for published in folder.PUBLISHED)
+REFUSALS: tuple[tuple[str, Callable[[], object], dict[str, Any], str], ...] = (
+    (
+        "resume",
+        lambda: None,
+        {"lr": "0.01"},
+        "--lr cannot change in a resume.*--fork run --out NEW",
+    ),
+    ("resume", lambda: None, {"out": "other"}, "--out cannot change in a resume"),
+    ("resume", lambda: None, {"optimizer": "dp-sgd"}, "--optimizer cannot .*Start a new run"),
+    ("fork", lambda: None, {"optimizer": "dp-sgd"}, "--optimizer cannot change in a fork"),
+    ("fork", lambda: None, {"epsilon": 3}, "--epsilon cannot change in a fork"),
+    ("fork", lambda: None, {"isolate": True}, "--isolate cannot change in a fork"),
+    ("fork", lambda: None, {"seed": 0}, "--seed cannot change in a fork"),
+    ("fork", lambda: None, {"ema": 0.9}, "--ema cannot change in a fork"),
+    ("fork", lambda: None, {"steps": "2"}, r"has already taken 21 steps, but 2.*--steps .above 21"),
+    ("fork", lambda: None, {"out": "run", "force": True}, "is the run to fork. Use a new folder"),
+    ("resume", lambda: None, {}, r"finished: it took 21 of 21 steps.*--fork run --out NEW"),
+    ("fork", CHECKPOINT.unlink, {"steps": "30"}, "contains no checkpoint.*--force --out run"),
+    ("fork", lambda: damage(CHECKPOINT), {"steps": "30"}, "state.safetensors is damaged"),
+    ("fork", LEDGER.unlink, {"steps": "30"}, "spent.json is missing or damaged"),
+    ("fork", lambda: alter(LEDGER), {"steps": "30"}, "spent.json is missing or damaged"),
+    ("resume", lambda: damage(LEDGER), {}, "spent.json is missing or damaged"),
+    ("resume", lambda: damage(Path("run/config.yaml")), {}, "config.yaml was edited or damaged"),
+    ("resume", lambda: shutil.rmtree("run"), {}, "is not a run folder: it contains no config"),
+)
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", ["discard", "save", "clear"])
-def test_a_fork_killed_as_it_begins_leaves_its_parent_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = finish(run.train(start(out="run"), after(6)))
-    before = contents(first.folder)
-
-    def killed(*args: Any, **kwargs: Any) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(folder if name == "clear" else checkpoint, name, killed)
-        with pytest.raises(Killed):
-            finish(run.fork(first.folder, {"lr": "0.02", "out": "forked"}))
-    assert contents(first.folder) == before
-
-
-@pytest.mark.privacy
-def test_a_fork_of_an_interrupted_run_inherits_its_settings() -> None:
-    first = finish(run.train(start(out="run"), after(6)))
-    last = finish(run.fork(first.folder, {"lr": "0.02", "out": "forked"}))
-    assert [event["steps"] for event in last.report["privacy"]["events"]] == [6, 15]
-    assert last.report["hyperparameters"]["lr"] == 0.02
-    assert "lr: 0.02\n" in (last.folder / folder.CONFIG).read_text()
-    lines = files.read_lines(last.folder / folder.METRICS)
-    assert [line["step"] for line in lines] == [6, 12, 21]
-
-
-@pytest.mark.privacy
-def test_steps_ahead_of_a_run_that_is_stopped_again_are_charged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Step 12 was shown; the run is killed, resumed from step 8, and stopped at step 9."""
-    monkeypatch.setattr(ledger, "SECONDS", 0.0)  # no step is reserved ahead
-    config = start(out="run", checkpoint_every="8")
-    kill(run.train(config), lambda e: isinstance(e, Update) and isinstance(e.event, Evaluated))
-    stopped = finish(run.resume(Path("run"), {}, after(1)))
-    lines = files.read_lines(stopped.folder / folder.METRICS)
-    assert [line["step"] for line in lines] == [9]
-    assert [event["steps"] for event in stopped.report["privacy"]["events"]] == [12, 1]
-    assert lines[0]["epsilon"] == stopped.report["privacy"]["epsilon"]
-    last = finish(run.fork(stopped.folder, {"lr": "0.02", "out": "forked"}))
-    assert last.report["privacy"]["events"][0]["steps"] == 12
+def test_what_cannot_be_resumed_or_forked_is_refused() -> None:
+    finish(run.train(start(out="kept")))
+    for way, change, flags, said in REFUSALS:
+        shutil.rmtree("run", ignore_errors=True)
+        shutil.copytree("kept", "run")
+        change()
+        before = contents(Path("run")) if Path("run").exists() else None
+        given = flags if way == "resume" else {"out": "forked", **flags}
+        with pytest.raises(InputError, match=said):
+            finish(getattr(run, way)(Path("run"), given))
+        assert before is None or contents(Path("run")) == before, said
+        assert not Path("forked").exists()

@@ -29,7 +29,7 @@ from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish
 from dpmac_cli.release.sentences import SENTENCES
-from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import folder
 from dpmac_cli.runs import trainer as assembly
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import (
@@ -201,7 +201,7 @@ def test_the_command_line_trains_stops_and_goes_on() -> None:
     assert (first.exit_code, first.stderr) == (0, "")
     where = Path("run")
     assert (where / folder.CONFIG).read_text().count("secure: true") == 1
-    (where / checkpoint.FOLDER / "step-000000009.safetensors").unlink()  # as if killed before
+    (where / folder.SUMS).unlink()  # as if killed before
     again = dpmac("train", "--resume", "run")
     assert again.exit_code == 0
     report = json.loads((where / folder.REPORT).read_text())
@@ -235,7 +235,7 @@ def test_the_report_and_the_model_say_how_it_was_drawn() -> None:
     for name, flags in kinds.items():
         finished = train_digits(out=name, **flags)
         said[name] = randomness(finished)
-        facts = load_model(finished.folder, None, torch.device("cpu")).facts
+        facts = load_model(finished.folder).facts
         assert facts["privacy"]["randomness"] == said[name]
     assert said == {
         "plain": {"secure": False, "statement": PLAINLY},

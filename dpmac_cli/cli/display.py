@@ -64,8 +64,7 @@ class RunDisplay:
                 before, self._computing = self._computing, _computing(event)
                 if self._computing != before:
                     self.console.print(Text(self._computing, style="dim"))
-                if not event.elsewhere:
-                    LISTENER.get()(event)
+                LISTENER.get()(event)
             case Started():
                 self._plan, self._steps = event.plan, event.steps
                 self.console.print(*_heading(event), sep="\n")
@@ -142,8 +141,6 @@ class RunDisplay:
 
 
 def _computing(event: Computing) -> str:
-    if event.elsewhere:
-        return f"another process is computing the {event.what}; waiting for it"
     if event.what == "images":
         size = decimal(event.nbytes)
         return f"decoding {event.records:,} images, once: {size} kept in {event.folder}"
@@ -323,10 +320,9 @@ def follow(
 
 def _way_on(where: Path, changes: Sequence[str] = ()) -> str:
     """Return a sentence with the command to resume or fork a failed run."""
-    step = checkpoint.last_step(where)
-    if step is None:
-        return "The run's checkpoints no longer exist, so it cannot be resumed. Start a new run."
+    if not checkpoint.path_in(where).exists():
+        return "The run's checkpoint no longer exists, so it cannot be resumed. Start a new run."
     way, command = "resume", folder.resume_command(where)
     if changes:
         way, command = "continue", folder.fork_command(where, changes)
-    return f"To {way} from the last checkpoint (step {step}): {command}"
+    return f"To {way} from the last checkpoint: {command}"

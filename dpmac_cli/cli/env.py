@@ -1,4 +1,4 @@
-"""dpmac env: versions, processor, libraries and fallbacks of this machine, for a bug report."""
+"""dpmac env: versions, processor, libraries and folders of this machine, for a bug report."""
 
 from typing import Any
 
@@ -10,17 +10,14 @@ from dpmac_cli.storage.files import to_json
 
 @with_options(options(JsonFlags))
 def env(**given: Any) -> None:
-    """Print what a bug report needs: versions, processor, libraries, folders and fallbacks.
-
-    Fallbacks are tried on a tiny network: how its layers must run on this machine so that no
-    record's result is rounded by the other records of a batch. They cost time, not privacy.
+    """Print what a bug report needs: versions, processor, libraries and folders.
 
     Example: dpmac env
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
     """
     flags = take(JsonFlags, given)
-    from dpmac_cli.runs.machine import facts  # noqa: PLC0415  (loads torch)
+    from dpmac_cli.runs.environment import facts  # noqa: PLC0415  (loads torch)
 
     found = facts()
     if flags.json:

@@ -228,9 +228,8 @@ def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
             f"claimed: epsilon {format_epsilon(claimed)} at delta {found.delta:g}\n"
             f"attack: {found.right:,} of {found.guesses:,} guesses right, "
             f"{len(found.coins):,} canaries\n"
-            f"proven: epsilon at least {found.lower_bound:.3f} for any training, and at least "
-            f"{found.curve_bound:.3f} if only the amount of noise may be wrong "
-            f"({verdict['confidence']:.0%} confidence)"
+            f"proven: epsilon at least {found.curve_bound:.3f}, if only the amount of noise may be "
+            f"wrong ({verdict['confidence']:.0%} confidence)"
         )
         out.print(HOLDS if found.holds else BROKEN)
     if not found.holds:

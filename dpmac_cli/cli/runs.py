@@ -114,13 +114,9 @@ def _facts(where: Path) -> dict[str, Any]:
     with contextlib.suppress(*DAMAGE):
         if said["state"] == RUNNING:
             return said | _unreported(where)
-        intact = folder.vouched(where, folder.REPORT)
-        there = [(where / name).exists() for name in (folder.SUMS, folder.REPORT)]
-        # A resumed run that was killed has an old report, which is not among its checksums.
-        if intact is None and there != [False, True]:
+        if not (where / folder.REPORT).exists():
             return said | {"state": CUT_OFF} | _unreported(where)
-        if intact is not False:
-            return said | _reported(where)
+        return said | _reported(where)
     return said
 
 
@@ -148,7 +144,7 @@ def _unreported(where: Path) -> dict[str, Any]:
     """Return what settings and metrics say of a run without a report. Raises ``DAMAGE``."""
     settings, lines = folder.config(where), read_lines(where / folder.METRICS)
     name, optimizer = str(settings["dataset"]), str(settings["optimizer"])
-    if folder.vouched(where, folder.CONFIG) is False or not f"{name}{optimizer}".isprintable():
+    if not f"{name}{optimizer}".isprintable():
         raise ValueError(f"{folder.CONFIG} was changed")
     scored = [line for line in lines if line.get(headline_in(line).logged) is not None]
     last = scored[-1] if scored else {}

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from torch import nn
 
-#: Placeholder in a card for answers that its author must provide.
+#: Placeholder in a card for answers that its author must provide, and their questions.
 OPEN = "to be filled in"
+QUESTIONS = (
+    *("data curator", "intended use", "contact", "region", "access and collection"),
+    "justification",
+)
 
 
 @functools.cache  # compiling them takes as long as a short run
@@ -67,6 +71,7 @@ def model_card(report: Report, model: "nn.Module") -> str:
         recipe_defaults=RECIPE_DEFAULTS,
         no_privacy=statements.NO_PRIVACY,
         to_be_filled_in=OPEN,
+        open_questions=QUESTIONS,
         samplers=SAMPLERS,
     )
 
@@ -89,12 +94,11 @@ def answered_card(run: Path, answers: Mapping[str, str]) -> str:
         answers: answers that the run does not know, by the names of the card's rows.
 
     Raises:
-        InputError: the run has no card, or its files were edited; or there is no place for an
-            answer, or it cannot be displayed.
+        InputError: the run has no card; or there is no place for an answer, or it cannot be
+            displayed.
     """
     if run.is_file():
         raise InputError(f"{run} is a file. Name the folder of the run.")
-    folder.check_unchanged(run)
     _, text = folder.read_run_file(run, folder.CARD, "Name a run folder of dpmac train.")
     card = text.decode()
     for row, answer in answers.items():

@@ -18,10 +18,9 @@ from dpmac_cli.release.report import (
     RiskBounds,
     SearchResult,
     SeedPolicy,
-    Statement,
     Unit,
 )
-from dpmac_cli.release.sentences import OPEN_QUESTIONS, Case, said, text
+from dpmac_cli.release.sentences import Case, said, text
 from dpmac_cli.storage.files import finite_or_none
 
 
@@ -87,7 +86,6 @@ def _search(case: Case, plan: SearchPlan) -> SearchResult:
     return SearchResult(
         mean_trials=trials.mean,
         most_trials=trials.most,
-        log_weight=trials.log_weight,
         epsilon_of_a_trial=finite_or_none(search.trial_epsilon(case.plan.privacy.delta)),
         space=plan.space,
         candidates=tuple(_events(events) for events in search.candidates),
@@ -119,15 +117,7 @@ def _computed(case: Case) -> tuple[Computed, ...]:
     return tuple(Computed(what=what, status=value) for what, value in status.items())
 
 
-def nist_statement(case: Case, computed: Sequence[Computed]) -> Statement:
-    """Return the answers to NIST SP 800-226's questions, and the open questions.
-
-    ``computed`` are the values computed from records, with their status: see :func:`privacy`.
-    """
-    listed = {
-        "unprotected": tuple(row.what for row in computed if row.status != "protected"),
-        "public": tuple(said("public", case)),
-        "open": OPEN_QUESTIONS,
-    }
-    answers = {name: text(name, case) for name in Statement.model_fields if name not in listed}
-    return Statement(**answers, **listed)  # type: ignore[arg-type]
+def nist_statement(case: Case) -> dict[str, str | list[str]]:
+    """Return the answers to NIST SP 800-226's questions that depend on the run."""
+    topics = ("mechanism", "tuning", "data_domain", "audit")
+    return {**{topic: text(topic, case) for topic in topics}, "public": said("public", case)}

@@ -5,7 +5,7 @@ and facts.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.statements import short
-from dpmac_cli.data.registry import DATASETS, Signature
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, ModelError, as_typed
 from dpmac_cli.models import registry, weights
@@ -68,20 +67,16 @@ def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
 
 def load_model(
     path: Path | str,
-    dataset: str | None = None,
     device: torch.device = torch.device("cpu"),  # noqa: B008  (never changes)
     *,
-    signature: Signature | None = None,
     factory: str | None = None,
     network: Network | None = None,
 ) -> Released:
-    """Load a published model for a dataset.
+    """Load a published model.
 
     Args:
         path: a run folder or a model file.
-        dataset: name of the dataset to score on; None for the one it was trained on.
         device: device of the loaded model.
-        signature: of ``dataset``; None if that is registered, or the one it was trained on.
         factory: ``FILE.py:FACTORY`` of a user-supplied model. The name in the file is not imported.
         network: instead of ``factory``, a network that is defined in the program: its class or a
             function, called like a factory, or an instance, of which a copy gets the weights.
@@ -89,20 +84,12 @@ def load_model(
     Raises:
         InputError: the file does not exist, is not a dpmac model, or is damaged; or there is no
             such factory.
-        ModelError: the model does not fit the dataset.
+        ModelError: the network cannot be built, or does not fit the file.
     """
-    if signature is None and dataset not in (None, *DATASETS):
-        raise InputError(
-            f"There is no dataset '{dataset}' ({', '.join(DATASETS)}). For your own data, pass its "
-            "signature, or use score(model, data)."
-        )
     file, tensors, kept, facts = _read(Path(path))
-    name, shape = dataset or facts.dataset.name, facts.input.shape
-    if signature is None:
-        signature = facts.signature if dataset is None else DATASETS[dataset].signature
-    signature = replace(signature, own=() if facts.input.record == shape else facts.input.record)
+    record = facts.input.record
+    signature = replace(facts.signature, own=() if record == facts.input.shape else record)
     reference, features = _network(file, facts, factory, network), _features(file, facts)
-    misfit = f"{file} ({facts.model.name}, trained on {facts.dataset.name}) does not fit {name}"
     trained = getattr(facts.model.public_part, "train", None)
     part = "head" if trained == "head" else "all"  # LoRA updates were merged
     model = build_model(
@@ -114,29 +101,17 @@ def load_model(
         trained=None if trained is None else registry.Trained(part),
         isolated=True,  # scoring does not need independence across samples
     )
-    _check_fits(model, signature, (shape, tensors), misfit)
-    weights.adopt(model, tensors)
-    for training in _trainings(facts.privacy, facts.checksum):
-        attach(model, training)
-    return Released(model.to(device).eval(), kept, file)
-
-
-def _check_fits(
-    model: nn.Module,
-    signature: Signature,
-    stored: tuple[Sequence[int], Mapping[str, Tensor]],
-    misfit: str,
-) -> None:
-    """Raise ModelError unless a network has the tensors of a file, and its images their shape."""
-    shape, tensors = stored
-    held = {"an image": f"{shape}", **_forms(tensors)}
-    wanted = {"an image": f"{signature.shape}", **_forms(weights.published(model))}
+    held, wanted = _forms(tensors), _forms(weights.published(model))
     if faults := [
         f"{key}: {held.get(key, 'missing')} in the file, expected {wanted.get(key, 'nothing')}"
         for key in sorted(wanted.keys() | held.keys())
         if wanted.get(key) != held.get(key)
     ]:
-        raise ModelError(f"{misfit}: {'; '.join(faults)}.")
+        raise ModelError(f"{file} does not fit the network {reference}: {'; '.join(faults)}.")
+    weights.adopt(model, tensors)
+    for training in _trainings(facts.privacy, facts.checksum):
+        attach(model, training)
+    return Released(model.to(device).eval(), kept, file)
 
 
 def _trainings(done: Privacy, checksum: str) -> Iterator[Training]:

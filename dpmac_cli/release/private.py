@@ -193,7 +193,7 @@ class PrivateTraining(PrivateProgram):
         with folder.locked(where):
             folder.clear(where)
             session.begin_files()
-            return publish(session, self._seconds)
+            return publish(session)
 
     def _spent(self) -> Spent:
         """Return what was done to the records, as of a fork of earlier training."""

@@ -39,26 +39,26 @@ class Finished:
     state: State
 
 
-def publish(session: Session, total_seconds: float) -> Finished:
+def publish(session: Session) -> Finished:
     """Write the published files of a run, and their checksums last.
 
-    An earlier report goes first: a kill in between must not leave it beside a later model.
+    An earlier report goes first, and this one comes last but for the checksums: a kill in between
+    leaves no report beside another model.
     """
     plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
     scored = session.scored
     if scored is None and plan.privacy.scores is None:  # the run was resumed at its end
         scored = trainer.evaluate()
     facts = public_facts(plan, session.spent(), task, trainer.state.theta.numel())
-    for name in (folder.REPORT, folder.CARD, folder.AUDIT):
-        (where / name).unlink(missing_ok=True)
+    folder.unpublish(where)
     with trainer.published():
         save_model(where / folder.MODEL, task.model, facts.values())
     exact = {} if scored is None else scored.values()
-    written = _report(session, facts, exact, total_seconds)
+    written = _report(session, facts, exact)
     files.write_atomically(where / folder.CARD, model_card(written, task.model).encode())
-    files.write_atomically(where / folder.REPORT, files.to_json(written.values()).encode())
     _write_audit(session, written)
     session.write_metrics()
+    files.write_atomically(where / folder.REPORT, files.to_json(written.values()).encode())
     folder.seal(where)
     return Finished(written.values(), where, _state_of(session))
 
@@ -68,7 +68,6 @@ def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int)
     data, canaries = plan.data.facts, plan.privacy.canaries
     case, task_facts = Case(plan, spent), dict[str, Any](data.task.facts)
     guarantee = privacy(case)
-    computed = guarantee.computed_from_records
     audited = (
         report.Audit(canaries=canaries, guesses=plan.privacy.guesses, statement=AUDIT_RUN)
         if canaries
@@ -90,7 +89,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int)
         classes=tuple(task_facts["classes"]),
         target=task_facts["target"],
         privacy=guarantee,
-        statement=None if computed is None else nist_statement(case, computed),
+        statement=nist_statement(case) if plan.privacy.private else None,
         audit=audited,
     )
 
@@ -123,7 +122,6 @@ def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
         parameters=task.parameters,
         fix_norm=network.fix_norm,
         built_by=task.built_by or None,
-        independence=report.Independence(kind="isolated", statement=text("independence", case)),
     )
     statement = text("public part", case)
     if not statement:
@@ -136,7 +134,6 @@ def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
         backbone_flips=recorded.get("backbone_flips", False),
         encoder=None if encoder is None else encoder.config.model_dump(),
         lora_rank=recorded.get("lora_rank"),
-        lora_alpha=network.trained.alpha if network.trained.part == "lora" else None,
         pretrained=None if network.pretrained is None else network.pretrained.name,
         sha256=task.pretrained,
         train=recorded.get("train"),
@@ -146,9 +143,7 @@ def _model(case: Case, task: PreparedRun, trained: int) -> report.Model:
     return found.model_copy(update={"public_part": part})
 
 
-def _report(
-    session: Session, facts: report.Facts, exact: Mapping[str, Any], total_seconds: float
-) -> report.Report:
+def _report(session: Session, facts: report.Facts, exact: Mapping[str, Any]) -> report.Report:
     """Return the complete report; ``exact`` are test metrics as JSON values."""
     plan, trainer = session.plan, session.trainer
     steps, used = trainer.state.step, plan.optimizer.used(private=plan.privacy.private)
@@ -163,7 +158,7 @@ def _report(
             **{name: getattr(plan.optimizer, name) for name in used},
         ),
         recipe={name: plan.recorded.get(name, d) for name, d in RECIPE_DEFAULTS.items()},
-        timings=_timings(plan, steps, session.seconds, total_seconds),
+        timings=report.Timings(training_seconds=round(session.seconds, 3) if plan.timed else None),
         versions={"python": platform.python_version(), "dpmac": __version__}
         | {package: version(package) for package in PACKAGES},
         # Not the chunk: it says when memory ran out, which depends on the size of a batch.
@@ -176,36 +171,17 @@ def _report(
     )
 
 
-def _timings(plan: TrainPlan, steps: int, seconds: float, total_seconds: float) -> report.Timings:
-    """Return times in seconds, and the speed for the expected batch: that drawn is private."""
-    speed = steps / seconds if seconds > 0 else 0.0
-    found = {
-        "training_seconds": round(seconds, 3),
-        "total_seconds": round(total_seconds, 3),
-        "steps_per_second": round(speed, 2),
-        "samples_per_second": round(speed * plan.privacy.batch_size, 1),
-    }
-    return report.Timings(**(found if plan.timed else dict.fromkeys(found)))
-
-
 def scores(task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]) -> report.Scores:
     """Return test scores: exact metrics, or scores that were released with noise.
 
     ``history`` are the lines of metrics.jsonl.
     """
     last, headline = history[-1], task.headline
-    scored = [line for line in history if line.get(headline.logged) is not None]
-    best = max(scored, key=lambda line: headline.better(line[headline.logged]), default=last)
     found = {name: exact.get(name, last.get(f"test_{name}")) for name in task.reported}
     return report.Scores(
         samples=last["test_samples"],
         loss=last["test_loss"],
-        best_epoch=best["epoch"],
-        **{
-            **found,
-            headline.key: last[headline.logged],
-            f"best_{headline.key}": best[headline.logged],
-        },
+        **{**found, headline.key: last[headline.logged]},
     )
 
 

@@ -4,7 +4,6 @@
 and values computed after the noise. Does not import torch.
 """
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -22,9 +21,7 @@ from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN, Search, Trials
-from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.registry import Signature
-from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.tasks.known import task_of
@@ -123,8 +120,6 @@ class PublicPart(Said):
     its tokenizer as vocabulary_sha256. Null for other networks."""
     lora_rank: Count | None
     """Rank of the additions to linear layers. Null without LoRA."""
-    lora_alpha: float | None
-    """The additions are scaled by this over the rank. Null without LoRA."""
     pretrained: str | None
     """Name of the file of public weights. Null if there is none."""
     sha256: Sha256 | None
@@ -133,13 +128,6 @@ class PublicPart(Said):
     """The trained part of a network with public weights. Null for other networks."""
     trained_parameters: Count
     """d, number of trained parameters."""
-
-
-class Independence(Said):
-    """Independence of the samples of a batch in the network, and how it is known."""
-
-    kind: str
-    """isolated: the network saw one record at a time."""
 
 
 class Model(Part):
@@ -153,8 +141,6 @@ class Model(Part):
     """Whether batch norm was replaced by group norm (--fix-norm)."""
     built_by: str | None
     """The call that builds your own network. Null for a built-in network."""
-    independence: Independence
-    """How it is known that the samples of a batch are independent in the network."""
     public_part: PublicPart | None = None
     """The part of the network that was public before training. Absent if there is none."""
 
@@ -175,19 +161,6 @@ class Input(Part):
     """Of each channel; public constants."""
     std: tuple[Annotated[float, Field(gt=0)], ...]
     """Of each channel; public constants."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not len(self.mean) == len(self.std) == self.shape[0]:
-            raise ValueError("mean and std must have one number per channel")
-        if math.prod(self.record) != math.prod(self.shape):
-            raise ValueError("record must have as many numbers as shape")
-        ends = [0, *(first + count + WRITTEN for first, count in self.texts)]
-        if any(first < end for end, (first, _) in zip(ends, self.texts, strict=False)):
-            raise ValueError("texts must be in order")
-        if ends[-1] > self.shape[0]:
-            raise ValueError("texts must be of the inputs")
-        return self
 
 
 class Event(Part):
@@ -228,8 +201,6 @@ class SearchResult(Said):
     """Mean of the secret number K of trials."""
     most_trials: Count
     """Largest number of trials."""
-    log_weight: float
-    """log w, where P(K = k) is proportional to w^k / k."""
     epsilon_of_a_trial: Number | None
     """Epsilon of one trial alone, with its covered score. Null if infinite."""
     space: tuple[str, ...]
@@ -415,43 +386,6 @@ class Audit(Said):
     """Number of coins that the attack guesses."""
 
 
-class Statement(Part):
-    """Answers to the questions of NIST SP 800-226, as in the model card."""
-
-    trust_model: str
-    """Who is trusted."""
-    adversary: str
-    """What the adversary sees."""
-    mechanism: str
-    """The privacy mechanism."""
-    post_processing: str
-    """What is computed from the private values."""
-    tuning: str
-    """Whether the privacy cost of choosing settings was counted."""
-    bias: str
-    """Whose scores were compared, and whom clipping and noise cost most."""
-    release: str
-    """How often and how the results are released."""
-    other_runs: str
-    """What other releases cost."""
-    security: str
-    """Security measures that are left to whoever keeps the records."""
-    side_channels: str
-    """What side channels of the machine may reveal."""
-    data_domain: str
-    """What a record may be."""
-    unprotected: tuple[str, ...]
-    """What is computed from the records and is not protected by epsilon."""
-    public: tuple[str, ...]
-    """Public data and weights, with source and licence."""
-    software: str
-    """Versions."""
-    audit: str
-    """Whether the run was audited."""
-    open: tuple[str, ...]
-    """Questions that only the data curator can answer (dpmac card)."""
-
-
 class Target(Part):
     """A number to predict, in a public range."""
 
@@ -465,12 +399,6 @@ class Target(Part):
     """Highest number."""
     transform: Literal["none", "log1p"]
     """Transform before the range is scaled to [-1, 1]: log1p is log(1 + y)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for fault in faults_of_range(self.low, self.high, self.transform):
-            raise ValueError(fault)
-        return self
 
 
 class SeveralTargets(Part):
@@ -503,18 +431,12 @@ class Facts(Part):
     """The number to predict, or several. Null for classes."""
     privacy: Privacy
     """The privacy guarantee, over all parts of the run."""
-    statement: Statement | None
-    """Answers to the questions of NIST SP 800-226, as in the model card. Null without privacy."""
+    statement: dict[str, Any] | None
+    """Answers of the model card to the questions of NIST SP 800-226 that depend on the run: its
+    mechanism, tuning, data domain and audit, and public data and weights. Null without privacy."""
     audit: Audit | None
     """Public settings of an audit (--canaries). Null for any other run. The results of the attack
     are in audit.json."""
-
-    @model_validator(mode="after")
-    def _check_texts(self) -> Self:
-        part = self.model.public_part
-        if bool(self.input.texts) != (part is not None and part.encoder is not None):
-            raise ValueError("input.texts must be of an encoder")
-        return self
 
     @property
     def task(self) -> Task:
@@ -533,90 +455,29 @@ class Facts(Part):
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
-class TargetScores(Part):
-    """Scores of one of several targets, in its units."""
-
-    name: str
-    """Name of the target."""
-    mae: Number | None
-    """Mean absolute error."""
-    rmse: Number | None
-    """Root mean squared error."""
-    r2: float | None
-    """Coefficient of determination. Null if all targets are equal."""
-    at_or_below: Share | None
-    """Fraction of the targets that are at or below the prediction; near Q for --loss quantile:Q."""
-
-
 class Scores(Part):
-    """Scores of the published model on the test records; those that the task has.
+    """Scores of the published model on the test records.
 
     They are not protected unless covered_scores is present; then this holds the released scores,
-    and null for the rest. Errors of several numbers are shares of the range of their target.
+    and null for the rest. Besides these keys, it has the metrics of the task by their names, such
+    as accuracy, auroc, mae or r2, and 95% intervals for records like these as, for example,
+    accuracy_interval: low, high. sensitivity and specificity are in the order of classes,
+    by_target in that of several targets. Errors of several numbers are shares of the range of
+    their target.
     """
+
+    model_config = ConfigDict(extra="allow")
 
     samples: Count
     """Number of scored test records, or units: all of them."""
     loss: float | None
     """Mean default loss of the task: cross entropy in nats, or of targets scaled to [-1, 1]. Null
     if it is not finite."""
-    best_epoch: Number
-    """Epoch of the best score. The published model is the last, not the best."""
     noise: Number | None
     """Standard deviation of the noise in the score. Null for exact scores."""
     interval: Interval | None
     """95% interval, because of the noise, for the exact score on these test records: low, high.
     Null for exact scores."""
-    accuracy: Share | None = None
-    """Fraction of test records classified correctly; with covered scores, with noise. Null if no
-    score was due."""
-    accuracy_interval: Interval | None = None
-    """95% interval (Clopper-Pearson; by unit if units have several records) for the accuracy on
-    records like these: low, high."""
-    best_accuracy: Share | None = None
-    """Best accuracy after any epoch."""
-    balanced_accuracy: Share | None = None
-    """Mean sensitivity of the classes that have a test record."""
-    f1: Share | None = None
-    """Mean F1 over classes that have a test record or are predicted."""
-    calibration_error: Share | None = None
-    """Expected calibration error of the predicted class, in 15 bins of equal width."""
-    auroc: Share | None = None
-    """Area under the ROC curve: of the last of two classes, or the average of each class against
-    the others. Null if all test records are of one class."""
-    average_precision: Share | None = None
-    """Average precision, of the same classes."""
-    sensitivity: tuple[Share | None, ...] | None = None
-    """Fraction of the test records of each class that are classified as it, in the order of
-    classes. Null without any."""
-    specificity: tuple[Share | None, ...] | None = None
-    """Fraction of the test records of other classes that are not classified as it, in the order of
-    classes."""
-    mae: Number | None = None
-    """Mean absolute error, in the units of the target; with covered scores, with noise. Null if no
-    score was due."""
-    mae_interval: Interval | None = None
-    """95% interval for the mean absolute error on records like these: low, high."""
-    best_mae: Number | None = None
-    """Least mean absolute error after any epoch."""
-    rmse: Number | None = None
-    """Root mean squared error, in the units of the target."""
-    r2: float | None = None
-    """Coefficient of determination; of several targets, their mean. Null if all values of a target
-    are equal."""
-    at_or_below: Share | None = None
-    """Fraction of the targets that are at or below the prediction; near Q for --loss quantile:Q."""
-    nmae: Number | None = None
-    """Mean absolute error as a share of the range, mean over the targets; with covered scores, with
-    noise. Null if no score was due."""
-    nmae_interval: Interval | None = None
-    """95% interval for this error on records like these: low, high."""
-    best_nmae: Number | None = None
-    """Least such error after any epoch."""
-    nrmse: Number | None = None
-    """Root mean squared error as a share of the range, mean over the targets."""
-    by_target: tuple[TargetScores, ...] | None = None
-    """Scores of each target, in its units, in the order of the outputs. Null for covered scores."""
 
 
 class Hyperparameters(Part):
@@ -639,17 +500,11 @@ class Hyperparameters(Part):
 class Timings(Part):
     """Times that were measured on the machine. Not covered by the guarantee.
 
-    All are null for the result of a search, because they would tell which trial it was.
+    Null for the result of a search, because they would tell which trial it was.
     """
 
     training_seconds: Number | None
     """Seconds of training, over all sessions of the run."""
-    total_seconds: Number | None
-    """Seconds in total since the run was last started."""
-    steps_per_second: Number | None
-    """Steps per second of training."""
-    samples_per_second: Number | None
-    """Steps per second times the expected batch size."""
 
 
 class Machine(Part):
@@ -744,9 +599,7 @@ def events_of(run: Path) -> tuple[TrainingEvent, ...]:
     Raises InputError if neither report nor ledger can be read.
     """
     found = ledger.read_spent(run)
-    there = (run / folder.SUMS).exists()
-    if found is not None and there and not folder.vouched(run, folder.REPORT):
-        # The report is damaged, or from before the run was resumed.
+    if found is not None and not (run / folder.REPORT).exists():
         return found.planned
     privacy = read_report(run).privacy
     return (*(event.done for event in privacy.abandoned), *privacy.training_events())

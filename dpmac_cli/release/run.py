@@ -12,7 +12,7 @@ from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import Values
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.release.publish import Finished, publish
-from dpmac_cli.runs.session import EndOfTraining, Reduced, SessionEvent, Started, Update
+from dpmac_cli.runs.session import Reduced, Session, SessionEvent, Started, Update
 from dpmac_cli.runs.train import continued_run, new_run
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.torch_errors import torch_failures_explained
@@ -107,11 +107,11 @@ def _published(events: Generator[SessionEvent, None, None]) -> Iterator[RunEvent
     """Publish a run once it is trained, while its folder is still locked."""
     with closing(events):
         for event in events:
-            if not isinstance(event, EndOfTraining):
+            if not isinstance(event, Session):
                 yield event
                 continue
             with torch_failures_explained():
-                finished = publish(event.session, event.seconds)
+                finished = publish(event)
             yield finished
 
 

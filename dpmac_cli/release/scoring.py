@@ -10,9 +10,9 @@ from dpmac_cli.config.data import resolve_data
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.data.dataset import Data, standardisation
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import InMemoryData, Source
-from dpmac_cli.data.table_schema import TableSchema, schema_of
+from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import Network
 from dpmac_cli.release.model_file import load_model, read_facts, text_reader
@@ -63,18 +63,18 @@ def score(
     file, facts = read_facts(Path(path))
     plan = _chosen(file, facts, {"dataset": dataset, "data_dir": data_dir})
     known = plan.facts
-    released = load_model(
-        *(file, plan.found.name, where),
-        signature=known.signature,
-        factory=factory,
-        network=network,
-    )
-    data = load_data(plan.source, plan.folder, where, found=plan.found)
-    if plan.own and known.task != facts.task:
+    released = load_model(file, where, factory=factory, network=network)
+    if known.signature.shape != facts.input.shape:
+        raise ModelError(
+            f"{file} does not fit {plan.found.name}: it takes records of shape "
+            f"{facts.input.shape}, but those of the dataset have {known.signature.shape}."
+        )
+    if known.task != facts.task and (plan.own or known.task.outputs != facts.task.outputs):
         raise ModelError(
             f"{plan.dataset} has {known.task.summary}, but {file} was trained on "
             f"{facts.task.summary}."
         )
+    data = load_data(plan.source, plan.folder, where, found=plan.found)
     return Scored(
         result=_evaluated(released.model, facts, data, known),
         dataset=plan.found.name,
@@ -96,38 +96,26 @@ def _evaluated(model: nn.Module, facts: Facts, data: Data, known: Dataset) -> Ev
 
 def _chosen(file: Path, facts: Facts, given: dict[str, Any]) -> DataPlan:
     """Return the data to score on. Raises InputError and ModelError."""
-    dataset, beside = given["dataset"], file.parent / CONFIG
-    trained_on, table = facts.dataset.name, facts.dataset.table
-    schema = None if table is None else schema_of(table, f"{file}: its schema")
-    if facts.dataset.own and beside.is_file():
-        # A run's config.yaml records how your own data was read and split.
-        plan = resolve_data(given, beside, text_reader(file, facts), schema)
-        _check_columns(plan, file, schema)
-        return plan
-    if dataset is None and facts.dataset.own:
-        raise InputError(
-            f"{file} was trained on your own data, {trained_on}. Set --dataset to its path."
-        )
-    if dataset is None and trained_on not in DATASETS:
-        raise ModelError(
-            f"{file} was trained on {trained_on}, which this version does not support."
-        )
-    given = {**given, "dataset": trained_on if dataset is None else dataset}
-    plan = resolve_data(given, texts=text_reader(file, facts), schema=schema)
-    _check_columns(plan, file, schema)
-    if plan.found.held_out:
-        raise InputError(
-            f"{dataset} has no test set, and the split is only recorded in the {CONFIG} of the "
-            "run. Use the run's folder, or data with a test set."
-        )
-    return plan
-
-
-def _check_columns(plan: DataPlan, file: Path, schema: TableSchema | None) -> None:
-    """Reject a data frame whose schema declares other inputs than that of the model."""
+    known, beside = facts.dataset, file.parent / CONFIG
+    # A run's config.yaml records how your own data was read and split.
+    below = beside if known.own and beside.is_file() else None
+    if below is None and given["dataset"] is None:
+        if known.own:
+            raise InputError(
+                f"{file} was trained on your own data, {known.name}. Set --dataset to its path."
+            )
+        given = {**given, "dataset": known.name}
+    schema = None if known.table is None else schema_of(known.table, f"{file}: its schema")
+    plan = resolve_data(given, below, text_reader(file, facts), schema)
     own = plan.source.schema if isinstance(plan.source, Source) else None
     if own is not None and schema is not None and own.columns != schema.columns:
         raise ModelError(
             f"{plan.dataset} has a schema with other columns than the one that {file} was trained "
             "with. Pass that schema to from_dataframe."
         )
+    if below is None and plan.found.held_out:
+        raise InputError(
+            f"{plan.dataset} has no test set, and the split is only recorded in the {CONFIG} of "
+            "the run. Use the run's folder, or data with a test set."
+        )
+    return plan

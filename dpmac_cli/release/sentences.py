@@ -6,10 +6,8 @@ Reports, cards and the terminal take them from this one table. Names in braces a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
-from dpmac_cli import __version__
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.data.writing import WRITTEN
@@ -19,11 +17,6 @@ from dpmac_cli.optim.optimizer import InBall
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.tasks.task import EvaluationMetric
 
-#: Questions that only the publisher can answer.
-OPEN_QUESTIONS = (
-    *("data curator", "intended use", "contact", "region", "access and collection"),
-    "justification",
-)
 AUDIT_RUN = (
     "An audit run: it also trained on artificial records for an attack. The model is unfit for "
     "release."
@@ -140,11 +133,6 @@ class Case:
         )
 
     @property
-    def software(self) -> str:
-        """Versions."""
-        return f"dpmac {__version__}, torch {version('torch')}"
-
-    @property
     def ball(self) -> bool:
         """Return whether gradients are clipped to a fixed ball."""
         return isinstance(self.plan.optimizer, InBall)
@@ -236,11 +224,6 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ),
     # The network.
     (
-        "independence",
-        lambda _: True,
-        "The network saw one record at a time in training, so it could not mix records.",
-    ),
-    (
         "public part",
         lambda c: c.features == "scattered",
         "The network takes fixed features of an image ({c.about}), which depend on that image "
@@ -321,19 +304,6 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ),
     # Answers after NIST SP 800-226 and "How to DP-fy ML".
     (
-        "trust_model",
-        always,
-        "Central: the records are collected on a machine that has them without protection. Its "
-        "administrators, the libraries, and the person who starts the run are trusted.",
-    ),
-    (
-        "adversary",
-        always,
-        "Sees the model, its report and its settings, knows the program and may know every other "
-        "record. Does not see the random numbers, the folder checkpoint/, or the machine during "
-        "training.",
-    ),
-    (
         "mechanism",
         lambda c: c.ball,
         "In each step the gradients of a random batch are clipped to a ball of radius "
@@ -348,11 +318,6 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
         "mechanism releases their sum.",
     ),
     (
-        "post_processing",
-        always,
-        "The optimizer's state and the weights are computed from the noisy sums only.",
-    ),
-    (
         "tuning",
         lambda c: c.search,
         "Covered: epsilon includes the search for these settings, of which this model is the "
@@ -364,22 +329,7 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
         "Unknown to this run: epsilon covers this run only. If its settings were chosen by other "
         "runs on the same records, the total privacy cost is higher.",
     ),
-    (
-        "bias",
-        always,
-        "report.json has the scores of each class. Groups of people within a class were not "
-        "compared; clipping and noise cost small groups the most accuracy.",
-    ),
-    ("release", always, "One release of a model and its report. Nobody can query the records."),
-    ("other_runs", always, "Other releases about the same records add to the privacy cost."),
-    ("security", always, "Report, card and model may be published, but not checkpoint/."),
-    (
-        "side_channels",
-        always,
-        "Times, memory and power of the training machine are not protected.",
-    ),
     ("data_domain", always, "Labelled {c.domain}, {c.data.facts.task.described}."),
-    ("software", always, "{c.software}."),
     (
         "audit",
         lambda c: c.privacy.canaries,

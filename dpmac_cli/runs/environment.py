@@ -13,6 +13,7 @@ from dpmac_cli import __version__
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.dp.precision import Arithmetic
 from dpmac_cli.errors import InputError
+from dpmac_cli.storage.paths import cache_folder, data_folder
 from dpmac_cli.training.distributed import Ranks
 
 #: Prefixes of environment variables that make libraries choose other kernels.
@@ -70,6 +71,18 @@ def environment() -> dict[str, Any]:
         "build of torch": torch.__config__.show().strip(),
         "settings of torch": Arithmetic.now().switches,
         "environment variables": {n: os.environ[n] for n in names if n not in UNRELATED},
+    }
+
+
+def facts() -> dict[str, Any]:
+    """Return what a bug report needs: the environment, devices and folders, as JSON values."""
+    return {
+        **environment(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "device": device_name(choose_device("auto")),
+        "data": str(data_folder(None)),
+        "cache": str(cache_folder()),
     }
 
 

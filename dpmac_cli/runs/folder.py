@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
-import json
 import os
 import shlex
 import time
@@ -58,52 +57,27 @@ def seal(where: Path, names: Iterable[str] = SEALED) -> None:
     """Write SHA256SUMS for those of the given files that exist.
 
     It is written last, and removed before any of them changes: a kill in between leaves files
-    without checksums, never with wrong ones. Raises OSError.
+    without checksums, which are not those of a published run. Raises OSError.
     """
     there = [name for name in names if (where / name).exists()]
     text = "".join(f"{_sum(where / name)}  {name}\n" for name in there)
     write_atomically(where / SUMS, text.encode())
 
 
-def vouched(where: Path, name: str) -> bool | None:
-    """Return whether a file matches SHA256SUMS; None if that does not list it. Raises OSError."""
-    if not (where / SUMS).exists():
-        return None
-    lines = (where / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
-    found = next((line for line in lines if line.endswith(f"  {name}")), None)
-    if found is None:
-        return None
-    return (where / name).exists() and found == f"{_sum(where / name)}  {name}"
+def is_published(run: Path) -> bool:
+    """Return whether a run is published, as of its last step so far."""
+    return (run / SUMS).exists() and (run / REPORT).exists()
 
 
-def check_unchanged(
-    where: Path,
-    names: Iterable[str] = PUBLISHED[1:],
-    remedy: str = "Copy the run again from its source.",
-) -> None:
-    """Reject a folder with files that do not match SHA256SUMS: by default all but a run's model."""
-    changed = [name for name in names if vouched(where, name) is False]
-    if changed:
-        raise InputError(
-            f"{where}: {' and '.join(changed)} and the checksums in {SUMS} do not match: a file "
-            f"was lost, damaged or edited. {remedy}"
-        )
+def unpublish(run: Path) -> None:
+    """Remove the files about a run's model, before that changes. Raises OSError."""
+    for name in (SUMS, REPORT, CARD, AUDIT):
+        (run / name).unlink(missing_ok=True)
 
 
 def _sum(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def reported_steps(run: Path) -> int:
-    """Return the steps of the model in a run's report; 0 without an undamaged report."""
-    if not vouched(run, REPORT):
-        return 0
-    try:
-        report: Any = json.loads((run / REPORT).read_bytes())
-        return int(report["hyperparameters"]["steps"])
-    except BROKEN:
-        return 0
 
 
 def read_run_file(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
@@ -273,12 +247,6 @@ def check_run_folder(run: Path, flag: str = "--resume") -> None:
     """Reject a folder without a run, or with a run whose configuration was modified."""
     if not (run / CONFIG).is_file() and not (run / CHECKPOINTS).is_dir():
         raise InputError(f"{flag} {run} is not a run folder: it contains no {CONFIG}.")
-    if (run / CONFIG).exists() and vouched(run, CONFIG) is False:
-        raise InputError(
-            f"{run / CONFIG} and its checksum in {SUMS} do not match: one was damaged or edited. "
-            f"Delete {CONFIG} to restore it from the checkpoint. To change a setting, fork the "
-            f"run with a flag: {fork_command(run, ['--lr 0.01'])}"
-        )
 
 
 def command(words: str, run: Path) -> str:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,9 +12,8 @@ from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 
 FILE = folder.LEDGER
-#: Seconds of training that a reservation should last, because syncing it to disk takes time.
-SECONDS = 1.0
-#: Largest reservation, as a part of all steps: those not taken are counted if the run is killed.
+#: Reservations of a run, because syncing to disk takes time. Steps of one that are not taken are
+#: counted if the run is killed.
 RESERVED = 100
 
 
@@ -67,12 +65,6 @@ class Spent:
         earlier = tuple(event for event in self.events if event.steps)
         return replace(self, earlier=earlier, base=step, begun=step)
 
-    def follows(self, other: "Spent") -> bool:
-        """Return whether this is of the same part of a run as ``other``, or of a later one."""
-        count = len(other.earlier)
-        same = (self.base, self.event) == (other.base, other.event)
-        return self.earlier[:count] == other.earlier and (same or len(self.earlier) > count)
-
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Spent":
         """Return the object from the result of ``asdict``. Raises KeyError, TypeError."""
@@ -115,7 +107,6 @@ class Ledger:
     def __init__(self, run: Path, spent: Spent) -> None:
         self.spent = spent
         self._run, self._floor = run, spent.begun
-        self._block, self._since = 1, time.perf_counter()
 
     def write(self, begun: int) -> None:
         """Record on disk that steps up to ``begun`` may have begun, with sync. Raises OSError."""
@@ -125,17 +116,9 @@ class Ledger:
         files.write_atomically(path, text.encode())
 
     def before(self, step: int) -> None:
-        """Reserve the next step and more: for one second, at most a hundredth of all steps."""
-        if step <= self.spent.begun:
-            return
-        seconds = time.perf_counter() - self._since
-        if seconds < SECONDS / 2:
-            self._block *= 2
-        elif seconds > 2 * SECONDS:
-            self._block = max(1, self._block // 2)
-        self._block = min(self._block, 1 + self.spent.event.steps // RESERVED)
-        self.write(min(self.spent.end, step + self._block - 1))
-        self._since = time.perf_counter()
+        """Reserve the next step, and at most a hundredth of all steps."""
+        if step > self.spent.begun:
+            self.write(min(self.spent.end, step + self.spent.event.steps // RESERVED))
 
     def charged(self, step: int) -> int:
         """Return the steps to charge for once ``step`` is taken."""

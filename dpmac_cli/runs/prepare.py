@@ -1,7 +1,9 @@
 """Network and data of a run: load, build and validate them."""
 
+import json
 from collections.abc import Generator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +58,15 @@ class PreparedRun:
         return tuple(self.data.train.images.shape[1:]) if self.trained is self.model else ()
 
     @property
+    def compared(self) -> dict[str, Any]:
+        """Facts that must be unchanged for a run to continue, by their names, as JSON values."""
+        return {
+            "numbers of records": [self.data.train.size, self.data.test.size],
+            "classes or ranges": json.loads(json.dumps(self.data.task.facts)),
+            "public weights": self.pretrained,
+        }
+
+    @property
     def parameters(self) -> int:
         """Number of parameters of the whole network."""
         return sum(p.numel() for p in self.model.parameters())
@@ -75,10 +86,10 @@ def prepare(
     :func:`make_trainer`.
     """
     network, facts, passed_in = plan.network, plan.data.facts, model is not None
-    built = _build(plan, keys) if model is None else _Built(model=_check_passed_in(plan, model))
+    model, said = _build(plan, keys) if model is None else (_check_passed_in(plan, model), {})
     own = passed_in or isinstance(network.model, UserModel)
-    form = form_of(built.model, forms_of(plan, own=own), facts.task.outputs)
-    model = built.model.to(device)
+    form = form_of(model, forms_of(plan, own=own), facts.task.outputs)
+    model = model.to(device)
     parts = None if passed_in else cut_network(network, facts, model)
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(network, facts, model, form)
@@ -95,25 +106,8 @@ def prepare(
         data, _ = yield from featured(parts, data, _of_features(network), cache_folder())
         trained = parts.head
     return PreparedRun(
-        model=model,
-        trained=trained,
-        data=data,
-        own=own,
-        pretrained=built.pretrained,
-        start=_start_of(keys),
-        notes=built.notes,
-        built_by=built.built_by,
+        model=model, trained=trained, data=data, own=own, start=_start_of(keys), **said
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Built:
-    """A network, and what :class:`PreparedRun` says of how it was built."""
-
-    model: nn.Module
-    pretrained: str | None = None
-    notes: tuple[str, ...] = ()
-    built_by: str = ""
 
 
 def cut_network(network: NetworkPlan, facts: Dataset, model: nn.Module) -> FrozenFeatures | None:
@@ -184,8 +178,11 @@ def _head_to_name(plan: TrainPlan, model: nn.Module) -> nn.Linear | None:
     return next(part for part in model.get_submodule("head").modules() if type(part) is nn.Linear)
 
 
-def _build(plan: TrainPlan, keys: Keys) -> _Built:
-    """Build the network of a plan, and load its public weights."""
+def _build(plan: TrainPlan, keys: Keys) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the network of a plan, and load its public weights.
+
+    Also returns what :class:`PreparedRun` says of how it was built.
+    """
     network, facts = plan.network, plan.data.facts
     several = len(forms_of(plan, own=isinstance(network.model, UserModel))) > 1
     signature = replace(facts.signature, own=facts.own if several else ())
@@ -199,13 +196,13 @@ def _build(plan: TrainPlan, keys: Keys) -> _Built:
         isolated=network.isolate,
     )
     check_publishable(model)
-    pretrained, notes, built_by = None, tuple[str, ...](), ""
+    said = dict[str, Any]()
     if isinstance(network.model, UserModel):
         seen = build.seen_by_network(facts.signature, network.features)
-        built_by = build.built_by(network.model, seen)
+        said["built_by"] = build.built_by(network.model, seen)
     if network.starts_public:
-        weights, notes = _start(plan, model)
-        pretrained = weights.sha256
+        weights, said["notes"] = _start(plan, model)
+        said["pretrained"] = weights.sha256
         if plan.privacy.private:
             _check_public(weights, plan.data)
     if plan.privacy.private and carried_by(model):
@@ -214,7 +211,7 @@ def _build(plan: TrainPlan, keys: Keys) -> _Built:
             "not count that. To train a run further, use dpmac train --fork RUN; in a program, "
             "make_private(network, ...) adds up the costs."
         )
-    return _Built(model=model, pretrained=pretrained, notes=notes, built_by=built_by)
+    return model, said
 
 
 def _start_of(keys: Keys) -> int:

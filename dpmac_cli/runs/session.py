@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -95,31 +95,28 @@ class Session:
         return replace(self.ledger.spent, begun=self.ledger.charged(self.trainer.state.step))
 
     def begin_files(self) -> None:
-        """Write config.yaml and its checksum, the only one during training, and the metrics."""
-        (self.where / folder.SUMS).unlink(missing_ok=True)
+        """Write config.yaml and the metrics. A report of an earlier model is removed."""
+        folder.unpublish(self.where)
         files.write_atomically(self.where / folder.CONFIG, to_yaml(self.plan.recorded).encode())
-        folder.seal(self.where, (folder.CONFIG,))
         self.write_metrics()
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Write a checkpoint. Raises OSError, or DivergedError if it could not be resumed from."""
         self.trainer.check_finite()
         state = self.trainer.state
         record = {
             "state": state.numbers(),
             "config": by_flag(self.plan.recorded),
-            "spent": asdict(self.ledger.spent),
             "searched": self.plan.search is not None,
             "history": self.history,
             "seconds": self.seconds,
-            "facts": checkpoint.compared_facts(self.task),
+            "facts": self.task.compared,
             "start": self.task.start,
         }
-        return checkpoint.save(self.where, state.step, state.tensors(), record)
+        checkpoint.save(self.where, state.tensors(), record)
 
     def drive(self, stop: Callable[[], bool]) -> Iterator["SessionEvent"]:
         """Train to the end, and write the files that are not published."""
-        began = time.perf_counter()
         yield Started(
             plan=self.plan,
             folder=self.where,
@@ -141,7 +138,7 @@ class Session:
         if self.ranks is not None:
             self.ranks.dismiss()
         self.save()
-        yield EndOfTraining(session=self, seconds=time.perf_counter() - began)
+        yield self
 
     def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
         """Train, save checkpoints when they are due, and report progress."""
@@ -228,17 +225,6 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndOfTraining:
-    """Training has ended and its last checkpoint is written, but no model or report yet.
-
-    The run's folder is locked until the next event. ``seconds`` have passed since the run was last
-    started.
-    """
-
-    session: Session
-    seconds: float
-
-
-#: Events of a session. What publishes the run replaces the last one, :class:`EndOfTraining`.
-SessionEvent: TypeAlias = Computing | Started | Update | Reduced | EndOfTraining
+#: Events of a session; the last one is the session itself, whose model is trained but not yet
+#: published. The run's folder is locked until the next event.
+SessionEvent: TypeAlias = Computing | Started | Update | Reduced | Session

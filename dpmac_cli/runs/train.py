@@ -6,7 +6,8 @@ keys, and its events are those of all steps that may have begun, kept or not, an
 
 import math
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.plan import NOT_RECORDED, TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.config.sources import by_setting, parse_settings
+from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs.checkpoint import Inherited, check_changes, inherited
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.ledger import Ledger, Spent
+from dpmac_cli.runs.ledger import Ledger, Spent, read_spent
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.trainer import make_trainer
@@ -32,6 +35,23 @@ from dpmac_cli.runs.workers import brief_workers
 from dpmac_cli.storage.progress import Computing, until
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks, check_single_process
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """State at the beginning of a session.
+
+    Attributes:
+        saved: the checkpoint; None for a new run.
+        spent: budget spent by all previous sessions, and the part that begins.
+        notes: messages for the user.
+        before: budget of the run as it was; None for a new run and a fork.
+    """
+
+    saved: checkpoint.Checkpoint | None
+    spent: Spent
+    notes: tuple[str, ...] = ()
+    before: Spent | None = None
 
 
 def new_run(
@@ -64,7 +84,7 @@ def _first(session: Session, stop: Callable[[], bool]) -> Generator[SessionEvent
         folder.check_place(plan)  # another run may have ended in it meanwhile
         # A kill here leaves the ledger of the old run or of this one, but never a checkpoint of
         # the old run with the ledger of this one.
-        checkpoint.discard(where)
+        checkpoint.path_in(where).unlink(missing_ok=True)
         session.ledger.write(session.ledger.spent.begun)
         folder.clear(where, keep_ledger=True)
         session.begin_files()
@@ -89,11 +109,8 @@ def continued_run(
             plan, before = _continued(run, parse_settings(flags), fork=fork)
             session = yield from _session(plan, before, stop, data, ranks)
             if not fork:
-                # Without the ledger, an older checkpoint would not know of the steps that are not
-                # kept.
                 session.ledger.write(session.ledger.spent.begun)
-                checkpoint.discard(run, but=session.save())
-                session.begin_files()  # removes the checksums of files that will change
+                session.begin_files()
                 yield from session.drive(stop)
         if fork:
             yield from _first(session, stop)
@@ -119,7 +136,7 @@ def _session(
         keys = replace(keys, init=saved.record["start"].to_bytes(4, "little"))
     task = yield from until(stop, prepare(plan, device, keys, data))
     if saved is not None:
-        checkpoint.check_same(checkpoint.compared_facts(task), saved.record["facts"])
+        _check_same(task.compared, saved.record["facts"])
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"])
@@ -196,72 +213,92 @@ FIXED = (
     *("image_size", "levels", "classes", "epsilon", "sampler", "no_dp", "optimizer", "ema"),
     *("canaries", "seed", "cover_scores"),
 )
-#: Settings that may have other paths on another machine.
-LOCAL = ("dataset", "model")
-
-
-def _newest(where: Path) -> checkpoint.Checkpoint:
-    """Return the newest checkpoint. Raises InputError if it is of a trial, or there is none."""
-    saved = checkpoint.newest(where)
-    if saved.record.get("searched"):  # a copy of a trial; older checkpoints do not say
-        raise InputError(
-            f"{where} is a trial of a search, whose cost is not that of one run, so it can neither "
-            "be resumed nor forked. To end the search, repeat its command of dpmac tune."
-        )
-    return saved
+#: Settings that a resume can change, because they do not describe the run.
+FREE = {*NOT_RECORDED, "device"} - {"out", "force"}
 
 
 def _continued(run: Path, given: Mapping[str, Any], *, fork: bool) -> tuple[TrainPlan, Inherited]:
     """Return the plan of a run that continues, and what it inherits. Raises InputError."""
-    saved = _newest(run)
+    saved, spent = checkpoint.read(run), read_spent(run)
     recorded, step = saved.record["config"], saved.step
-    way, fixed = ("--fork", FIXED) if fork else ("--resume", LOCAL)
-    check_changes(run, recorded, given, way, fixed)
+    if saved.record["searched"]:
+        raise InputError(
+            f"{run} is a trial of a search, whose cost is not that of one run, so it can neither "
+            "be resumed nor forked. To end the search, repeat its command of dpmac tune."
+        )
+    if spent is None or spent.begun < step:
+        raise InputError(
+            f"{run / folder.CHECKPOINTS / folder.LEDGER} is missing or damaged, so the number of "
+            "steps taken is unknown, and the run can be neither resumed nor forked. Start a new "
+            f"one, or replace it with --force --out {run}."
+        )
+    _check_changes(run, by_setting(recorded), given, fork=fork)
     resolved = change(recorded, given)
     plan, privacy = resolved.plan, resolved.plan.privacy
-    if not fork:
-        _check_unchanged(run, plan, recorded, given)
     if privacy.canaries:
         raise InputError(
             f"{run} is an audit run, which can neither be resumed nor forked: an audit tests one "
             "guarantee with one set of canaries. Start a new run."
         )
-    found = inherited(run, saved, resolved.notes)
     if fork:
         _check_fork(run, plan, step)
-        return plan, replace(found, spent=replace(found.spent, target=None), before=None)
-    told = all(folder.vouched(run, name) for name in folder.PUBLISHED)
-    if step >= saved.spent.end and told and folder.reported_steps(run) >= step:
+        return plan, Inherited(saved, replace(spent.continued(step), target=None), resolved.notes)
+    if step >= spent.end and folder.is_published(run):
         raise InputError(
             f"{run} is finished: it took {step} of {privacy.steps} steps. To train longer: "
             f"{folder.fork_command(run, ['--epochs N'])} "
             f"(N above {step // privacy.steps_per_epoch})"
         )
-    return plan.placed(run), found
+    return plan.placed(run), Inherited(saved, spent.continued(step), resolved.notes, spent)
 
 
-def _check_unchanged(
-    where: Path, plan: TrainPlan, recorded: Mapping[str, Any], given: Mapping[str, Any]
+def _check_changes(
+    run: Path, before: Mapping[str, Any], given: Mapping[str, Any], *, fork: bool
 ) -> None:
-    """Raise InputError for settings that differ from those of the run."""
-    placed: tuple[str, ...] = ("out", "force")
-    changes: dict[str, str] = {name: f"--{name}" for name in placed if name in given}
-    before = by_setting(recorded)
-    for name, value in plan.recorded.items():
-        if before.get(name) != value and name not in (*LOCAL, "device"):
-            flag = flag_name(name)
-            changes[name] = f"--{flag}" if value is True else f"--{flag} {value}"
-    if not changes:
-        return
-    way = "Start a new run to change it."
-    if not plan.privacy.canaries and not any(name in FIXED for name in changes):
-        others = [text for name, text in changes.items() if name not in placed]
-        command = folder.fork_command(where, others)
-        way = f"To continue from it with other settings: {command}"
-    raise InputError(
-        f"{' and '.join(changes.values())} would change the run, but --resume needs the same "
-        f"settings. {way}"
-    )
+    """Reject settings that a resume or a fork cannot change, and an edited config.yaml.
+
+    ``before`` are the settings of the run. Your own data and model may be in other places.
+    """
+    way = "fork" if fork else "resume"
+    source, dataset, model = before["dataset"], given.get("dataset"), given.get("model")
+    moved = set[str]()
+    if source not in DATASETS:
+        if dataset is None and not Path(source).exists():
+            remedy = "Put it back, or set --dataset to its new path."
+            if source.startswith("<"):
+                remedy = 'It was in memory in a program: pass it as {"dataset": ...}.'
+            raise InputError(f"The run's data {source} was not found. {remedy}")
+        moved |= {"dataset"} if dataset not in DATASETS else set()
+    if isinstance(parse_model(before["model"]), UserModel):
+        if model is None or not isinstance(parse_model(str(model)), UserModel):
+            raise InputError(
+                f"{run} trains your own model, {before['model']}. dpmac does not run code that "
+                f"a file refers to. If you trust it: {folder.command(f'train --{way}', run)}"
+            )
+        moved.add("model")
+    others = [n for n in given if n not in moved and str(given[n]) != str(before.get(n))]
+    if refused := [n for n in others if (n in FIXED if fork else n not in FREE)]:
+        flags = [f"--{flag_name(name)}" for name in refused]
+        remedy = "Start a new run to change it."
+        if not {*refused} & {*FIXED}:
+            remedy = f"To train with other settings: {folder.fork_command(run, flags)}"
+        raise InputError(f"{' and '.join(flags)} cannot change in a {way}. {remedy}")
+    with suppress(OSError, UnicodeDecodeError):
+        if (run / folder.CONFIG).read_text(encoding="utf-8") != to_yaml(before):
+            raise InputError(
+                f"{run / folder.CONFIG} was edited or damaged. Delete it to restore it from the "
+                "checkpoint. To change a setting, fork the run with a flag: "
+                f"{folder.fork_command(run, ['--lr 0.01'])}"
+            )
+
+
+def _check_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Reject other numbers of records, other classes or other public weights."""
+    if others := [name for name in before if now[name] != before[name]]:
+        raise InputError(
+            f"The {' and the '.join(others)} are not those that the run started with. Restore "
+            "them, or start a new run."
+        )
 
 
 def _check_fork(parent: Path, plan: TrainPlan, step: int) -> None:

@@ -115,7 +115,14 @@ def make_trainer(
     device = device or choose_device(plan.device)
     keys = keys or make_keys(plan.settings.seed)
     task = task or outcome(prepare(plan, device, keys, data, model=model))
-    _check_size(plan.data, plan.privacy, task.data)
+    facts, train, test = plan.data.facts, task.data.train.size, task.data.test.size
+    if train != facts.train_size or (plan.privacy.scores and test != facts.test_size):
+        raise InputError(
+            f"data has {train:,} training and {test:,} test records or units, but epsilon was "
+            f"computed for the {facts.train_size:,} and {facts.test_size:,} of "
+            f"{plan.data.found.name}. Use the dataset with its units, or save your records as an "
+            ".npz and use that."
+        )
     if loss is not None and not plan.network.isolate:
         outputs, labels = plan.data.facts.task.examples()
         check_loss(loss, outputs.to(device), labels.to(device))
@@ -144,22 +151,6 @@ def make_trainer(
 def unit_of(privacy: PrivacyPlan, data: DataPlan) -> tuple[str, str]:
     """Return the unit of privacy, and what tells the units of records apart."""
     return short(privacy.unit), data.found.unit
-
-
-def _check_size(plan: DataPlan, privacy: PrivacyPlan, data: Data) -> None:
-    """Reject data whose number of records differs from that of sampling rate and epsilon."""
-    facts, name = plan.facts, plan.found.name
-    if data.train.size != facts.train_size:
-        raise InputError(
-            f"data has {data.train.size:,} {privacy.unit.split(' with ')[0]}s, but epsilon was "
-            f"computed for the {facts.train_size:,} of {name}. Save your records as an .npz and "
-            "use that as the dataset."
-        )
-    if privacy.scores is not None and data.test.size != facts.test_size:
-        raise InputError(
-            f"data has {data.test.size:,} test records or units, but scores are covered for the "
-            f"{facts.test_size:,} of {name}. Use the dataset with its units."
-        )
 
 
 def _sampler(plan: TrainPlan, keys: Keys) -> KeyedSampler:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import torch
 
@@ -24,16 +24,6 @@ from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 
 
-class Brief(TypedDict):
-    """Message of rank 0 to the other ranks of a run."""
-
-    config: dict[str, Any]
-    folder: str
-    steps: int
-    numbers: dict[str, Any]
-    keys: dict[str, str]
-
-
 def brief_workers(
     ranks: Ranks, plan: TrainPlan, folder: Path, task: PreparedRun, trainer: Trainer, keys: Keys
 ) -> None:
@@ -42,7 +32,7 @@ def brief_workers(
     Of the keys, they get those of layers and of the initial weights. Raises InputError if ranks
     have other records, or compute otherwise.
     """
-    brief: Brief = {
+    brief = {
         "config": by_flag(plan.recorded),
         "folder": str(folder),
         "steps": trainer.plan.steps,
@@ -63,7 +53,7 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
     try:
         with torch_failures_explained():
             choose_device(local.get("device", "auto"), ranks)
-            said = cast(Brief, ranks.brief())
+            said = ranks.brief()
             plan = change(said["config"], local).plan
             init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
             keys = Keys(init=init, layers=layers)

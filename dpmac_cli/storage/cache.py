@@ -1,11 +1,11 @@
 """Cache of features and decoded images, which are computed once from private records.
 
 It is as private as the records: folder 0700, files 0600, so no other user can write to it either. A
-file's name depends on everything that determines its contents, and one SHA-256 of both is verified
-when it is opened; a damaged file is computed again. The least recently used files are removed.
+file's name is the SHA-256 of everything that determines its contents. A truncated file is computed
+again, and the least recently used files are removed.
 
 A file is an .npy of rows, each with its values and whether they are written; and, once the file is
-complete, faults and SHA-256 as JSON.
+complete, faults as JSON.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
@@ -28,8 +28,6 @@ from dpmac_cli.storage.progress import Computing
 
 #: Suffixes of a complete file, and of one that is being computed.
 WHOLE, BEGUN = ".rows", ".begun"
-#: Seconds between checks for another process to finish.
-PATIENCE = 0.2
 
 
 class RowFile:
@@ -38,15 +36,14 @@ class RowFile:
     Attributes:
         shape: shape of a row. dtype: type of its values. values: all rows, shape (rows, ...).
         faults: why rows could not be computed, by their numbers; empty until it is complete.
-        sha256: checksum of name and contents; "" until it is complete.
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: it is not a complete file of rows, or damaged.
+        ValueError: it is not a complete file of rows.
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
-        self.path, self.sha256, self.faults = path, "", dict[int, str]()
+        self.path, self.faults = path, dict[int, str]()
         self._table = open_memmap(path, "r+" if writable else "r")
         self.values, self._done = self._table["values"], self._table["done"]
         self.shape, self.dtype = self.values.shape[1:], self.values.dtype
@@ -54,22 +51,13 @@ class RowFile:
         if not writable:
             with path.open("rb") as file:
                 file.seek(self._end)
-                tail = json.loads(file.read())
-            self.faults = {int(row): fault for row, fault in tail["faults"].items()}
-            self.sha256 = self._digest(self.faults)
-            if tail["sha256"] != self.sha256:
-                raise ValueError(f"{path} is damaged")
+                self.faults = {int(row): fault for row, fault in json.loads(file.read()).items()}
 
     def __len__(self) -> int:
         return len(self.values)
 
     def __reduce__(self) -> tuple[type["RowFile"], tuple[Path]]:
         return RowFile, (self.path,)  # another process opens the file itself
-
-    def _digest(self, faults: Mapping[int, str]) -> str:
-        found = hashlib.sha256(json.dumps([self.path.stem, faults]).encode())
-        found.update(np.memmap(self.path, np.uint8, "r", shape=(self._end,)).data)
-        return found.hexdigest()
 
     def missing(self) -> NDArray[np.int64]:
         """Return the rows that no process has written yet."""
@@ -81,12 +69,11 @@ class RowFile:
         self._done[row] = True
 
     def finish(self, path: Path, faults: Mapping[int, str]) -> None:
-        """Add faults and the checksum, sync the file to disk and rename it. Raises OSError."""
-        tail = {"faults": faults, "sha256": self._digest(faults)}
+        """Add faults, sync the file to disk and rename it. Raises OSError."""
         self._table.flush()
         with naming(self.path), self.path.open("r+b") as file:
             file.seek(self._end)
-            file.write(json.dumps(tail).encode())
+            file.write(json.dumps(faults).encode())
             file.flush()
             os.fsync(file.fileno())
             os.replace(self.path, path)
@@ -107,8 +94,8 @@ class Rows:
         return np.ascontiguousarray(self.file.values[self.rows[places]])
 
     def sha256(self) -> str:
-        """Return the SHA-256 of the file's contents and the numbers of the rows."""
-        return hashlib.sha256(self.file.sha256.encode() + self.rows.tobytes()).hexdigest()
+        """Return the SHA-256 of what determines the file's contents and the numbers of the rows."""
+        return hashlib.sha256(self.file.path.stem.encode() + self.rows.tobytes()).hexdigest()
 
 
 #: A function that writes the rows of a file, reports progress, and returns faults by row.
@@ -116,21 +103,13 @@ Fill: TypeAlias = Callable[[RowFile], Generator[Computing, None, Mapping[int, st
 
 
 def complete(path: Path) -> RowFile | None:
-    """Return an undamaged file of this user, and mark it as used; None if there is none."""
+    """Return a complete file, and mark it as used; None if there is none."""
     try:
-        _check_owner(path.parent)
         file = RowFile(path)
         os.utime(path)
         return file
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
-
-
-def _check_owner(folder: Path) -> None:
-    """Raise PermissionError if a folder, or a link to it, belongs to another user."""
-    # A link that another user has made could lead to any folder of this one.
-    if {folder.stat().st_uid, folder.lstat().st_uid} != {os.geteuid()}:
-        raise PermissionError("the folder belongs to another user")
 
 
 def kept_file(
@@ -144,7 +123,8 @@ def kept_file(
 ) -> Generator[Computing, None, RowFile]:
     """Return a complete file, which is computed if there is none.
 
-    Only one process computes; others wait. Raises InputError if the file cannot be stored.
+    Only one process computes; others wait. Raises InputError if the file cannot be stored or the
+    folder is another user's.
 
     Args:
         path: path of the complete file. rows, shape, dtype: layout of its contents.
@@ -155,20 +135,15 @@ def kept_file(
     layout = np.dtype([("values", dtype, shape), ("done", "?")], align=True)
     try:
         folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-        _check_owner(folder)
         folder.chmod(PRIVATE_FOLDER)
         # Only an flock is released when its process dies; file systems without it are not used.
         lock = FileLock(path.with_suffix(".lock"), mode=PRIVATE_MODE, fallback_to_soft=False)
-        while (file := complete(path)) is None:
-            try:
-                with lock.acquire(timeout=PATIENCE):
-                    if complete(path) is None:
-                        make_room(folder, cache_size() - rows * layout.itemsize)
-                        begun = _begun(path.with_suffix(BEGUN), rows, layout)
-                        begun.finish(path, (yield from fill(begun)))
-            except Timeout:
-                yield Computing(0, rows, folder, elsewhere=True, what=what)
-        make_room(folder, cache_size(), path)
+        with lock:
+            if (file := complete(path)) is None:
+                make_room(folder, cache_size() - rows * layout.itemsize)
+                begun = _begun(path.with_suffix(BEGUN), rows, layout)
+                begun.finish(path, (yield from fill(begun)))
+                file = RowFile(path)
     except OSError as failure:
         raise InputError(
             f"The {what} ({rows * layout.itemsize / 1e9:.1f} GB) cannot be stored in {folder} "
@@ -200,12 +175,12 @@ def kept_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
 
 
-def make_room(folder: Path, size: float, kept: Path | None = None) -> list[Path]:
-    """Remove the least recently used files except ``kept``, down to ``size`` bytes; return them."""
+def make_room(folder: Path, size: float) -> list[Path]:
+    """Remove the least recently used files, down to ``size`` bytes; return them."""
     removed, total = [], 0
     for file in kept_files(folder):
         total += file.stat().st_size
-        if total > size and file != kept:
+        if total > size:
             file.unlink(missing_ok=True)
             removed.append(file)
     return removed

@@ -12,12 +12,11 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Computing:
-    """Progress: ``done`` of ``records`` are computed, here or ``elsewhere``."""
+    """Progress: ``done`` of ``records`` are computed."""
 
     done: int
     records: int
     folder: Path
-    elsewhere: bool = False
     what: str = "features"
     nbytes: int = 0  # size of all records on disk
 

@@ -102,7 +102,7 @@ def share_data(runs: Sequence[Run]) -> dict[str | Source, Data]:
 
 def _has_checkpoint(where: Path) -> bool:
     with contextlib.suppress(InputError):
-        checkpoint.newest(where)
+        checkpoint.read(where)
         return True
     return False
 

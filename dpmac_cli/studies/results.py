@@ -116,16 +116,16 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
 
 
 def finished_report(run: Run) -> Mapping[str, Any] | None:
-    """Return a run's report if it and the metrics are intact and the run took all its steps.
+    """Return a run's report if it is published and the run took all its steps.
 
     A run for an epsilon that was killed ends earlier by the steps that were lost.
     """
-    taken, asked = folder.reported_steps(run.folder), run.plan.privacy.steps
-    short = taken < asked and run.plan.privacy.target is None
-    if not taken or short or not folder.vouched(run.folder, folder.METRICS):
+    if not folder.is_published(run.folder):
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
-    return report if report.get("state") == "finished" else None
+    privacy, taken = run.plan.privacy, report["hyperparameters"]["steps"]
+    whole = taken >= privacy.steps or privacy.target is not None
+    return report if whole and report["state"] == "finished" else None
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dpmac_cli.runs import checkpoint
 from tests.typed import dpmac, hooked, loading, process
 
 COMMON = ("compare", "--dataset", "digits", "--sigma", "6", "--device", "cpu")
@@ -54,7 +55,10 @@ def children(command: int) -> list[int]:
 def wait_for_steps(out: Path) -> None:
     """Until some run is under way and has been saved."""
     deadline = time.monotonic() + 60
-    while not any(out.glob("runs/*/checkpoint/step-0*[1-9]*.safetensors")):
+    while not any(
+        checkpoint.read(path.parents[1]).step
+        for path in out.glob("runs/*/checkpoint/state.safetensors")
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -3,7 +3,9 @@
 import csv
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +17,8 @@ from typer.testing import Result
 
 from dpmac_cli import load_model, predict
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.errors import InputError
-from dpmac_cli.release import prediction
-from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.regression import Regression, SeveralNumbers
-from dpmac_cli.tasks.task import Task
 from tests.digits_runs import train_digits
-from tests.typed import dpmac, hooked, loading
+from tests.typed import dpmac
 
 SIZE = 8
 SCHEMA = """
@@ -31,7 +28,6 @@ columns:
   town: {categories: [Ulm, Bonn], missing: input}
 drop: [name]
 """
-COST = Regression(("cost",), 0.0, 100.0)
 #: What a message says of a word among numbers.
 OLD = " (declare decimal, thousands, missing_words or categories in the schema)"
 
@@ -123,21 +119,6 @@ def test_a_folder_of_images_flat_and_nested() -> None:
     assert [float(row["p_dog"]) for row in rows] == pytest.approx(same[:, 1].tolist())
 
 
-def test_a_file_name_that_is_not_text_is_escaped(digits: Path) -> None:
-    Path("new").mkdir()
-    Image.new("L", (8, 8)).save(Path("new") / os.fsdecode(b"\xff,.png"))
-    assert [row["file"] for row in predicted(digits, "new")] == [r"\xff,.png"]
-
-
-def test_images_are_resized_and_converted_as_declared() -> None:
-    pictures(Path("photos"), side=20, mode="RGB")
-    run = train("photos", "--channels", "1", "--image-size", "8", "--test-fraction", "0.3")
-    pictures(Path("new"), side=13, mode="RGB", names=("x",))
-    assert len(predicted(run, "new")) == 12
-    np.savez("new.npz", x=np.zeros((5, 30, 31), np.uint8))
-    assert len(predicted(run, "new.npz", "--force")) == 5
-
-
 def test_images_unlike_those_of_the_training_are_refused_together() -> None:
     pictures(Path("photos"))
     run = train("photos", "--test-fraction", "0.3")
@@ -194,13 +175,6 @@ def refused_again(run: Path, data: str, *flags: str) -> str:
     return refused(run, data, *flags)
 
 
-def test_cells_that_the_schema_does_not_allow_are_named_together(tabular: Path) -> None:
-    Path("new.csv").write_text("town,age\nUlm,30\nBonn,old\nKiel,\n")
-    said = refused(tabular, "new.csv")
-    assert f"Record 2 has no number in age: 'old'{OLD}; Record 3 has no value in age. " in said
-    assert "Correct new.csv to fit the schema of the model, or add --skip-bad to leave " in said
-
-
 def test_rows_of_numbers_are_clipped_to_the_range_of_the_run() -> None:
     x = np.random.default_rng(0).random((80, 3))
     np.savez("old.npz", x=x, y=np.arange(80) % 2)
@@ -219,89 +193,6 @@ def test_rows_of_numbers_are_clipped_to_the_range_of_the_run() -> None:
     assert "must contain the arrays x (images or rows of numbers). It contains y" in refused(
         run, "other.npz"
     )
-
-
-def test_records_in_memory_are_not_shown_in_a_message(digits: Path) -> None:
-    with pytest.raises(InputError, match=r"^the array contains no records\.$"):
-        predict(digits, np.zeros((0, 8, 8), np.uint8))
-
-
-@pytest.mark.parametrize(
-    ("x", "got"),
-    [(np.zeros((2, 9, 8), np.uint8), "uint8 of shape (2, 9, 8)"), (np.zeros((2, 8, 8)), "float64")],
-    ids=["shape", "dtype"],
-)
-def test_arrays_unlike_the_images_are_refused(digits: Path, x: NDArray[np.uint8], got: str) -> None:
-    np.savez("new.npz", x=x)
-    said = refused(digits, "new.npz")
-    assert f"images as uint8, with channels: 1, height: 8, width: 8, not {got}" in said
-
-
-def test_data_of_another_kind_is_refused(digits: Path, tabular: Path) -> None:
-    Path("new.csv").write_text("age,town\n1,Ulm\n")
-    Path("empty").mkdir()
-    np.savez("new.npz", x=np.zeros((2, 8, 8), np.uint8))
-    assert "was trained on images: use a folder of images or an .npz." in refused(digits, "new.csv")
-    assert "was trained on a table: use one (.csv, .tsv, .parquet)." in refused(tabular, "new.npz")
-    assert "empty contains no records." in refused(digits, "empty")
-    assert "nowhere does not exist." in refused(digits, "nowhere")
-
-
-@pytest.mark.long
-def test_no_library_of_metrics_is_loaded_without_need() -> None:
-    for args in (("--help",), ("account", "--sigma", "1", "--steps", "1")):
-        assert hooked(loading("sklearn", "torch", "pyarrow"), *args).returncode == 0
-        assert Path("loaded").read_text() == ""
-
-
-def test_what_is_there_is_not_replaced_unasked(digits: Path) -> None:
-    np.savez("new.npz", x=np.zeros((2, 8, 8), np.uint8))
-    Path("kept.csv").write_text("mine")
-    assert "kept.csv already exists. Add --force" in refused(digits, "new.npz", "--out", "kept.csv")
-    assert Path("kept.csv").read_text() == "mine"
-    said = refused(digits, "new.npz", "--out", "no/such.txt")
-    assert "must end in .csv" in said
-    assert "The folder no of --out does not exist." in said
-    assert dpmac("predict", digits, "new.npz", "--out", "kept.csv", "--force").exit_code == 0
-    assert Path("kept.csv").read_text().startswith("row,predicted,")
-
-
-@pytest.mark.parametrize(
-    ("task", "said"),
-    [
-        (Classification(("a", "b")), "it has no class"),
-        (COST, "it has no number"),
-        (SeveralNumbers.of([COST, COST]), "it has no number for some targets"),
-    ],
-)
-def test_what_a_record_without_an_answer_lacks_is_said(
-    task: Task, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = np.full((2, task.outputs), 0.5, np.float32)
-    answers[1, 0] = np.nan
-    found = prediction.Predictions(answers, task, (0, 1))
-    monkeypatch.setattr(prediction, "predict", lambda *_, **__: found)
-    for name in ("run", "new.npz"):
-        Path(name).touch()
-    result = dpmac("predict", "run", "new.npz")
-    assert result.exit_code == 0, result.output
-    assert f"note: for 1 record the output is NaN, so {said}\n" in result.stderr
-
-
-@pytest.mark.long
-def test_an_output_that_is_no_number_has_no_class() -> None:
-    Path("net.py").write_text(
-        "import torch\nfrom torch import nn\n\n\n"
-        "class Root(nn.Module):\n    def forward(self, x):\n"
-        "        return x if self.training else torch.where(x > 9e9, x, torch.nan)\n\n\n"
-        "def Net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Root())\n"
-    )
-    run = train("digits", "--model", "net.py:Net")
-    np.savez("new.npz", x=np.zeros((2, 8, 8), np.uint8))
-    result = dpmac("predict", run, "new.npz", "--model", "net.py:Net")
-    assert result.exit_code == 0, result.output
-    assert "note: for 2 records the output is NaN, so they have no class" in result.stderr
-    assert Path("predictions.csv").read_text().splitlines()[1] == "0," + "," * 10
 
 
 def test_unusable_rows_of_a_table_are_named_and_left_out(tabular: Path) -> None:
@@ -331,32 +222,6 @@ def test_unusable_rows_of_a_table_are_named_and_left_out(tabular: Path) -> None:
     assert "Record 1 has no number in age: 'old'" in said
 
 
-def test_a_column_to_keep_must_be_there(tabular: Path, digits: Path) -> None:
-    Path("new.csv").write_text("town,age\nUlm,30\n")
-    said = refused(tabular, "new.csv", "--id", "nr")
-    assert "There is no column nr for --id. new.csv has the columns town, age." in said
-    np.savez("new.npz", x=np.zeros((2, 8, 8), np.uint8))
-    said = refused(digits, "new.npz", "--id", "nr")
-    assert "--id nr names a column, but " in said
-    assert "model.safetensors was not trained on a table." in said
-    said = refused(digits, "new.csv", "--id", "nr")
-    assert "new.csv does not fit" in said
-    assert "--id nr names a column" in said
-
-
-def test_what_is_not_there_is_said_together(digits: Path) -> None:
-    said = refused(Path("nowhere"), "nothing", "--out", "no/predictions.csv")
-    for what in (
-        "The folder no of --out does not exist.",
-        "nowhere does not exist. Use a run folder of dpmac train, or a model.safetensors.",
-        "nothing does not exist.",
-    ):
-        assert what in said
-    said = refused(digits, "nothing", "--out", "predictions.txt")
-    assert "--out predictions.txt must end in .csv." in said
-    assert "nothing does not exist." in said
-
-
 def test_unusable_images_and_stray_files_are_named_and_left_out() -> None:
     pictures(Path("photos"))
     run = train("photos", "--test-fraction", "0.3")
@@ -377,35 +242,56 @@ def test_unusable_images_and_stray_files_are_named_and_left_out() -> None:
     assert kept == [row for row in expected if row["file"] != "x/0.png"]
 
 
-def test_rows_that_are_not_finite_are_left_out() -> None:
-    x = np.random.default_rng(0).random((80, 3))
-    np.savez("old.npz", x=x, y=np.arange(80) % 2)
-    run = train("old.npz", "--feature-range", "0,1")
-    np.savez("good.npz", x=x[:3])
-    expected = predicted(run, "good.npz")
-    broken = np.insert(x[:3], 1, np.nan, 0)
-    np.savez("new.npz", x=broken)
-    result = dpmac("predict", run, "new.npz", "--skip-bad", "--force")
-    assert "1 record of new.npz is left out: record 1 contains NaN or infinity." in result.stderr
-    with Path("predictions.csv").open(newline="") as file:
-        kept = list(csv.DictReader(file))
-    assert [row["row"] for row in kept] == ["0", "2", "3"]
-    assert [row["p_1"] for row in kept] == [row["p_1"] for row in expected]
+# dpmac eval, as typed and as seen.
 
 
-def test_a_table_in_another_encoding_is_read_as_that_of_the_training() -> None:
-    schema = SCHEMA.replace("Ulm", "Köln")
-    Path("schema.yaml").write_text(f"encoding: cp1252\n{schema}")
-    text = "\n".join(["age,town,name,grade", *table(60)]).replace("Ulm", "Köln") + "\n"
-    Path("old.csv").write_text(text, encoding="cp1252")
-    run = train("old.csv", "--schema", "schema.yaml")
-    assert dpmac("eval", run).exit_code == 0
-    Path("new.csv").write_text("age,town\n7,Köln\n", encoding="cp1252")
-    Path("other.csv").write_bytes(b"age,town\n7,K\x81ln\n")
-    rows = predicted(run, "new.csv")
-    x = np.array([[7.0, 1, 0, 0, 0]])
-    facts = json.loads((run / "report.json").read_text())["input"]
-    inputs = torch.from_numpy((x - facts["mean"]) / np.array(facts["std"])).float()
-    share = load_model(run).model(inputs.view(1, 5, 1, 1)).softmax(1)[0, 1].item()
-    assert float(rows[0]["p_high"]) == pytest.approx(share, abs=1e-6)
-    assert "not text in CP1252" in refused_again(run, "other.csv")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_digits(out=tmp_path_factory.mktemp("eval") / "run", epochs=1).folder
+
+
+def evaluate(*args: str | Path) -> Result:
+    """Type the command, in this process."""
+    return dpmac("eval", *args)
+
+
+def evaluation(*args: str | Path) -> dict[str, Any]:
+    """What --json prints."""
+    result = evaluate(*args, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    body = json.loads(result.stdout)
+    assert isinstance(body, dict)
+    return body
+
+
+@pytest.mark.parametrize("name", [".", "model.safetensors"])
+def test_json_agrees_with_the_report(run: Path, name: str) -> None:
+    body = evaluation(run / name)
+    assert {"accuracy", "loss", "samples", "per_class", "confusion"} <= body.keys()
+    test = json.loads((run / "report.json").read_text())["test"]
+    assert body["accuracy"] == test["accuracy"]
+    assert body["loss"] == pytest.approx(test["loss"], rel=1e-6)
+    assert body["samples"] == 360
+    assert body["intervals"]["accuracy"] == test["accuracy_interval"]
+    shown = " to ".join(f"{end:.2%}" for end in test["accuracy_interval"])
+    assert shown in evaluate(run / name).stdout
+
+
+def test_a_model_that_does_not_fit_is_exit_code_4(run: Path) -> None:
+    result = evaluate(run, "--dataset", "mnist")
+    assert result.exit_code == 4
+    assert "does not fit mnist: 1.weight: (64, 64) in the file, expected (64, 784)" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.long
+def test_a_file_without_test_set_is_scored_in_part_and_says_so(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    file, out = tmp_path / "rows.npz", tmp_path / "own"
+    np.savez(file, x=rng.random((90, 3)), y=np.arange(90) % 2)
+    quick = ("--steps", "2", "--sigma", "5", "--feature-range", "0,1", "--quiet")
+    assert dpmac("train", "--dataset", str(file), *quick, "--out", str(out)).exit_code == 0
+    alone, other = dpmac("eval", str(out)), dpmac("eval", str(out), "--dataset", str(file))
+    assert re.search(r"\d+ held-out samples", alone.stdout)
+    assert "no test set" not in alone.stderr
+    assert re.search(r"rows.npz has no test set: only the \d+ records that", other.stderr)

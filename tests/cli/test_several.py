@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dpmac_cli.runs import checkpoint
 from tests.typed import ENVIRONMENT, process
 
 TRAIN = ("train", "--dataset", "digits", "--sigma", "6", "--device", "cpu", "--out", "run")
@@ -76,7 +77,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
         assert ".cc:" not in said  # a place in torch's source
         assert "dpmac train --resume run" in said
         assert "Traceback" not in err + out
-    saved = max(int(file.stem.split("-")[-1]) for file in Path("run/checkpoint").glob("step-*"))
+    saved = checkpoint.read(Path("run")).step
     more = ("--out", "longer", "--steps", str(saved + 30))
     with process("train", "--fork", "run", *more) as alone:
         _, err = alone.communicate(timeout=300)
