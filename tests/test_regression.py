@@ -53,8 +53,8 @@ def rows(persons: int = PERSONS) -> list[dict[str, Any]]:
     return care.rows(persons, "cost")
 
 
-def table(where: Path, records: list[dict[str, Any]]) -> Path:
-    return write_table(where, records, SCHEMA)
+def table(where: Path, records: list[dict[str, Any]], schema: str = SCHEMA) -> Path:
+    return write_table(where, records, schema)
 
 
 def refused(where: Path, label: str, cell: object = 100, **options: Any) -> str:
@@ -288,7 +288,8 @@ def rows_of_several_numbers(persons: int = 60) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 def test_several_numbers_are_predicted_in_their_own_units(tmp_path: Path) -> None:
-    file, folder = table(tmp_path, rows_of_several_numbers()), tmp_path / "run"
+    file = table(tmp_path, rows_of_several_numbers(), SEVERAL_NUMBERS_SCHEMA)
+    folder = tmp_path / "run"
     flags = f"--schema {tmp_path}/care.yaml --unit person --sigma 1 --epochs 4 --seed 0"
     done = dpmac("train", "--dataset", file, *flags.split(), "--out", folder)
     assert done.exit_code == 0, done.output
