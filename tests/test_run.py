@@ -4,7 +4,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -254,12 +254,6 @@ def test_a_crash_in_the_middle_leaves_the_old_file_alone(
     assert contents(tmp_path) == {"report.json": b"old"}
 
 
-@pytest.mark.parametrize("mode", [files.PUBLIC_MODE, files.PRIVATE_MODE])
-def test_files_get_their_mode(tmp_path: Path, mode: int) -> None:
-    files.write_atomically(tmp_path / "whole", b"", mode)
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {mode}
-
-
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize(
     "names", [["thesis.tex"], ["config.yaml"], ["thesis.tex", "sub/report.json"]]
@@ -292,17 +286,6 @@ def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> Non
     folder.clear(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"notes.txt", "plot.png", "branch-of-mine"}
-
-
-#: Umasks that let everyone in, that are usual, and that let nobody else in.
-UMASKS = (0o000, 0o002, 0o022, 0o077)
-
-
-@pytest.fixture(params=UMASKS, ids=oct)
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
 
 
 # Checksums

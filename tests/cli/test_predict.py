@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from pyarrow import Table, parquet
 from typer.testing import Result
@@ -88,21 +87,6 @@ def test_an_npz_of_images_on_a_registered_data_set(digits: Path) -> None:
         assert sum(shares) == pytest.approx(1, abs=1e-5)
         assert row["predicted"] == str(np.argmax(shares))
     assert os.stat("predictions.csv").st_mode & 0o777 == 0o600
-
-
-def test_from_python_with_an_array(digits: Path) -> None:
-    x: NDArray[np.uint8] = np.arange(3 * 64, dtype=np.uint8).reshape(3, 8, 8) % 17
-    found = predict(digits, x)
-    assert found.classes == tuple("0123456789")
-    assert found.probabilities.shape == (3, 10)
-    assert found.probabilities.dtype == np.float32
-    model = load_model(digits).model
-    facts = json.loads((digits / "report.json").read_text())["input"]
-    mean, std = facts["mean"][0], facts["std"][0]
-    logits = model((torch.from_numpy(x)[:, None] / facts["levels"] - mean) / std)
-    assert found.probabilities == pytest.approx(logits.softmax(1).detach().numpy(), abs=1e-5)
-    assert found.predicted == [str(k) for k in logits.argmax(1).tolist()]
-    assert list(found.records) == [0, 1, 2]
 
 
 def test_a_folder_of_images_flat_and_nested() -> None:

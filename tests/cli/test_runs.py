@@ -89,22 +89,6 @@ def test_every_run_is_listed_as_it_ended(study: Path) -> None:
     assert all(entry["changed"].endswith("+00:00") for entry in found.values())
 
 
-def test_a_table_for_people(study: Path) -> None:
-    result = dpmac("runs", study)
-    assert (result.exit_code, result.stderr) == (0, "")
-    lines = (line.removeprefix(f"{study}/") for line in result.stdout.splitlines())
-    rows = {line.split()[0]: line for line in lines}
-    report = json.loads((study / "run-2" / "report.json").read_text())
-    assert "dp-sgd" in rows["run-2"]
-    assert f"{report['test']['accuracy']:.2%} finished" in rows["run-2"]
-    assert "no privacy" in rows["sub/runs/baseline"]
-    seeded = rows["run-10"].split()[3]
-    assert seeded.endswith("*")
-    assert "* with --seed: no privacy against anyone who knows the seed" in result.stdout
-    assert "epsilon at delta 1e-05" in result.stdout
-    assert "diverged, cut-off: as of the last epoch" in result.stdout
-
-
 @pytest.mark.privacy
 def test_an_epsilon_is_rounded_up() -> None:
     entry = {**UNKNOWN, "folder": "run", "state": "finished", "private": True, "epsilon": 1.00011}
