@@ -9,18 +9,15 @@ from sklearn.metrics import accuracy_score, confusion_matrix, recall_score
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.data.dataset import Split
 from dpmac_cli.dp.clipping import layers
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import DivergedError
-from dpmac_cli.runs import loop
-from dpmac_cli.runs.loop import Evaluated, Progress, fit
+from dpmac_cli.runs.loop import Evaluated, fit
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.evaluation import RECORDS, Evaluation, evaluate
 from dpmac_cli.training.schedules import StepPlan
 from tests.conftest import every_optimizer
 from tests.helpers import (
-    CLASSES,
     DIMENSION,
     Batches,
     KeptNoise,
@@ -91,15 +88,6 @@ def test_an_output_that_is_no_number_is_wrong_and_counted_apart() -> None:
     assert result.per_class == pytest.approx(shares)
 
 
-def test_a_class_without_samples_has_no_accuracy() -> None:
-    data = tiny_data()
-    keep = data.train.labels != 2
-    split = Split(data.train.images[keep], data.train.labels[keep])
-    per_class = evaluate(tiny_model(), data, split).per_class
-    assert len(per_class) == CLASSES
-    assert [math.isnan(value) for value in per_class] == [False, False, True, False]
-
-
 class WhenTraining(nn.Module):
     """Spoils its input in training mode, as dropout does."""
 
@@ -130,30 +118,6 @@ def test_scores_after_each_epoch_and_at_the_end() -> None:
     assert facts(events[-1].result) == score(trainer)
 
 
-def test_scores_are_of_the_step_they_name() -> None:
-    events = fit(make_trainer("dp-adam", plan=T), never)
-    halfway = next(event for event in events if isinstance(event, Evaluated))
-    other = make_trainer("dp-adam")
-    walk(other, 5)
-    assert isinstance(halfway.result, Evaluation)
-    assert facts(halfway.result) == score(other)
-
-
-@every_optimizer
-def test_stepping_by_hand_and_by_the_loop_are_the_same(name: str) -> None:
-    looped, stepped = make_trainer(name, plan=T), make_trainer(name, plan=T)
-    assert list(fit(looped, never))
-    assert torch.equal(walk(stepped, 12)[-1], looped.state.theta)
-
-
-def test_goes_on_from_where_a_trainer_is() -> None:
-    trainer = make_trainer("dp-adam", plan=T)
-    walk(trainer, 7)
-    events = [event for event in fit(trainer, never) if isinstance(event, Evaluated)]
-    assert [event.step for event in events] == [10, 12]
-    assert not list(fit(trainer, never))
-
-
 @pytest.mark.parametrize("steps", [1, 3, 5, 12])
 def test_stop_ends_the_run_after_the_step_with_a_last_score(steps: int) -> None:
     trainer = make_trainer("dp-adam", plan=T)
@@ -161,22 +125,6 @@ def test_stop_ends_the_run_after_the_step_with_a_last_score(steps: int) -> None:
     assert trainer.state.step == steps
     scored = [event.step for event in events if isinstance(event, Evaluated)]
     assert scored == sorted({t for t in (5, 10, steps) if t <= steps})
-
-
-def test_progress_tells_steps_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "PROGRESS_EVERY", -1.0)
-    events = list(fit(make_trainer("dp-adam", plan=T), never))
-    assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 13))
-    seconds = [event.seconds for event in events]
-    assert seconds == sorted(seconds)
-
-
-def test_pause_tells_progress_at_once_and_seconds_go_on() -> None:
-    trainer = make_trainer("dp-adam", plan=T)
-    events = list(fit(trainer, never, pause=lambda step: step in {3, 5}, seconds=100))
-    told = [(type(event), event.step) for event in events if event.step <= 5]
-    assert [x for x in told if x[1] in {3, 5}] == [(Progress, 3), (Progress, 5), (Evaluated, 5)]
-    assert min(event.seconds for event in events) > 100
 
 
 @every_optimizer

@@ -20,8 +20,6 @@ from dpmac_cli import (
     ModelError,
     Poisson,
     PrivateStep,
-    ball,
-    clipped_grad,
     finish,
     from_dataframe,
     from_torch,
@@ -31,7 +29,6 @@ from dpmac_cli import (
     train,
     tune,
 )
-from dpmac_cli.accounting.statements import statement
 from dpmac_cli.data.schema import InMemoryData, Source
 from dpmac_cli.studies.grid import plan as grid_of
 from dpmac_cli.studies.search import plan_search
@@ -72,10 +69,6 @@ def records(count: int = 60) -> TensorDataset:
 NOTES: dict[str, Callable[..., tuple[str, ...]]] = {
     "train": lambda data: resolve(dataset=data, **CHEAP).notes,
     "make_private": lambda data: make_private(network(), data, **CHEAP).notes,
-    "tune": lambda data: (
-        plan_search({"dataset": data, "steps": "1", "model": "linear", "lr": "0.1,0.2"}).notes
-    ),
-    "compare": lambda data: grid_of({"dataset": data, "sigma": "6"}, None).notes,
 }
 
 
@@ -196,13 +189,6 @@ def test_records_that_are_trained_and_tested_on_are_counted(door: str, units: bo
     assert "test record 16" in said
 
 
-def test_copies_that_a_split_would_separate_are_counted() -> None:
-    x, y = (part.numpy().repeat(10, 0) for part in records().tensors)
-    data = ArrayData(x, y, low=-1, high=2, classes=CLASSES)
-    (said,) = [note for note in resolve(dataset=data, **CHEAP).notes if "copies" in note]
-    assert "of training records among test records" in said
-
-
 # Several processes.
 
 
@@ -237,18 +223,6 @@ def test_a_group_that_is_formed_later_is_refused(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(InputError, match="one of 2 processes"):
             take()
     assert private.epsilon == step.epsilon == 0
-
-
-# What nothing can see is said in the sentence that people read.
-
-
-def test_the_statement_names_what_was_computed_from_the_records_before() -> None:
-    step = PrivateStep(network(), loss, sampling=Poisson(n=60, batch_size=6), **STEPS)
-    report = train_digits().report["privacy"]["statement"]
-    event = Poisson(n=60, batch_size=6).event(6.0, 3)
-    for said in (step.statement, report, statement(1.0, 1e-5, [event])):
-        for what in ("loaded weights", "outputs of a teacher", "means to normalise by"):
-            assert what in said
 
 
 # Ranges that are values of records.
@@ -286,114 +260,6 @@ def test_a_range_of_common_values_is_not_noted() -> None:
                     if "range" in n]  # fmt: skip
 
 
-# Losses and networks that need the batch.
-
-
-class Own(nn.Module):
-    """A layer, and an operation on what it computes."""
-
-    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last, self.of = nn.Linear(3, 4), nn.Linear(4, 2), of
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.of(self.first(x)))
-        return out
-
-
-def contrastive(model: nn.Module, batch: Any) -> Tensor:
-    h = model(batch[0])
-    return cross_entropy(h @ h.T, torch.arange(len(h)), reduction="none")
-
-
-def ranking(model: nn.Module, batch: Any) -> Tensor:
-    scores = model(batch[0])[:, 0]
-    return torch.relu(1 + scores[:, None] - scores[None]).mean(1)
-
-
-def hardest(model: nn.Module, batch: Any) -> Tensor:
-    each = loss(model, batch)
-    return each * (each >= each.median())
-
-
-def mixed_up(model: nn.Module, batch: Any) -> Tensor:
-    x, y = batch
-    return cross_entropy(model((x + x.flip(0)) / 2), y, reduction="none")
-
-
-def weighed(model: nn.Module, batch: Any) -> Tensor:
-    each = loss(model, batch)
-    return each / each.detach().sum()
-
-
-BATCH: dict[str, Any] = {
-    "InfoNCE": (nn.Identity(), contrastive),
-    "ranking": (nn.Identity(), ranking),
-    "hard examples": (nn.Identity(), hardest),
-    "mixup": (nn.Identity(), mixed_up),
-    "weights of a batch": (nn.Identity(), weighed),
-    "batch norm": (lambda h: nn.functional.batch_norm(h, None, None, training=True), loss),
-    "centred": (lambda h: h - h.mean(0), loss),
-    "softmax over records": (lambda h: h.softmax(0), loss),
-    "spread": (lambda h: h / (1 + h.std(0)), loss),
-    "neighbours": (lambda h: h + h.roll(1, 0), loss),
-}
-ALONE: dict[str, Any] = {
-    "layer norm": (nn.LayerNorm(4), loss),
-    "group norm": (nn.GroupNorm(2, 4), loss),
-    "softmax": (lambda h: h.softmax(1), loss),
-    "dropout": (nn.Dropout(0.5), loss),
-    "centred in a record": (lambda h: h - h.mean(1, keepdim=True), loss),
-    "sorted": (lambda h: h.sort(1).values, loss),
-    "sums": (lambda h: h.cumsum(1), loss),
-    "largest": (lambda h: h * (h >= h.amax(1, keepdim=True)), loss),
-    "products": (lambda h: h + torch.einsum("nc,nd->nc", h, h), loss),
-    "weights of classes": (
-        nn.Identity(),
-        lambda model, batch: loss(model, batch) * torch.tensor([1.0, 3.0])[batch[1]],
-    ),
-}
-
-
-def example() -> tuple[Tensor, ...]:
-    return records(8).tensors
-
-
-@pytest.mark.parametrize("name", BATCH)
-def test_what_needs_the_batch_is_refused(name: str) -> None:
-    of, own = BATCH[name]
-    sampling = Poisson(n=60, batch_size=6)
-    with pytest.raises(ModelError, match=r"for a batch than for one|including one"):
-        PrivateStep(Own(of), own, sampling=sampling, example=example(), **STEPS)
-    if own is loss:
-        data = ranged(np.zeros((60, 3)), low=-1, high=1)
-        with pytest.raises(ModelError, match=r"for a batch than for one|including one"):
-            make_private(Own(of), data, **CHEAP)
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_what_only_looks_like_that_is_trained(name: str) -> None:
-    of, own = ALONE[name]
-    sampling = Poisson(n=60, batch_size=6)
-    assert PrivateStep(Own(of), own, sampling=sampling, example=example(), **STEPS).taken == 0
-
-
-def test_a_network_file_that_needs_the_batch_is_refused() -> None:
-    """By the command, whose runs are those of compare and tune, too."""
-    Path("net.py").write_text(
-        "from torch import nn\n"
-        "class Net(nn.Module):\n"
-        "    def __init__(self, shape, classes):\n"
-        "        super().__init__()\n"
-        "        self.layer = nn.Linear(64, classes)\n"
-        "    def forward(self, x):\n"
-        "        h = self.layer(x.flatten(1))\n"
-        "        return h - h.mean(0)\n"
-    )
-    assert "computes something else for a batch" in refused("--model", "net.py:Net", code=4)
-
-
 # What a record of a table is read as.
 
 
@@ -420,96 +286,3 @@ def test_the_newest_date_decides_no_age_of_other_records() -> None:
         for last in ("2020-02-01", "2024-06-01")
     )
     assert (before - after).total() == (after - before).total() == 1
-
-
-# Values that a schema does not fit.
-
-
-def test_a_column_outside_its_range_and_a_category_without_a_record_are_noted() -> None:
-    import pyarrow as pa  # noqa: PLC0415
-
-    columns = {
-        "height": [165.5 + row for row in range(40)],
-        "sex": ["f", "m"] * 20,
-        "sick": ["no", "yes"] * 20,
-    }
-    schema = {
-        "label": {"column": "sick", "classes": CLASSES},
-        "columns": {"height": {"range": [1.0, 2.2]}, "sex": {"categories": ["f", "w"]}},
-    }
-    notes = resolve(dataset=from_dataframe(pa.table(columns), schema), **CHEAP).notes
-    assert any("Nearly all values are outside the range of height (1 to 2.2)" in n for n in notes)
-    assert any("No record has the category w of sex: check the spelling" in n for n in notes)
-    assert not any("of f" in note for note in notes)
-
-
-def test_all_words_for_a_missing_value_are_told_at_once() -> None:
-    import pyarrow as pa  # noqa: PLC0415
-
-    columns = {"crp": ["1", "k.A.", "<0.6", "unknown", "k.A."] * 8, "sick": ["no", "yes"] * 20}
-    schema = {
-        "label": {"column": "sick", "classes": CLASSES},
-        "columns": {"crp": {"range": [0, 9]}},
-    }
-    with pytest.raises(InputError, match=r"'k\.A\.', 'unknown' \(.*missing_words or categories"):
-        resolve(dataset=from_dataframe(pa.table(columns), schema), **CHEAP)
-
-
-# What a program sees.
-
-
-def test_a_rate_of_zero_is_where_schedules_end() -> None:
-    step = PrivateStep(network(), loss, sampling=Poisson(n=60, batch_size=6), **STEPS)
-    private = make_private(digits_network(), "digits", **CHEAP)
-    for training in (step, private):
-        training.lr = 0.0
-        assert training.lr == 0
-        for bad in (-1.0, float("nan"), float("inf")):
-            with pytest.raises(InputError):
-                training.lr = bad
-    before = private.model[1].weight.detach().clone()  # type: ignore[index]
-    private.step()
-    assert torch.equal(private.model[1].weight, before)  # type: ignore[index]
-
-
-class Output:
-    """What networks of transformers return."""
-
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
-
-
-class OfTransformers(nn.Module):
-    """A network that returns its logits in an object, and has a configuration."""
-
-    config = object()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(64, 8), nn.Linear(8, 10)
-        self.head.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Output:
-        return Output(self.head(self.body(x.flatten(1)).tanh()))
-
-
-def test_logits_in_an_object_are_taken_and_what_is_frozen_is_said() -> None:
-    private = make_private(OfTransformers(), "digits", **CHEAP)
-    private.step()
-    said = "520 parameters are trained: body.weight, body.bias; 90 parameters are frozen: head."
-    assert any(said in note for note in private.notes)
-    assert repr(private).startswith("PrivateTraining(1 of 2 steps; 520 parameters are trained")
-    assert repr(private.evaluate()).startswith("Evaluation(accuracy ")
-    inputs = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    inputs[0].requires_grad_(False)
-    sampling = Poisson(n=60, batch_size=6)
-    step = PrivateStep(inputs, loss, sampling=sampling, example=example(), **STEPS)
-    said = "10 parameters are trained: 1.weight, 1.bias; 16 parameters are frozen: 0.weight, 0.bias"
-    assert step.notes == (f"{said}.",)
-    assert repr(step) == f"PrivateStep(0 of 2 steps; {said})"
-
-
-def test_a_batch_of_another_type_says_what_to_use() -> None:
-    clipped = clipped_grad(network(), loss, ball(1.0), batch_size=6)
-    with pytest.raises(InputError, match="Use dicts, lists or tuples of tensors"):
-        clipped(Output(torch.zeros(3, 3)))

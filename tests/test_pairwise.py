@@ -25,13 +25,3 @@ def test_every_pair_is_in_some_row(columns: list[tuple[int, ...]]) -> None:
     assert set(rows) <= set(itertools.product(*columns))
     for i, j in itertools.combinations(range(len(columns)), 2):
         assert {(row[i], row[j]) for row in rows} == set(itertools.product(columns[i], columns[j]))
-
-
-@pytest.mark.parametrize(("columns", "most"), [(COLUMNS[2], 6), (COLUMNS[3], 46), (COLUMNS[4], 32)])
-def test_rows_are_few(columns: list[tuple[int, ...]], most: int) -> None:
-    """Of 16, 352 and 4,096 combinations."""
-    assert len(all_pairs(*columns)) <= most
-
-
-def test_values_are_those_that_were_given() -> None:
-    assert all_pairs("ab", [None, 1.5]) == [("a", None), ("a", 1.5), ("b", None), ("b", 1.5)]

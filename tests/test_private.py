@@ -1,25 +1,19 @@
 """Private training of an existing network in a Python program."""
 
-import json
 import os
 import subprocess
 import sys
-from contextvars import Context
-from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dpmac_cli import (
-    ArrayData,
     BudgetError,
     InputError,
-    ModelError,
     make_private,
     resolve,
     total_epsilon,
@@ -55,19 +49,6 @@ def test_a_loop_costs_what_it_took_and_no_step_more(optimizer: str, tmp_path: Pa
     assert report["model"]["name"].endswith(":Sequential")
     for name, tensor in weights(tmp_path / "out").items():
         assert torch.equal(tensor, private.model.state_dict()[name])
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_network_in_float64_trains_in_it(optimizer: str) -> None:
-    private = make_private(network().double(), "digits", optimizer=optimizer, **SETTINGS)
-    before = private.evaluate().loss
-    list(private)
-    after = list(private.model.parameters())
-    assert {p.dtype for p in after} == {torch.float64}
-    for p, start in zip(after, network().double().parameters(), strict=True):
-        assert p.isfinite().all()
-        assert (p != start).any()
-    assert private.evaluate().loss != before
 
 
 SAME = """
@@ -168,52 +149,6 @@ def test_a_step_runs_in_the_mode_that_was_validated() -> None:
     assert torch.equal(*results)
 
 
-def test_a_schedule_of_ones_own_is_reported(tmp_path: Path) -> None:
-    private = make_private(network(), "digits", lr=0.1, optimizer="dp-sgd", **SETTINGS)
-    private.step()
-    before = [p.clone() for p in private.model.parameters()]
-    private.lr = 1e-10
-    private.step()
-    assert all(map(torch.allclose, before, private.model.parameters()))
-    assert private.publish(tmp_path / "out").report["hyperparameters"]["lr"] == 1e-10
-    assert "lr: 1.0e-10" in (tmp_path / "out/config.yaml").read_text()
-    with pytest.raises(InputError, match="--lr must be"):
-        private.lr = -1.0
-
-
-def test_what_cannot_be_private_is_refused() -> None:
-    with pytest.raises(ModelError, match="mixes the samples"):
-        make_private(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)), "digits")
-    with pytest.raises(ModelError, match="not a torch module"):
-        make_private(nn.Linear, "digits")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="In dpmac it is called sigma"):
-        make_private(network(), "digits", noise_multiplier=1)
-    with pytest.raises(InputError, match="In dpmac it is called clip_norm"):
-        Context().run(partial(make_private, network(), "digits", **{"max_grad_norm": 1}))  # type: ignore[arg-type]
-
-
-def test_batch_norms_become_group_norms_in_place() -> None:
-    net = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
-    private = make_private(net, "digits", fix_norm=True, **SETTINGS)
-    private.step()
-    assert isinstance(net[1], nn.GroupNorm)
-
-
-@pytest.mark.long
-def test_records_at_hand_in_a_loop(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    y = rng.integers(0, 2, 300)
-    data = ArrayData(rng.random((300, 5)) + y[:, None], y, low=0, high=2, classes=["no", "yes"])
-    net = nn.Sequential(nn.Flatten(), nn.Linear(5, 2))
-    private = make_private(net, data, epsilon=8, epochs=20, lr=0.1)
-    list(private)
-    assert private.evaluate().accuracy > 0.9
-    x = private.standardise(torch.full((1, 5, 1, 1), 1.0))
-    assert x.abs().max() == 0  # the middle of the range
-    private.publish(tmp_path / "out")
-    assert json.loads((tmp_path / "out/report.json").read_text())["dataset"]["name"] == "arrays"
-
-
 # Kinks.
 
 
@@ -258,28 +193,3 @@ def test_threads_that_share_a_batch_move_no_record_across_a_kink(instructions: s
         check=True,
     )
     assert 0.9 < float(done.stdout.split()[-1]) <= 1
-
-
-class Scaled(nn.Module):
-    """A network with a constant tensor that it makes when it first needs it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 10)
-
-    @cached_property
-    def scale(self) -> Tensor:
-        return torch.tensor(3.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.linear(x.flatten(1)) * self.scale
-        return logits
-
-
-def test_a_constant_that_a_network_makes_when_it_first_runs_is_made_before_training() -> None:
-    network = Scaled()
-    with pytest.raises(ModelError, match=r"scale was added\..* run it once on zeros before"):
-        make_private(network, "digits", sigma=6, steps=2)
-    network = Scaled()
-    network(torch.zeros(1, 1, 8, 8))
-    assert list(make_private(network, "digits", sigma=6, steps=2)) == [1, 2]

@@ -1,42 +1,44 @@
 """A private step on the batches of a program: any network, any loss, any dataset."""
 
 import copy
-import functools
 import itertools
 import multiprocessing
 import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from dpmac_cli import (
     ArrayData,
     BudgetError,
     Cyclic,
+    Ellipsoid,
     InputError,
     ModelError,
     Noise,
     Poisson,
     PrivateStep,
     RandomAllocation,
+    ball,
+    clipped_grad,
+    ellipsoid,
     make_private,
     total_epsilon,
 )
 from dpmac_cli import step as step_module
-from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler
-from tests.tiers import one_in
+from tests.helpers import without
 
 WORDS, LENGTH, RECORDS, BATCH = 20, 6, 200, 12
 #: Noise that is cheap to price.
@@ -92,7 +94,7 @@ POISSON = Poisson(n=RECORDS, batch_size=BATCH)
 
 
 def started(**changes: Any) -> PrivateStep:
-    return PrivateStep(reader(), loss, sampling=POISSON, **{**SETTINGS, **changes})
+    return PrivateStep(reader(), loss, **{"sampling": POISSON, **SETTINGS, **changes})
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -100,7 +102,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["dp-sgd", "dp-macadam"])
 def test_a_program_trains_on_dicts_and_pays_what_its_steps_cost(optimizer: str) -> None:
     step = started(optimizer=optimizer)
     assert (len(step), step.epsilon, step.notes) == (6, 0.0, ())
@@ -115,20 +117,7 @@ def test_a_program_trains_on_dicts_and_pays_what_its_steps_cost(optimizer: str) 
         step(batch)
 
 
-class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """Training records of a training with make_private, standardised as there."""
-
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.images[index], self.labels[index]
-
-
-def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def classify(model: nn.Module, batch: list[Tensor]) -> Tensor:
     images, labels = batch
     return cross_entropy(model(images), labels, reduction="none")
 
@@ -136,7 +125,7 @@ def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("sampler", "optimizer"),
-    one_in(5, itertools.product(["poisson", "random-allocation"], OPTIMIZERS)),
+    [("poisson", "dp-macadambc"), ("random-allocation", "dp-adam")],
 )
 def test_it_is_the_same_training_as_that_of_make_private(optimizer: str, sampler: str) -> None:
     x, y = load_digits(return_X_y=True)
@@ -150,7 +139,7 @@ def test_it_is_the_same_training_as_that_of_make_private(optimizer: str, sampler
     private = make_private(network(), data, batch_size=60, sampler=sampler, **settings)
     list(private)
     split = private._step.data.train
-    records = Digits(private.standardise(split.images), split.labels)
+    records = TensorDataset(private.standardise(split.images), split.labels)
     kind = Poisson if sampler == "poisson" else RandomAllocation
     sampling = kind(n=len(records), batch_size=60)
     step = PrivateStep(
@@ -210,22 +199,6 @@ def test_a_batch_that_was_not_drawn_for_the_step_is_refused() -> None:
         step(next(loader))
 
 
-class Turned(Notes):
-    """Has a random transform."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        record = super().__getitem__(index)
-        return {
-            **record,
-            "input_ids": torch.where(torch.rand(LENGTH) < 0.5, 1, record["input_ids"]),
-        }
-
-
-def without_last(records: list[Any]) -> Any:
-    ids = [r["input_ids"] for r in records[:-1]]
-    return {"input_ids": torch.cat([torch.empty(0, LENGTH, dtype=torch.long), *ids])}
-
-
 def doubled(records: list[Any]) -> Any:
     return {name: torch.stack([r[name] for r in [*records, *records]]) for name in records[0]}
 
@@ -242,7 +215,6 @@ def to_the_longest(records: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("collate", "said"),
     [
-        (without_last, "0 rows for one record"),
         (doubled, "2 rows for one record"),
         (to_the_longest, "Pad to a fixed length"),
         (lambda records: {"text": ["a"] * len(records)}, "a str as batch"),
@@ -273,20 +245,6 @@ def test_no_error_quotes_a_record(first: bool) -> None:
     assert "secret" not in said.replace("raise ValueError(f", "")
     if first:
         assert "Record 0 cannot be read by index: ValueError at test_private_step.py" in said
-
-
-@pytest.mark.privacy
-def test_a_collate_function_sees_each_record_alone() -> None:
-    seen = []
-
-    def centred(records: list[Any]) -> Any:
-        seen.append(len(records))
-        ids = torch.stack([r["input_ids"] for r in records])
-        return {**{n: torch.stack([r[n] for r in records]) for n in records[0]}, "input_ids": ids}
-
-    step = started()
-    step(next(step.loader(Notes(), centred)))
-    assert set(seen) == {1}
 
 
 class Reusing(Notes):
@@ -327,19 +285,6 @@ class Counting(Notes):
         return {**record, "input_ids": (record["input_ids"] + self.reads) % WORDS}
 
 
-class Drawing(Notes):
-    """Has a random transform with a generator of its own, which nothing seeds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        record = super().__getitem__(index)
-        turned = torch.rand(LENGTH, generator=self.generator) < 0.5
-        return {**record, "input_ids": torch.where(turned, 1, record["input_ids"])}
-
-
 class Accumulating:
     """A collate function that keeps a sum of the records that it has seen."""
 
@@ -352,9 +297,7 @@ class Accumulating:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("dataset", "collate"), [(Counting, None), (Drawing, None), (Notes, Accumulating)]
-)
+@pytest.mark.parametrize(("dataset", "collate"), [(Counting, None), (Notes, Accumulating)])
 def test_records_that_are_others_when_they_are_read_again_are_refused(
     dataset: type[Notes], collate: Any
 ) -> None:
@@ -398,11 +341,6 @@ def test_what_torch_does_not_see_being_written_to_a_batch_has_no_effect(by: str)
     assert weights(step.model).equal(expected)
 
 
-def test_a_dataset_of_another_size_is_refused() -> None:
-    with pytest.raises(InputError, match=r"has 150 records, but epsilon was computed for n=200"):
-        started().loader(Notes(150))
-
-
 # Any worker, and any interruption, leads to the same weights.
 
 
@@ -412,27 +350,6 @@ def trained(step: PrivateStep, dataset: Any, **options: Any) -> Tensor:
     return weights(step.model)
 
 
-@pytest.mark.long
-def test_workers_change_nothing() -> None:
-    expected, step = trained(started(), Turned()), started()
-    random = torch.get_rng_state()
-    assert trained(step, Turned(), workers=2).equal(expected)
-    assert torch.get_rng_state().equal(random), "the program's own random numbers"
-    assert not trained(started(), Notes()).equal(expected)
-
-
-class Dropping(Reader):
-    """With dropout."""
-
-    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
-        logits = super().forward(**inputs)["logits"]
-        return {"logits": nn.functional.dropout(logits, 0.3, self.training)}
-
-
-def made(**changes: Any) -> PrivateStep:
-    return PrivateStep(reader(), loss, sampling=POISSON, **{**SETTINGS, **changes})
-
-
 def saved_after(step: PrivateStep, steps: int) -> dict[str, Any]:
     for batch in step.loader(Notes()):
         if step(batch) == steps:
@@ -440,31 +357,9 @@ def saved_after(step: PrivateStep, steps: int) -> dict[str, Any]:
     return copy.deepcopy(step.state_dict())
 
 
-@functools.cache
-def after_two() -> dict[str, Any]:
-    return saved_after(made(), 2)
-
-
-@pytest.fixture
-def saved() -> dict[str, Any]:
-    """State after two of six steps."""
-    return copy.deepcopy(after_two())
-
-
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("isolate", "optimizer"),
-    one_in(3, itertools.product([False, True], ["dp-macadam", "dp-sgd"])),
-)
-def test_a_training_that_was_killed_goes_on_and_counts_the_lost_steps(
-    optimizer: str, isolate: bool
-) -> None:
-    settings: dict[str, Any] = {"steps": 20, "optimizer": optimizer, "isolate": isolate}
-
-    def begun() -> PrivateStep:
-        return PrivateStep(Dropping(), loss, sampling=POISSON, **{**SETTINGS, **settings})
-
-    first, again = begun(), begun()
+def test_a_training_that_was_killed_goes_on_and_counts_the_lost_steps() -> None:
+    first, again = started(steps=20), started(steps=20)
     state = saved_after(first, 7)
     for batch in itertools.islice(first.loader(Notes()), 3):
         first(batch)
@@ -502,7 +397,7 @@ def test_no_noise_and_no_batch_is_drawn_again(
     monkeypatch.setattr(SeededNormals, "standard_normal", spied)
     monkeypatch.setattr(KeyedSampler, "draw", drawn)
     monkeypatch.setattr(step_module, "make_keys", kept)
-    first, again = made(seed=seed), made(seed=seed)
+    first, again = started(seed=seed), started(seed=seed)
     state = saved_after(first, 2)
     again.load_state_dict(state, taken=2)
     trained(again, Notes())
@@ -542,17 +437,17 @@ def test_a_training_for_an_epsilon_keeps_to_it() -> None:
     assert len(again) == 17
     trained(again, Notes())
     assert 1.9 < again.epsilon <= 2.0
-    done = made(epsilon=2.0, sigma=None, steps=20)
-    done.load_state_dict(saved_after(made(epsilon=2.0, sigma=None, steps=20), 7), taken=20)
+    done = started(epsilon=2.0, sigma=None, steps=20)
+    done.load_state_dict(saved_after(started(epsilon=2.0, sigma=None, steps=20), 7), taken=20)
     assert len(done) == done.taken == 7
     with pytest.raises(BudgetError):
         done(Notes()[0])
 
 
 @pytest.mark.privacy
-def test_a_state_may_be_loaded_with_other_settings(saved: dict[str, Any]) -> None:
-    other = Poisson(n=RECORDS, batch_size=BATCH // 2)
-    step = PrivateStep(reader(), loss, sampling=other, **{**SETTINGS, "sigma": 2.0})
+def test_a_state_may_be_loaded_with_other_settings() -> None:
+    other, saved = Poisson(n=RECORDS, batch_size=BATCH // 2), saved_after(started(), 2)
+    step = started(sampling=other, sigma=2.0)
     step.load_state_dict(saved, taken=3)
     step(next(iter(step.loader(Notes()))))
     events = (POISSON.event(SIGMA, 3), other.event(2.0, 1))
@@ -561,98 +456,23 @@ def test_a_state_may_be_loaded_with_other_settings(saved: dict[str, Any]) -> Non
     assert new.epsilon == pytest.approx(step.epsilon, rel=1e-9)
 
 
-def test_a_state_keeps_the_rate_that_was_set() -> None:
-    step = made()
-    step.lr = 0.05
-    again = made()
-    again.load_state_dict(saved_after(step, 1), taken=1)
-    assert again.lr == 0.05
-
-
 @pytest.mark.privacy
-def test_a_state_is_loaded_with_the_steps_that_were_taken(saved: dict[str, Any]) -> None:
+def test_a_state_is_loaded_with_the_steps_that_were_taken() -> None:
+    saved = saved_after(started(), 2)
     for taken in (1, 7):
         with pytest.raises(InputError, match=f"taken is {taken}, but the state holds 2 of 6"):
-            made().load_state_dict(saved, taken=taken)
-    step = made()
+            started().load_state_dict(saved, taken=taken)
+    step = started()
     step.load_state_dict(saved, taken=2)
     with pytest.raises(InputError, match="into a new PrivateStep"):
         step.load_state_dict(saved, taken=2)
     with pytest.raises(ModelError, match="belongs to another model or optimizer"):
-        made(optimizer="dp-sgd").load_state_dict(saved, taken=2)
-
-
-def test_what_is_not_a_state_is_refused(saved: dict[str, Any]) -> None:
-    parts = {name: value for name, value in saved.items() if name != "trainings"}
-    odd: list[Any] = [reader().state_dict(), {}, parts, None, [1], "state.pt"]
-    for given in odd:
-        with pytest.raises(InputError, match="This is not a state of PrivateStep"):
-            started().load_state_dict(given, taken=2)
-
-
-def sampled(sampling: Any) -> PrivateStep:
-    return PrivateStep(reader(), loss, sampling=sampling, delta=1e-5, **SETTINGS)
-
-
-class Made(Dataset[dict[str, Tensor]]):
-    """A hundred thousand records that are nowhere in memory: each is made from its number."""
-
-    def __len__(self) -> int:
-        return 100_000
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        return {
-            "input_ids": torch.randint(2, WORDS, (LENGTH,), generator=generator),
-            "attention_mask": torch.ones(LENGTH, dtype=torch.long),
-            "labels": torch.tensor(index % 2),
-            "image": torch.zeros(4000),  # 1.6 GB in all
-        }
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
-def test_records_are_not_held_in_memory() -> None:
-    sampling = Poisson(n=100_000, batch_size=512)
-    step = PrivateStep(reader(), loss, sampling=sampling, **{**SETTINGS, "steps": 60})
-    after: dict[int, int] = {}
-    for batch in step.loader(Made(), workers=2):
-        after[step(batch)] = resident()
-    assert after[60] - after[15] < 90e6, "45 batches are 370 MB"
+        started(optimizer="dp-sgd").load_state_dict(saved, taken=2)
+    with pytest.raises(InputError, match="This is not a state of PrivateStep"):
+        started().load_state_dict(reader().state_dict(), taken=2)
 
 
 # Other loaders, other trainings, other networks.
-
-
-@pytest.mark.privacy
-def test_cyclic_batches_are_the_same_in_every_epoch_and_priced_as_such() -> None:
-    sampling = Cyclic(n=RECORDS, batch_size=RECORDS // 2)
-    step = PrivateStep(reader(), loss, sampling=sampling, **SETTINGS)
-    found = []
-    for batch in step.loader(Notes()):
-        found.append(batch["input_ids"])
-        step(batch)
-    epoch = sampling.steps_per_epoch
-    assert len(found) >= 2 * epoch
-    assert all(one.equal(later) for one, later in zip(found, found[epoch:]))  # noqa: B905
-    assert sum(map(len, found[:epoch])) == RECORDS
-    assert step.event == sampling.event(SIGMA, len(found))
-    assert "cyclic steps (each" in step.statement
-
-
-def test_no_setting_can_be_assigned_without_an_effect() -> None:
-    step: Any = started()
-    for name in ("clip_norm", "sigma", "delta", "privacy", "sampling", "max_epsilon", "model"):
-        with pytest.raises(AttributeError):
-            setattr(step, name, 1.0)
-    step.lr = 0.5
-    assert step.lr == 0.5
 
 
 @pytest.mark.privacy
@@ -696,40 +516,6 @@ def test_a_loss_that_was_trained_carries_what_it_learned() -> None:
     assert second.epsilon == first.epsilon
     trained(second, Notes())
     assert second.epsilon == total_epsilon((first.event, second.event), second.delta)
-
-
-@pytest.mark.privacy
-def test_a_network_that_changed_is_refused_before_the_step() -> None:
-    step = PrivateStep(reader(), loss, sampling=POISSON, **SETTINGS)
-    loader = step.loader(Notes())
-    step(next(loader))
-    batch, cost = next(loader), step.epsilon
-    hook = step.model.get_submodule("head").register_forward_hook(lambda *_: None)
-    with pytest.raises(ModelError, match=r"hooks of network\.head changed"):
-        step(batch)
-    assert step.epsilon == cost
-    hook.remove()
-    assert step(batch) == 2
-
-
-def test_all_arguments_that_cannot_be_used_are_named_together() -> None:
-    odd: Any = {"sigma": 1.0, "batch_size": 3, "views": 2}
-    with pytest.raises(InputError) as caught:
-        PrivateStep(reader(), 3, sampling="poisson", **odd)  # type: ignore[arg-type]
-    assert len(caught.value.errors) == 4
-    with pytest.raises(InputError, match="must not be above n, 10"):
-        Poisson(n=10, batch_size=12)
-    with pytest.raises(InputError, match="--sigma and --epsilon contradict"):
-        started(epsilon=2.0)
-    with pytest.raises(ModelError, match="not a torch module"):
-        PrivateStep(Reader, loss, sampling=POISSON)  # type: ignore[arg-type]
-
-
-@pytest.mark.long
-def test_an_epsilon_is_met_with_the_least_noise() -> None:
-    step = started(sigma=None, epsilon=0.5)
-    trained(step, Notes())
-    assert 0.4975 < step.epsilon <= 0.5
 
 
 FORK = multiprocessing.get_context("fork")
@@ -785,3 +571,179 @@ def test_a_training_cannot_be_copied(copied: Callable[[Any], Any]) -> None:
     for training in (step, private, Noise(bytes(32)), *holders):
         with pytest.raises(InputError, match="cannot be copied or pickled"):
             copied(training)
+
+
+RADIUS = 0.7
+
+
+def notes(count: int = 9) -> dict[str, Tensor]:
+    """Some records as one batch."""
+    records = Notes()
+    rows = [records[i] for i in range(count)]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def region(theta: Tensor, *, is_ball: bool) -> Ellipsoid:
+    """A region that clips most records, with a centre that is not the origin unless a ball."""
+    if is_ball:
+        return ball(RADIUS, theta)
+    torch.manual_seed(5)
+    return ellipsoid(0.02 * torch.randn_like(theta), 0.1 + torch.rand_like(theta))
+
+
+def of_size(vector: Tensor, region: Ellipsoid) -> float:
+    """The norm of a difference of sums, in that of the region."""
+    return float((vector.double() / region.scale.double()).norm())
+
+
+def great(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A loss with gradients of very different sizes."""
+    scale = torch.logspace(-2, 2, WORDS)[batch["input_ids"][:, 0]]
+    return loss(model, batch) * scale
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("is_ball", [True, False])
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("physical", [256, 4])
+def test_a_record_moves_the_sum_by_at_most_one(
+    is_ball: bool,
+    isolate: bool,
+    physical: int,
+) -> None:
+    model, batch = reader(), notes()
+    where = region(weights(model), is_ball=is_ball)
+    clipped = clipped_grad(
+        model, great, where, batch_size=9, physical_batch=physical, isolate=isolate
+    )
+    total, moved = clipped(batch), []
+    for row in range(9):
+        moved.append(of_size(total - clipped(without(batch, row)), where))
+    assert max(moved) <= clipped.sensitivity
+    assert max(moved) > 0.99, "records are clipped"
+
+
+def centred(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    losses = loss(model, batch)
+    return losses * (losses - losses.mean()).detach()
+
+
+def of_the_batch(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return loss(model, batch).mean().expand(len(batch["labels"]))
+
+
+def contrasted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    logits = model(**inputs)["logits"]
+    similar = logits @ logits.T
+    return F.cross_entropy(similar, torch.arange(len(similar)), reduction="none")
+
+
+def of_the_next(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return loss(model, {**batch, "labels": batch["labels"].roll(1)})
+
+
+def of_the_longest(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return loss(model, batch) * batch["attention_mask"].sum(1).max()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("mixing", [centred, of_the_batch, contrasted, of_the_next, of_the_longest])
+def test_a_loss_that_mixes_records_is_refused_or_sees_one_at_a_time(
+    mixing: Callable[..., Tensor],
+) -> None:
+    model, batch = reader(), notes()
+    where = ball(RADIUS, weights(model))
+    if mixing is not of_the_longest:  # made-up masks are of one length
+        with pytest.raises(ModelError, match="The network or its loss computes something else"):
+            clipped_grad(model, mixing, where, batch_size=9)(batch)
+    clipped = clipped_grad(model, mixing, where, batch_size=9, isolate=True)
+    total = clipped(batch)
+    for row in range(9):
+        moved = float((total - clipped(without(batch, row))).double().norm())
+        assert moved <= RADIUS
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (lambda model, batch: loss(model, batch).mean(), "The loss returns"),
+        (lambda model, batch: loss(model, batch)[:, None], "The loss returns"),
+        (lambda model, batch: loss(model, batch).argmax(0, keepdim=True), "The loss returns"),
+        (lambda model, batch: model(**batch), "unexpected keyword argument 'labels'"),
+    ],
+)
+def test_a_loss_that_is_not_one_number_per_record_is_refused(odd: Any, said: str) -> None:
+    model = reader()
+    with pytest.raises(ModelError, match=said):
+        clipped_grad(model, odd, ball(RADIUS, weights(model)), batch_size=9)(notes())
+
+
+@pytest.mark.privacy
+def test_a_loss_that_remembers_a_record_is_refused() -> None:
+    kept: list[Tensor] = []
+
+    def remembers(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses = loss(model, batch)
+        kept.append(losses.detach().sum())
+        return losses * (1 + sum(kept))
+
+    model = reader()
+    clipped = clipped_grad(model, remembers, ball(RADIUS, weights(model)), batch_size=9)
+    with pytest.raises(ModelError, match="different outputs for the same sample"):
+        clipped(notes())
+
+
+@pytest.mark.privacy
+def test_a_network_that_was_changed_is_refused() -> None:
+    model = reader()
+    clipped = clipped_grad(model, loss, ball(RADIUS, weights(model)), batch_size=9)
+    clipped(notes())
+    model.words = nn.Embedding(WORDS, 8)
+    with pytest.raises(ModelError, match="no longer the one that was validated"):
+        clipped(notes())
+
+
+def reduced(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """A loss that subtracts a row of the batch from the others."""
+    return F.softplus(model(batch["x"] - batch["mean"])).sum(1)
+
+
+def rows_of(count: int) -> dict[str, Any]:
+    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
+    return {"x": x, "mean": torch.zeros(count, 4)}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (lambda b: {**b, "mean": b["x"].mean(0, keepdim=True)}, "different numbers of rows"),
+        (lambda b: {**b, "mean": float(b["x"].mean())}, "is a float, not a tensor"),
+        (lambda b: {n: t[:, :2] for n, t in b.items()}, "other parts, shapes or types"),
+        (lambda b: {n: t.double() for n, t in b.items()}, "other parts, shapes or types"),
+        (lambda b: {**b, "more": b["x"]}, "other parts, shapes or types"),
+    ],
+)
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_batch_of_another_structure_than_validated_is_refused(
+    odd: Callable[[Any], Any], said: str, prepared: bool
+) -> None:
+    """What is the same for all records may be computed from them."""
+    clipped = clipped_grad(nn.Linear(4, 3), reduced, ball(1.0), batch_size=9)
+    if prepared:
+        clipped.prepare(rows_of(2))
+    elif "other parts" in said:
+        clipped(rows_of(3))
+    with pytest.raises(InputError, match=said):
+        clipped(odd(rows_of(9)))
+
+
+@pytest.mark.privacy
+def test_a_batch_far_larger_than_stated_is_refused() -> None:
+    """The margin for rounding is for sums of about the stated number of records."""
+    clipped = clipped_grad(nn.Linear(4, 3), reduced, ball(1.0), batch_size=9)
+    clipped(rows_of(40))
+    with pytest.raises(InputError, match="many times more records"):
+        clipped(rows_of(80))

@@ -5,9 +5,7 @@ import itertools
 import json
 import multiprocessing
 import os
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scipy.stats import kstest
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dpmac_cli.dp.mechanism import GaussianMechanism
@@ -28,23 +26,18 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import workers
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.runs.trainer import make_trainer as make_run_trainer
-from dpmac_cli.training.distributed import DismissedError, Ranks
-from dpmac_cli.training.schedules import Recipe
+from dpmac_cli.training.distributed import Ranks
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import digits_config, weights
 from tests.helpers import (
     DIMENSION,
     PLAN,
     Batches,
-    Spy,
     a_key,
     in_chunks_of,
     make_trainer,
-    tiny_data,
-    tiny_model,
     walk,
 )
-from tests.test_units import SIZES, in_units
 from tests.tiers import one_in, rest_long
 
 #: Odd shares, an empty share, an empty batch, a share of several chunks.
@@ -153,31 +146,6 @@ def test_the_noise_is_that_of_one_process_whatever_the_ranks(size: int) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("name", "size"), one_in(3, itertools.product(["dp-adam", "dp-macadam"], [2, 3]))
-)
-def test_a_unit_moves_the_clipped_sum_of_all_ranks_by_at_most_one(name: str, size: int) -> None:
-    """Whatever rank works on it, and however many of its records are drawn."""
-
-    def whitened(units: list[int]) -> Callable[[Ranks], Tensor]:
-        def work(ranks: Ranks) -> Tensor:
-            spy, plan = Spy(0.0, 8), replace(PLAN, recipe=Recipe(records=8))
-            options: dict[str, Any] = {"plan": plan, "data": in_units(), "ranks": ranks}
-            make_trainer(name, spy, sampler=Batches(units), **options).step()
-            return spy.whitened_sum(0) if ranks.rank == 0 else torch.zeros(1)
-
-        return work
-
-    everyone = list(range(len(SIZES)))
-    whole, *_ = together(size, whitened(everyone))
-    alone, *_ = together(1, whitened(everyone))
-    assert torch.allclose(whole, alone, rtol=0, atol=1e-9)
-    for unit in (0, SIZES.index(20)):
-        rest, *_ = together(size, whitened([other for other in everyone if other != unit]))
-        assert 0 < float((whole - rest).norm()) <= 1
-
-
-@pytest.mark.privacy
 def test_shares_are_a_partition_of_one_draw() -> None:
     drawn = np.arange(100, 117)
 
@@ -212,45 +180,6 @@ def test_a_record_more_moves_no_other_to_another_rank(size: int) -> None:
 
 
 @pytest.mark.privacy
-def test_a_record_more_moves_the_sum_by_at_most_one_where_a_rank_rounds_otherwise() -> None:
-    """All records are at a kink of ReLU, and rank 1 sees them on its other side."""
-
-    def whitened(records: list[int]) -> Callable[[Ranks], Tensor]:
-        def work(ranks: Ranks) -> Tensor:
-            data = tiny_data()
-            images = torch.full_like(data.train.images, 128)  # zero once they are standardised
-            offset = data.offset + (1e-9 if ranks.rank == 1 else 0.0)
-            data = replace(data, train=replace(data.train, images=images), offset=offset)
-            model = tiny_model(torch.float64)
-            with torch.no_grad():
-                for parameter in model[1].parameters():
-                    parameter.abs_().mul_(parameter.ndim > 1)  # no bias
-            model[2] = nn.ReLU()
-            spy = Spy(0.0, 8)
-            options: dict[str, Any] = {"data": data, "model": model, "ranks": ranks}
-            make_trainer("dp-sgd", spy, sampler=Batches(records), clip_norm=0.1, **options).step()
-            return spy.whitened_sum(0) if ranks.rank == 0 else torch.zeros(1)
-
-        return work
-
-    whole, *_ = together(2, whitened(list(range(30))))
-    for left_out in (0, 1, 15):
-        rest = [record for record in range(30) if record != left_out]
-        assert float((whole - together(2, whitened(rest))[0]).norm()) <= 1
-
-
-def test_every_rank_works_on_as_few_samples_at_a_time_as_the_shortest_of_memory() -> None:
-    def work(ranks: Ranks) -> int:
-        trainer = make_trainer("dp-sgd", ranks=ranks)
-        if ranks.rank == 1:
-            trainer.state.chunk = 3
-        walk(trainer, 1)
-        return trainer.state.chunk
-
-    assert together(2, work) == [3, 3]
-
-
-@pytest.mark.privacy
 def test_dropout_differs_between_ranks() -> None:
     """In common, it would go by the place in a share, which adding a record moves."""
     key = a_key(3)
@@ -259,22 +188,6 @@ def test_dropout_differs_between_ranks() -> None:
         with LayerDraws(key, rank).of(7):
             words.append(int(torch.randint(2**60, ())))
     assert len(set(words)) == 3
-
-
-@pytest.mark.privacy
-def test_augmented_views_are_the_same_at_every_rank() -> None:
-    recipe = Recipe(views=3, augment="flip")
-    plan = replace(PLAN, recipe=recipe)
-
-    def work(ranks: Ranks | None = None) -> Tensor:
-        return walk(make_trainer("dp-adam", plan=plan, ranks=ranks, sampler=Batches(*BATCHES)), 5)
-
-    whole = work()
-    for thetas in together(3, work):
-        torch.testing.assert_close(thetas, whole)
-    key, records = a_key(3), np.array([4, 1, 9])
-    first, last = LayerDraws(key, 0), LayerDraws(key, 2)
-    assert np.array_equal(first.words(7, records, 5), last.words(7, records, 5))
 
 
 # Secrets stay at rank 0.
@@ -332,20 +245,6 @@ def training(**flags: Any) -> Callable[[Ranks], Any]:
     return work
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("flags", [{}, {"secure": True}, {"augmentations": 2, "ema": 0.9}])
-def test_a_run_of_two(flags: dict[str, Any]) -> None:
-    report, nothing = together(2, training(steps=6, out="two", **flags))
-    assert nothing is None
-    *_, alone = run.train(digits_config(steps=6, out="one", **flags))
-    assert isinstance(alone, Finished)
-    assert report["privacy"]["epsilon"] == alone.report["privacy"]["epsilon"]
-    assert report["privacy"]["randomness"] == alone.report["privacy"]["randomness"]
-    assert sorted(p.name for p in Path("two").iterdir()) == sorted(
-        p.name for p in Path("one").iterdir()
-    )
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize(("before", "after"), rest_long([(1, 3), (2, 2), (3, 1)], short=2))
 def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
@@ -370,13 +269,6 @@ def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
     assert report["state"] == "finished"
     assert report["privacy"]["steps"] == 8
     assert weights(Path("run"))
-
-
-def test_what_several_processes_cannot_do() -> None:
-    found = together(2, training(steps=2, canaries=20))
-    assert isinstance(found[0], InputError)
-    assert "--canaries needs a run with one process" in str(found[0])
-    assert isinstance(found[1], RunError)
 
 
 # The same records.
@@ -507,37 +399,6 @@ def test_ranks_on_other_devices_do_not_begin(monkeypatch: pytest.MonkeyPatch) ->
 # Failure.
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("lost", [0, 1, 2])
-def test_the_others_hear_of_a_rank_that_dies_within_seconds(lost: int) -> None:
-    def work(ranks: Ranks) -> Any:
-        trainer = make_trainer("dp-adam", ranks=ranks)
-        walk(trainer, 2)
-        if ranks.rank == lost:
-            os._exit(9)
-        began = time.monotonic()
-        with pytest.raises(RunError) as failure:
-            walk(trainer, 2)
-        return str(failure.value), time.monotonic() - began
-
-    found = together(3, work)
-    assert found.pop(lost) is None
-    assert all(seconds < 30 for _, seconds in found)
-    assert all("One of the 3 processes of this run stopped" in said for said, _ in found)
-
-
-def test_a_rank_that_ends_in_order_is_not_missed() -> None:
-    def work(ranks: Ranks) -> bool:
-        if ranks.leads:
-            ranks.dismiss()
-            return True
-        with pytest.raises(DismissedError):
-            ranks.share(None)
-        return True
-
-    assert together(2, work) == [True, True]
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize("what", ["theta", "s"])
 def test_ranks_that_went_apart_do_not_go_on(what: str) -> None:
@@ -554,16 +415,3 @@ def test_ranks_that_went_apart_do_not_go_on(what: str) -> None:
     for failure in together(2, work):
         assert isinstance(failure, RunError)
         assert "diverged: they computed different parameters" in str(failure)
-
-
-def test_an_average_of_weights_is_the_same_everywhere() -> None:
-    plan = replace(PLAN, recipe=Recipe(ema=0.9))
-
-    def work(ranks: Ranks) -> Tensor:
-        trainer = make_trainer("dp-adam", plan=plan, ranks=ranks)
-        walk(trainer, 4)
-        assert trainer.state.average is not None
-        return trainer.state.average.clone()
-
-    one, other = together(2, work)
-    assert torch.equal(one, other)

@@ -5,7 +5,6 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +26,10 @@ from dpmac_cli.accounting.risk import (
     percent,
     trade_off,
 )
-from dpmac_cli.accounting.statements import UNIT, format_epsilon
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.errors import InputError
 from dpmac_cli.release.guarantee import privacy
 from dpmac_cli.release.sentences import Case
 from dpmac_cli.runs.ledger import Spent
-from tests.digits_runs import train_digits
-from tests.tiers import rest_long
 from tests.typed import dpmac
 
 pytestmark = pytest.mark.privacy
@@ -64,18 +59,6 @@ def test_the_curve_of_full_batches_is_the_gaussian_one(sigma: float, steps: int)
     bound = trade_off((TrainingEvent(1.0, sigma, steps),), ALPHAS)
     assert (bound <= exact + 1e-12).all()
     assert bound == pytest.approx(exact, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    "event", rest_long([POISSON, TrainingEvent(0.01, 0.05, 100), ALLOCATED, MNIST], short=2)
-)
-def test_curves_are_convex_and_never_above_guessing(event: TrainingEvent) -> None:
-    alphas = np.linspace(0.001, 0.999, 200)
-    curve = trade_off((event,), alphas)
-    assert (np.diff(curve) <= 0).all()
-    assert (np.diff(curve, 2) >= -1e-12).all()
-    assert (curve >= 0).all()
-    assert (curve <= 1 - alphas + 1e-12).all()
 
 
 def simulate(event: TrainingEvent, present: bool, rng: np.random.Generator) -> Losses:
@@ -124,16 +107,6 @@ def test_no_simulated_attack_is_above_the_bound(event: TrainingEvent, claimed: s
 # What is read from it.
 
 
-def test_true_positive_rates_are_those_of_the_best_attack_on_a_gaussian() -> None:
-    found = assess_risk((TrainingEvent(1.0, 2.0, 4),), 1000)
-    rates = [attack.true_positive_rate for attack in found.attacks]
-    exact = 1 - gaussian_trade_off(1.0, np.array(FALSE_POSITIVE_RATES))
-    assert [attack.false_positive_rate for attack in found.attacks] == [0.001, 0.01, 0.1]
-    assert rates == pytest.approx(exact, abs=1e-4)
-    assert (rates >= exact).all()
-    assert found.stated == rates[1]
-
-
 @pytest.mark.parametrize("prior", PRIORS)
 def test_posteriors_are_bayes_rule_and_hold_at_every_higher_rate(prior: float) -> None:
     found = assess_risk((POISSON,), 1000)
@@ -145,12 +118,6 @@ def test_posteriors_are_bayes_rule_and_hold_at_every_higher_rate(prior: float) -
         assert posteriors.max() <= bound + 1e-12
         assert posteriors[0] == pytest.approx(bound)
         assert prior < bound < 1
-
-
-@pytest.mark.parametrize(("sigma", "steps"), rest_long([(1.0, 1), (10.0, 25), (0.4, 1)], short=2))
-def test_mu_of_full_batches_is_that_of_the_mechanism(sigma: float, steps: int) -> None:
-    exact = math.sqrt(steps) / sigma
-    assert exact <= gaussian_mu((TrainingEvent(1.0, sigma, steps),)) <= 1.005 * exact
 
 
 @pytest.mark.parametrize("points", [POINTS, 200])
@@ -172,18 +139,6 @@ def test_mu_covers_every_delta_down_to_the_least(
     assert (trade_off((event,), alphas) >= gaussian_trade_off(mu, alphas) - LEAST_DELTA).all()
 
 
-def test_the_least_delta_is_the_documented_one() -> None:
-    assert LEAST_DELTA == 1e-10
-    page = (Path(__file__).parents[1] / "docs" / "accounting.md").read_text(encoding="utf-8")
-    assert "1e-10" in page.partition("## What an attacker can learn")[2].partition("\n## ")[0]
-
-
-def test_epsilons_are_those_of_the_accountant() -> None:
-    found = assess_risk((MNIST,), 60_000)
-    assert [delta for delta, _ in found.epsilons] == [1e-5, 1e-6, 60_000**-1.1]
-    assert all(epsilon == total_epsilon((MNIST,), delta) for delta, epsilon in found.epsilons)
-
-
 def test_every_part_counts() -> None:
     parts = (POISSON, TrainingEvent(0.2, 1.5, 10))
     alone = [assess_risk((part,), 1000) for part in parts]
@@ -193,15 +148,6 @@ def test_every_part_counts() -> None:
 
 
 # The edges.
-
-
-def test_without_a_step_an_attacker_can_only_guess() -> None:
-    for events in ((), (TrainingEvent(0.1, 1.0, 0),)):
-        found = assess_risk(events, 1000)
-        assert found.mu == 0
-        for attack in found.attacks:
-            assert attack.true_positive_rate == pytest.approx(attack.false_positive_rate)
-            assert attack.posteriors == pytest.approx(PRIORS)
 
 
 @pytest.mark.parametrize("others", [(), (POISSON,)])
@@ -214,27 +160,6 @@ def test_without_noise_nothing_is_ruled_out(others: Sequence[TrainingEvent]) -> 
     json.dumps(found.values(), allow_nan=False)
 
 
-def test_an_epsilon_that_rules_out_nothing_is_said_to() -> None:
-    found = assess_risk((TrainingEvent(0.5, 0.01, 1000),), 1000)
-    assert found.stated == pytest.approx(1)
-    assert "epsilon is too large" in found.statement
-    assert found.mu == math.inf
-    json.dumps(found.values(), allow_nan=False)
-
-
-@pytest.mark.parametrize(
-    ("event", "said"),
-    [
-        (POISSON, "detects a given {} with probability"),
-        (TrainingEvent(0.1, 0.0, 1), "may detect any {}: no noise was added."),
-        (TrainingEvent(0.5, 0.01, 1000), "may detect any {}: epsilon is too large"),
-    ],
-)
-def test_the_statement_is_about_the_unit_of_privacy(event: TrainingEvent, said: str) -> None:
-    assert said.format("training record") in assess_risk((event,), 1000).statement
-    assert said.format("unit") in assess_risk((event,), 1000, UNIT).statement
-
-
 @pytest.mark.parametrize(
     ("share", "said"),
     [(0.01, "1%"), (0.0168501, "1.686%"), (0.013832001, "1.384%"), (0.5, "50%"), (1.0, "100%")],
@@ -243,77 +168,11 @@ def test_shares_are_rounded_up(share: float, said: str) -> None:
     assert percent(share) == said
 
 
-def test_noise_that_cannot_be_priced_is_refused() -> None:
-    events = (TrainingEvent(0.1, 1e-9, 1),)
-    with pytest.raises(InputError, match="is not supported"):
-        assess_risk(events, 1000)
-    with pytest.raises(InputError, match="is not supported"):
-        trade_off(events, [0.1])
-
-
 # What is shown.
 
 
 def account(line: str) -> Any:
     return dpmac("account", *shlex.split(line), columns=120)
-
-
-def test_the_screen_and_json_say_what_the_library_does() -> None:
-    found = assess_risk((TrainingEvent(0.2, 6.0, 10, "poisson", 5),), 40)
-    shown = account(f"{SMALL} --risk").stdout
-    assert found.statement in shown.replace("\n", " ")
-    assert f"mu {format_epsilon(found.mu)}, for delta down to 1e-10" in shown
-    for attack in found.attacks:
-        cells = (attack.false_positive_rate, attack.true_positive_rate, *attack.posteriors)
-        assert list(map(percent, cells)) in [line.split() for line in shown.splitlines()]
-    rows = json.loads(account(f"{SMALL} --risk --json").stdout)["rows"]
-    assert rows[0]["risk"] == json.loads(json.dumps(found.values()))
-    assert "risk" not in json.loads(account(f"{SMALL} --json").stdout)["rows"][0]
-
-
-def test_a_table_has_columns_for_it() -> None:
-    line = SMALL.replace("sigma 6", "sigma 6,8,0")
-    head, *rows = account(f"{line} --risk").stdout.splitlines()
-    assert head.split() == ["epsilon", "sigma", "TPR", "at", "1%", "FPR", "mu"]
-    for sigma, row in zip((6.0, 8.0, 0.0), rows, strict=False):
-        found = assess_risk((TrainingEvent(0.2, sigma, 10, "poisson", 5),), 40)
-        assert row.split()[2:] == [percent(found.stated), format_epsilon(found.mu)]
-
-
-def test_without_noise_the_screen_says_so() -> None:
-    shown = account(f"{SMALL} --risk".replace("sigma 6", "sigma 0")).stdout
-    assert shown.endswith("\nAn attacker may detect any training record: no noise was added.\n")
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--plot a.png", "--plot draws the trade-off curve of --risk: add --risk."),
-        ("--risk --accountant rdp", "add --accountant pld"),
-        ("--risk --accountant all", "add --accountant pld"),
-        ("--risk --plot a.gif", "--plot a.gif must be a file in a folder that exists"),
-        ("--risk --plot nowhere/a.png", "--plot nowhere/a.png must be"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(flags: str, said: str) -> None:
-    result = account(f"{SMALL} {flags}")
-    assert result.exit_code == 2
-    assert said in result.stderr.replace("\n", " ")
-
-
-@pytest.mark.parametrize("kind", rest_long(["png", "svg"]))
-def test_the_curve_is_drawn(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / f"curve.{kind}"
-    line = f"{SMALL} --risk --plot {path}".replace("sigma 6", "sigma 6,0")
-    assert account(line).exit_code == 0
-    assert path.read_bytes()[:5] == {"png": b"\x89PNG\r", "svg": b"<?xml"}[kind]
-
-
-def test_report_card_and_account_agree(tmp_path: Path) -> None:
-    finished = train_digits(out=tmp_path / "run", steps=3)
-    kept = json.loads((finished.folder / "report.json").read_text())["privacy"]["risk"]
-    assert kept["statement"] in (finished.folder / "model-card.md").read_text()
-    assert json.loads(account(f"{finished.folder} --risk --json").stdout)["rows"][0]["risk"] == kept
 
 
 def test_the_report_counts_every_part_of_a_run() -> None:

@@ -26,7 +26,6 @@ from dpmac_cli import (
 )
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release.private import PrivateTraining
-from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.training.lineage import carried_by
 from tests.digits_runs import digits_network as network
 
@@ -81,15 +80,6 @@ def test_copies_and_parts_carry_it_along(wrapped: Any) -> None:
     assert second.epsilon == first.epsilon
     second.step()
     assert second.epsilon == both(first, second)
-
-
-@pytest.mark.privacy
-def test_shared_parameters_carry_it_along() -> None:
-    net = network()
-    trained(net)
-    other = network()
-    other[1].weight = net[1].weight
-    assert len(carried_by(other)) == 1
 
 
 #: A teacher of the loss below.
@@ -193,14 +183,6 @@ def test_a_seed_gives_the_second_training_other_noise() -> None:
 
 
 @pytest.mark.privacy
-def test_secure_means_all_of_it() -> None:
-    net = network()
-    trained(net)
-    assert not make_private(net, "digits", secure=True, **SETTINGS)._spent().secure
-    assert make_private(network(), "digits", secure=True, **SETTINGS)._spent().secure
-
-
-@pytest.mark.privacy
 def test_what_cannot_be_added_is_refused() -> None:
     net = network()
     trained(net, no_dp=True, sigma=None)
@@ -230,19 +212,6 @@ def test_costs_of_other_units_are_not_added() -> None:
 
 
 @pytest.mark.privacy
-def test_a_training_whose_network_was_taken_is_over() -> None:
-    net = network()
-    first = make_private(net, "digits", **SETTINGS)
-    first.step()
-    second = make_private(net, "digits", **SETTINGS)
-    spent = first.epsilon
-    with pytest.raises(ModelError, match="is in other memory than before"):
-        first.step()
-    assert first.epsilon == spent
-    second.step()
-
-
-@pytest.mark.privacy
 def test_a_published_model_carries_its_training(tmp_path: Path) -> None:
     private = trained(network(), optimizer="dp-macadam")
     private.publish(tmp_path / "out")
@@ -255,40 +224,3 @@ def test_a_published_model_carries_its_training(tmp_path: Path) -> None:
     loaded = load_model(tmp_path / "run").model
     again = make_private(loaded, "digits", **SETTINGS)
     assert again.epsilon == total_epsilon((config.privacy.event,), config.privacy.delta)
-
-
-@pytest.mark.privacy
-def test_trainers_of_ones_own_count_too() -> None:
-    net = network()
-    trainer = make_trainer(resolve(SETTINGS, dataset="digits").plan, model=net)
-    trainer.step()
-    private = make_private(net, "digits", **SETTINGS)
-    assert private.epsilon == total_epsilon(
-        (private.plan.privacy.event_of(1),), private.plan.privacy.delta
-    )
-
-
-def test_a_state_dict_and_a_network_that_never_stepped_carry_nothing() -> None:
-    net = network()
-    make_private(net, "digits", **SETTINGS)
-    assert carried_by(net) == ()
-    trained(net)
-    other = network()
-    other.load_state_dict(net.state_dict())
-    assert carried_by(other) == ()
-
-
-# Settings that cannot change.
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "name",
-    ["clip_norm", "sigma", "delta", "learning_rate", "epsilon", "model", "plan", "notes", "epochs"],
-)
-def test_what_has_no_effect_cannot_be_set(name: str) -> None:
-    private = make_private(network(), "digits", **SETTINGS)
-    with pytest.raises(AttributeError):
-        setattr(private, name, 1)
-    private.lr = 0.5
-    assert private.lr == 0.5

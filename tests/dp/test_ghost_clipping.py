@@ -18,17 +18,14 @@ from torch import Tensor, nn
 from torch.nn.functional import unfold
 
 from dpmac_cli.dp.clipping import clipped_sum as clipping
-from dpmac_cli.dp.clipping import forms, ghost_clipping
+from dpmac_cli.dp.clipping import ghost_clipping
 from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedChunkSum, clip_limit
-from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.dp.clipping.forms import (
     ByLayer,
-    Instantiated,
     PerSampleGradients,
-    choose_form,
 )
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
-from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
+from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import ROW, RegionMetric, SquaredNorms
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
@@ -59,29 +56,12 @@ class Kind:
 
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
-    frozen: tuple[str, ...] = ()
 
     def layer(self, dtype: torch.dtype = torch.float32) -> Layer:
         module = self.build().to(dtype)
-        for name in self.frozen:
-            module.get_parameter(name).requires_grad_(False)
         [layer] = find_layers(module)
         flatten_parameters([layer])
         return layer
-
-
-def standardised(*size: Any, flat: bool = False, **options: Any) -> Callable[[], nn.Module]:
-    """A layer whose gains differ; the first kernel may hardly differ from its mean."""
-
-    def build() -> nn.Module:
-        conv = StandardisedConv2d(*size, **options)
-        with torch.no_grad():
-            conv.gain.normal_().add_(2)
-            if flat:
-                conv.weight[0].sub_(conv.weight[0].mean()).mul_(1e-3).add_(0.5)
-        return conv
-
-    return build
 
 
 def conv(*size: Any, **options: Any) -> Callable[[], nn.Module]:
@@ -91,10 +71,8 @@ def conv(*size: Any, **options: Any) -> Callable[[], nn.Module]:
 LAYERS: Mapping[str, Kind] = {
     "linear": Kind(lambda: nn.Linear(5, 4), (3, 5)),
     "linear-no-bias": Kind(lambda: nn.Linear(5, 4, bias=False), (2, 3, 5)),
-    "linear-frozen-bias": Kind(lambda: nn.Linear(5, 4), (3, 5), ("bias",)),
     "conv": Kind(conv(2, 3, 3), (2, 5, 4)),
     "padding": Kind(conv(2, 3, 3, padding=1), (2, 4, 3)),
-    "wide-padding": Kind(conv(2, 3, 2, padding=2, bias=False), (2, 1, 2)),
     "stride": Kind(conv(2, 3, 3, stride=2, padding=1), (2, 5, 6)),
     "stride-over-kernel": Kind(conv(2, 3, 2, stride=3), (2, 5, 8)),
     "dilation": Kind(conv(2, 3, 2, dilation=2, padding=1), (2, 4, 3)),
@@ -102,18 +80,6 @@ LAYERS: Mapping[str, Kind] = {
         conv(2, 3, (2, 3), stride=(2, 1), dilation=(1, 2), padding=(1, 2)), (2, 4, 5)
     ),
     "1x1": Kind(conv(3, 4, 1), (3, 2, 3)),
-    "1x1-stride": Kind(conv(3, 4, 1, stride=2, bias=False), (3, 3, 4)),
-    "rectangular": Kind(conv(2, 3, (1, 3), stride=(2, 1), padding=(0, 1)), (2, 4, 3)),
-    "one-position": Kind(conv(2, 3, 3), (2, 3, 3)),
-}
-STANDARDISED: Mapping[str, Kind] = {
-    "padding": Kind(standardised(2, 3, 3, padding=1), (2, 4, 3)),
-    "no-bias": Kind(standardised(2, 3, (2, 3), bias=False), (2, 4, 5)),
-    "stride": Kind(standardised(2, 3, 3, stride=2, dilation=2, padding=2), (2, 5, 6)),
-    "fixed": Kind(standardised(2, 3, 3), (2, 4, 4), ("gain", "bias")),
-    "flat": Kind(standardised(2, 3, 3, flat=True), (2, 4, 3)),
-    "1x1": Kind(standardised(6, 3, 1), (6, 2, 2)),
-    "wide": Kind(standardised(32, 32, 3), (32, 3, 3)),
 }
 
 
@@ -239,45 +205,31 @@ def squared(form: PerSampleGradients, region: Ellipsoid, layer: Layer) -> Square
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    ("name", "way_and_kind", "cut", "dtype"),
-    all_pairs([*LAYERS], WAYS_AND_KINDS, [False, True], [*TOLERANCE]),
+    ("name", "way_and_kind", "cut", "dtype", "views_and_uses"),
+    all_pairs(
+        [*LAYERS],
+        WAYS_AND_KINDS,
+        [False, True],
+        [*TOLERANCE],
+        [(1, 1), (3, 1), (1, 2), (2, 2)],
+    ),
 )
 def test_norms_and_sums_are_those_of_autograd(
     name: str,
     way_and_kind: tuple[str, str],
     cut: bool,
     dtype: torch.dtype,
+    views_and_uses: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of all samples at a time, and of one sample, one output and one product after another."""
+    """Of all samples at a time, and of one sample, few outputs and one product after another."""
     way, kind = way_and_kind
     layer = LAYERS[name].layer(dtype)
-    uses = random_uses(LAYERS[name], layer, 5)
-    region = region_of(kind, layer)
+    uses = random_uses(LAYERS[name], layer, 5, *views_and_uses)
+    region, tolerance = region_of(kind, layer), TOLERANCE[dtype]
     if cut:
-        monkeypatch.setattr(ghost_clipping, "IN_CACHE", 1)
+        monkeypatch.setattr(ghost_clipping, "IN_CACHE", 15)
         monkeypatch.setattr(ghost_clipping, "ADDED", 2)
-    assert_like_autograd(layer, uses, region, way, kind, TOLERANCE[dtype])
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_last_piece_may_be_smaller(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven outputs in pieces of three, of one sample at a time."""
-    layer = find_layers(nn.Linear(4, 7).double())[0]
-    uses = (use_of(layer.module, torch.randn(3, 5, 4).double(), torch.randn(3, 5, 7).double()),)
-    monkeypatch.setattr(ghost_clipping, "IN_CACHE", 12)
-    assert_like_autograd(layer, uses, region_of(kind, layer), "pieces", kind, 1e-12)
-
-
-def assert_like_autograd(
-    layer: Layer,
-    uses: tuple[Use, ...],
-    region: Ellipsoid,
-    way: str,
-    kind: str,
-    tolerance: float,
-) -> None:
     form, oracle = make_form(layer, uses), by_autograd(layer, uses)
     with going(way, kind):
         found = squared(form, region, layer)
@@ -285,8 +237,6 @@ def assert_like_autograd(
     far = whiten(torch.zeros_like(oracle[:1]), region).square().sum()  # pairs cancel against it
     assert ((found.value - expected).abs() <= tolerance * (expected + 2 * far)).all()
     assert_sums(form, oracle, tolerance)
-    held = torch.cat([*instantiate(layer, uses)], 1)
-    torch.testing.assert_close(held, oracle, rtol=tolerance, atol=20 * tolerance)
 
 
 def assert_sums(form: PerSampleGradients, oracle: Tensor, tolerance: float) -> None:
@@ -299,66 +249,6 @@ def assert_sums(form: PerSampleGradients, oracle: Tensor, tolerance: float) -> N
         form.weighted_sum(weights.to(oracle.dtype), mask, out)
         total = (weights.to(oracle.dtype).unsqueeze(1) * oracle).sum(0)
         torch.testing.assert_close(out, total, rtol=tolerance, atol=20 * tolerance)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("name", "way", "kind", "views_and_uses"),
-    pairs_short(["linear", "stride", "padding"], [*WAYS], KINDS, [(3, 1), (1, 2), (2, 2)]),
-)
-def test_views_and_uses_of_a_sample_are_added_up(
-    name: str, way: str, kind: str, views_and_uses: tuple[int, int]
-) -> None:
-    views, count = views_and_uses
-    layer = LAYERS[name].layer(torch.float64)
-    uses = random_uses(LAYERS[name], layer, 4, views, count)
-    assert_like_autograd(layer, uses, region_of(kind, layer), way, kind, 1e-12)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("name", "views_and_uses", "kind", "limit"),
-    all_pairs([*STANDARDISED], [(1, 1), (2, 1), (1, 2)], KINDS, [0, 1 << 23]),
-)
-def test_a_standardised_convolution_is_clipped_by_what_is_written_out(
-    name: str,
-    views_and_uses: tuple[int, int],
-    kind: str,
-    limit: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All at once, or a few samples at a time."""
-    monkeypatch.setattr(forms, "HELD", limit)
-    monkeypatch.setattr(forms, "PIECE", 1)
-    views, count = views_and_uses
-    layer = STANDARDISED[name].layer(torch.float64)
-    uses, region = random_uses(STANDARDISED[name], layer, 4, views, count), region_of(kind, layer)
-    form = choose_form(layer, uses, ball=kind == "ball")
-    assert isinstance(form, Instantiated)
-    assert (len([*form.pieces()]) > 1) == (limit == 0)
-    oracle = by_autograd(layer, uses)
-    expected = whiten(oracle, region).square().sum(1)
-    torch.testing.assert_close(squared(form, region, layer).value, expected, rtol=1e-12, atol=0)
-    assert_sums(form, oracle, 1e-12)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_that_are_held_are_those_that_are_added(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Norm and sum read the same floats, so that terms that cancel are no matter."""
-    monkeypatch.setattr(forms, "PIECE", 1)
-    monkeypatch.setattr(UseSizes, "holding_pays", lambda *_: True)
-    layer = LAYERS["stride"].layer()
-    uses = random_uses(LAYERS["stride"], layer, 6)
-    form = choose_form(layer, uses, ball=kind == "ball")
-    assert isinstance(form, Instantiated)
-    found = squared(form, region_of(kind, layer), layer)
-    assert not found.reach.any()
-    [columns] = form.pieces()
-    g = torch.cat([*columns], 1)
-    torch.testing.assert_close(g, by_autograd(layer, uses), rtol=2e-5, atol=2e-5)
 
 
 # (2) Slack and (3) reach.
@@ -385,6 +275,8 @@ def within_a_sample(kind: Kind, layer: Layer, samples: int, rest: float) -> Use:
 
 #: Of output gradients and of inputs.
 MAGNITUDES = ((1.0, 1.0), (1e-6, 1e-6), (1e8, 1e-3), (1e6, 1e6))
+#: Such that squares underflow.
+TINY = ((1e-24, 1e22), (1e-30, 1e30), (1e22, 1e-24))
 
 
 def assert_bounded(layer: Layer, use: Use, region: Ellipsoid, way: str, kind: str) -> None:
@@ -429,27 +321,14 @@ def test_slack_and_reach_bound_terms_that_cancel(
 ) -> None:
     way, ratio = way_and_ratio
     layer = LAYERS[name].layer()
-    for by_delta, by_input in MAGNITUDES:
+    tiny = TINY if name == "linear-no-bias" and not ratio else ()
+    for by_delta, by_input in (*MAGNITUDES, *tiny):
         use = within_a_sample(LAYERS[name], layer, 6, rest)
         use = use_of(layer.module, by_input * use.inputs, by_delta * use.delta)
         other = random_uses(LAYERS[name], layer, 1)[0]
         other = use_of(layer.module, by_input * other.inputs, by_delta * other.delta)
         region = around(exact_gradients(layer, (other,))[0], ratio)
         assert_bounded(layer, use, region, way, "ellipsoid" if ratio else "ball")
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["linear-no-bias", "padding", "1x1-stride"])
-@pytest.mark.parametrize(("by_delta", "by_input"), [(1e-24, 1e22), (1e-30, 1e30), (1e22, 1e-24)])
-def test_squares_that_underflow_are_within_slack_and_reach(
-    by_delta: float, by_input: float, name: str, way: str
-) -> None:
-    layer = LAYERS[name].layer()
-    use = within_a_sample(LAYERS[name], layer, 6, 1e-4)
-    use = use_of(layer.module, by_input * use.inputs, by_delta * use.delta)
-    region = around(exact_gradients(layer, (use,))[0], 0)
-    assert_bounded(layer, use, region, way, "ball")
 
 
 # (4) and (5): the weighted product.
@@ -518,28 +397,26 @@ def cancelling(
 SEARCHED: Mapping[str, Kind] = {
     "linear": Kind(lambda: nn.Linear(1, 2, bias=False), (4, 1)),
     "linear-1": Kind(lambda: nn.Linear(1, 1, bias=False), (2, 1)),
-    "linear-2": Kind(lambda: nn.Linear(2, 2, bias=False), (2, 2)),
     "linear-long": Kind(lambda: nn.Linear(2, 1), (64, 2)),
     "conv": Kind(conv(1, 2, 1, bias=False), (1, 2, 2)),
     "conv-1": Kind(conv(1, 1, 1, bias=False), (1, 8, 8)),
-    "conv-3": Kind(conv(1, 1, 3, padding=1), (1, 4, 4)),
     "conv-stride": Kind(conv(2, 2, 2, stride=2, bias=False), (2, 8, 8)),
 }
 #: c_i R_i to have samples at, as a share of :data:`REACH`; None for terms that do not cancel.
 SHARES = (0.98, None, 0.6, 1.02, 100.0)
 
 
-def worst_move(name: str, kind: str, size: int, chunk: int, trials: int, seed: int = 0) -> float:
+def worst_move(name: str, kind: str, size: int, chunk: int) -> float:
     """How much of the margin is used up where leaving out a sample moved the computed sum furthest.
 
     0 is a move by the clipping norm, 1 a move by 1.
     """
     worst = 0.0
-    for trial in range(trials):
-        generator = torch.Generator().manual_seed(seed + trial)
-        torch.manual_seed(seed + trial)
+    for trial in range(5):
+        generator = torch.Generator().manual_seed(trial)
+        torch.manual_seed(trial)
         layer = SEARCHED[name].layer()
-        given, region = _searched(name, kind, layer, size, chunk, SHARES[trial % 5], generator)
+        given, region = _searched(name, kind, layer, size, chunk, SHARES[trial], generator)
         everyone = given.total(torch.arange(size), region)
         for i in (0, size // 2, size - 1):
             others = torch.arange(size)[torch.arange(size) != i]
@@ -584,36 +461,19 @@ def _searched(
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    ("name", "kind", "cut"), all_pairs([*SEARCHED], KINDS, [(32, 32), (1024, 1024), (1024, 256)])
+    ("name", "kind", "cut"),
+    pairs_short([*SEARCHED], KINDS, [(32, 32), (1024, 1024), (1024, 256), (1024, 32)]),
 )
 def test_no_sample_whose_terms_cancel_weighs_more_than_one(
     name: str, kind: str, cut: tuple[int, int]
 ) -> None:
     """And the margin is not nearly used up."""
-    size, chunk = cut
-    assert worst_move(name, kind, size, chunk, trials=5) <= 0.45
-
-
-@pytest.mark.long
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("name", "kind", "cut"),
-    all_pairs(
-        [*SEARCHED],
-        KINDS,
-        [(32, 32, 60), (1024, 1024, 15), (1024, 32, 10), (4096, 1024, 5), (4096, 64, 5)],
-    ),
-)
-def test_the_margin_covers_terms_that_cancel(
-    name: str, kind: str, cut: tuple[int, int, int]
-) -> None:
-    size, chunk, trials = cut
-    assert worst_move(name, kind, size, chunk, trials, seed=1000) <= 0.45
+    assert worst_move(name, kind, *cut) <= 0.45
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["linear", "conv", "conv-stride", "linear-long"])
+@pytest.mark.parametrize("name", ["linear", "conv-stride"])
 def test_samples_beyond_reach_are_added_in_float64(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,44 +1,37 @@
 """What is released: the sum of clipped gradients, noise of the stated size once, over B."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, SecureMechanism, ball, ellipsoid
+from dpmac_cli.dp.geometry import (
+    AdaClip,
+    Ball,
+    Geometry,
+    MacAdam,
+    joined,
+)
+from dpmac_cli.dp.mechanism import (
+    Ellipsoid,
+    GaussianMechanism,
+    PrivateMean,
+    SecureMechanism,
+)
+from dpmac_cli.dp.moments import Moments
 from dpmac_cli.errors import InputError
-from dpmac_cli.optim.optimizer import OPTIMIZERS, InBall
-from tests.conftest import OPTIMIZER_NAMES, every_optimizer
+from dpmac_cli.optim.dp_macadam import Kappa
+from tests.conftest import every_optimizer
 from tests.helpers import (
-    CLIP_LIMIT,
-    DIMENSION,
-    HYPER,
     Batches,
     KeptNoise,
     Spy,
     assert_deviation_of,
+    copied,
     in_chunks_of,
     make_trainer,
-    per_sample_gradients,
     place,
-    tiny_data,
     walk,
 )
-
-
-def random_ellipsoid(size: float, dtype: torch.dtype = torch.float64) -> Ellipsoid:
-    """Lopsided and away from the origin, with scales around ``size``."""
-    rng = np.random.default_rng(4)
-    centre = torch.from_numpy(rng.normal(0, 0.1, DIMENSION))
-    scale = torch.from_numpy(rng.lognormal(0, 1, DIMENSION) * size)
-    return ellipsoid(centre.to(dtype), scale.to(dtype))
-
-
-REGIONS = {
-    "ball": ball(1.5, torch.zeros(DIMENSION, dtype=torch.float64)),
-    "ellipsoid": random_ellipsoid(0.2),
-}
-
 
 # Noise.
 
@@ -81,30 +74,6 @@ def test_noise_is_independent_across_steps_and_coordinates(name: str) -> None:
         for one, later in ((z[:-lag], z[lag:]), (z[:, :-lag], z[:, lag:])):
             assert abs((one * later).mean()) < 4 / one.numel() ** 0.5
     assert len(torch.unique(z.float())) > 0.99 * z.numel()
-
-
-@pytest.mark.parametrize("shape", REGIONS)
-def test_noise_variance_is_that_of_the_value(shape: str) -> None:
-    region, noise = REGIONS[shape], KeptNoise().at(1)
-    mechanism, repeats = GaussianMechanism(1.7, 8), 2000
-    zeros = torch.zeros(DIMENSION, dtype=torch.float64)
-    released = [mechanism.release(zeros.clone(), region, noise) for _ in range(repeats)]
-    stated = released[0].noise_variance
-    torch.testing.assert_close(stated, region.scale**2 * 1.7**2 / 8**2)
-    assert stated.shape == region.inverse.shape
-    seen = torch.stack([private.value for private in released]).var(0)
-    ratio = seen / stated
-    assert (ratio - 1).abs().max() < 5 * (2 / repeats) ** 0.5
-    assert abs(ratio.mean() - 1) < 4 * (2 / repeats / DIMENSION) ** 0.5
-
-
-@pytest.mark.parametrize("shape", REGIONS)
-def test_no_data_and_no_noise_give_the_centre(shape: str) -> None:
-    region = REGIONS[shape]
-    nothing = torch.zeros(DIMENSION, dtype=torch.float64)
-    private = GaussianMechanism(0.0, 8).release(nothing, region, KeptNoise().at(1))
-    assert torch.equal(private.value, region.centre.expand(DIMENSION))
-    assert (private.noise_variance == 0).all()
 
 
 # The mean.
@@ -152,44 +121,6 @@ def test_a_record_more_or_less_moves_the_whitened_sum_by_at_most_1(
     assert max(moves) > 0.9, "some record is clipped, or this shows nothing"
 
 
-def test_a_ball_clips_as_dp_sgd_does() -> None:
-    C, rows = HYPER.clip_norm, list(range(30))
-    spy = Spy(0.0, 8)
-    trainer = make_trainer("dp-sgd", spy, sampler=Batches(rows))
-    g = per_sample_gradients(trainer.state.theta.numpy().copy(), tiny_data(), rows)
-    trainer.step()
-    norms = np.linalg.norm(g, axis=1)
-    assert (norms > C).any()
-    assert (norms < C).any()
-    clipped = g / np.maximum(1, norms / (C * CLIP_LIMIT))[:, None]
-    np.testing.assert_allclose(spy.released[0].value, clipped.sum(0) / 8, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in OPTIMIZER_NAMES if not issubclass(OPTIMIZERS[name], InBall)]
-)
-@pytest.mark.parametrize("drawn", [0, 1, 5, 8, 20])
-@pytest.mark.parametrize("size", [1e3, 5.0])
-def test_an_ellipsoid_clips_about_its_centre(name: str, drawn: int, size: float) -> None:
-    """g~ = sum c_i (g_i - m) / B + m; unclipped, sum g_i / B + (1 - drawn / B) m."""
-    B, rows = 8, list(range(drawn))
-    spy = Spy(0.0, B)
-    trainer = make_trainer(name, spy, sampler=Batches(rows))
-    g = per_sample_gradients(trainer.state.theta.numpy().copy(), tiny_data(), rows)
-    region = random_ellipsoid(size)
-    place(trainer, region)
-    m, b = region.centre.numpy(), region.scale.numpy()
-    trainer.step()
-    if size == 1e3:
-        expected = g.sum(0) / B + (1 - drawn / B) * m
-    else:
-        norms = np.linalg.norm((g - m) / b, axis=1)
-        assert drawn < 20 or ((norms > 1).any() and (norms < 1).any())
-        c = np.minimum(1, CLIP_LIMIT / norms)
-        expected = c @ (g - m) / B + m
-    np.testing.assert_allclose(spy.released[0].value, expected, rtol=1e-8, atol=1e-11)
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize("kind", [GaussianMechanism, SecureMechanism])
 @pytest.mark.parametrize("sigma", [float("nan"), float("inf"), -1.0])
@@ -201,3 +132,63 @@ def test_a_noise_multiplier_that_is_no_number_is_not_taken_for_no_noise(
     for batch in (0.0, -8.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="expected_batch must be a number above 0"):
             kind(1.0, batch)
+
+
+KAPPAS: tuple[Kappa, ...] = ("paper", "exact", "tracked")
+
+
+def fresh_moments(like: Tensor) -> Moments:
+    return Moments(torch.zeros_like(like), torch.zeros_like(like))
+
+
+def noisy(value: Tensor, deviation: Tensor | float) -> PrivateMean:
+    """A private mean whose noise has this standard deviation."""
+    scale = torch.as_tensor(deviation, dtype=value.dtype).expand(value.shape).clone()
+    return PrivateMean(value, scale, 1.0)
+
+
+# Any run.
+
+
+def geometry_of(kind: str, beta1: float, h1: float, h2: float) -> Geometry:
+    """A ball, AdaClip's, or MacAdam's by its kappa."""
+    if kind in KAPPAS:
+        return MacAdam(beta1, h1, h2, kind)
+    return Ball(1.0) if kind == "ball" else AdaClip(beta1, 0.9, h1, h2)
+
+
+def some_private_means(seed: int, size: float, noise: float, like: Tensor) -> list[PrivateMean]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> Tensor:
+        return torch.randn(like.shape, generator=generator, dtype=like.dtype)
+
+    return [noisy(draw() * size, draw().abs() * noise) for _ in range(5)]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", ["ball", "adaclip", *KAPPAS])
+def test_the_next_region_changes_no_argument_but_spread_and_the_last(
+    kind: str,
+) -> None:
+    """What it computes is a function of post-noise values: the same twice over."""
+    like = torch.zeros(6, dtype=torch.float64)
+    geometry = geometry_of(kind, 0.9, 1e-6, 1e-2)
+
+    def walked() -> list[Ellipsoid]:
+        moments, regions = fresh_moments(like), []
+        region, spread = geometry.start(like)
+        for private in some_private_means(3, 0.1, 0.01, like):
+            moments.step += 1
+            moments.update(private.value, 0.9, 0.99)
+            geometry.begin(moments.step, spread)
+            read = (private.value, private.scale, moments.m, moments.v)
+            before = [x.clone() for x in read]
+            region = joined(region, [geometry.next(private, moments, region, spread)])
+            assert all(map(torch.equal, read, before))
+            regions.append(copied(region))
+        return regions
+
+    for one, other in zip(walked(), walked(), strict=True):
+        assert torch.equal(one.centre, other.centre)
+        assert torch.equal(one.scale, other.scale)

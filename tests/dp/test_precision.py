@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from dpmac_cli import ball, clipped_grad
 from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32
-from dpmac_cli.errors import ModelError
-from dpmac_cli.models.validation import check_model
 from dpmac_cli.training.evaluation import Evaluation
 from tests.helpers import CLASSES, PLAN, SIDE, make_trainer, tiny_data
 
@@ -156,72 +154,6 @@ def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps() -> None:
     assert inner() == later != before
     assert all(seen == OURS for seen in SEEN)
     assert len(SEEN) >= 3
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "inference_mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "float64": lambda: default_dtype(torch.float64),
-    "float16": lambda: default_dtype(torch.float16),
-    "deterministic": deterministic,
-}
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("name", AROUND)
-def test_contexts_around_the_loop_change_no_step(name: str) -> None:
-    thetas, losses = [], []
-    for around in (contextlib.nullcontext, AROUND[name]):
-        trainer = trainer_of()
-        SEEN.clear()
-        with around():
-            for _ in range(3):
-                trainer.step()
-            losses.append(trainer.evaluate().loss)
-            trainer.check_network()
-        assert all(seen == OURS for seen in SEEN)
-        thetas.append(trainer.state.theta.clone())
-    assert torch.equal(*thetas)
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("name", ["inference_mode", "no_grad", "autocast"])
-def test_trainers_may_be_made_inside_of_them(name: str) -> None:
-    expected, net = trainer_of(), made()
-    expected.step()
-    with AROUND[name]():
-        found = trainer_of(net)
-        found.step()
-    found.step()
-    expected.step()
-    assert torch.equal(found.state.theta, expected.state.theta)
-
-
-def test_a_network_of_inference_tensors_is_refused_by_name() -> None:
-    with torch.inference_mode():
-        net = made()
-    with pytest.raises(ModelError, match=r"layer\.weight was created in torch\.inference_mode"):
-        check_model(net, (1, SIDE, SIDE), CLASSES)
 
 
 def other(value: Any) -> Any:

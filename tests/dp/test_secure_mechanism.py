@@ -1,7 +1,6 @@
 """Sum and noise on a fixed public grid: what is released, and what it cannot tell."""
 
-from itertools import pairwise, product
-from typing import Any
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from numpy.typing import NDArray
 from scipy.stats import kstest
 from torch import Tensor
 
-from dpmac_cli.dp import mechanism as mechanisms
 from dpmac_cli.dp.mechanism import (
     GRID,
     GaussianMechanism,
@@ -19,17 +17,12 @@ from dpmac_cli.dp.mechanism import (
     ball,
     ellipsoid,
 )
-from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness import noise as noises
 from dpmac_cli.randomness.noise import Noise, SeededNormals
-from dpmac_cli.step import ROUNDING_SHARE
 from tests.conftest import every_optimizer
 from tests.helpers import (
-    CLIP_LIMIT,
-    DIMENSION,
     Batches,
     SecureSpy,
-    Spy,
     a_key,
     assert_deviation_of,
     in_chunks_of,
@@ -107,18 +100,6 @@ def test_a_noisy_sum_lies_on_the_grid(name: str, dtype: torch.dtype, physical_ba
 
 
 @pytest.mark.privacy
-@every_optimizer
-@either_dtype
-def test_the_sum_alone_and_the_noise_alone_lie_on_the_grid(name: str, dtype: torch.dtype) -> None:
-    data = spied(name, BATCHES, steps=8, sigma=0.0, dtype=dtype).sums
-    noise = spied(name, ([],), steps=8, dtype=dtype).sums
-    assert any((total != 0).any() for total in data)
-    for total in (*data, *noise):
-        assert_on_grid(total)
-    assert all((total != 0).all() for total in noise)
-
-
-@pytest.mark.privacy
 def test_what_is_lost_in_rounding_is_lost_for_good() -> None:
     """Sums closer than the grid give one release, bit for bit. Without a grid they give two."""
     half = torch.full((500,), 0.5, dtype=torch.float64)
@@ -180,19 +161,6 @@ def test_noise_is_normal_with_deviation_sigma(name: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.privacy
-@every_optimizer
-def test_noise_is_independent_across_steps_and_coordinates(name: str) -> None:
-    z = torch.stack(spied(name, ([],), steps=60).sums)
-    for lag in (1, 2, 5, DIMENSION // 2):  # the last: the two of a pair
-        for one, later in ((z[:-lag], z[lag:]), (z[:, :-lag], z[:, lag:])):
-            for power in (1, 2):
-                x, y = (part.flatten() ** power for part in (one, later))
-                correlation = torch.corrcoef(torch.stack([x, y]))[0, 1]
-                assert abs(correlation) < 4.5 / x.numel() ** 0.5
-    assert len(torch.unique(z)) == z.numel()
-
-
-@pytest.mark.privacy
 @pytest.mark.parametrize("shape", ["ball", "ellipsoid"])
 def test_parts_have_noise_and_scale_of_their_own(
     shape: str, monkeypatch: pytest.MonkeyPatch
@@ -213,15 +181,6 @@ def test_parts_have_noise_and_scale_of_their_own(
     noise = sums[7, 1.0] - sums[7, 0.0]
     assert len(torch.unique(noise)) == 1000
     assert kstest(noise.numpy(), "norm").pvalue > 0.001
-
-
-def test_the_stated_variance_is_the_ordinary_one() -> None:
-    region = ellipsoid(torch.zeros(5), torch.arange(1, 6).float())
-    one, other = (
-        kind(1.7, 8).release(torch.zeros(5), region, source().at(1)).noise_variance
-        for kind in (GaussianMechanism, SecureMechanism)
-    )
-    assert torch.equal(one, other)
 
 
 # The data.
@@ -249,20 +208,6 @@ def test_a_record_more_or_less_moves_the_rounded_sum_by_at_most_1(
     assert max(norms) > 0.9, "some record is clipped, or this shows nothing"
 
 
-@every_optimizer
-@pytest.mark.parametrize("physical_batch", [2, 1000], ids=["chunks", "whole"])
-def test_without_noise_it_takes_the_ordinary_steps(name: str, physical_batch: int) -> None:
-    rng = np.random.default_rng(0)
-    batches = [rng.choice(40, rng.binomial(40, 0.2), replace=False).tolist() for _ in range(20)]
-    plan = in_chunks_of(physical_batch)
-    one, other = (
-        walk(make_trainer(name, kind(0.0, 8), plan=plan, sampler=Batches(*batches)), 20)
-        for kind in (GaussianMechanism, SecureMechanism)
-    )
-    assert all((before != after).any() for before, after in pairwise(other))
-    torch.testing.assert_close(other, one, rtol=0, atol=1e-8)
-
-
 # The margin.
 
 
@@ -281,22 +226,3 @@ def test_the_stated_rounding_is_a_bound_and_no_more_than_one() -> None:
     assert exact < moved <= exact + secure.rounding(size)
     assert moved > 0.999 * secure.rounding(size)
     assert GaussianMechanism(0.0, 1).rounding(size) == 0
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("batch", [8, 4096])
-def test_rounding_takes_next_to_nothing_of_the_margin(
-    batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert SecureMechanism(1.0, 8).rounding(10**9) < ROUNDING_SHARE * (1 - CLIP_LIMIT) / 100
-    margin = 1 - 1 / (1 + 6e-4 * max(1.0, batch / 1024))
-    most = ROUNDING_SHARE * margin / DIMENSION**0.5
-    given: dict[str, Any] = {"sampler": Batches([0])}
-    for grid, fits in ((most * 0.999, True), (most * 1.001, False)):
-        monkeypatch.setattr(mechanisms, "GRID", grid)
-        make_trainer("dp-sgd", Spy(1.0, batch), **given)
-        if fits:
-            make_trainer("dp-sgd", SecureMechanism(1.0, batch), **given)
-        else:
-            with pytest.raises(ModelError, match=r"74 parameters: .* grid of --secure.*margin"):
-                make_trainer("dp-sgd", SecureMechanism(1.0, batch), **given)
