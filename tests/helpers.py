@@ -162,8 +162,8 @@ class KeptNoise(Noise):
         normals = super().at(step)
         standard_normal = normals.standard_normal
 
-        def kept(like: Tensor, at_once: int | None = None) -> Tensor:
-            self.drawn.append(standard_normal(like, at_once))
+        def kept(like: Tensor) -> Tensor:
+            self.drawn.append(standard_normal(like))
             return self.drawn[-1].clone()
 
         normals.standard_normal = kept  # type: ignore[method-assign]

@@ -41,29 +41,24 @@ def randomness(finished: Finished) -> Mapping[str, Any]:
 # What it chooses.
 
 
-def in_blocks(size: int) -> int:
-    """Return a number of bytes, rounded up to whole blocks of AES."""
-    return -(-size // 16) * 16
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_secure_draws_all_of_a_run_from_keys_of_their_own(
     sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    filled: list[tuple[KeyStream, int]] = []
+    drawn: list[tuple[bytes, int]] = []
     at = KeyStream.at
 
     class Kept(Stretch):
-        keys: KeyStream
+        key: bytes
 
-        def fill(self, out: NDArray[np.uint8], size: int) -> None:
-            filled.append((self.keys, size))
-            super().fill(out, size)
+        def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
+            drawn.append((self.key, n_words * np.dtype(dtype).itemsize))
+            return super().generate_state(n_words, dtype)
 
-    def kept(keys: KeyStream, step: int, part: int = 0) -> Stretch:
-        stretch = Kept(at(keys, step, part)._cipher)
-        stretch.keys = keys
+    def kept(keys: KeyStream, step: int, lane: int = 0) -> Stretch:
+        stretch = Kept(at(keys, step, lane)._cipher)
+        stretch.key = keys.key
         return stretch
 
     monkeypatch.setattr(KeyStream, "at", kept)
@@ -77,12 +72,9 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
     trainer.step()
     assert noise._secure
     d = trainer.state.theta.numel()
-    drawn = [size for stream, size in filled if stream is noise._keys]
-    assert drawn == [in_blocks(8 * ((d + 1) // 2))] * 2 + [in_blocks(4 * d)]
-    others = [(stream, size) for stream, size in filled if stream is not noise._keys]
-    assert {size for _, size in others} == {in_blocks(8 * 1437)}
-    assert {stream._cipher.key for stream, _ in others} == {keys.sampler}
-    assert noise._keys._cipher.key == keys.noise
+    of_noise = [size for key, size in drawn if key == keys.noise]
+    assert of_noise == [8 * ((d + 1) // 2)] * 2 + [4 * ((d + 1) // 2), 4 * (d // 2)]
+    assert {item for item in drawn if item[0] != keys.noise} == {(keys.sampler, 8 * 1437)}
 
 
 # Resuming.

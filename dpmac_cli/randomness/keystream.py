@@ -2,20 +2,19 @@
 
 import os
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-from cryptography.hazmat.primitives.ciphers.modes import CTR
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
 
-KEY_BYTES, AES_BLOCK = 32, 16
+#: Bytes of a key, and of a block of the key stream.
+KEY_BYTES, BLOCK_BYTES = 32, 64
 #: Message for a copy of a training.
 NOT_COPIED = (
     "A private training, and its noise, cannot be copied or pickled: both copies would add the "
@@ -30,8 +29,6 @@ FORKED = (
 )
 #: What the cipher encrypts: the key stream is its encryption of zeros.
 _ZEROS = bytes(1 << 20)
-#: Key stream blocks per step, and per part of it, as powers of two. None is in two of them.
-STEP_BITS, PART_BITS = 64, 20
 
 
 class Unshared:
@@ -96,44 +93,34 @@ def generator(key: bytes, step: int = 0) -> np.random.Generator:
 
 
 class KeyStream:
-    """Key stream of AES-256 in counter mode. Raises ValueError unless the key has 32 bytes."""
+    """Key stream of ChaCha20, RFC 8439. Raises ValueError unless the key has 32 bytes."""
 
     def __init__(self, key: bytes) -> None:
-        self._cipher = AES256(key)
+        ChaCha20(key, bytes(16))  # raises ValueError
+        self.key = key
 
-    def at(self, step: int, part: int = 0) -> "Stretch":
-        """Return the key stream of a step, from the first block of a part of it."""
-        counter = ((step << STEP_BITS) + (part << PART_BITS)).to_bytes(AES_BLOCK, "big")
-        return Stretch(Cipher(self._cipher, CTR(counter)).encryptor())
+    def at(self, step: int, lane: int = 0) -> "Stretch":
+        """Return the key stream of a lane of a step, 2^32 blocks: the nonce is (step, lane)."""
+        nonce = step.to_bytes(8, "little") + lane.to_bytes(4, "little")
+        return Stretch(Cipher(ChaCha20(self.key, bytes(4) + nonce), None).encryptor())
 
 
 class Stretch(ISeedSequence):
-    """Key stream of one step. No byte is returned twice."""
+    """Key stream of a lane of a step. No byte is returned twice."""
 
     def __init__(self, cipher: Any) -> None:
         self._cipher = cipher
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
         """Return the next words, in whole blocks: the interface of numpy's seed sequences."""
-        words: NDArray[Any] = rows_of([self], n_words, dtype)[0]
-        return words
-
-    def fill(self, out: NDArray[np.uint8], size: int) -> None:
-        """Write the next ``size`` bytes, whole blocks, to an array with room for one more block."""
-        for begin in range(0, size, len(_ZEROS)):
-            zeros = memoryview(_ZEROS)[: size - begin]
-            self._cipher.update_into(zeros, out[begin:].data)
+        size = n_words * np.dtype(dtype).itemsize
+        words = np.empty(-(-size // BLOCK_BYTES) * BLOCK_BYTES, np.uint8)
+        for begin in range(0, len(words), len(_ZEROS)):
+            zeros = memoryview(_ZEROS)[: len(words) - begin]
+            self._cipher.update_into(zeros, words[begin:].data)
+        drawn: NDArray[Any] = words[:size].view(dtype)
+        return drawn
 
     def generator(self) -> np.random.Generator:
         """Return numpy's SFC64, seeded by the next words."""
         return np.random.Generator(np.random.SFC64(self))  # type: ignore[arg-type]
-
-
-def rows_of(stretches: Sequence[Stretch], count: int, dtype: Any) -> NDArray[Any]:
-    """Return the next words of each key stream, in whole blocks; shape (stretches, count)."""
-    size = -(-count * np.dtype(dtype).itemsize // AES_BLOCK) * AES_BLOCK
-    rows = np.empty((len(stretches), size + AES_BLOCK), np.uint8)
-    for row, stretch in zip(rows, stretches, strict=True):
-        stretch.fill(row, size)
-    words: NDArray[Any] = rows[:, :size].view(dtype)[:, :count]
-    return words

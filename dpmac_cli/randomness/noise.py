@@ -1,95 +1,116 @@
-"""Gaussian noise as a function of a key and the step.
+"""Gaussian noise as a function of a key, the step and the number of the draw in it.
 
-Normals are computed by torch, on the CPU as on a GPU. Its logarithm, sine and cosine are vectorised
-for every processor, use all threads, and return the same floats for any number of threads.
+On the CPU, normals are computed by torch, whose logarithm, sine and cosine are vectorised for every
+processor, use all threads, and return the same floats for any number of threads. On a CUDA device
+one kernel computes the key stream and the normals; where it cannot be built, the key stream is
+copied there.
 """
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpmac_cli.randomness.keystream import KeyStream, Stretch, Unshared, rows_of
+from dpmac_cli.randomness.keystream import KEY_BYTES, KeyStream, Unshared
 
 #: Smallest |u|, in (0, 1].
 LEAST_U = 2.0**-64
-#: Pairs of normals in a part of a draw. Each part has a key stream of its own.
+#: Pairs of normals that are computed at a time, to stay in the cache of a processor.
 PAIRS = 1 << 17
-#: Number of parts that a GPU computes at a time; with fewer, launching operations takes longer.
-PARTS_ON_DEVICE = 16
 #: Width of the uniform numbers that secure noise adds to its normals.
 DITHER = 2.0**-16
+#: Key streams of a draw: words of its radii, of its angles, and of the dither of the first normal
+#: and of the second normal of each pair.
+LANES = 4
+#: Warning where the kernel cannot be built.
+SLOW_NOISE = (
+    "Noise is computed by the processor and copied to the GPU, which is slower and draws the same. "
+    "Install triton and a C compiler to compute it there."
+)
 
 
-def box_muller(words: Tensor, turns: Tensor, out: Tensor) -> None:
-    """Fill ``out`` with N(0, 1) draws, two from each radius sqrt(-2 log |u|) and angle.
+def box_muller(words: Tensor, turns: Tensor, first: Tensor, second: Tensor) -> None:
+    """Fill ``first`` and ``second`` with the two N(0, 1) draws of each pair.
 
-    u is a multiple of 2^-64, so the normals are at most 9.42 standard deviations; torch's own, on
-    the CPU in float32, are at most 5.77. The radius is computed in float64: in float32, radii below
-    1 would be few, and who knows the rest of a sum could recognise them.
+    They are the radius sqrt(-2 log |u|) times the cosine and the sine of an angle. u is a multiple
+    of 2^-64, so the normals are at most 9.42 standard deviations; torch's own, on the CPU in
+    float32, are at most 5.77. The radius is computed in float64: in float32, radii below 1 would be
+    few, and who knows the rest of a sum could recognise them.
 
     Args:
-        words: random bits of the radii, int64, shape (parts, pairs).
+        words: random bits of the radii, int64, shape (pairs,).
         turns: random bits of the angles, int32 for float32 and int64 for float64, same shape.
-        out: draws, shape (parts, count), for 2 ``pairs`` or one less. The two normals of a pair are
-            in different halves of a row.
+        first: draws, shape (pairs,).
+        second: draws, same shape or one less.
     """
-    pairs, rest = words.shape[1], out.shape[1] - words.shape[1]
     least = torch.full((), LEAST_U, dtype=torch.float64, device=words.device)
     u = torch.add(least, words.double(), alpha=2.0**-63)  # in [-1, 1], never 0
-    radius = u.square_().log_().to(out.dtype).neg_().sqrt_()
-    angle = turns.to(out.dtype).mul_(math.tau * 2.0 ** (-8 * turns.itemsize))
-    torch.mul(angle.cos(), radius, out=out[:, :pairs])
-    torch.mul(angle.sin_()[:, :rest], radius[:, :rest], out=out[:, pairs:])
+    radius = u.square_().log_().to(first.dtype).neg_().sqrt_()
+    angle = turns.to(first.dtype).mul_(math.tau * 2.0 ** (-8 * turns.itemsize))
+    torch.mul(angle.cos(), radius, out=first)
+    rest = len(second)
+    torch.mul(angle.sin_()[:rest], radius[:rest], out=second)
 
 
 class SeededNormals:
-    """Normals from the key stream of a step. None is returned twice.
+    """Normals from the key streams of a step. None is returned twice.
 
     Torch's generator uses only 32 bits of a seed, so 4 billion tries would recover its noise.
     """
 
     def __init__(self, keys: KeyStream, step: int, *, secure: bool) -> None:
-        self._keys, self._step, self._secure, self._part = keys, step, secure, 0
+        self._keys, self._step, self._secure, self._lane = keys, step, secure, 0
 
-    def standard_normal(self, like: Tensor, at_once: int | None = None) -> Tensor:
-        """Return the next independent N(0, 1) draws; shape, dtype and device of ``like``.
-
-        ``at_once`` is the number of parts to compute at a time, which does not change the draws;
-        by default 1 on the CPU, where they then stay in its cache.
-        """
+    def standard_normal(self, like: Tensor) -> Tensor:
+        """Return the next independent N(0, 1) draws; shape, dtype and device of ``like``."""
+        wide = self._secure or like.dtype == torch.float64
         out = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
-        at_once = at_once or (1 if like.device.type == "cpu" else PARTS_ON_DEVICE)
-        begin = 0
-        while begin < len(out):
-            count = min(2 * PAIRS, len(out) - begin)
-            parts = min(at_once, (len(out) - begin) // count)
-            self._fill(out[begin : begin + parts * count].view(parts, count))
-            begin += parts * count
+        lane, self._lane = self._lane, self._lane + LANES
+        fill = kernel() if out.is_cuda else None
+        if fill:
+            fill(out, self._keys.key, self._step, lane, secure=self._secure)
+        else:
+            self._fill(out, lane, np.int64 if wide else np.int32)
         return out.view(like.shape)
 
-    def _fill(self, out: Tensor) -> None:
-        """Fill ``out`` with the draws of the next parts, shape (parts, count)."""
-        numbers = range(self._part, self._part + len(out))
-        self._part += len(out)
-        streams = [self._keys.at(self._step, number) for number in numbers]
-        count, wide = out.shape[1], self._secure or out.dtype == torch.float64
-        turn, pairs = np.int64 if wide else np.int32, (count + 1) // 2
-        words, turns = (_words(streams, pairs, kind, out.device) for kind in (np.int64, turn))
-        if not self._secure:
-            return box_muller(words, turns, out)
-        normals = torch.empty_like(out, dtype=torch.float64)
-        box_muller(words, turns, normals)
-        dither = _words(streams, count, np.int32, out.device).double()
-        out.copy_(normals.add_(dither, alpha=DITHER * 2.0**-32))
+    def _fill(self, out: Tensor, lane: int, turn: Any) -> None:
+        """Fill ``out``, whose pairs are its first half and its second, the latter perhaps less."""
+        lanes = [self._keys.at(self._step, lane + number) for number in range(LANES)]
+        halves = out.tensor_split([(len(out) + 1) // 2])
+
+        def words(number: int, count: int, kind: Any) -> Tensor:
+            drawn = torch.from_numpy(lanes[number].generate_state(count, kind))
+            return drawn.to(out.device, non_blocking=True)
+
+        for begin in range(0, len(halves[0]), PAIRS):
+            places = [half[begin : begin + PAIRS] for half in halves]
+            drawn = words(0, len(places[0]), np.int64), words(1, len(places[0]), turn)
+            if not self._secure:
+                box_muller(*drawn, *places)
+                continue
+            normals = [torch.empty_like(place, dtype=torch.float64) for place in places]
+            box_muller(*drawn, *normals)
+            for number, (place, normal) in enumerate(zip(places, normals, strict=True), 2):
+                dither = words(number, len(place), np.int32).double()
+                place.copy_(normal.add_(dither, alpha=DITHER * 2.0**-32))
 
 
-def _words(streams: Sequence[Stretch], count: int, kind: Any, device: torch.device) -> Tensor:
-    """Return the next words of each stream on a device, shape (streams, count)."""
-    return torch.from_numpy(rows_of(streams, count, kind)).to(device, non_blocking=True)
+@cache
+def kernel() -> Callable[..., None] | None:
+    """Return the kernel of CUDA devices; None where Triton or a C compiler for it is missing."""
+    try:
+        from dpmac_cli.randomness.kernel import fill_normals  # noqa: PLC0415  (needs Triton)
+
+        fill_normals(torch.empty(2, device="cuda"), bytes(KEY_BYTES), 0, 0)
+    except Exception as error:  # noqa: BLE001  (Triton and compilers raise many kinds)
+        warnings.warn(f"{SLOW_NOISE} ({type(error).__name__}: {error})", stacklevel=2)
+        return None
+    return fill_normals
 
 
 class Noise(Unshared):

@@ -72,7 +72,7 @@ class Given(SeededNormals):
     def __init__(self, normals: Tensor) -> None:
         self._normals = normals
 
-    def standard_normal(self, like: Tensor, at_once: int | None = None) -> Tensor:
+    def standard_normal(self, like: Tensor) -> Tensor:
         assert like.dtype == torch.float64
         return self._normals.clone()
 

@@ -1,0 +1,142 @@
+"""ChaCha20 and the Box-Muller method in one kernel for CUDA devices: the draws of ``noise.py``.
+
+A group is 16 pairs of normals. Its radii have two blocks of the key stream, its angles one or two,
+and its dither one for each half. Words are those of :class:`dpmac_cli.randomness.keystream.Stretch`
+bit for bit; logarithms, sines and cosines may differ from the CPU's in their last bits.
+"""
+
+import math
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dpmac_cli.randomness.noise import DITHER, LEAST_U
+
+#: Pairs of normals in a group, and groups that one program of the kernel computes.
+GROUP, GROUPS = tl.constexpr(16), tl.constexpr(64)
+_LEAST, _DITHER = tl.constexpr(LEAST_U), tl.constexpr(DITHER * 2.0**-32)
+_TURN_32, _TURN_64 = (tl.constexpr(math.tau * 2.0**-bits) for bits in (32, 64))
+
+
+@triton.jit
+def _quarter(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
+    """Return the quarter round of RFC 8439, section 2.1."""
+    a = a + b
+    d = d ^ a
+    d = (d << 16) | (d >> 16)
+    c = c + d
+    b = b ^ c
+    b = (b << 12) | (b >> 20)
+    a = a + b
+    d = d ^ a
+    d = (d << 8) | (d >> 24)
+    c = c + d
+    b = b ^ c
+    b = (b << 7) | (b >> 25)
+    return a, b, c, d
+
+
+@triton.jit
+def _block(seed: tl.tensor, lane: tl.tensor, counter: tl.tensor) -> tl.tensor:
+    """Return words of blocks side by side, uint32, shape (16 blocks,): section 2.3.
+
+    Args:
+        seed: pointer to the eight words of the key, the two of the step and the first lane.
+        lane: number of the lane in its draw.
+        counter: numbers of the blocks, uint32, shape (blocks,).
+    """
+    zero = tl.zeros_like(counter)
+    a0, a1 = zero + 0x61707865, zero + 0x3320646E
+    a2, a3 = zero + 0x79622D32, zero + 0x6B206574
+    b0, b1, b2, b3 = _at(seed, 0, zero), _at(seed, 1, zero), _at(seed, 2, zero), _at(seed, 3, zero)
+    c0, c1, c2, c3 = _at(seed, 4, zero), _at(seed, 5, zero), _at(seed, 6, zero), _at(seed, 7, zero)
+    d0, d1, d2, d3 = counter, _at(seed, 8, zero), _at(seed, 9, zero), _at(seed, 10, zero) + lane
+    e0, e1, e2, e3, f0, f1, f2, f3 = a0, a1, a2, a3, b0, b1, b2, b3
+    g0, g1, g2, g3, h0, h1, h2, h3 = c0, c1, c2, c3, d0, d1, d2, d3
+    for _ in range(10):
+        e0, f0, g0, h0 = _quarter(e0, f0, g0, h0)
+        e1, f1, g1, h1 = _quarter(e1, f1, g1, h1)
+        e2, f2, g2, h2 = _quarter(e2, f2, g2, h2)
+        e3, f3, g3, h3 = _quarter(e3, f3, g3, h3)
+        e0, f1, g2, h3 = _quarter(e0, f1, g2, h3)
+        e1, f2, g3, h0 = _quarter(e1, f2, g3, h0)
+        e2, f3, g0, h1 = _quarter(e2, f3, g0, h1)
+        e3, f0, g1, h2 = _quarter(e3, f0, g1, h2)
+    w0 = _column(e0 + a0, f0 + b0, g0 + c0, h0 + d0)
+    w1 = _column(e1 + a1, f1 + b1, g1 + c1, h1 + d1)
+    w2 = _column(e2 + a2, f2 + b2, g2 + c2, h2 + d2)
+    w3 = _column(e3 + a3, f3 + b3, g3 + c3, h3 + d3)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(words, (counter.shape[0] * 16,))
+
+
+@triton.jit
+def _at(seed: tl.tensor, place: tl.tensor, zero: tl.tensor) -> tl.tensor:
+    """Return a word of a seed, uint32, as often as ``zero`` has elements."""
+    return tl.load(seed + place).to(tl.uint32, bitcast=True) + zero
+
+
+@triton.jit
+def _column(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
+    """Return a column of the 4 x 4 words of blocks; shape (blocks, 2, 2)."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _wide(seed: tl.tensor, lane: tl.tensor, group: tl.tensor) -> tl.tensor:
+    """Return the 64-bit words of groups, int64, shape (16 groups,), each from two 32-bit words."""
+    two = tl.reshape(tl.join(group * 2, group * 2 + 1), (group.shape[0] * 2,))
+    low, high = tl.split(tl.reshape(_block(seed, lane, two), (group.shape[0] * 16, 2)))
+    return (low.to(tl.uint64) | (high.to(tl.uint64) << 32)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _narrow(seed: tl.tensor, lane: tl.tensor, group: tl.tensor) -> tl.tensor:
+    """Return the 32-bit words of groups, int32, shape (16 groups,)."""
+    return _block(seed, lane, group).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _fill(
+    out: tl.tensor, seed: tl.tensor, n: tl.tensor, WIDE: tl.constexpr, SECURE: tl.constexpr
+) -> None:
+    """Fill ``out``, shape (n,), whose pairs are its first half and its second."""
+    pairs = tl.cdiv(n, 2)
+    group = (tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)).to(tl.uint32)
+    u = _wide(seed, 0, group).to(tl.float64) * (2 * _LEAST) + _LEAST
+    squared = -tl.log(u * u)
+    if WIDE:
+        angle, radius = _wide(seed, 1, group).to(tl.float64) * _TURN_64, tl.sqrt(squared)
+    else:
+        angle = _narrow(seed, 1, group).to(tl.float32) * _TURN_32
+        radius = tl.sqrt_rn(squared.to(tl.float32))
+    first, second = tl.cos(angle) * radius, tl.sin(angle) * radius
+    if SECURE:
+        first += _narrow(seed, 2, group).to(tl.float64) * _DITHER
+        second += _narrow(seed, 3, group).to(tl.float64) * _DITHER
+    pair = tl.program_id(0) * GROUPS * GROUP + tl.arange(0, GROUPS * GROUP)
+    tl.store(out + pair, first.to(out.dtype.element_ty), mask=pair < pairs)
+    tl.store(out + pairs + pair, second.to(out.dtype.element_ty), mask=pairs + pair < n)
+
+
+def fill_normals(out: Tensor, key: bytes, step: int, lane: int, *, secure: bool = False) -> None:
+    """Fill a tensor with draws of N(0, 1).
+
+    Args:
+        out: float32 or float64, shape (n,).
+        key: key of the stream, 32 bytes.
+        step: number of the step.
+        lane: number of the first of the draw's key streams.
+        secure: whether to compute in float64 and to add dither.
+    """
+    # As a tensor, because Triton writes whole numbers into the names of its cached files.
+    seed = np.frombuffer(key + step.to_bytes(8, "little") + lane.to_bytes(4, "little"), np.int32)
+    pairs = (len(out) + 1) // 2
+    wide = secure or out.dtype == torch.float64
+    blocks = (triton.cdiv(pairs, GROUPS.value * GROUP.value),)
+    words = torch.from_numpy(seed.copy()).to(out.device, non_blocking=True)
+    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+        _fill[blocks](out, words, len(out), WIDE=wide, SECURE=secure)
