@@ -48,7 +48,7 @@ def _block(seed: tl.tensor, lane: tl.tensor, counter: tl.tensor) -> tl.tensor:
         lane: number of the lane in its draw.
         counter: numbers of the blocks, uint32, shape (blocks,).
     """
-    zero = tl.zeros_like(counter)
+    zero = counter ^ counter
     a0, a1 = zero + 0x61707865, zero + 0x3320646E
     a2, a3 = zero + 0x79622D32, zero + 0x6B206574
     b0, b1, b2, b3 = _at(seed, 0, zero), _at(seed, 1, zero), _at(seed, 2, zero), _at(seed, 3, zero)
@@ -104,7 +104,7 @@ def _fill(
     out: tl.tensor, seed: tl.tensor, n: tl.tensor, WIDE: tl.constexpr, SECURE: tl.constexpr
 ) -> None:
     """Fill ``out``, shape (n,), whose pairs are its first half and its second."""
-    pairs = tl.cdiv(n, 2)
+    pairs = (n + 1) // 2
     group = (tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)).to(tl.uint32)
     u = _wide(seed, 0, group).to(tl.float64) * (2 * _LEAST) + _LEAST
     squared = -tl.log(u * u)

@@ -168,13 +168,13 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     (
         "randomness",
         lambda c: c.private and not c.settings.secure,
-        "Noise comes from the key stream of AES-256 and is added to the clipped sum in floating "
+        "Noise comes from the key stream of a cipher and is added to the clipped sum in floating "
         "point. Batches are drawn by SFC64, which is not cryptographic.",
     ),
     (
         "randomness",
         lambda c: c.private and c.settings.secure and c.spent.secure,
-        "With --secure: noise and batches come from the key stream of AES-256. Noise is a float64 "
+        "With --secure: noise and batches come from the key stream of a cipher. Noise is a float64 "
         "normal plus a uniform number that hides its last bits. Clipped sum and noise were each "
         "rounded to multiples of 2^-40 of the sensitivity before they were added.",
     ),
