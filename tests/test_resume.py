@@ -191,8 +191,8 @@ class Draws:
             normals = at(noise, step)
             standard_normal = normals.standard_normal
 
-            def recorded(like: Tensor, at_once: int | None = None) -> Tensor:
-                self.noise.append(standard_normal(like, at_once))
+            def recorded(like: Tensor) -> Tensor:
+                self.noise.append(standard_normal(like))
                 return self.noise[-1].clone()
 
             normals.standard_normal = recorded  # type: ignore[method-assign]

@@ -164,7 +164,7 @@ def drawn_first(training: PrivateTraining) -> Tensor:
     """The noise of a training's first step, from its key."""
     noise = training._step.noise
     assert noise is not None
-    return Noise(bytes(noise._keys._cipher.key)).at(1).standard_normal(torch.zeros(8))
+    return Noise(noise._keys.key).at(1).standard_normal(torch.zeros(8))
 
 
 @pytest.mark.privacy
