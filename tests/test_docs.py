@@ -95,7 +95,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_are_there(page: Path) -> None:
-    for name in FILE.findall(FENCE.sub("", read(page))):
+    """The changelog names files that were, and those of runs."""
+    for name in () if page.name == "CHANGELOG.md" else FILE.findall(FENCE.sub("", read(page))):
         places = (ROOT, ROOT / "dpmac_cli", ROOT / "tests", page.parent)
         assert any((place / name).exists() for place in places), name
 
