@@ -42,15 +42,14 @@ class Finished:
 def publish(session: Session) -> Finished:
     """Write the published files of a run, and their checksums last.
 
-    An earlier report goes first, and this one comes last but for the checksums: a kill in between
-    leaves no report beside another model.
+    The report comes last but for the checksums, and an earlier one was removed as training began: a
+    kill leaves no report beside another model.
     """
     plan, trainer, where, task = session.plan, session.trainer, session.where, session.task
     scored = session.scored
     if scored is None and plan.privacy.scores is None:  # the run was resumed at its end
         scored = trainer.evaluate()
     facts = public_facts(plan, session.spent(), task, trainer.state.theta.numel())
-    folder.unpublish(where)
     with trainer.published():
         save_model(where / folder.MODEL, task.model, facts.values())
     exact = {} if scored is None else scored.values()
