@@ -9,8 +9,7 @@ records.
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -20,18 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.batches import (
-    NOTHING,
-    Batch,
-    Structure,
-    map_rows,
-    samples_in,
-    tensors_in,
-)
-from dpmac_cli.dp.clipping.per_sample import constant_draws, unwrapped
-from dpmac_cli.dp.losses import Loss, returned
+from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, tensors_in
+from dpmac_cli.dp.clipping.per_sample import constant_draws
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.fingerprint import Fingerprint
+from dpmac_cli.models.trial import Trial
 from dpmac_cli.torch_errors import what_failed
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
@@ -53,80 +45,8 @@ ROUNDING = (
 )
 #: Namespaces of torch's operations between processes.
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
-#: A loss of the network and a batch: one number per record, shape (records,).
-BatchLoss = Callable[[Any, Any], Tensor]
 #: Number of samples in a trial.
 FEW = 5
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Made-up samples for a network that returns logits, or its own losses.
-
-    Attributes:
-        inputs: structure of a sample.
-        classes: number of classes; None for a network that returns one loss per sample.
-    """
-
-    inputs: Structure
-    classes: int | None
-
-    @staticmethod
-    def of(model: nn.Module, shape: tuple[int, ...], classes: int) -> "Trial":
-        """Return the trial of a classifier of tensors, shape (samples, *shape), in its dtype."""
-        return Trial(Structure(torch.zeros(1, *shape, dtype=dtype_of(model))), classes)
-
-    @property
-    def loss(self) -> Loss:
-        """Return a loss per sample with a gradient for every output."""
-        return returned if self.classes is None else _every_output
-
-    @property
-    def expected(self) -> tuple[int, ...]:
-        """Return the shape of the outputs for one sample."""
-        return () if self.classes is None else (self.classes,)
-
-    def samples(self, count: int, *, double: bool = False) -> tuple[Batch, Batch]:
-        """Return fixed random samples and their labels."""
-        x = self.inputs.made_up(count, double=double)
-        return x, self.labels_of(x)
-
-    def labels_of(self, x: Batch) -> Batch:
-        """Return labels of samples, one of each class in turn."""
-        if self.classes is None:
-            return NOTHING
-        device = x.device if isinstance(x, Tensor) else None
-        return torch.arange(samples_in(x), device=device) % self.classes
-
-
-def _every_output(outputs: Tensor, _: object) -> Tensor:
-    """Return a loss per sample that depends on every output, also on a single one."""
-    return (outputs.square() / 2 + outputs).sum(1)
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of a network's inputs: float64 if all its parameters are, else float32."""
-    kinds = {p.dtype for p in model.parameters()}
-    return torch.float64 if kinds == {torch.float64} else torch.float32
-
-
-class Objective(nn.Module):
-    """Losses of a network on a batch, as a network that returns them.
-
-    Args:
-        network: the network.
-        loss: a function of the network and a batch that returns one loss per sample, shape
-            (samples,).
-    """
-
-    def __init__(self, network: nn.Module, loss: BatchLoss) -> None:
-        super().__init__()
-        self.network = unwrapped(network)
-        self.loss = loss
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the losses of a batch, shape (samples,)."""
-        return self.loss(self.network, batch)
 
 
 def check_model(

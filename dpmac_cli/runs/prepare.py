@@ -20,7 +20,8 @@ from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn, UserModel
-from dpmac_cli.models.validation import Trial, check_model, check_precision, dtype_of, form_of
+from dpmac_cli.models.trial import Trial, dtype_of
+from dpmac_cli.models.validation import check_model, check_precision, form_of
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.storage.paths import cache_folder

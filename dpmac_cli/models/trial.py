@@ -1,0 +1,85 @@
+"""Made-up samples for validation, and losses of a network's outputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.dp.clipping.batches import NOTHING, Batch, Structure, samples_in
+from dpmac_cli.dp.clipping.per_sample import unwrapped
+from dpmac_cli.dp.losses import Loss, returned
+
+#: A loss of the network and a batch: one number per record, shape (records,).
+BatchLoss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Made-up samples for a network that returns logits, or its own losses.
+
+    Attributes:
+        inputs: structure of a sample.
+        classes: number of classes; None for a network that returns one loss per sample.
+    """
+
+    inputs: Structure
+    classes: int | None
+
+    @staticmethod
+    def of(model: nn.Module, shape: tuple[int, ...], classes: int) -> "Trial":
+        """Return the trial of a classifier of tensors, shape (samples, *shape), in its dtype."""
+        return Trial(Structure(torch.zeros(1, *shape, dtype=dtype_of(model))), classes)
+
+    @property
+    def loss(self) -> Loss:
+        """Return a loss per sample with a gradient for every output."""
+        return returned if self.classes is None else _every_output
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """Return the shape of the outputs for one sample."""
+        return () if self.classes is None else (self.classes,)
+
+    def samples(self, count: int, *, double: bool = False) -> tuple[Batch, Batch]:
+        """Return fixed random samples and their labels."""
+        x = self.inputs.made_up(count, double=double)
+        return x, self.labels_of(x)
+
+    def labels_of(self, x: Batch) -> Batch:
+        """Return labels of samples, one of each class in turn."""
+        if self.classes is None:
+            return NOTHING
+        device = x.device if isinstance(x, Tensor) else None
+        return torch.arange(samples_in(x), device=device) % self.classes
+
+
+def _every_output(outputs: Tensor, _: object) -> Tensor:
+    """Return a loss per sample that depends on every output, also on a single one."""
+    return (outputs.square() / 2 + outputs).sum(1)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a network's inputs: float64 if all its parameters are, else float32."""
+    kinds = {p.dtype for p in model.parameters()}
+    return torch.float64 if kinds == {torch.float64} else torch.float32
+
+
+class Objective(nn.Module):
+    """Losses of a network on a batch, as a network that returns them.
+
+    Args:
+        network: the network.
+        loss: a function of the network and a batch that returns one loss per sample, shape
+            (samples,).
+    """
+
+    def __init__(self, network: nn.Module, loss: BatchLoss) -> None:
+        super().__init__()
+        self.network = unwrapped(network)
+        self.loss = loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the losses of a batch, shape (samples,)."""
+        return self.loss(self.network, batch)
