@@ -86,7 +86,7 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 
 def write_encoder(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Write an encoder with random weights; ``changes`` replace values of its config.json."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     tokenizer().save(str(folder / "tokenizer.json"))
     save_file(weights(seed), folder / "model.safetensors")
