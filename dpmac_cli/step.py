@@ -41,8 +41,8 @@ from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, joined, part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import BudgetError, DivergedError, InputError, ModelError, raise_errors
-from dpmac_cli.models.trial import BatchLoss, Objective
-from dpmac_cli.models.validation import trained_parts, validate_objective
+from dpmac_cli.models.trial import BatchLoss, Objective, trained_parts
+from dpmac_cli.models.validation import validate_objective
 from dpmac_cli.optim import Optimizer
 from dpmac_cli.randomness.keystream import KEY_BYTES, Unshared, make_keys
 from dpmac_cli.randomness.layers import LayerDraws

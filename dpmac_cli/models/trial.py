@@ -11,6 +11,8 @@ from dpmac_cli.dp.clipping.batches import NOTHING, Batch, Structure, samples_in
 from dpmac_cli.dp.clipping.per_sample import unwrapped
 from dpmac_cli.dp.losses import Loss, returned
 
+#: Number of parameters to name; of more, the first and the last are named.
+NAMED = 5
 #: A loss of the network and a batch: one number per record, shape (records,).
 BatchLoss = Callable[[Any, Any], Tensor]
 
@@ -83,3 +85,17 @@ class Objective(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return the losses of a batch, shape (samples,)."""
         return self.loss(self.network, batch)
+
+
+def trained_parts(model: nn.Module) -> str:
+    """Return which parameters of a network are trained and which are frozen, as a sentence."""
+    said = []
+    for what in ("trained", "frozen"):
+        some = {
+            name.removeprefix("network."): p.numel()
+            for name, p in model.named_parameters()
+            if p.requires_grad == (what == "trained")
+        }
+        names = list(some) if len(some) <= NAMED else [*list(some)[:2], "...", *list(some)[-2:]]
+        said += [f"{sum(some.values()):,} parameters are {what}: {', '.join(names)}"] * bool(some)
+    return f"{'; '.join(said)}."

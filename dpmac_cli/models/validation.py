@@ -383,20 +383,6 @@ def _mixed(model: nn.Module, name: str) -> ModelError:
     )
 
 
-def trained_parts(model: nn.Module) -> str:
-    """Return which parameters of a network are trained and which are frozen, as a sentence."""
-    said = []
-    for what in ("trained", "frozen"):
-        some = {
-            name.removeprefix("network."): p.numel()
-            for name, p in model.named_parameters()
-            if p.requires_grad == (what == "trained")
-        }
-        names = list(some) if len(some) <= FEW else [*list(some)[:2], "...", *list(some)[-2:]]
-        said += [f"{sum(some.values()):,} parameters are {what}: {', '.join(names)}"] * bool(some)
-    return f"{'; '.join(said)}."
-
-
 def validate_objective(objective: nn.Module, inputs: Structure, *, isolated: bool = False) -> None:
     """Reject a network that returns its own losses: see :func:`check_model`.
 

@@ -18,7 +18,7 @@ from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.validation import trained_parts
+from dpmac_cli.models.trial import trained_parts
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
