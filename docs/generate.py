@@ -21,7 +21,7 @@ from dpmac_cli.cli.app import COMMANDS as CALLED
 from dpmac_cli.cli.app import load_command
 from dpmac_cli.config.best import EPSILON
 from dpmac_cli.config.defaults import completed
-from dpmac_cli.config.fields import Option, flag_name
+from dpmac_cli.config.flags import Option, flag_name
 from dpmac_cli.config.plan import NOT_RECORDED
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import EXCLUSIVE, SETTINGS, Settings
@@ -180,11 +180,11 @@ OF_DATA = ("model", "sigma", "batch_size", "epochs", "clip_norm", "h1", "h2", "p
 def configuration() -> str:
     """Return the page of the settings."""
     parts = [INTRODUCTION]
-    for panel in dict.fromkeys(setting.flag.group for setting in SETTINGS.values()):
+    for panel in dict.fromkeys(setting.group for setting in SETTINGS.values()):
         rows = [
             (f"`--{flag_name(name)}`", what(setting), default(setting), about(setting))
             for name, setting in SETTINGS.items()
-            if setting.flag.group == panel
+            if setting.group == panel
         ]
         parts += [f"## {panel}\n", table(("setting", "value", "default", "description"), rows)]
     parts += ["## By data set\n", PAPERS, by_data_set(), samples_at_a_time()]

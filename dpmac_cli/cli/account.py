@@ -17,10 +17,9 @@ from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, with_options
-from dpmac_cli.config.account import Question, account_notes, answer, by_target
-from dpmac_cli.config.fields import Flag, SomePath, options
-from dpmac_cli.config.flags import valid
-from dpmac_cli.config.settings import OUTPUT, Debug, PrintJson
+from dpmac_cli.config.account import Question, account_notes, answer
+from dpmac_cli.config.flags import Flag, SomePath, options, valid
+from dpmac_cli.config.settings import Debug, PrintJson
 from dpmac_cli.errors import BudgetError, InputError, raise_errors
 from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
 from dpmac_cli.storage.files import finite_or_none, to_json
@@ -34,9 +33,9 @@ ASIDE = ("events", "risk", "unit", "search")
 class AccountFlags(Question, frozen=True):
     """Flags of the command: the question, and how it is answered."""
 
-    risk: Annotated[StrictBool, Flag(OUTPUT)] = False
+    risk: StrictBool = False
     """Also show bounds on what an attacker can learn."""
-    plot: Annotated[SomePath | None, Flag(OUTPUT, metavar="FILE")] = None
+    plot: Annotated[SomePath | None, Flag(metavar="FILE")] = None
     """Draw the trade-off curve of --risk (.png, .svg or .pdf). An existing file is replaced."""
     json: PrintJson = False  # type: ignore[assignment]
     debug: Debug = False
@@ -79,19 +78,14 @@ def account(run: Path | None, **given: Any) -> None:
         errors += excluded(run, given)
     flags = valid(AccountFlags, given, errors)
     raise_errors((*errors, *faults_of_picture(flags.plot)))
-    rows, notes, of_report, out_of_reach = list[Row](), list[str](), None, None
     with console.waiting(flags.json, "privacy cost"):
         if run is not None:
             rows, *of_report = recount(run, flags)
+            notes, beyond = tuple[str, ...](), list[str]()
         else:
-            asked = by_target(flags)
-            notes += dict.fromkeys(note for one in asked for note in one.notes)
-            try:
-                rows.extend(answer(*[one.completed() for one in asked]))
-            except BudgetError as failure:
-                if not rows:
-                    raise
-                out_of_reach = failure
+            rows, notes, beyond = answer(flags)
+        if beyond and not rows:
+            raise BudgetError(beyond)
         if flags.risk:
             rows = [_with_risk(row) for row in rows]
         if flags.plot:
@@ -101,10 +95,10 @@ def account(run: Path | None, **given: Any) -> None:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
     else:
         _print(console.stdout(), rows)
-    if of_report is not None:
+    if run is not None:
         _judge(*of_report)
-    if out_of_reach is not None:
-        raise out_of_reach
+    if beyond:
+        raise BudgetError(beyond)
 
 
 def _with_risk(row: Row) -> Row:
@@ -135,7 +129,22 @@ def _values(row: Row) -> dict[str, Any]:
 
 
 def _print(out: Console, rows: Sequence[Row]) -> None:
-    (_print_table if len(rows) > 1 else _print_one)(out, rows)
+    """Print facts that differ between rows as a table, and those that they share below."""
+    found = {name: [show(row) for row in rows] for name, show in FACTS.items()}
+    varying = {name: cells for name, cells in found.items() if len({*cells}) > 1}
+    if varying:
+        table = Table(box=None, pad_edge=False)
+        for name in varying:
+            table.add_column(name, justify="right", style="bold" if name == "epsilon" else "")
+        for row in zip(*varying.values(), strict=True):
+            table.add_row(*row)
+        out.print(table)
+    else:
+        epsilon = ("epsilon " + found["epsilon"][0], "bold")
+        out.print(Text.assemble(epsilon, f" at delta {found['delta'][0]}"))
+    for name, (cell, *_) in found.items():
+        if cell and name not in (*varying, *(() if varying else ("epsilon", "delta"))):
+            out.print(Text(f"  {name:<14} {cell}"))
     if len({row.epsilon for row in rows}) == 1:
         out.print(Text(rows[0].statement))
     else:
@@ -170,71 +179,36 @@ COLUMNS_OF_RISK = (
     "the right: highest probability that the record was in the training data, given an alarm at "
     "this FPR or a higher one, by prior probability."
 )
-SOLVED = {"sigma": "noise multiplier", "steps": "training"}
 
 
-def _print_one(out: Console, rows: Sequence[Row]) -> None:
-    (row,) = rows
-    epsilon, delta = format_epsilon(row.epsilon), format_epsilon(row.delta)
-    out.print(Text.assemble((f"epsilon {epsilon}", "bold"), f" at delta {delta}"))
-    for name, value in _facts(row):
-        style = "bold" if name == SOLVED.get(row.solved or "") else ""
-        out.print(Text.assemble(f"  {name:<17} ", (value, style)))
+def _rate(row: Row) -> str:
+    if row.events[0].sampling.once_an_epoch:
+        return f"each record in one of every {row.events[0].steps_per_epoch} steps"
+    return "" if row.sampling_rate is None else f"{row.sampling_rate:.6g}"
 
 
-def _facts(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield names and values of the inputs of a privacy cost."""
-    if row.noise_multiplier is not None:
-        yield "noise multiplier", f"{row.noise_multiplier:.10g}"
-    if row.batch_size is not None and row.dataset_size is not None:
-        yield "batch", f"{row.batch_size:,} of {row.dataset_size:,} records"
-    if row.sampling_rate is not None:
-        begun, rate = row.events[0], f"{row.sampling_rate:.6g}"
-        once = f"each record in one of every {begun.steps_per_epoch} steps"
-        yield "sampling rate", once if begun.sampling.once_an_epoch else rate
-    epochs = "" if row.epochs is None else f" ({_plural(f'{row.epochs:,.4g}', 'epoch')})"
-    yield "training", f"{_plural(f'{row.steps:,}', 'step')}{epochs}"
-    if row.search is not None:
-        trials = row.search.trials
-        yield "trials", f"mean {trials.mean:g}, at most {trials.most:,}"
-        yield "one trial", f"epsilon {format_epsilon(row.search.trial_epsilon(row.delta))}"
-    yield "sampler", row.sampler
-    yield "adjacency", row.adjacency
-    yield "accountant", ACCOUNTANTS[row.accountant]
-    yield "compositions", f"{row.compositions:,}"
+def _search(row: Row) -> str:
+    if row.search is None:
+        return ""
+    mean, most = row.search.trials.mean, row.search.trials.most
+    one = format_epsilon(row.search.trial_epsilon(row.delta))
+    return f"mean {mean:g}, at most {most:,}, each of epsilon {one}"
 
 
-def _plural(number: str, noun: str) -> str:
-    return f"{number} {noun}{'' if number == '1' else 's'}"
-
-
-#: Columns of a table by name, with functions that return cells; empty if not applicable.
-CELLS: Mapping[str, Callable[[Row], str]] = {
+#: Facts of a row by name; empty if not applicable.
+FACTS: Mapping[str, Callable[[Row], str]] = {
     "epsilon": lambda row: format_epsilon(row.epsilon),
     "delta": lambda row: format_epsilon(row.delta),
     "sigma": lambda row: "" if row.noise_multiplier is None else f"{row.noise_multiplier:.10g}",
-    "batch": lambda row: f"{row.batch_size:,}" if row.batch_size else "",
+    "batch": lambda row: f"{row.batch_size:,} of {row.dataset_size:,}" if row.batch_size else "",
+    "sampling rate": _rate,
     "epochs": lambda row: "" if row.epochs is None else f"{row.epochs:.4g}",
     "steps": lambda row: f"{row.steps:,}",
-    "accountant": lambda row: row.accountant,
+    "trials": _search,
     f"TPR at {percent(STATED)} FPR": lambda row: percent(row.risk.stated) if row.risk else "",
     "mu": lambda row: format_epsilon(row.risk.mu) if row.risk else "",
+    "sampler": lambda row: row.sampler,
+    "adjacency": lambda row: row.adjacency,
+    "accountant": lambda row: ACCOUNTANTS[row.accountant],
+    "compositions": lambda row: f"{row.compositions:,}",
 }
-
-
-def _print_table(out: Console, rows: Sequence[Row]) -> None:
-    """Print values that vary as columns, and common values in a line below."""
-    table = Table(box=None, pad_edge=False)
-    columns, shared = [], []
-    for name, show in CELLS.items():
-        cells = [show(row) for row in rows]
-        if name == "epsilon" or len(set(cells)) > 1:
-            table.add_column(name, justify="right", style="bold" if name == "epsilon" else "")
-            columns.append(cells)
-        elif cells[0]:
-            shared.append(f"{name} {cells[0]}")
-    for row in zip(*columns, strict=True):
-        table.add_row(*row)
-    out.print(table)
-    shared += [f"{rows[0].sampler} sampling", f"{rows[0].adjacency} adjacency"]
-    out.print(Text(", ".join(shared)))

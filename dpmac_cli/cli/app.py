@@ -8,7 +8,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dpmac_cli import __version__
-from dpmac_cli.cli.switches import plain_switches
 
 
 class Place(NamedTuple):
@@ -39,27 +38,27 @@ COMMANDS: Mapping[str, Place] = {
         "Search for the best settings, within one epsilon for search and model together.",
     ),
     "eval": Place(
-        "evaluate",
+        "reading",
         "evaluate",
         "Evaluate a trained model on every test sample, or evaluate the audit of a run.",
     ),
     "predict": Place(
-        "evaluate",
+        "reading",
         "predict",
         "Predict classes or numbers of new, unlabelled records with a trained model.",
     ),
     "card": Place(
-        "pages",
+        "reading",
         "card",
         "Print the model card of a run as Markdown.",
     ),
     "report": Place(
-        "pages",
+        "reading",
         "report",
         "Write a web page for a run or a comparison: one self-contained file with figures.",
     ),
     "recipes": Place(
-        "recipes",
+        "reading",
         "recipes",
         "List recipes: what each reaches, its epsilon, its time, and the command that runs it.",
     ),
@@ -70,20 +69,20 @@ COMMANDS: Mapping[str, Place] = {
         "ended.",
     ),
     "schema": Place(
-        "data_commands",
+        "reading",
         "schema",
         "Draft the schema of a table, which declares the allowed values of each column.",
     ),
     "cache": Place(
-        "data_commands",
+        "reading",
         "cache",
         "Show or clear the cache of decoded images, and of features of public backbones and "
         "frozen layers.",
     ),
     "env": Place(
+        "reading",
         "env",
-        "env",
-        "Print what a bug report needs: versions, processor, libraries, folders and fallbacks.",
+        "Print what a bug report needs: versions, processor, libraries and folders.",
     ),
 }
 
@@ -95,6 +94,14 @@ def load_command(name: str) -> TyperCommand:
     place = COMMANDS[name]
     module = importlib.import_module(f"dpmac_cli.cli.{place.module}")
     return command_of(name, getattr(module, place.function))
+
+
+def plain_switches(parameters: list[Any]) -> list[Any]:
+    """Return parameters, with no placeholder for the value of a switch, which has none."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
 
 
 class Commands(TyperGroup):

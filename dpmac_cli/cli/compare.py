@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import Field, StrictBool
+from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn
 from rich.table import Table
@@ -16,18 +16,22 @@ from rich.text import Text
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import stop, stop_request
+from dpmac_cli.cli.command import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
 from dpmac_cli.config.checks import fault_of_package
-from dpmac_cli.config.fields import Choice, Flag, SomePath, options
-from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.settings import OUTPUT, Debug, Quiet
+from dpmac_cli.config.flags import Choice, Flag, Flags, SomePath, options
+from dpmac_cli.config.settings import Config, Debug, DryRun, PrintJson, Quiet
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.runs import folder
-from dpmac_cli.studies import tables
-from dpmac_cli.studies.executor import Ended, Executor, Moved, StudyEvent, carry_out
-from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, STUDY, Grid, Run, StudyFlags, plan, row_name
-from dpmac_cli.studies.results import collect, finished_report
+from dpmac_cli.studies.executor import Ended, Executor, carry_out
+from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan, row_name
+from dpmac_cli.studies.results import (
+    COMPARE_JSON,
+    COMPARE_MD,
+    collect,
+    finished_report,
+    write_comparison,
+)
 from dpmac_cli.tasks.known import METRICS
 
 #: Folder of the runs of a study, in its own.
@@ -40,31 +44,24 @@ class CompareFlags(Flags, frozen=True):
     jobs: Annotated[
         int | None,
         Field(ge=1, le=1024),
-        Flag(STUDY, otherwise="one per core or GPU"),
+        Flag(otherwise="one per core or GPU"),
     ] = None
     """Maximum number of runs at a time."""
     executor: Annotated[
         str,
         Choice(("local", "ray")),
-        Flag(STUDY),
     ] = "local"
     """Executor of the runs. Ray needs --out, the data and the current folder on shared storage."""
     cluster: Annotated[
         str | None,
-        Flag(STUDY, otherwise="RAY_ADDRESS, or a new one on this machine", metavar="ADDRESS"),
+        Flag(otherwise="RAY_ADDRESS, or a new one on this machine", metavar="ADDRESS"),
     ] = None
     """Address of the Ray cluster."""
-    dry_run: Annotated[
-        StrictBool,
-        Flag(STUDY),
-    ] = False
-    """Show runs, their privacy costs and steps, without training."""
-    config: Annotated[SomePath | None, Flag(STUDY, metavar="FILE")] = None
-    """YAML file with settings by the same names. Flags take precedence."""
-    out: Annotated[SomePath, Flag(OUTPUT, metavar="FOLDER")] = Path("runs/compare")
+    dry_run: DryRun = False
+    config: Config = None
+    out: Annotated[SomePath, Flag(metavar="FOLDER")] = Path("runs/compare")
     """Folder of the study."""
-    json: Annotated[StrictBool, Flag(OUTPUT)] = False
-    """Print compare.json."""
+    json: PrintJson = False
     quiet: Quiet = False
     debug: Debug = False
 
@@ -106,12 +103,12 @@ def compare(**given: Any) -> None:
     screen = console.for_display(flags.quiet, flags.json)
     failures, interrupted = _carry_out(grid, flags, screen)
     with console.waiting(flags.quiet, "table"):
-        texts = tables.write_comparison(collect(grid, failures), flags.out)
+        texts = write_comparison(collect(grid, failures), flags.out)
     if flags.json:
-        console.print_result(texts[tables.COMPARE_JSON])
+        console.print_result(texts[COMPARE_JSON])
     elif not flags.quiet:
         written = f"{flags.out}: {', '.join([*texts, folder.SUMS])}"
-        console.stdout().print(Text(f"{texts[tables.COMPARE_MD]}\n{written}"))
+        console.stdout().print(Text(f"{texts[COMPARE_MD]}\n{written}"))
     console.print_errors(_failed(grid, failures), label="failed")
     if interrupted:
         stop("interrupted; run the same command to resume.", INTERRUPTED)
@@ -153,7 +150,7 @@ def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[i
             return failures, False
         for event in carry_out(executor, grid.runs, missing, asked):
             display.show(event)
-            if isinstance(event, Ended) and event.failure:
+            if event.failure:
                 failures[event.number] = event.failure
         return failures, asked()
 
@@ -174,54 +171,43 @@ def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
 
 
 class StudyDisplay:
-    """One line per finished run; below them, on a terminal, :attr:`bar` of the study's steps."""
+    """One line per finished run; below them, on a terminal, a :attr:`bar` of all runs."""
 
     def __init__(self, screen: Console, grid: Grid, missing: Sequence[int]) -> None:
-        self._screen, self._grid, self._count = screen, grid, len(missing)
-        self._moved: dict[int, Moved] = {}
-        self._ended = 0
-        self.bar = console.bar("{task.fields[text]}", BarColumn(), console=screen)
+        self._screen, self._grid, self._count, self._ended = screen, grid, len(missing), 0
+        self.bar = console.bar("{task.completed}/{task.total} runs", BarColumn(), console=screen)
         found = len(grid.runs) - len(missing)
         screen.print(
             f"{counted(len(grid.runs), 'run')}{f', {found} of them found finished' * bool(found)}"
         )
-        total = sum(grid.runs[number].plan.privacy.steps for number in missing)
-        self._task = self.bar.add_task("", total=max(1, total), text="")
+        self._task = self.bar.add_task("", total=self._count)
 
-    def show(self, event: StudyEvent) -> None:
-        """Update the bar, and print a line when a run ends."""
-        if isinstance(event, Moved):
-            self._moved[event.number] = event
-        else:
-            self._end(event)
-        done = sum(moved.step for moved in self._moved.values())
-        self.bar.update(self._task, completed=done, text=f"{self._ended}/{self._count} runs")
-
-    def _end(self, event: Ended) -> None:
-        run, moved = self._grid.runs[event.number], self._moved.get(event.number)
-        done = moved is not None and moved.step == run.plan.privacy.steps
+    def show(self, event: Ended) -> None:
+        """Print a line for a run that has ended."""
+        run = self._grid.runs[event.number]
         name = f"{row_name(run.labels)}  sigma {run.plan.privacy.sigma:.4g}  seed {run.seed}"
-        self._ended += event.failure is not None or done
+        report = finished_report(run)
+        self._ended += report is not None or event.failure is not None
+        self.bar.update(self._task, completed=self._ended)
         if event.failure:
             self._screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
-        elif moved and done:
+        elif report is not None:
             metric = METRICS[run.plan.settings.metric]
-            known = moved.score is not None
-            score = f"  test {metric.title} {metric.text(moved.score)}" if known else ""
+            value = report["test"].get(metric.key)
+            score = "" if value is None else f"  test {metric.title} {metric.text(value)}"
             self._screen.print(Text(f"{self._ended}/{self._count}  {name}{score}"))
 
 
 def planned_runs(grid: Grid) -> Table:
     """Return a table of the runs of a study, the privacy cost of each, and their steps."""
-    count = len(grid.runs)
-    said = f"{count} run{'s' if count > 1 else ''}; finished runs are not repeated"
-    table = Table(box=None, pad_edge=False, caption=said, caption_justify="left", caption_style="")
+    said = f"{counted(len(grid.runs), 'run')}; finished runs are not repeated"
     column = "sigma" if grid.column == "sigma" else "target"
-    for title in ("run", column, "epsilon", "steps", "seeds"):
-        table.add_column(title, justify="left" if title == "run" else "right")
+    titles = ("run", column, "epsilon", "steps", "seeds")
+    table = Table(*titles, box=None, pad_edge=False, caption=said, caption_justify="left")
     for run in grid.runs[:: len(grid.seeds)]:  # the first of each cell
-        cost, steps = "no privacy", f"{run.plan.privacy.steps:,}"
-        if run.plan.privacy.private:
-            cost = format_epsilon(total_epsilon((run.plan.privacy.event,), run.plan.privacy.delta))
-        table.add_row(row_name(run.labels), f"{run.column:g}", cost, steps, str(len(grid.seeds)))
+        privacy, cost = run.plan.privacy, "no privacy"
+        if privacy.private:
+            cost = format_epsilon(total_epsilon((privacy.event,), privacy.delta))
+        shown = (f"{run.column:g}", cost, f"{privacy.steps:,}", str(len(grid.seeds)))
+        table.add_row(row_name(run.labels), *shown)
     return table

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.accounting import statements
+from dpmac_cli.cli.command import stop
 from dpmac_cli.cli.console import ATTENTION, bar
-from dpmac_cli.cli.failures import stop
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
 from dpmac_cli.release import sentences
 from dpmac_cli.release.publish import Finished
@@ -26,12 +25,10 @@ from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training import evaluation
 from dpmac_cli.training.private_scores import PrivateScore
 
-#: Seconds of training after which a run that takes longer than :data:`LONG` is remarked on.
-PACED, LONG = 10.0, 1800.0
 #: Epsilon above which a note is printed.
 WEAK = 10
 ABOVE = f"Above {WEAK} the guarantee is weak: increase the noise (--sigma), or set --epsilon 3."
-NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
+NO_PRIVACY = Text("NO PRIVACY: trained with --no-dp, a baseline only", "bold red")
 
 
 def epsilon_or_dots(epsilon: float | None) -> str:
@@ -45,145 +42,110 @@ class RunDisplay:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._computing = ""
-        self._scored: evaluation.Evaluation | None = None
-        self._warned = self._paced = False
-        self._begun: tuple[int, float] | None = None
-        columns = [
-            TextColumn("{task.description}"),
+        self._doubts = list[str]()
+        self._warned = False
+        columns: list[str | ProgressColumn] = [
+            "{task.description}",
             BarColumn(bar_width=None),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[epsilon]}", style="bold"),
-            TextColumn("{task.fields[accuracy]}", style="bold"),
+            MofNCompleteColumn(),
         ]
+        columns.append(TextColumn("{task.fields[figures]}", style="bold"))
         self._bar = bar(*columns, console=console, expand=True)
 
     def show(self, event: RunEvent) -> None:
         """Print a line for important events, and update the bar below."""
         match event:
-            case Computing() if not self.console.quiet:
-                before, self._computing = self._computing, _computing(event)
-                if self._computing != before:
-                    self.console.print(Text(self._computing, style="dim"))
-                LISTENER.get()(event)
+            case Computing():
+                self._compute(event)
             case Started():
-                self._plan, self._steps = event.plan, event.steps
-                self.console.print(*_heading(event), sep="\n")
+                self._plan = event.plan
+                self.print(*_heading(event))
                 self._task = self._bar.add_task(
-                    "epoch", total=event.steps, completed=event.done, epsilon="", accuracy=""
+                    "epoch", total=event.steps, completed=event.done, figures=""
                 )
                 self._bar.start()
             case Update():
                 self._move(event)
             case Reduced():
-                self.console.print(
-                    f"memory ran out in step {event.step}: continuing with {event.chunk} samples "
-                    "at a time",
-                    style=ATTENTION,
-                )
+                said = f"memory ran out in step {event.step}: continuing with {event.chunk} samples"
+                self.print(Text(f"{said} at a time", ATTENTION))
             case Finished():
                 self.close()
-                result, notes = self._scored, list[Text]()
-                if result is not None:
-                    remarks = (*doubts(result), result.results.remark)
-                    notes = [Text(f"note: {remark}", "red") for remark in remarks if remark]
-                self.console.print(*notes, *_summary(event, self._plan.settings.metric), sep="\n")
+                self.print(*(Text(f"note: {doubt}", "red") for doubt in self._doubts))
+                self.print(*_summary(event, self._plan.settings.metric))
+
+    def print(self, *lines: Text) -> None:
+        """Print lines above the bar."""
+        self.console.print(*lines, sep="\n", end="\n" * bool(lines))
+
+    def _compute(self, event: Computing) -> None:
+        """Say once that records are decoded or computed on, and show the progress."""
+        did = "decoding" if event.what == "images" else "computing"
+        said = f"{did} {event.what} of {event.records:,} records, once: kept in {event.folder}"
+        if said != self._computing:
+            self.print(Text(said, "dim"))
+        self._computing = said
+        if not self.console.quiet:
+            LISTENER.get()(event)
 
     def _move(self, event: Update) -> None:
         """Update the bar; print a line per evaluation, and a note on a weak epsilon."""
         if WEAK < (event.planned or 0.0) < math.inf and not self._warned:
             self._warned = True
             note = f"note: epsilon will be {epsilon_or_dots(event.planned)}. {ABOVE}"
-            self.console.print(Text(note, ATTENTION))
+            self.print(Text(note, ATTENTION))
         step = event.event.step
-        self._pace(step, event.event.seconds)
         # An upper bound: between points of the schedule, show the next point's epsilon.
         spent = f"ε ≤ {epsilon_or_dots(event.epsilon)} of {epsilon_or_dots(event.planned)}"
         self._bar.update(
             self._task,
             completed=step,
             description=f"epoch {math.ceil(step / self._plan.privacy.steps_per_epoch)}",
-            epsilon=spent if self._plan.privacy.private else "no privacy",
+            figures=spent if self._plan.privacy.private else "no privacy",
         )
         if isinstance(event.event, loop.Evaluated):
             result = event.event.result
-            self._scored = result if isinstance(result, evaluation.Evaluation) else None
-            self.console.print(_evaluated(event.event, event.epsilon, self._plan.settings.metric))
-            value = result.metric(self._plan.settings.metric)
-            if not math.isnan(value):
-                text = METRICS[self._plan.settings.metric].text(value)
-                self._bar.update(self._task, accuracy=f"test {text}")
-
-    def _pace(self, step: int, seconds: float) -> None:
-        """Print how long a slow run will take, once, and what would be faster."""
-        first, began = self._begun = self._begun or (
-            step,
-            seconds,
-        )  # the first step prepares others
-        if self._paced or seconds < began + PACED or step == first:
-            return
-        self._paced = True
-        left = (seconds - began) / (step - first) * (self._steps - step)
-        if left > LONG:
-            head = self._plan.data.facts.holds == "images" and not self._plan.network.features
-            note = (
-                f"note: at this pace, training takes {left / 3600:.1f} hours more. Faster: fewer "
-                "--epochs, a smaller --model" + head * ", or a head on a public network: --backbone"
-            )
-            self.console.print(Text(note, ATTENTION))
+            if isinstance(result, evaluation.Evaluation):
+                self._doubts = [*doubts(result), *filter(None, [result.results.remark])]
+            self.print(_evaluated(event.event, event.epsilon, self._plan.settings.metric))
 
     def stopping(self) -> None:
         """Confirm a request to stop."""
-        self.console.print("stopping after this step; repeat to stop immediately", style=ATTENTION)
+        self.print(Text("stopping after this step; repeat to stop immediately", ATTENTION))
 
     def close(self) -> None:
         """Remove the bar, whether or not the run is finished."""
         self._bar.stop()
 
 
-def _computing(event: Computing) -> str:
-    if event.what == "images":
-        size = decimal(event.nbytes)
-        return f"decoding {event.records:,} images, once: {size} kept in {event.folder}"
-    return f"computing features of {event.records:,} records, once: kept in {event.folder}"
-
-
 def _heading(event: Started) -> Iterator[Text]:
     plan, privacy, (trained, total) = event.plan, event.plan.privacy, event.parameters
-    of_all = f" trained of {total:,}" * (trained < total)
+    found, of_all = plan.data.found, f" trained of {total:,}" * (trained < total)
     yield Text.assemble(
         (plan.optimizer.name, "bold"),
-        f" on {plan.data.found.name}: {plan.data.facts.train_size:,} "
-        f"{'units' if plan.data.found.unit else 'records'}, "
+        f" on {found.name}: {plan.data.facts.train_size:,} "
+        f"{'units' if found.unit else 'records'}, "
         f"{plan.network.model.name} with {trained:,}{of_all} parameters, {plan.device}",
     )
     if not privacy.private:
-        yield Text(NO_PRIVACY, style="bold red")
+        yield NO_PRIVACY
     else:
         yield Text(
             f"sigma {privacy.sigma:g}, expected batch {privacy.batch_size}, {event.steps:,} steps "
             f"(epochs: {event.steps / privacy.steps_per_epoch:.4g}), delta {privacy.delta:g}"
         )
         kinds = {"images": "one image", "texts": "one record", "numbers": "one row"}
-        one = kinds[plan.data.facts.holds]
-        given_by = plan.data.found.unit
-        several = f"{privacy.unit}, given by {given_by}"
-        yield Text(f"unit of privacy: {several if given_by else one}")
+        several = f"{privacy.unit}, given by {found.unit}"
+        yield Text(f"unit of privacy: {several if found.unit else kinds[plan.data.facts.holds]}")
     if privacy.canaries:
-        yield Text(
-            f"AUDIT: {privacy.canaries:,} canaries, about half of them "
-            "trained on; the model will be unfit for release",
-            style="bold red",
-        )
+        audit = f"AUDIT: {privacy.canaries:,} canaries, about half of them trained on; the model "
+        yield Text(f"{audit}will be unfit for release", "bold red")
     if event.steps < privacy.steps:  # --max-epsilon
-        yield Text(
-            f"--max-epsilon {privacy.max_epsilon:g} allows {event.steps:,} of {privacy.steps:,} "
-            "steps",
-            style=ATTENTION,
-        )
+        allowed = f"allows {event.steps:,} of {privacy.steps:,} steps"
+        yield Text(f"--max-epsilon {privacy.max_epsilon:g} {allowed}", ATTENTION)
     if event.done:
-        yield Text(f"continuing after step {event.done}, with new noise", style=ATTENTION)
-    for note in event.notes:
-        yield Text(f"note: {note}", style=ATTENTION)
+        yield Text(f"continuing after step {event.done}, with new noise", ATTENTION)
+    yield from (Text(f"note: {note}", ATTENTION) for note in event.notes)
     yield Text(f"writing {event.folder}", style="dim")
 
 
@@ -201,17 +163,15 @@ def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Tex
 
 def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
     """Yield the test score of a finished run, and its interval if noise was added to it."""
-    test, privacy = report["test"], report["privacy"]
-    chosen = METRICS[metric]
+    test, scores, chosen = report["test"], report["privacy"]["covered_scores"], METRICS[metric]
     value = test[chosen.key]
-    shown = (chosen.text(value), "bold")
-    scores = privacy["covered_scores"]
     if scores and value is None:
         yield Text("no test score was released: the run ended before the first one", ATTENTION)
-    else:
-        counted = "units" if scores and privacy["unit"]["told_by"] else "samples"
-        yield Text.assemble(f"test {chosen.title} ", shown, f" on {test['samples']:,} {counted}")
-    if scores and value is not None and not chosen.by_class:
+        return
+    counted = "units" if scores and report["privacy"]["unit"]["told_by"] else "samples"
+    shown = (chosen.text(value), "bold")
+    yield Text.assemble(f"test {chosen.title} ", shown, f" on {test['samples']:,} {counted}")
+    if scores and not chosen.by_class:
         low, high = map(chosen.text, test["interval"])
         yield Text(
             f"test records are covered: without the noise, {chosen.title} {low} to {high} (95%)"
@@ -234,7 +194,7 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
         if privacy["seed_policy"]["given"]:
             yield Text("with --seed: no privacy against anyone who knows the seed", ATTENTION)
     else:
-        yield Text(NO_PRIVACY, style="bold red")
+        yield NO_PRIVACY
     if report["audit"]:
         yield Text(sentences.AUDIT_RUN, style="bold red")
     names = (*folder.PUBLISHED, folder.SUMS, folder.AUDIT)

@@ -1,15 +1,15 @@
 """Options of commands from the fields of models, for typer's flags, help and completion."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field, StrictBool
 
-from dpmac_cli.config.fields import Option, flag_name
-from dpmac_cli.config.flags import Flags, Model
+from dpmac_cli.config.flags import Flags, Model, Option, flag_name
 from dpmac_cli.config.settings import SETTINGS, Debug, PrintJson
 
 
@@ -20,8 +20,6 @@ class JsonFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-#: Groups of options, in the order of the help. A command's own groups come first.
-GROUPS = list(dict.fromkeys(option.flag.group for option in SETTINGS.values()))
 #: Placeholders of values in the help, by their type.
 PLACEHOLDERS: Mapping[type, str] = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
 _parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
@@ -32,16 +30,17 @@ def parameter(name: str, option: Option) -> inspect.Parameter:
 
     Values remain text, because one model validates both flags and YAML.
     """
-    shown: Any = partial(typer.Option, f"--{flag_name(name)}", rich_help_panel=option.flag.group)
+    group = SETTINGS[name].group if name in SETTINGS else option.group
+    shown: Any = partial(typer.Option, f"--{flag_name(name)}", rich_help_panel=group)
     if option.switch:
         return _parameter(name, annotation=Annotated[bool, shown(help=option.help)], default=False)
-    text = option.help + (f" One of {option.known}." if option.choices else "")
-    metavar = "NAME" if option.choices else PLACEHOLDERS[option.kind]
+    text = option.help + (f" One of {option.choice.known}." if option.choice else "")
+    metavar = "NAME" if option.choice else PLACEHOLDERS[option.kind]
     info = shown(
         help=text + (f" [default: {option.otherwise}]" if option.otherwise else ""),
         show_default=False,
         metavar=option.flag.metavar or f"{metavar}{',...' * option.several}",
-        autocompletion=_completer(option) if option.choices else None,
+        autocompletion=_completer(option) if option.choice else None,
     )
     return _parameter(name, annotation=Annotated[str | None, info], default=None)
 
@@ -75,12 +74,12 @@ def with_options(
 
     ``parts`` are arguments, and :func:`~dpmac_cli.config.flags.options` of models.
     """
-    arguments = [part for part in parts if isinstance(part, inspect.Parameter)]
-    found = [
-        pair for part in parts if not isinstance(part, inspect.Parameter) for pair in part.items()
-    ]
-    found.sort(key=lambda pair: _place(pair[1].flag.group))
-    parameters = [*arguments, *(parameter(name, option) for name, option in found)]
+    parameters = list[inspect.Parameter]()
+    for part in parts:
+        if isinstance(part, inspect.Parameter):
+            parameters.append(part)
+        else:
+            parameters += (parameter(name, option) for name, option in part.items())
 
     def sign(function: Callable[..., None]) -> Callable[..., None]:
         function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -90,13 +89,24 @@ def with_options(
     return sign
 
 
-def _place(group: str) -> int:
-    return GROUPS.index(group) if group in GROUPS else -1
-
-
 def take(model: type[Model], given: dict[str, Any]) -> Model:
     """Remove the fields of a model from given options, and validate them.
 
     Raises InputError with every fault found.
     """
     return model.model_validate({n: given.pop(n) for n in model.model_fields if n in given})
+
+
+ReplaceFile = Annotated[StrictBool, Field(description="Replace an existing file.")]
+
+
+def faults_of_file(
+    path: Path, kinds: Sequence[str], force: bool, flag: str = "out"
+) -> Iterator[str]:
+    """Yield faults of the path of a file to write."""
+    if path.suffix not in kinds:
+        yield f"--{flag} {path} must end in {' or '.join(kinds)}."
+    if not path.parent.is_dir():
+        yield f"The folder {path.parent} of --{flag} does not exist."
+    if path.exists() and not (force and path.is_file()):
+        yield f"{path} already exists. Add --force to replace it, or use another --{flag}."

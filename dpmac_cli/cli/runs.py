@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,18 @@ from rich.text import Text
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import JsonFlags, argument, take, with_options
-from dpmac_cli.config.fields import options
+from dpmac_cli.config.flags import options
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs import folder
-from dpmac_cli.storage.files import read_lines, to_json
-from dpmac_cli.tasks.known import METRICS, headline_in
+from dpmac_cli.storage.files import to_json
+from dpmac_cli.tasks.known import METRICS
 
 #: Where runs are, unless a folder is named.
 ROOT = Path("runs")
-#: States that no report has: a process holds the run; it diverged; it ended without a report; its
-#: files cannot be read or were changed.
-RUNNING, DIVERGED, CUT_OFF, DAMAGED = "running", "diverged", "cut-off", "damaged"
+#: States that no report has: a process holds the run; it ended without a report; its files cannot
+#: be read or were changed.
+RUNNING, CUT_OFF, DAMAGED = "running", "cut-off", "damaged"
 #: Facts of a run by their keys in JSON; None if unknown, as epsilon without privacy.
 UNKNOWN: Mapping[str, Any] = dict.fromkeys(
     (
@@ -105,17 +105,16 @@ def _facts(where: Path) -> dict[str, Any]:
     """Return the facts of a run by the keys of :data:`UNKNOWN`."""
     files = (where / name for name in (folder.CONFIG, folder.METRICS, folder.REPORT))
     changed = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+    running = folder.in_use(where)
     said = {
         **UNKNOWN,
         "folder": str(where),
-        "state": RUNNING if folder.in_use(where) else DAMAGED,
+        "state": RUNNING if running else DAMAGED,
         "changed": datetime.fromtimestamp(changed, UTC).isoformat(timespec="seconds"),
     }
     with contextlib.suppress(*DAMAGE):
-        if said["state"] == RUNNING:
-            return said | _unreported(where)
-        if not (where / folder.REPORT).exists():
-            return said | {"state": CUT_OFF} | _unreported(where)
+        if running or not (where / folder.REPORT).exists():
+            return said | _unreported(where) | {"state": RUNNING if running else CUT_OFF}
         return said | _reported(where)
     return said
 
@@ -141,82 +140,58 @@ def _reported(where: Path) -> dict[str, Any]:
 
 
 def _unreported(where: Path) -> dict[str, Any]:
-    """Return what settings and metrics say of a run without a report. Raises ``DAMAGE``."""
-    settings, lines = folder.config(where), read_lines(where / folder.METRICS)
+    """Return what the settings say of a run without a report. Raises ``DAMAGE``."""
+    settings = folder.config(where)
     name, optimizer = str(settings["dataset"]), str(settings["optimizer"])
     if not f"{name}{optimizer}".isprintable():
         raise ValueError(f"{folder.CONFIG} was changed")
-    scored = [line for line in lines if line.get(headline_in(line).logged) is not None]
-    last = scored[-1] if scored else {}
-    metric, private = headline_in(last), not settings.get("no-dp", False)
-    diverged = bool(lines) and lines[-1].get("diverged", False) and not folder.in_use(where)
     return {
-        **({"state": DIVERGED} if diverged else {}),
         "dataset": name if name in DATASETS else Path(name).stem,
         "optimizer": optimizer,
-        "private": private,
-        "epsilon": last.get("epsilon") if private else None,
-        "delta": settings.get("delta") if private else None,
-        "metric": metric.name if scored else None,
-        "score": last.get(metric.logged),
+        "private": not settings.get("no-dp", False),
         "audit": settings.get("canaries", 0) > 0,
     }
 
 
 def _print(out: Console, found: Sequence[Mapping[str, Any]]) -> None:
     console.widen(out)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("run")  # the only one that is made narrower
+    table = Table("run", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in COLUMNS:
-        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
+        table.add_column(name, no_wrap=True)
     for run in found:
         path = Text(run["folder"], overflow="ellipsis", no_wrap=True)
-        table.add_row(path, *(Text(show(run)) for show in COLUMNS.values()))
+        table.add_row(path, *(Text(show(run) or "-") for show in COLUMNS.values()))
     out.print(table)
-    for remark in _remarks(found):
-        out.print(Text(remark, style="dim"))
-
-
-def _remarks(found: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    private = [run for run in found if run["private"]]
-    deltas = {run["delta"] for run in private}
-    if len(deltas) == 1:
-        yield f"epsilon at delta {deltas.pop():g}"
-    elif deltas:
-        yield "epsilons at different deltas do not compare; --json has each"
-    if any(run["seeded"] for run in private):
-        yield f"{SEEDED} with --seed: no privacy against anyone who knows the seed"
-    if any(run["audit"] for run in private):
-        yield f"{AUDITED} an audit run: the model is unfit for release"
-    states = {run["state"] for run in found}
-    if shown := ", ".join(name for name in (RUNNING, DIVERGED, CUT_OFF) if name in states):
-        yield f"{shown}: as of the last epoch that was scored; whether with --seed is not known"
+    if any(run["seeded"] and run["private"] for run in found):
+        out.print(f"{SEEDED} with --seed: no privacy against anyone who knows the seed")
+    if any(run["audit"] for run in found):
+        out.print(f"{AUDITED} an audit run: the model is unfit for release")
 
 
 def _epsilon(run: Mapping[str, Any]) -> str:
+    """Return epsilon and delta in words; "" if they are not known."""
     if run["private"] is False:
         return "no privacy"
-    if run["epsilon"] is None and run["seeded"] is None:  # without a report, none is known yet
-        return "-"
+    if run["seeded"] is None:  # without a report, none is known yet
+        return ""
     epsilon = math.inf if run["epsilon"] is None else run["epsilon"]
-    return format_epsilon(epsilon) + SEEDED * bool(run["seeded"]) + AUDITED * bool(run["audit"])
+    marks = SEEDED * bool(run["seeded"]) + AUDITED * bool(run["audit"])
+    return f"{format_epsilon(epsilon)}{marks} at {run['delta']:g}"
 
 
 def _score(run: Mapping[str, Any]) -> str:
-    """Return the accuracy, or the name and value of another score."""
+    """Return the score and its name; "" if there is none."""
     metric = METRICS.get(run["metric"] or "")
-    if metric is None or run["score"] is None:
-        return "-"
-    return f"{metric.title} " * (metric.name != "accuracy") + metric.text(run["score"])
+    known = metric is not None and run["score"] is not None
+    return f"{metric.title} {metric.text(run['score'])}" if metric and known else ""
 
 
-#: Cells of a run by the names of columns, and columns of numbers.
+#: Cells of a run by the names of columns.
 COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "dataset": lambda run: run["dataset"] or "-",
-    "optimizer": lambda run: run["optimizer"] or "-",
-    "epsilon": _epsilon,
+    "dataset": lambda run: run["dataset"],
+    "optimizer": lambda run: run["optimizer"],
+    "epsilon at delta": _epsilon,
     "score": _score,
     "state": lambda run: run["state"],
     "changed": lambda run: run["changed"][:10],
 }
-NUMBERS = ("epsilon", "score")

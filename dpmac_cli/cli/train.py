@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import stop, stop_request
+from dpmac_cli.cli.command import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
-from dpmac_cli.config.fields import Flag, SomePath, options
-from dpmac_cli.config.flags import Flags
-from dpmac_cli.config.settings import SETTINGS, TASK, DisplayFlags, Settings
+from dpmac_cli.config.flags import Flag, Flags, SomePath, options
+from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, Settings
 from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
 from dpmac_cli.runs.memory import keep_freed_memory
@@ -28,20 +27,16 @@ OF_MACHINE: tuple[str, ...] = ("data_dir", "device")
 class Start(Flags, frozen=True):
     """Flags of the command besides the settings."""
 
-    config: Annotated[
-        SomePath | None,
-        Flag(TASK, metavar="FILE"),
-    ] = None
-    """YAML file with settings by the same names. Flags take precedence."""
+    config: Config = None
     resume: Annotated[
         SomePath | None,
-        Flag(TASK, metavar="RUN"),
+        Flag(metavar="RUN"),
     ] = None
     """Resume the run in this folder with the same settings. Add --model if it is your own
     network."""
     fork: Annotated[
         SomePath | None,
-        Flag(TASK, metavar="RUN"),
+        Flag(metavar="RUN"),
     ] = None
     """Continue from the run in this folder with other settings, in a new folder --out."""
 

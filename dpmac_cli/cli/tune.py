@@ -4,20 +4,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import StrictBool
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import stop, stop_request
+from dpmac_cli.cli.command import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
-from dpmac_cli.config.fields import Flag, SomePath, options
-from dpmac_cli.config.settings import SETTINGS, DisplayFlags
+from dpmac_cli.config.flags import Flag, SomePath, options
+from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, DryRun
 from dpmac_cli.errors import INTERRUPTED, InputError
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.studies.search import (
     DECIDED,
-    SEARCH,
     SEARCHED,
     SearchFlags,
     SearchSpace,
@@ -38,19 +36,11 @@ SHARED = {
 class TuneFlags(SearchFlags, frozen=True):
     """Flags of the command besides the settings of its trials."""
 
-    dry_run: Annotated[
-        StrictBool,
-        Flag(SEARCH),
-    ] = False
-    """Show the plan and its privacy cost, without training."""
-    config: Annotated[
-        SomePath | None,
-        Flag(SEARCH, metavar="FILE"),
-    ] = None
-    """YAML file with settings by the same names. Flags take precedence."""
+    dry_run: DryRun = False
+    config: Config = None
     out: Annotated[
         SomePath | None,
-        Flag(SEARCH, metavar="FOLDER", otherwise="runs/tune"),
+        Flag(metavar="FOLDER", otherwise="runs/tune"),
     ] = None
     """Folder of the search, and of the published run."""
 
@@ -71,14 +61,13 @@ def tune(**given: Any) -> None:
     released, and nothing spent).
     """
     shown, json = take(DisplayFlags, dict(given)), bool(given.pop("json", False))
-    trials = given["trials"]
-    command = take(TuneFlags, given)
+    command = take(TuneFlags, {**given})
     if command.dry_run and json:
-        raise InputError(
-            "--dry-run and --json contradict each other: a plan has no report. Give one."
-        )
+        raise InputError("--dry-run and --json contradict each other. Give one.")
+    for name in ("dry_run", "config", "out"):
+        del given[name]
     with console.waiting(shown.quiet, "settings and noise"):
-        space = plan_search({**given, "trials": trials}, command.config, command.out)
+        space = plan_search(given, command.config, command.out)
     if not shown.quiet:
         console.print_notes(space.notes)
     screen = console.stdout() if command.dry_run else console.for_display(shown.quiet, json)
@@ -99,24 +88,19 @@ def tune(**given: Any) -> None:
     screen.print(*_summary(finished, space.plans[0].settings.metric), sep="\n")
 
 
-def _plan_lines(space: SearchSpace) -> Iterator[Text]:
-    trials, privacy = space.search.trials, space.plans[0].privacy
-    yield Text.assemble(("search", "bold"), f" on {space.data.found.name} over:")
-    for dimension in space.dimensions:
-        yield Text(f"  {dimension.text}")
-    yield Text(
+def _plan_lines(space: SearchSpace) -> Iterator[str]:
+    trials, delta = space.search.trials, space.plans[0].privacy.delta
+    yield f"search on {space.data.found.name} over:"
+    yield from (f"  {dimension.text}" for dimension in space.dimensions)
+    yield (
         f"trials: K is drawn in secret, P(K = k) proportional to w^k / k for k from 1 to "
         f"{trials.most:,}, log w = {trials.log_weight:.4g}; its mean is {trials.mean:g}"
     )
     for each in dict.fromkeys(candidate.privacy for candidate in space.plans):
-        yield Text(f"  {each.steps:,} steps with noise multiplier {each.sigma:g}")
-    one = format_epsilon(space.search.trial_epsilon(privacy.delta))
-    yield Text(f"one trial: epsilon {one}, with its covered score")
-    yield Text.assemble(
-        "search and model together: ",
-        (f"epsilon {format_epsilon(space.epsilon)}", "bold"),
-        f" at delta {privacy.delta:g}",
-    )
+        yield f"  {each.steps:,} steps with noise multiplier {each.sigma:g}"
+    one, all_ = map(format_epsilon, (space.search.trial_epsilon(delta), space.epsilon))
+    yield f"one trial: epsilon {one}, with its covered score"
+    yield f"search and model together: epsilon {all_} at delta {delta:g}"
 
 
 def _summary(finished: "Finished", metric: str) -> Iterator[Text]:

@@ -13,18 +13,16 @@ from pydantic import Field
 
 from dpmac_cli.accounting import calibration
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT, SIGMA_MAX, SIGMA_MIN
-from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import LEAST_NOISE, TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.pricing import Row, accountant_note, price
+from dpmac_cli.config.best import recipe_notes
 from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.defaults import completed
-from dpmac_cli.config.fields import Choice, Flag, Several, flag_name
-from dpmac_cli.config.named import RECIPES
-from dpmac_cli.config.recipes import recipe_notes
+from dpmac_cli.config.flags import Choice, Flag, Several, flag_name
+from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.settings import (
-    OWN_DATA,
-    PRIVACY,
-    TASK,
+    LATER,
+    SETTINGS,
     Count,
     Length,
     Positive,
@@ -46,17 +44,21 @@ class Question(Priced, frozen=True):
         InputError: lists every invalid value and contradiction.
     """
 
-    dataset_size: Annotated[Count | None, Flag(TASK)] = None
+    dataset: Annotated[str, Choice(tuple(DATASETS))] = "mnist"
+    """Dataset to train on; for your own data use --dataset-size."""
+    recipe: Annotated[str, Choice((PAPER, BEST)), SETTINGS["recipe"].flag] = LATER
+    """Values of sizes that are not given: of the run in the paper, or of the best run."""
+    dataset_size: Count | None = None
     """Number of training records n, for data that dpmac does not have."""
-    epochs: Annotated[Several[Length] | None, Flag(TASK, otherwise="the dataset's")] = None
+    epochs: Annotated[Several[Length] | None, Flag(otherwise="the dataset's")] = None
     """Epochs of ceil(n/B) steps."""
-    steps: Annotated[Several[Length] | None, Flag(TASK)] = None
+    steps: Several[Length] | None = None
     """Steps, instead of --epochs."""
-    sigma: Annotated[Several[NoiseOrNone] | None, Flag(PRIVACY)] = None
+    sigma: Several[NoiseOrNone] | None = None
     """Noise multiplier."""
-    epsilon: Annotated[Several[Positive] | None, Flag(PRIVACY)] = None
+    epsilon: Several[Positive] | None = None
     """Target epsilon: solve for a setting that meets it."""
-    accountant: Annotated[str, Choice(tuple(USED)), Flag(PRIVACY)] = DEFAULT_ACCOUNTANT
+    accountant: Annotated[str, Choice(tuple(USED))] = DEFAULT_ACCOUNTANT
     """Accounting method."""
 
     @classmethod
@@ -68,116 +70,83 @@ class Question(Priced, frozen=True):
                 yield f"{flags} contradict each other: give one."
         if "dataset_size" in given and "dataset" not in given:
             yield from (f"--{n} needs --dataset." for n in ("recipe", "model") if n in given)
-        if (name := given.get("recipe")) in RECIPES:
-            yield f"--recipe {name} is a file of settings. Use paper or best, and its settings."
-        if (own := given.get("dataset", "mnist")) not in DATASETS and OWN_DATA[0](str(own)):
-            yield f"--dataset: use one of {', '.join(DATASETS)}; for your own data --dataset-size."
-        if "epsilon" in given and "sigma" in given:
+        lengths = given.keys() & {"epochs", "steps"}
+        if solved := {"epsilon", "sigma"} <= given.keys():
             if "0" in str(given["sigma"]).split(","):
                 yield "--sigma 0 adds no noise, so epsilon is infinite: nothing can be solved for."
-            for name in ("epochs", "steps"):
-                if name in given:
-                    yield (
-                        f"--sigma, --epsilon and --{name} together leave nothing to solve for: "
-                        "leave one out."
-                    )
+            for name in lengths:
+                yield (
+                    f"--sigma, --epsilon and --{name} together leave nothing to solve for: leave "
+                    "one out."
+                )
+        alone = "dataset_size" in given and "dataset" not in given
+        if alone and not ("batch_size" in given and (lengths or solved)):
+            yield "Add --batch-size, and --epochs or --steps, to --dataset-size."
 
     @property
     def solve(self) -> str | None:
         """Return the setting to solve for; None for epsilon."""
-        if self.epsilon is None:
-            return None
-        return "sigma" if self.sigma is None else "steps"
+        return None if self.epsilon is None else "sigma" if self.sigma is None else "steps"
 
-    @property
-    def run(self) -> Settings | None:
-        """Return the settings of the run, as ``dpmac train`` has them; None without a dataset."""
-        if self.dataset_size is not None and "dataset" not in self.explicit:
-            return None
-        shared = {n: v for n, v in self.explicit.items() if n in Priced.model_fields}
-        lengths = {
-            name: (of[0] if of and of[0] else None)
-            for name, of in (("epochs", self.epochs), ("steps", self.steps))
-        }
-        targets = self.epsilon or ()
-        noise = {"epsilon": targets[0]} if self.solve == "sigma" else {"sigma": 1.0}
-        return Settings.model_validate({**shared, **lengths, **noise})
+    def completed(self, target: float | None) -> tuple[Self, tuple[str, ...]]:
+        """Return this question with the sizes of its dataset and recipe, and notes on the recipe.
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Return notes on what the recipe of the run chose."""
-        run = self.run
-        return () if run is None else tuple(recipe_notes(run, DATASETS[str(self.dataset)]))
-
-    def completed(self) -> Self:
-        """Return this question with the sizes of its dataset and recipe. Raises InputError."""
-        run, changes = self.run, dict[str, Any]()
-        if run is not None:
-            facts = DATASETS[str(self.dataset)]
+        Raises InputError.
+        """
+        asked, notes = self.model_copy(update={"epsilon": target and (target,)}), tuple[str, ...]()
+        if self.dataset_size is None or "dataset" in self.explicit:
+            facts = DATASETS[self.dataset]
+            shared = {n: v for n, v in self.explicit.items() if n in Priced.model_fields}
+            noise = {"epsilon": target} if self.solve == "sigma" else {"sigma": 1.0}
+            lengths = {name: (of or (None,))[0] or None for name, of in self.lengths.items()}
+            run = Settings.model_validate({**shared, **lengths, **noise})
             found = completed(run, facts)
-            changes = {"dataset_size": facts.train_size, "batch_size": found.batch_size}
-            if self.epochs is None and self.steps is None and self.solve != "steps":
+            changes: dict[str, Any] = {
+                "dataset_size": facts.train_size,
+                "batch_size": found.batch_size,
+            }
+            if not any(self.lengths.values()) and self.solve != "steps":
                 changes["epochs"] = (found.epochs,)
-        asked = self.model_copy(update=changes)
+            asked, notes = asked.model_copy(update=changes), tuple(recipe_notes(run, facts))
         errors = [
             f"--sigma must be 0 for no noise, or at least {SIGMA_MIN:g}, not {sigma:g}."
             for sigma in self.sigma or ()
             if 0 < sigma < SIGMA_MIN
         ]
-        if missing := [*_missing(asked)]:
-            them = "it" if len(missing) == 1 else "them"
-            errors.append(f"Add {', and '.join(missing)}: without {them} there is no answer.")
-        elif asked.dataset_size is not None:
-            sizes = asked.dataset_size, asked.batch_size
-            errors += misfits("the dataset", *sizes, asked.epochs or ())
-        raise_errors(errors)
-        return asked
+        if self.sigma is None and self.epsilon is None:
+            errors.append("Add --sigma to compute epsilon, or --epsilon to compute sigma.")
+        sizes = asked.dataset_size or 1, asked.batch_size
+        raise_errors([*errors, *misfits("the dataset", *sizes, asked.epochs or ())])
+        return asked, notes
+
+    @property
+    def lengths(self) -> Mapping[str, tuple[int, ...] | None]:
+        """Return the given lengths of training, by unit."""
+        return {"epochs": self.epochs, "steps": self.steps}
 
 
-def _missing(asked: Question) -> Iterator[str]:
-    """Yield flags without which there is no answer."""
-    if asked.solve is None and asked.sigma is None:
-        yield "--sigma (to compute epsilon) or --epsilon (to compute sigma)"
-    if not asked.batch_size:
-        yield "--batch-size"
-    if asked.epochs is None and asked.steps is None and asked.solve != "steps":
-        yield "--epochs or --steps"
+def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
+    """Return a row for each combination of values, notes, and why targets cannot be met.
 
-
-def by_target(asked: Question) -> tuple[Question, ...]:
-    """Return a question for each target epsilon whose recipe may differ."""
-    targets = asked.epsilon or ()
-    if not asked.notes or len(targets) < 2:
-        return (asked,)
-    return tuple(asked.model_copy(update={"epsilon": (one,)}) for one in targets)
-
-
-def answer(*completed_questions: Question) -> Iterator[Row]:
-    """Yield the rows that answer questions, one for each combination of the values of each.
-
-    Raises:
-        BudgetError: after all rows that can be computed, if some targets cannot be met.
+    Raises InputError.
     """
-    out_of_reach: dict[str, None] = {}
-    for question in completed_questions:
-        lengths = {"epochs": question.epochs, "steps": question.steps}
-        counts = [(unit, count) for unit, counts in lengths.items() for count in counts or ()]
+    rows, notes, beyond = list[Row](), dict[str, None](), dict[str, None]()
+    for target in question.epsilon or (None,):
+        asked, said = question.completed(target)
+        notes |= dict.fromkeys(said)
+        lengths = [(unit, count) for unit, of in asked.lengths.items() for count in of or ()]
         for case in itertools.product(
-            question.sigma or (0.0,),
-            counts or [("steps", 1)],
-            question.epsilon or (0.0,),
-            USED[question.accountant],
+            asked.sigma or (0.0,), lengths or [("steps", 1)], USED[asked.accountant]
         ):
             try:
-                yield _solved(question, *case)
+                rows.append(_solved(asked, target or 0.0, *case))
             except BudgetError as failure:
-                out_of_reach[str(failure)] = None
-    if out_of_reach:
-        raise BudgetError("\n".join(out_of_reach))
+                beyond[str(failure)] = None
+    return rows, tuple(notes), [*beyond]
 
 
 def _solved(
-    question: Question, sigma: float, length: tuple[str, int], target: float, accountant: str
+    question: Question, target: float, sigma: float, length: tuple[str, int], accountant: str
 ) -> Row:
     """Solve for a setting, and compute the privacy cost of the result."""
     size, batch, delta = question.dataset_size or 1, question.batch_size, question.delta
@@ -196,19 +165,9 @@ def _solved(
 
 def account_notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
     """Yield what is legal, but probably not what was meant; ``accountant`` was asked for."""
-    events = [event for row in rows for event in row.events]
     for delta, size in dict.fromkeys((row.delta, row.dataset_size) for row in rows):
         if size is not None:
             yield from delta_note(delta, size)
     if DEFAULT_ACCOUNTANT in USED[accountant]:
         by_rdp = (accountant_note(row.events, row.delta) for row in rows)
         yield from dict.fromkeys(itertools.chain.from_iterable(by_rdp))
-    allocated = [e for e in events if e.sampling.once_an_epoch and e.sampling.amplified]
-    if any(0 < e.noise_multiplier < LEAST_NOISE for e in allocated):
-        yield (
-            f"Below noise multiplier {LEAST_NOISE:g} random allocation is accounted without "
-            "amplification: an epoch costs as much as a step on all records. Poisson sampling may "
-            "cost less (--sampler poisson)."
-        )
-    if any(row.solved == "steps" and row.steps == MOST_STEPS for row in rows):
-        yield f"{MOST_STEPS:,} steps is the maximum of a run; the budget would allow more."

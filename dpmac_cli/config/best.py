@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dpmac_cli.config.flags import flag_name
+from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.models.registry import MODELS, Scattered
 from dpmac_cli.tasks.classification import Classification
 
@@ -85,24 +87,14 @@ def _of_regime(given: Settings, regime: Regime) -> dict[str, Any]:
 
 
 def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
-    """Yield what the recipe chose, with reasons; the rate of a given optimizer separately."""
+    """Yield what the recipe chose, as flags; the rate of a given optimizer separately."""
     rule = best(given, facts)
-    regime = _regime(given.filled(rule), facts)
     chosen = {name: value for name, value in rule.items() if name not in given.explicit and value}
-    said = {
-        "features": f"--features {{}} (images of at most {MOST_FEATURES:,} features)",
-        "batch_size": f"batch {{:,}} (n / {regime.share})",
-        "epochs": "{} epochs",
-        "optimizer": "{}",
-        "lr": "learning rate {:g}",
-        "ema": "EMA {:g}",
-    }
-    parts = {name: text.format(chosen[name]) for name, text in said.items() if name in chosen}
-    rate = parts.pop("lr", "") if "optimizer" in given.explicit else ""
-    if parts:
-        yield ", ".join(parts.values())
-    if rate:
-        yield f"{rate} for {given.optimizer}"
+    rate = chosen.pop("lr", None) if "optimizer" in given.explicit else None
+    if chosen:
+        yield " ".join(f"--{flag_name(name)} {value}" for name, value in chosen.items())
+    if rate is not None:
+        yield f"--lr {rate} for {given.optimizer}"
 
 
 def _network(given: Settings, facts: Dataset) -> dict[str, Any]:
@@ -179,3 +171,25 @@ def _of_perceptron(inputs: int, scale: float) -> Regime:
 def _scale(given: Settings, facts: Dataset) -> float:
     """Return n epsilon: noise matters as much for half of the records as for half of epsilon."""
     return facts.train_size * (given.epsilon or EPSILON)
+
+
+def recipe_of(given: Settings) -> str:
+    """Return PAPER or BEST.
+
+    Noise that is given means the run of the paper, where the paper describes one.
+    """
+    described = given.dataset in DATASETS and given.backbone is None
+    noise = described and (given.sigma is not None or given.no_dp)
+    return given.recipe or (PAPER if noise else BEST)
+
+
+def of_recipe(given: Settings, facts: Dataset) -> dict[str, Any]:
+    """Return the settings of the recipe, for those that are not given."""
+    recipe = recipe_of(given)
+    return {"recipe": recipe, **(best(given, facts) if recipe == BEST else {})}
+
+
+def recipe_notes(given: Settings, facts: Dataset) -> Iterator[str]:
+    """Yield what the recipe chose, and why."""
+    if recipe_of(given) == BEST:
+        yield from (f"recipe best: {part}." for part in reasons(given, facts))

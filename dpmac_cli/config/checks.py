@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
-from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, StepsPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.data.schema import DataFacts, LeftOut, listed
@@ -238,7 +238,7 @@ def _without_effect(idle: Mapping[str, str], flags: Collection[str]) -> Iterator
 def _idle_rules(plan: StepsPlan) -> dict[str, str]:
     """Return the settings of optimizers that have no effect with the one of a plan."""
     used = {*plan.optimizer.used(), "optimizer"}
-    of_optimizers = (name for name, option in SETTINGS.items() if option.flag.group == OPTIMIZER)
+    of_optimizers = (name for name, option in SETTINGS.items() if option.group == OPTIMIZER)
     return {name: plan.optimizer.name for name in of_optimizers if name not in used}
 
 
@@ -250,7 +250,7 @@ def _idle(plan: TrainPlan) -> dict[str, str]:
     if plan.network.trained.part != "lora":
         idle |= {"lora_rank": f"--train {plan.network.trained.part}"}
     if not plan.data.own:
-        of_data = (name for name, option in SETTINGS.items() if option.flag.group == DATA)
+        of_data = (name for name, option in SETTINGS.items() if option.group == DATA)
         idle |= dict.fromkeys(of_data, plan.data.dataset)
     return idle
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from dpmac_cli.config.flags import valid
 from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
-from dpmac_cli.config.sources import Values, over
-from dpmac_cli.config.yaml_file import read_yaml
+from dpmac_cli.config.sources import Values, over, read_yaml
 from dpmac_cli.data.column_schema import TOKENS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
 from dpmac_cli.data.table_schema import TableSchema, read_schema
 from dpmac_cli.data.tokens import TextReader
-from dpmac_cli.errors import InputError, as_typed, raise_errors
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.registry import BACKBONES
 from dpmac_cli.storage.paths import data_folder
@@ -41,18 +40,17 @@ def resolve_data(
     above = valid(Settings, settings, errors).explicit
     below = {n: v for n, v in found.items() if n not in above and (n == "dataset" or _of_data(n))}
     if file is not None and str(below.get("dataset", "")).startswith("<"):
-        remedy = as_typed(
-            "Add --dataset with the path of a file of them, or score it with dpmac_cli.score.",
-            "Pass them: score(run, data), with from_torch(...) or ArrayData(...) as data.",
+        raise InputError(
+            f"{file.parent} was trained on records in memory of a program. Add --dataset with the "
+            "path of a file of them, or pass them: dpmac_cli.score(run, data)."
         )
-        raise InputError(f"{file.parent} was trained on records in memory of a program. {remedy}")
     values = over(above, valid(Settings, below, errors, f"{file}: ").explicit)
     raise_errors(errors)
     return plan_data(Settings.model_validate(values), texts, schema)
 
 
 def _of_data(name: str) -> bool:
-    return name in SETTINGS and SETTINGS[name].flag.group == DATA
+    return name in SETTINGS and SETTINGS[name].group == DATA
 
 
 def plan_data(

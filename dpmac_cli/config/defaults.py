@@ -3,9 +3,8 @@
 import math
 from typing import Any
 
-from dpmac_cli.config.best import best_for_batches
+from dpmac_cli.config.best import best_for_batches, of_recipe
 from dpmac_cli.config.named import BEST
-from dpmac_cli.config.recipes import of_recipe
 from dpmac_cli.config.settings import DELTA, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset, Defaults
 from dpmac_cli.models.registry import BACKBONES, MODELS, SMALL, Trained

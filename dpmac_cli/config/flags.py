@@ -1,26 +1,215 @@
-"""Models of flags: validation, and errors with the value and a remedy."""
+"""Fields of pydantic models that are flags: metadata, validation, and errors with a remedy."""
 
 import difflib
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Self,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+)
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     ModelWrapValidatorHandler,
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
-from dpmac_cli.config.fields import NUMBER, KnownFlags, Option, flag_name, options
 from dpmac_cli.config.gone import instead
 from dpmac_cli.errors import InputError, as_typed, raise_errors
 
+#: A number in text, as a regular expression.
+NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
+#: Limits of a number in words, by their names in ``Field``.
+LIMITS: Mapping[str, str] = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+T = TypeVar("T")
 Model = TypeVar("Model", bound="Flags")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Metadata of a flag, beside its type, limits and default. Its docstring is the help.
+
+    Attributes:
+        otherwise: the default in words, if it depends on other settings.
+        metavar: placeholder of the value in the help; "" for one by type.
+        needs: other settings, one of which is required.
+        not_with: contradicting settings, and why.
+    """
+
+    otherwise: str = ""
+    metavar: str = ""
+    needs: tuple[str, ...] = ()
+    not_with: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Registered names, one of which a text must be.
+
+    Attributes:
+        names: the names.
+        besides: test and description of other texts that are allowed.
+        instances: class whose instances are allowed too.
+    """
+
+    names: Collection[str]
+    besides: tuple[Callable[[str], bool], str] | None = None
+    instances: type | tuple[()] = ()
+
+    @property
+    def known(self) -> str:
+        """Return the allowed values in words."""
+        more = f"; or {self.besides[1]}" if self.besides else ""
+        return f"{', '.join(self.names)}{more}"
+
+    def check(self, value: object) -> object:
+        """Return an allowed value, or raise an error of pydantic."""
+        if isinstance(value, self.instances):
+            return value
+        if isinstance(value, str) and (
+            value in self.names or (self.besides is not None and self.besides[0](value))
+        ):
+            return value
+        raise PydanticCustomError("choice", "Input should be a registered name")
+
+    def __get_pydantic_core_schema__(self, *_: object) -> core_schema.CoreSchema:
+        """Return the schema of :meth:`check`, for pydantic."""
+        return core_schema.no_info_plain_validator_function(self.check)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Pattern of a text, and its description."""
+
+    regex: str
+    description: str
+
+    def __get_pydantic_core_schema__(self, *_: object) -> core_schema.CoreSchema:
+        """Return the schema of a text that matches, for pydantic."""
+        return core_schema.str_schema(strict=True, pattern=rf"^(?:{self.regex})$")
+
+
+def _not_empty(value: object) -> object:
+    if value == "":
+        raise PydanticCustomError("empty", "Input should not be empty")
+    return value
+
+
+def _split(value: object) -> object:
+    return value.split(",") if isinstance(value, str) else value
+
+
+#: A path that is not empty.
+SomePath = Annotated[Path, BeforeValidator(_not_empty)]
+#: One value or several, separated by commas.
+Several = Annotated[tuple[T, ...], BeforeValidator(_split)]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of a model as a flag: what its help, its documentation and its messages say."""
+
+    name: str
+    group: str  # group of the help
+    help: str
+    default: Any  # None if it depends on other settings, or if the setting is off
+    flag: Flag
+    kind: type  # type of a value
+    several: bool  # whether several comma-separated values may be given
+    limits: Mapping[str, float]  # limits of a number, by the names of LIMITS
+    choice: Choice | None
+    pattern: Pattern | None
+
+    @property
+    def switch(self) -> bool:
+        """Return whether it is given without a value."""
+        return self.kind is bool
+
+    @property
+    def otherwise(self) -> str:
+        """Return its default in words; "" if there is none, or if it is off."""
+        return self.flag.otherwise or ("" if self.default in (None, False) else str(self.default))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Return its registered names."""
+        return tuple(self.choice.names) if self.choice else ()
+
+    @property
+    def bounds(self) -> str:
+        """Return the limits of a number in words: "above 0 and below 1"."""
+        return " and ".join(
+            f"{LIMITS[name]} {limit:{',' if isinstance(limit, int) else 'g'}}"
+            for name, limit in self.limits.items()
+        )
+
+
+#: Flags by name. The type of the names does not matter here.
+KnownFlags = Mapping[Any, Option]
+
+
+@cache
+def options(model: "type[Flags]") -> KnownFlags:
+    """Return the flags of a model by name, in the order of its fields."""
+    group, known = "Options", dict[str, Option]()
+    for name, found in model.model_fields.items():
+        group = model.sections.get(name, group)
+        known[name] = _option(name, group, found)
+    return known
+
+
+def flag_name(name: str) -> str:
+    """Return the name of a setting as a flag."""
+    return name.replace("_", "-")
+
+
+def _option(name: str, group: str, found: FieldInfo) -> Option:
+    parts = [*_parts(found.annotation), *found.metadata]
+
+    def first(kind: type[T]) -> T | None:
+        return next((part for part in parts if isinstance(part, kind)), None)
+
+    types = [part for part in parts if isinstance(part, type) and part is not NoneType]
+    return Option(
+        name,
+        group,
+        help=" ".join((found.description or "").split()),
+        default=found.default,
+        flag=first(Flag) or Flag(),
+        kind=types[0] if types else str,  # registered names are text
+        several=... in parts,
+        limits={n: getattr(part, n) for part in parts for n in LIMITS if hasattr(part, n)},
+        choice=first(Choice),
+        pattern=first(Pattern),
+    )
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """Yield the types in an annotation, and their metadata."""
+    if get_origin(annotation) in (Annotated, tuple, Union, UnionType):
+        for part in get_args(annotation):
+            yield from _parts(part)
+    elif isinstance(annotation, FieldInfo):
+        yield from annotation.metadata
+    else:
+        yield annotation
 
 
 class _Hidden:
@@ -47,6 +236,8 @@ class Flags(BaseModel, frozen=True):
         ignored_types=(_Hidden,),
         use_attribute_docstrings=True,
     )
+    #: Groups of the help, each by its first field.
+    sections: ClassVar[Mapping[str, str]] = {}
     if TYPE_CHECKING:
         json = schema = cast("Any", None)
     else:
@@ -59,14 +250,15 @@ class Flags(BaseModel, frozen=True):
         if not isinstance(values, Mapping):
             return handler(values)
         known = options(cls)
-        given = {n: _as_text(n, v, known) for n, v in values.items() if is_given(v)}
+        given = {n: _as_text(v, known.get(n)) for n, v in values.items() if is_given(v)}
         contradictions = [*cls.contradictions(given)]
         try:
             found = handler(given)
         except ValidationError as failure:
             order = [*given]
             faults = sorted(failure.errors(), key=lambda fault: order.index(str(fault["loc"][0])))
-            raise InputError([*explain(faults, known), *contradictions]) from None
+            said = (_sentence(fault, known) for fault in faults)
+            raise InputError([*dict.fromkeys(said), *contradictions]) from None
         raise_errors(contradictions)
         return found
 
@@ -101,18 +293,6 @@ def valid(
         return model()
 
 
-def explain(faults: Iterable[ErrorDetails], known: KnownFlags) -> tuple[str, ...]:
-    """Return the errors of pydantic as sentences with the value and a remedy.
-
-    ``known`` are the flags of the model.
-    """
-    said: dict[str, None] = {}
-    for fault in faults:
-        name = str(fault["loc"][0])
-        said[_sentence(fault, known[name]) if name in known else unknown(name, known)] = None
-    return tuple(said)
-
-
 def unknown(name: str, known: KnownFlags) -> str:
     """Return the error for a name that is not one of the ``known`` settings."""
     hint = instead(name, known) or near(name, map(flag_name, known))
@@ -125,44 +305,40 @@ def near(text: str, names: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(matches)}?" if matches else ""
 
 
-def _as_text(name: str, value: object, known: KnownFlags) -> object:
+def _as_text(value: object, option: Option | None) -> object:
     """Return a number or a path as text, and text and the values of switches unchanged."""
     if isinstance(value, bool):
-        return value if name not in known or known[name].switch else str(value).lower()
+        return value if option is None or option.switch else str(value).lower()
     return str(value) if isinstance(value, Real | Path) else value
 
 
-def _sentence(fault: ErrorDetails, option: Option) -> str:
-    """Return an error of a known flag as a sentence."""
-    kind, value = fault["type"], fault["input"]
+def _sentence(fault: ErrorDetails, known: KnownFlags) -> str:
+    """Return an error of pydantic as a sentence with the value and a remedy."""
+    name, kind, value = str(fault["loc"][0]), fault["type"], fault["input"]
+    if name not in known:
+        return unknown(name, known)
+    option = known[name]
     if not isinstance(value, str | bool):
-        choice = option.choice
-        remedy = AS_DATASET if choice is None or choice.instances else f"Known: {choice.known}."
-        return f"{option.name} cannot be a {type(value).__name__}. {remedy}"
-    text = str(value)
-    better = instead(f"{option.name} {text}")
+        named = option.choice if option.choice and not option.choice.instances else None
+        known_values = AS_DATASET if named is None else f"Known: {named.known}."
+        return f"{name} cannot be a {type(value).__name__}. {known_values}"
+    better = instead(f"{name} {value}")
     if option.switch:
         said = " must be true or false."
     elif kind == "empty":
         said = " must not be empty. Set it to a folder, or leave it out."
     elif option.choice is not None:
-        meant = better or near(text, option.choices)
-        noun = option.choice.noun or flag_name(option.name)
-        said = f": there is no {noun} '{text}'.{meant} Known: {option.choice.known}."
+        meant = better or near(str(value), option.choices)
+        noun = flag_name(name).removesuffix("s" * option.several)
+        said = f": there is no {noun} '{value}'.{meant} Known: {option.choice.known}."
     elif option.pattern is not None:
-        said = f" must be {option.pattern.description}, not '{text}'.{better}"
-    elif kind in _OUT_OF_LIMITS:
-        said = f" must be {option.bounds}, not {text}.{better}"
+        said = f" must be {option.pattern.description}, not '{value}'.{better}"
+    elif kind.startswith(("greater_than", "less_than")):
+        said = f" must be {option.bounds}, not {value}.{better}"
     else:
-        said = f": '{text}' is not {_NOUNS.get(option.kind, 'text')}.{_decimal_point(text)}"
-    return f"--{flag_name(option.name)}{said}"
-
-
-def _decimal_point(text: str) -> str:
-    """Return a hint if a number was meant that has a decimal comma."""
-    pointed = text.replace(",", ".")
-    meant = pointed != text and re.fullmatch(NUMBER, pointed)
-    return f" Did you mean {pointed}?" if meant else ""
+        nouns: Mapping[type, str] = {int: "a whole number", float: "a number"}
+        said = f": '{value}' is not {nouns.get(option.kind, 'text')}."
+    return f"--{flag_name(name)}{said}"
 
 
 #: Remedy for a value of another type than text or a number.
@@ -170,5 +346,3 @@ AS_DATASET = (
     "Use text or numbers, and for dataset a name, a path, or records in memory: ArrayData(x, y), "
     "from_torch(dataset) or from_dataframe(frame, schema)."
 )
-_NOUNS: Mapping[type, str] = {int: "a whole number", float: "a number"}
-_OUT_OF_LIMITS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")

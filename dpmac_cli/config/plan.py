@@ -220,7 +220,7 @@ class StepsPlan:
             for name, option in SETTINGS.items()
             if (value := getattr(self.settings, name)) is not None
             and name not in NOT_RECORDED
-            and (own or option.flag.group != DATA)
+            and (own or option.group != DATA)
         }
         if not isinstance(parse_model(self.settings.model), UserModel):
             kept.pop("fix_norm")

@@ -11,6 +11,7 @@ from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import checks
+from dpmac_cli.config.best import recipe_notes
 from dpmac_cli.config.data import plan_data
 from dpmac_cli.config.defaults import (
     BATCHES,
@@ -28,7 +29,6 @@ from dpmac_cli.config.plan import (
     TrainPlan,
     unit_of_privacy,
 )
-from dpmac_cli.config.recipes import recipe_notes
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.sources import Values, by_setting, given_settings
 from dpmac_cli.errors import InputError, named, raise_errors

@@ -6,6 +6,7 @@ A setting has the same name as a flag, as a YAML key and as a keyword. Imports n
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Self, get_args
 
 from pydantic import Field, StrictBool
@@ -14,17 +15,17 @@ from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN
-from dpmac_cli.config.fields import (
+from dpmac_cli.config.flags import (
     NUMBER,
     Choice,
     Flag,
+    Flags,
     Option,
     Pattern,
     SomePath,
     flag_name,
     options,
 )
-from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.data.column_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
 from dpmac_cli.data.registry import DATASETS
@@ -80,24 +81,30 @@ Device = Annotated[
     str,
     Pattern(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N"),
     Field(description="Device: auto, cpu, cuda or cuda:N."),
-    Flag(RUN, metavar="DEVICE"),
+    Flag(metavar="DEVICE"),
 ]
 DataDir = Annotated[
     SomePath | None,
     Field(description="Folder of datasets (or DPMAC_DATA_DIR)."),
-    Flag(RUN, metavar="FOLDER"),
+    Flag(metavar="FOLDER"),
 ]
 Quiet = Annotated[
     StrictBool,
     Field(description="Print only errors."),
-    Flag(OUTPUT),
 ]
 Debug = Annotated[
     StrictBool,
     Field(description="Show tracebacks."),
-    Flag(OUTPUT),
 ]
-PrintJson = Annotated[StrictBool, Field(description="Print JSON."), Flag(OUTPUT)]
+PrintJson = Annotated[StrictBool, Field(description="Print JSON.")]
+
+
+Config = Annotated[
+    SomePath | None,
+    Field(description="YAML file with settings by the same names. Flags take precedence."),
+    Flag(metavar="FILE"),
+]
+DryRun = Annotated[StrictBool, Field(description="Show the plan and its cost, without training.")]
 
 
 class DisplayFlags(Flags, frozen=True):
@@ -113,14 +120,12 @@ class Priced(Flags, frozen=True):
     dataset: Annotated[
         str | InMemoryData,
         Choice(tuple(DATASETS), OWN_DATA, instances=InMemoryData),
-        Flag(TASK),
     ] = "mnist"
     """Dataset to train on."""
     recipe: Annotated[
         str,
         Choice((PAPER, BEST, *RECIPES)),
         Flag(
-            TASK,
             otherwise="paper with --sigma or --no-dp, best otherwise and for your own data",
         ),
     ] = LATER
@@ -130,26 +135,21 @@ class Priced(Flags, frozen=True):
         str,
         Choice(tuple(MODELS), OWN_MODEL),
         Flag(
-            TASK,
             otherwise="the dataset's",
         ),
     ] = LATER
     """Network to train."""
     batch_size: Annotated[
         Count,
-        Flag(TASK, otherwise="the dataset's"),
+        Flag(otherwise="the dataset's"),
     ] = LATER
     """Expected batch size B."""
     sampler: Annotated[
         str,
         Choice(tuple(SAMPLERS)),
-        Flag(PRIVACY),
     ] = "poisson"
     """Batch sampling method. The privacy cost depends on it."""
-    delta: Annotated[
-        Probability,
-        Flag(PRIVACY),
-    ] = DELTA
+    delta: Probability = DELTA
     """Delta of (epsilon, delta). Your own data: 1e-05, or n^-1.1 if that is less."""
 
 
@@ -160,25 +160,33 @@ class Settings(Priced, frozen=True):
         InputError: lists every invalid value and contradiction.
     """
 
-    # Task
-    fix_norm: Annotated[
-        StrictBool,
-        Flag(TASK),
-    ] = False
+    sections = MappingProxyType(
+        {
+            "dataset": TASK,
+            "sampler": PRIVACY,
+            "fix_norm": TASK,
+            "test_fraction": DATA,
+            "sigma": PRIVACY,
+            "optimizer": OPTIMIZER,
+            "lr_schedule": RECIPE,
+            "canaries": AUDIT,
+            "physical_batch": RUN,
+            "metric": OUTPUT,
+        }
+    )
+    fix_norm: StrictBool = False
     """Replace batch norm with group norm in your network."""
     isolate: Annotated[
         StrictBool,
         Flag(
-            TASK,
             otherwise="if it cannot be proven that the network does not mix samples",
         ),
     ] = False
     """Run the network on each sample separately, so it cannot mix samples. Slower."""
     features: Annotated[
         str | None,
-        Choice(tuple(FEATURES), noun="kind of features"),
+        Choice(tuple(FEATURES)),
         Flag(
-            TASK,
             not_with={"pretrained": "public weights are for networks that take images"},
         ),
     ] = None
@@ -186,30 +194,29 @@ class Settings(Priced, frozen=True):
     backbone: Annotated[
         str | None,
         Choice((*BACKBONES, *ENCODERS), OWN_ENCODER),
-        Flag(TASK, not_with={"features": "a network takes only one of them"}),
+        Flag(not_with={"features": "a network takes only one of them"}),
     ] = None
     """Train on features of this public network of images or texts."""
     backbone_size: Annotated[
         int | None,
         Field(ge=32, le=1024),
-        Flag(TASK, otherwise="the backbone's", needs=("backbone",)),
+        Flag(otherwise="the backbone's", needs=("backbone",)),
     ] = None
     """Size in pixels to resize images to for the backbone."""
     backbone_flips: Annotated[
         StrictBool,
-        Flag(TASK, needs=("backbone",)),
+        Flag(needs=("backbone",)),
     ] = False
     """Average the features of each image and its mirror image."""
     pretrained: Annotated[
         str | Path | None,
-        Flag(TASK, metavar="FILE"),
+        Flag(metavar="FILE"),
     ] = None
     """Start from the public weights in this safetensors file."""
     train: Annotated[
         str | None,
-        Choice(tuple(PARTS), noun="part to train"),
+        Choice(tuple(PARTS)),
         Flag(
-            TASK,
             otherwise="all; with a backbone the head",
             needs=("pretrained", "backbone"),
         ),
@@ -218,72 +225,62 @@ class Settings(Priced, frozen=True):
     lora_rank: Annotated[
         int | None,
         Field(ge=1, le=1024),
-        Flag(TASK, otherwise="8", needs=("train",)),
+        Flag(otherwise="8", needs=("train",)),
     ] = None
     """With --train lora: rank of the low-rank updates, which are scaled by 16 / rank."""
     epochs: Annotated[
         Count | None,
-        Flag(TASK, otherwise="the dataset's"),
+        Flag(otherwise="the dataset's"),
     ] = None
     """Epochs of ceil(n/B) steps."""
-    steps: Annotated[
-        Steps | None,
-        Flag(TASK),
-    ] = None
+    steps: Steps | None = None
     """Steps, instead of --epochs."""
-    # Your own data
-    test_fraction: Annotated[
-        Probability,
-        Flag(DATA),
-    ] = 0.2
+    test_fraction: Probability = 0.2
     """Fraction of your data to hold out for testing if there is no test set."""
     split_seed: Annotated[
         int,
         Field(ge=0, le=4294967295),
-        Flag(DATA),
     ] = 0
     """Public seed of that split, which is decided per record."""
     channels: Annotated[
         str | None,
-        Choice(("1", "3"), noun="number of channels"),
-        Flag(DATA, otherwise="as found"),
+        Choice(("1", "3")),
+        Flag(otherwise="as found"),
     ] = None
     """Convert your images to N channels."""
     image_size: Annotated[
         int | None,
         Field(ge=1, le=1024),
-        Flag(DATA, otherwise="as found"),
+        Flag(otherwise="as found"),
     ] = None
     """Resize your images to N by N."""
     levels: Annotated[
         int | None,
         Field(ge=1, le=65535),
-        Flag(DATA, otherwise="the largest that the format can hold"),
+        Flag(otherwise="the largest that the format can hold"),
     ] = None
     """Value of white in your grey images with 16 bits per pixel, such as 4095 for scans of 12
     bits."""
     classes: Annotated[
         str | None,
         Pattern(r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog"),
-        Flag(DATA, metavar="NAME,...", otherwise="as found"),
+        Flag(metavar="NAME,...", otherwise="as found"),
     ] = None
     """Names of your classes, in order of label."""
     standardise: Annotated[
         str,
-        Choice(tuple(STANDARDS), noun="set of constants"),
-        Flag(DATA),
+        Choice(tuple(STANDARDS)),
     ] = "half"
     """Public constants to standardise images with; half maps them to [-1, 1]."""
     feature_range: Annotated[
         str | None,
         Pattern(rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1"),
-        Flag(DATA, metavar="LOW,HIGH"),
+        Flag(metavar="LOW,HIGH"),
     ] = None
     """Public range to clip columns of numbers to."""
     schema: Annotated[
         str | Path | None,
         Flag(
-            DATA,
             metavar="FILE",
             not_with={
                 "feature_range": "a schema declares the range of every column",
@@ -295,13 +292,12 @@ class Settings(Priced, frozen=True):
     tokens: Annotated[
         int | None,
         Field(ge=MIN_TOKENS, le=MAX_TOKENS),
-        Flag(DATA, otherwise=str(TOKENS), needs=("backbone",)),
+        Flag(otherwise=str(TOKENS), needs=("backbone",)),
     ] = None
     """Largest number of tokens of a text; in a table, the schema has it."""
     unit: Annotated[
         str | None,
         Flag(
-            DATA,
             metavar="COLUMN",
             otherwise="each record is a unit, unless an .npz has an array unit",
         ),
@@ -312,19 +308,13 @@ class Settings(Priced, frozen=True):
     records_per_unit: Annotated[
         int,
         Field(ge=1, le=1024),
-        Flag(DATA),
     ] = 8
     """Records to draw from each unit in a step that includes it."""
-    skip_bad: Annotated[
-        StrictBool,
-        Flag(DATA),
-    ] = False
+    skip_bad: StrictBool = False
     """Leave out unusable records instead of rejecting the dataset."""
-    # Privacy
     sigma: Annotated[
         NoiseMultiplier | None,
         Flag(
-            PRIVACY,
             otherwise="that of --epsilon; with --recipe paper the dataset's",
         ),
     ] = None
@@ -332,20 +322,15 @@ class Settings(Priced, frozen=True):
     epsilon: Annotated[
         Positive | None,
         Flag(
-            PRIVACY,
             otherwise="3; with --sigma, --no-dp or --recipe paper none",
         ),
     ] = None
     """Target epsilon of the run; use the least noise that meets it, instead of --sigma."""
-    max_epsilon: Annotated[
-        Positive | None,
-        Flag(PRIVACY),
-    ] = None
+    max_epsilon: Positive | None = None
     """Stop before epsilon exceeds this (exit code 3)."""
     no_dp: Annotated[
         StrictBool,
         Flag(
-            PRIVACY,
             not_with={
                 "secure": "without noise there is nothing to secure",
                 "canaries": "without a privacy guarantee there is nothing to audit",
@@ -354,23 +339,17 @@ class Settings(Priced, frozen=True):
         ),
     ] = False
     """Train without privacy, as a baseline."""
-    secure: Annotated[
-        StrictBool,
-        Flag(PRIVACY),
-    ] = False
+    secure: StrictBool = False
     """Use a cipher for all random numbers and a fixed grid for noise, to prevent attacks on
     generators and floating point. Slower."""
-    # Optimizer
     optimizer: Annotated[
         str,
         Choice(OPTIMIZERS),
-        Flag(OPTIMIZER),
     ] = "dp-macadam"
     """Clipping and update method. Your own data: dp-adam."""
     lr: Annotated[
         Scale,
         Flag(
-            OPTIMIZER,
             otherwise="depends on dataset and optimizer",
         ),
     ] = LATER
@@ -378,121 +357,98 @@ class Settings(Priced, frozen=True):
     clip_norm: Annotated[
         Scale,
         Flag(
-            OPTIMIZER,
             otherwise="the dataset's",
         ),
     ] = LATER
     """Clipping norm C, for optimizers with a fixed one."""
     beta1: Annotated[
         Decay,
-        Flag(OPTIMIZER, otherwise=defaults_of("beta1")),
+        Flag(otherwise=defaults_of("beta1")),
     ] = LATER
     """Decay rate of the first moment."""
     beta2: Annotated[
         Decay,
-        Flag(OPTIMIZER, otherwise=defaults_of("beta2")),
+        Flag(otherwise=defaults_of("beta2")),
     ] = LATER
     """Decay rate of the second moment."""
-    gamma: Annotated[
-        Stability,
-        Flag(OPTIMIZER),
-    ] = 1e-08
+    gamma: Stability = 1e-08
     """Adam's stability constant."""
     gamma_prime: Annotated[
         Variance,
-        Flag(OPTIMIZER, otherwise="1e-08; with --phi tracked the dataset's"),
+        Flag(otherwise="1e-08; with --phi tracked the dataset's"),
     ] = LATER
     """Lower bound of the corrected second moment."""
     h1: Annotated[
         Variance,
-        Flag(OPTIMIZER, otherwise="the dataset's"),
+        Flag(otherwise="the dataset's"),
     ] = LATER
     """Lower bound of the estimated variance."""
     h2: Annotated[
         Variance,
-        Flag(OPTIMIZER, otherwise="the dataset's"),
+        Flag(otherwise="the dataset's"),
     ] = LATER
     """Upper bound of the estimated variance."""
     kappa: Annotated[
         Kappa,
         Choice(get_args(Kappa)),
-        Flag(OPTIMIZER),
     ] = "tracked"
     """Variance estimate of DP-MacAdam."""
     phi: Annotated[
         Phi,
         Choice(get_args(Phi)),
-        Flag(OPTIMIZER),
     ] = "tracked"
     """Noise estimate of DP-MacAdamBC."""
-    # Recipe
     lr_schedule: Annotated[
         str,
         Choice(SCHEDULES),
-        Flag(RECIPE),
     ] = "constant"
     """Learning rate schedule after the warm-up."""
-    warmup_steps: Annotated[
-        Length,
-        Flag(RECIPE),
-    ] = 0
+    warmup_steps: Length = 0
     """Number of steps in which the learning rate rises to --lr."""
     weight_decay: Annotated[
         float,
         Field(ge=0, le=1000.0),
-        Flag(RECIPE),
     ] = 0.0
     """Decoupled weight decay: shrink weights by lr times this in every step."""
-    ema: Annotated[
-        Probability | None,
-        Flag(RECIPE),
-    ] = None
+    ema: Probability | None = None
     """Score and publish a moving average of the weights with this decay. The best recipe: 0.9 to
     0.98."""
     augmentations: Annotated[
         int | None,
         Field(ge=1, le=1024),
-        Flag(RECIPE),
     ] = None
     """Augmentation multiplicity: augmented views per image and step. The mean of their gradients
     is clipped."""
     augment: Annotated[
         str | None,
-        Choice(AUGMENTS, noun="augmentation"),
-        Flag(RECIPE, otherwise="the dataset's", needs=("augmentations",)),
+        Choice(AUGMENTS),
+        Flag(otherwise="the dataset's", needs=("augmentations",)),
     ] = None
     """Augmentation of the views."""
     loss: Annotated[
         str,
         Choice(tuple(name for name in LOSSES if ":" not in name), QUANTILE),
-        Flag(RECIPE, otherwise="the first of them that fits the dataset"),
+        Flag(otherwise="the first of them that fits the dataset"),
     ] = "cross-entropy"
     """Loss per sample: cross-entropy or focal for classes, mse, huber or quantile:Q for
     numbers."""
-    label_smoothing: Annotated[
-        Decay,
-        Flag(RECIPE),
-    ] = 0.0
+    label_smoothing: Decay = 0.0
     """Label smoothing: fraction of a label that is spread evenly over all classes."""
     class_weights: Annotated[
         str | None,
         Pattern(rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5"),
-        Flag(RECIPE, metavar="NUMBER,..."),
+        Flag(metavar="NUMBER,..."),
     ] = None
     """Public weights of the classes, or of each label's positives, such as 1,5."""
-    # Audit
     canaries: Annotated[
         int | None,
         Field(ge=2, le=1000000),
-        Flag(AUDIT),
     ] = None
     """Audit this run with N canary records; fewer than 1,000 prove little. The model is then only
     for the audit."""
-    # Run
     physical_batch: Annotated[
         Count,
         Flag(
-            RUN,
             otherwise="depends on network, dataset and device",
         ),
     ] = LATER
@@ -502,7 +458,6 @@ class Settings(Priced, frozen=True):
         int | None,
         Field(ge=0, le=9223372036854775808),
         Flag(
-            RUN,
             otherwise="secret",
             not_with={
                 "secure": "a seed reveals the random numbers that --secure hides from everyone"
@@ -511,31 +466,25 @@ class Settings(Priced, frozen=True):
     ] = None
     """Seed for reproducible runs. There is no privacy against anyone who knows it."""
     data_dir: DataDir = None
-    # Output
     metric: Annotated[
         str,
         Choice(tuple(name for name, metric in METRICS.items() if metric.chosen)),
         Flag(
-            OUTPUT,
             otherwise="the first of them that fits the dataset",
         ),
     ] = "accuracy"
     """Test metric to show, and to rank a comparison by."""
-    cover_scores: Annotated[
-        StrictBool,
-        Flag(OUTPUT),
-    ] = False
+    cover_scores: StrictBool = False
     """Also protect the test records: release scores with noise, within the run's epsilon."""
     score_every: Annotated[
         Count | None,
-        Flag(OUTPUT, otherwise="one score at the end", needs=("cover_scores",)),
+        Flag(otherwise="one score at the end", needs=("cover_scores",)),
     ] = None
     """Epochs between covered scores. More scores need more noise."""
     checkpoint_every: Annotated[
         str | None,
         Pattern(r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)"),
         Flag(
-            OUTPUT,
             metavar="N",
             otherwise="every minute, and every fiftieth of the steps",
         ),
@@ -544,21 +493,14 @@ class Settings(Priced, frozen=True):
     out: Annotated[
         SomePath | None,
         Flag(
-            OUTPUT,
             metavar="FOLDER",
             otherwise="a new one in runs/",
         ),
     ] = None
     """Folder of the run."""
-    force: Annotated[
-        StrictBool,
-        Flag(OUTPUT),
-    ] = False
+    force: StrictBool = False
     """Replace an existing run in --out. Its files are removed before step 1."""
-    json: Annotated[
-        StrictBool,
-        Flag(OUTPUT),
-    ] = False  # type: ignore[assignment]
+    json: StrictBool = False  # type: ignore[assignment]
     """Print the report as JSON."""
     quiet: Quiet = False
     debug: Debug = False
@@ -589,5 +531,5 @@ class Settings(Priced, frozen=True):
 SETTINGS: Mapping[str, Option] = options(Settings)
 #: Defaults of a run without a recipe.
 RECIPE_DEFAULTS: Mapping[str, object] = {
-    name: option.default for name, option in SETTINGS.items() if option.flag.group == RECIPE
+    name: option.default for name, option in SETTINGS.items() if option.group == RECIPE
 }

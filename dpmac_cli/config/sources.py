@@ -1,23 +1,65 @@
-"""Sources of settings: flags, files and recipes by name. Flags take precedence."""
+"""Sources of settings: flags, YAML files and recipes by name. Flags take precedence."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.flags import is_given, valid
+from dpmac_cli.config.flags import flag_name, is_given, valid
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.settings import EXCLUSIVE, OWN_MODEL, SETTINGS, Settings
-from dpmac_cli.config.yaml_file import read_yaml
 from dpmac_cli.errors import InputError, raise_errors
 
+#: First words of a config.yaml written by dpmac.
+HEADER = "# Settings of a dpmac run."
+#: Texts in YAML that are no values of a flag, in lower case.
+WORDS: Mapping[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
 #: Values by the names of settings, as text or of their types; None and False if not given.
 Values = Mapping[str, Any]
 
 
-def is_setting(name: str) -> bool:
-    """Return whether there is a setting of this name."""
-    return name in SETTINGS
+def read_yaml(file: Path, errors: list[str]) -> dict[str, Any]:
+    """Return the values in a YAML file by the names of settings, and add its faults to ``errors``.
+
+    A value is the text of a flag's value, true, false or None, or a list of such: YAML's number
+    parsing (010 is 8, 1:30 is 90, 1e-5 is text) is not used.
+    """
+    import yaml  # noqa: PLC0415  (help need not wait for it)
+
+    try:
+        with file.open(encoding="utf-8") as stream:
+            found = yaml.BaseLoader(stream).get_single_data()
+    except OSError as failure:
+        errors.append(f"--config: {file} cannot be read ({failure.strerror or failure}).")
+        return {}
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as failure:
+        why = " ".join(str(failure).split())
+        errors.append(f"--config: {file} is not valid YAML: {why}. Write lines like 'sigma: 0.8'.")
+        return {}
+    if not isinstance(found, dict):
+        if found:
+            errors.append(f"--config: {file} must contain lines like 'sigma: 0.8'.")
+        return {}
+    values = {str(key).replace("-", "_"): _value(value) for key, value in found.items()}
+    errors += [
+        f"{file}: the list of --{flag_name(name)} is empty."
+        for name, value in values.items()
+        if value == []
+    ]
+    return values
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_value, value)]
+    return WORDS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def to_yaml(recorded: Values) -> str:
+    """Return a file that repeats a run exactly, with --config and the same --seed."""
+    import yaml  # noqa: PLC0415
+
+    body = yaml.safe_dump(by_flag(recorded), sort_keys=False)
+    return f"{HEADER} Repeat it with dpmac train --config FILE; a seed is not saved.\n{body}"
 
 
 def by_flag(settings: Values) -> dict[str, Any]:
@@ -25,24 +67,20 @@ def by_flag(settings: Values) -> dict[str, Any]:
     return {flag_name(name): value for name, value in settings.items()}
 
 
-def by_setting(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def by_setting(recorded: Values) -> dict[str, Any]:
     """Return the settings of a file, which has them by the names of their flags.
 
     Raises:
         InputError: a setting of another version is not known.
     """
-    names = {name: name.replace("-", "_") for name in recorded}
-    gone = [
-        f"{flag} in the checkpoint"
-        for flag, name in names.items()
-        if not is_setting(name) and recorded[flag] is not False
-    ]
+    named = {name.replace("-", "_"): value for name, value in recorded.items()}
+    gone = [name for name, value in named.items() if name not in SETTINGS and value is not False]
     if gone:
         raise InputError(
-            f"{' and '.join(gone)}: this version of dpmac has no such setting. Resume with the "
-            "version that started the run, or start a new run."
+            f"{' and '.join(map(flag_name, gone))} in the checkpoint: this version of dpmac has no "
+            "such setting. Resume with the version that started the run, or start a new run."
         )
-    return {name: recorded[flag] for flag, name in names.items() if is_setting(name)}
+    return {name: value for name, value in named.items() if name in SETTINGS}
 
 
 def given_settings(flags: Values, below: Path | Values | None = None) -> Settings:

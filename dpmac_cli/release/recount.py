@@ -10,8 +10,7 @@ from dpmac_cli.accounting.accountants import DEFAULT_ACCOUNTANT
 from dpmac_cli.accounting.pricing import Row, price
 from dpmac_cli.accounting.selection import epsilon_of
 from dpmac_cli.config.account import USED, Question
-from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.flags import is_given
+from dpmac_cli.config.flags import flag_name, is_given
 from dpmac_cli.config.settings import DELTA
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.report import read_report

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.sources import is_setting
-from dpmac_cli.config.yaml_file import HEADER
+from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.storage.files import PART, PRIVATE_MODE, write_atomically
@@ -240,7 +240,7 @@ def config(run: Path) -> dict[str, Any]:
 def settings(run: Path) -> dict[str, Any]:
     """Return the settings in a run's config.yaml that this version has. Raises :data:`BROKEN`."""
     named = {str(flag).replace("-", "_"): value for flag, value in config(run).items()}
-    return {name: value for name, value in named.items() if is_setting(name)}
+    return {name: value for name, value in named.items() if name in SETTINGS}
 
 
 def check_run_folder(run: Path, flag: str = "--resume") -> None:

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 from dpmac_cli.accounting.accountants import COARSE, total_epsilon
 from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.sources import by_flag
-from dpmac_cli.config.yaml_file import to_yaml
+from dpmac_cli.config.sources import by_flag, to_yaml
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.ledger import Ledger, Spent

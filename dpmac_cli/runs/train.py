@@ -15,11 +15,10 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.plan import NOT_RECORDED, TrainPlan
 from dpmac_cli.config.resolve import change
-from dpmac_cli.config.sources import by_setting, parse_settings
-from dpmac_cli.config.yaml_file import to_yaml
+from dpmac_cli.config.sources import by_setting, parse_settings, to_yaml
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError

@@ -1,4 +1,4 @@
-"""Run a study: jobs of an executor, monitored through the folders of their runs.
+"""Run a study: the jobs of an executor, and why some of them failed.
 
 Executors: :mod:`~dpmac_cli.studies.local` and :mod:`~dpmac_cli.studies.ray_cluster`. Loads no
 torch.
@@ -8,42 +8,29 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
-from dpmac_cli.runs import folder
-from dpmac_cli.storage import files
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.studies.results import finished_report
-from dpmac_cli.tasks.known import METRICS
 
-#: Seconds between looks at the folders of the runs, and at requests to stop.
+#: Seconds between requests to stop.
 PATIENCE = 0.2
 #: Seconds within which files written by another machine must become visible.
 GRACE = 15.0
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Progress of a run in the grid: steps taken, and the metric once evaluated."""
-
-    number: int
-    step: int
-    score: float | None
-
-
-@dataclass(frozen=True)
 class Ended:
-    """End of a run; ``failure`` is None if it finished or was asked to stop."""
+    """End of a run in the grid; ``failure`` is None if it finished or was asked to stop."""
 
     number: int
     failure: str | None = None
 
 
-StudyEvent = Moved | Ended
-#: Reason why a run failed, if it did, and its last step; None if the job ended without a result.
-Result = tuple[str | None, int | None]
+class LostJobError(Exception):
+    """A job ended without a result."""
 
 
 class Executor(Protocol):
@@ -51,16 +38,19 @@ class Executor(Protocol):
 
     slots: int
 
-    def train(self, run: Run, stop: threading.Event) -> Result:
-        """Train a run, and wait until it ends; once ``stop`` is set, ask it to stop."""
+    def train(self, run: Run, stop: threading.Event) -> str | None:
+        """Train a run until it ends; return why it failed. Once ``stop`` is set, ask it to stop.
+
+        Raises LostJobError.
+        """
 
 
 def carry_out(
     executor: Executor, runs: Sequence[Run], numbers: Sequence[int], stop: Callable[[], bool]
-) -> Iterator[StudyEvent]:
-    """Carry out some runs of a study and yield their progress and results.
+) -> Iterator[Ended]:
+    """Carry out some runs of a study and yield the end of each that was started.
 
-    Every run that was started ends with one :class:`Ended`. Others go on if its process dies.
+    Others go on if its process dies.
 
     Args:
         executor: trains the runs. Those that remain at the end are asked to stop.
@@ -68,44 +58,31 @@ def carry_out(
         numbers: indices of the runs to carry out.
         stop: called between looks at the runs; if True, every run finishes its step and saves.
     """
-    asked, steps = threading.Event(), dict.fromkeys(numbers, 0)
+    asked = threading.Event()
     with ThreadPoolExecutor(executor.slots) as threads:
         started = [] if stop() else numbers
-        jobs = {n: threads.submit(executor.train, runs[n], asked) for n in started}
+        jobs = {threads.submit(executor.train, runs[n], asked): n for n in started}
         try:
             while jobs:
-                wait(jobs.values(), PATIENCE, FIRST_COMPLETED)
+                ended, _ = wait(jobs, PATIENCE, FIRST_COMPLETED)
                 if stop():
                     asked.set()
-                    jobs = {number: job for number, job in jobs.items() if not job.cancel()}
-                for number in [n for n, job in jobs.items() if job.running() or job.done()]:
-                    result = jobs[number].result() if jobs[number].done() else None
-                    moved = _progress(number, runs[number], result)
-                    if moved.step != steps[number]:
-                        steps[number] = moved.step
-                        yield moved
-                    if result is not None:
-                        del jobs[number]
-                        yield Ended(number, _failure(runs[number], result, asked.is_set()))
+                    jobs = {job: number for job, number in jobs.items() if not job.cancel()}
+                for job in ended:
+                    number = jobs.pop(job)
+                    yield Ended(number, _failure(job, runs[number], asked.is_set()))
         finally:
             asked.set()
-            for job in jobs.values():
+            for job in jobs:
                 job.cancel()
 
 
-def _progress(number: int, run: Run, result: Result | None) -> Moved:
-    """Return the progress of a run by its folder, or by its result if that is further."""
-    lines = files.read_lines(run.folder / folder.METRICS)
-    last = lines[-1] if lines else {"step": 0}
-    step = max(int(last["step"]), (result and result[1]) or 0)
-    return Moved(number, step, last.get(METRICS[run.plan.settings.metric].logged))
-
-
-def _failure(run: Run, result: Result, stopped: bool) -> str | None:
+def _failure(job: Future[str | None], run: Run, stopped: bool) -> str | None:
     """Return why a run failed; None if it finished, or was asked to stop."""
-    why, reached = result
-    if reached is None:  # perhaps after its run had finished
-        died = f"its process died ({why}). If memory ran out, use fewer --jobs."
+    try:
+        why = job.result()
+    except LostJobError as failure:  # perhaps after its run had finished
+        died = f"its process died ({failure}). If memory ran out, use fewer --jobs."
         return None if stopped or finished_report(run) else died
     if stopped or why is not None or _appears(run):
         return why

@@ -9,27 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
-from dpmac_cli.config.flags import Flags, near
+from pydantic import Field
+
+from dpmac_cli.config.flags import Choice, Flag, Flags, Option, Several, flag_name
 from dpmac_cli.config.named import PAPER
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import OPTIMIZER, SETTINGS
-from dpmac_cli.config.sources import (
-    by_flag,
-    is_setting,
-)
+from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
+from dpmac_cli.config.sources import by_flag
 from dpmac_cli.data.schema import Source
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError
 from dpmac_cli.optim import OPTIMIZERS
-from dpmac_cli.studies.values import faults_of_values, read_values
+from dpmac_cli.studies.values import MOST, faults_of_values, read_values, resolved
 
-#: Group of the flags of a study in the help.
-STUDY = "Study"
 #: Settings that do not distinguish runs, by the names of their flags.
 ASIDE = ("recipe", "secure", "device", "metric")
-MOST_SEEDS, MOST_RUNS = 1000, 10_000
-DEFAULT_SEEDS = "3"
 #: Settings that a comparison does not have: those of one run.
 NOT_STUDIED = (
     *("optimizer", "max_epsilon", "secure", "canaries", "cover_scores", "score_every"),
@@ -39,42 +32,28 @@ NOT_STUDIED = (
 STUDIED: Mapping[str, Option] = {
     name: option for name, option in SETTINGS.items() if name not in NOT_STUDIED
 }
-#: Settings with one value in a study, and why.
-_SPLIT = "some records would be trained on in one run and tested on, without noise, in another"
-_OTHER = "For another value, compare again with another --out"
-ONE_VALUE: Mapping[str, str] = {
-    "recipe": f"optimizers are compared within one recipe. {_OTHER}",
-    "metric": "compare again to rank the same runs by another",
-    "dataset": f"the epsilon of a study is for runs on the same records. {_OTHER}",
-    "schema": f"another schema may split the records differently: {_SPLIT}. {_OTHER}",
-    "unit": f"epsilons of different units protect different things and do not add up. {_OTHER}",
-    "test_fraction": f"{_SPLIT}. {_OTHER}",
-    "split_seed": f"{_SPLIT}. {_OTHER}",
-}
+#: Settings with one value in a study: its runs have the same records, split in the same way, so
+#: that their epsilons add up and no run tests on what another has trained on.
+ONE_VALUE = (
+    "recipe",
+    "metric",
+    "dataset",
+    *(n for n, o in STUDIED.items() if o.group == DATA),
+)
+PAPERS = tuple(name for name, kind in OPTIMIZERS.items() if kind.paper)
+Seed = Annotated[int, Field(ge=0, le=2**32)]
 
 
 class StudyFlags(Flags, frozen=True):
-    """Flags of a study instead of those of a single run. Their values are validated here."""
+    """Flags of a study instead of those of a single run."""
 
     optimizers: Annotated[
-        Several[str] | None,
-        Choice(("paper", "all", *OPTIMIZERS)),
-        Flag(STUDY, otherwise="paper"),
-    ] = None
+        Several[Annotated[str, Choice(("paper", "all", *OPTIMIZERS))]], Flag(otherwise="paper")
+    ] = ("paper",)
     """Optimizers to compare, paper for those of the paper, or all."""
-    seeds: Annotated[
-        str | None,
-        Flag(STUDY, otherwise=DEFAULT_SEEDS, metavar="N,..."),
-    ] = None
-    """Number of seeds (5), or a list of seeds (3,7,8; a single seed: 3,)."""
+    seeds: Annotated[Several[Seed], Flag("3", "N,...")] = (3,)
+    """Number of seeds (5), or a list of seeds (3,7,8)."""
 
-
-#: Settings that a file or a program may give a study. ``optimizer`` is as in a run's file.
-KNOWN: Mapping[str, Option] = {
-    **STUDIED,
-    "optimizer": SETTINGS["optimizer"],
-    **options(StudyFlags),
-}
 
 #: Labels that distinguish a row: names of flags and their values.
 Labels = tuple[tuple[str, str], ...]
@@ -143,85 +122,56 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
         InputError: lists every fault found.
     """
     errors: list[str] = []
-    given = read_values(flags, None if file is None else Path(file), KNOWN, errors)
-    one = given.pop("optimizer", ["paper"])  # as in the file of a single run
+    own, given = read_values(StudyFlags, flags, None if file is None else Path(file), errors)
+    for name in NOT_STUDIED[1:]:
+        if name in given:
+            errors.append(f"--{flag_name(name)} is of a single run, not of a study: leave it out.")
     errors += _faults_of_several(given)
-    optimizers = _optimizers(given.pop("optimizers", one), errors)
-    seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
-    varied = {name: values for name, values in given.items() if is_setting(name)}
     if errors:
-        raise InputError([*errors, *faults_of_values(varied)])
-    return _build({**varied, "optimizer": optimizers}, seeds, Path(root))
+        raise InputError([*errors, *faults_of_values(given)])
+    known = {"paper": PAPERS, "all": tuple(OPTIMIZERS)}
+    named = given.pop("optimizer", None) if "optimizers" not in own.explicit else None
+    given.pop("optimizer", None)
+    names = [one for name in named or own.optimizers for one in known.get(name, (name,))]
+    few = len(own.seeds) == 1
+    seeds = tuple(range(own.seeds[0])) if few else tuple(dict.fromkeys(own.seeds))
+    return _build({**given, "optimizer": list(dict.fromkeys(names))}, seeds, Path(root))
 
 
 def _faults_of_several(given: Mapping[str, list[str]]) -> Iterator[str]:
     """Yield the faults of settings with several values that a study needs one of."""
-    for name, why in ONE_VALUE.items():
+    for name in ONE_VALUE:
         if len(given.get(name, ())) > 1:
             both = ",".join(map(str, given[name]))
-            yield f"--{flag_name(name)} {both}: a study has one value of it: {why}."
-
-
-def _optimizers(names: Sequence[str], errors: list[str]) -> list[str]:
-    """Return the names of the optimizers to compare, with sets of them replaced by their names."""
-    paper = [name for name, kind in OPTIMIZERS.items() if kind.paper]
-    known = {"paper": paper, "all": list(OPTIMIZERS)} | {name: [name] for name in OPTIMIZERS}
-    errors.extend(
-        f"--optimizers: there is no optimizer '{name}'.{near(name, OPTIMIZERS)} "
-        f"Known: {', '.join(known)}."
-        for name in names
-        if name not in known
-    )
-    return list(dict.fromkeys(one for name in names for one in known.get(name, ())))
-
-
-def _seeds(texts: Sequence[str], errors: list[str]) -> tuple[int, ...]:
-    """Parse a number of seeds (5), or a list of seeds (3,7,8; a single seed with a comma: 3,)."""
-    try:
-        numbers = [int(text) for text in texts if text or len(texts) == 1]
-    except ValueError:
-        errors.append(f"--seeds: '{','.join(texts)}' is neither a number (5) nor a list (3,7,8).")
-        return ()
-    alone = len(texts) == 1
-    seeds = range(min(numbers[0], MOST_SEEDS + 1)) if alone else tuple(dict.fromkeys(numbers))
-    if not 1 <= len(seeds) <= MOST_SEEDS or min(seeds) < 0:
-        errors.append(
-            f"--seeds must be a number from 1 to {MOST_SEEDS:,}, or a list of seeds of at least 0."
-        )
-    return tuple(seeds)
+            yield (
+                f"--{flag_name(name)} {both}: a study has one value of it, so that its runs have "
+                "the same records and their epsilons add up. Compare again with another --out."
+            )
 
 
 def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
     count = math.prod(map(len, given.values())) * len(seeds)
-    if count > MOST_RUNS:  # check before resolving runs, which takes time
+    if not 0 < count <= MOST:  # check before resolving runs, which takes time
         raise InputError(
-            f"{count:,} combinations of values and seeds; a study has at most {MOST_RUNS:,}."
+            f"{count:,} combinations of values and seeds; a study has at least 1, and at most "
+            f"{MOST:,}."
         )
     column = _column(given)
     axes: list[str] = ["optimizer"]
     axes += [name for name, of in given.items() if len(of) > 1 and name not in (*axes, column)]
+    cases = [*_combinations(given, axes)]
+    found, notes = resolved(flags for _, flags in cases)
     cells: dict[tuple[Labels, float], TrainPlan] = {}
-    errors: dict[str, None] = {}
-    notes: dict[str, None] = {}
-    for labels, flags in _combinations(given, axes):
-        try:
-            resolved = resolve(flags)
-        except InputError as failure:
-            errors |= dict.fromkeys(failure.errors)
-            continue
-        plan = resolved.plan
-        value = resolved.settings.epsilon or math.inf if column == "epsilon" else plan.privacy.sigma
-        cells.setdefault((labels, value), plan)
-        notes |= dict.fromkeys(resolved.chosen)
-        notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
-    raise_errors(errors)
-    changed = last_change(next(iter(cells.values())))
+    for (labels, _), one in zip(cases, found, strict=True):
+        target, plan = one.settings.epsilon or math.inf, one.plan
+        cells.setdefault((labels, target if column == "epsilon" else plan.privacy.sigma), plan)
+    changed = last_change(found[0].plan)
     runs = tuple(
         _placed(plan, seed, root / address(plan, seed, changed), labels, value)
         for (labels, value), plan in cells.items()
         for seed in seeds
     )
-    return Grid(runs, tuple(map(flag_name, axes)), column, seeds, tuple(notes))
+    return Grid(runs, tuple(map(flag_name, axes)), column, seeds, notes)
 
 
 def _combinations(
@@ -236,7 +186,7 @@ def _combinations(
         labels = {name: str(flags[name]) for name in axes}
         used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].used()}
         for name in axes:
-            if SETTINGS[name].flag.group == OPTIMIZER and name not in used:
+            if SETTINGS[name].group == OPTIMIZER and name not in used:
                 flags.pop(name)
                 labels[name] = ""
         yield tuple((flag_name(name), label) for name, label in labels.items()), flags

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 
 import torch
@@ -24,8 +23,7 @@ from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.runs.memory import keep_freed_memory
-from dpmac_cli.runs.session import Started, Update
-from dpmac_cli.studies.executor import PATIENCE, Result
+from dpmac_cli.studies.executor import PATIENCE, LostJobError
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.torch_errors import what_failed
 
@@ -38,8 +36,12 @@ CONTEXT = processes.get_context("forkserver")
 SharedData = Mapping[str | Source, Data]
 
 
-def train_job(run: Run, threads: int, data: Data | None = None) -> Result:
-    """Train one run like :func:`train_run`, until a signal arrives or its parent has ended."""
+@named_as_flags()  # the command that started this process shows its failures
+def train_job(run: Run, threads: int, data: Data | None = None) -> str | None:
+    """Train a run, or resume it, until a signal arrives or the parent of its process has ended.
+
+    Return why it failed, or None. ``data`` are on the run's device; None to load them.
+    """
     parent = multiprocessing.parent_process()
     asked = threading.Event()
     for number in REQUESTS:
@@ -50,44 +52,30 @@ def train_job(run: Run, threads: int, data: Data | None = None) -> Result:
     def stop() -> bool:
         return asked.is_set() or (parent is not None and not parent.is_alive())
 
-    return train_run(run, data, stop)
-
-
-@named_as_flags()  # the command that started this process shows its failures
-def train_run(run: Run, data: Data | None, stop: Callable[[], bool]) -> tuple[str | None, int]:
-    """Train a run, or resume it.
-
-    Args:
-        data: data on the run's device; None to load it.
-        stop: called after every step; True saves and ends the run.
-    """
-    failure, step = None, 0
     try:
-        for event in _events(run, data, stop):
-            if isinstance(event, Started):
-                step = event.done
-            elif isinstance(event, Update):
-                step = event.event.step
+        for _ in _events(run, data, stop):
+            pass
     except KeyboardInterrupt:  # asked to stop before its first step
         pass
     except DpmacError as problem:
-        failure = str(problem)
+        return str(problem)
     except OSError as problem:
-        failure = explain_os_error(problem)
+        return explain_os_error(problem)
     except Exception as problem:  # noqa: BLE001  (the other runs continue in any case)
-        failure = f"a bug in dpmac, {what_failed(problem)} For a traceback: dpmac train --debug."
-    return failure, step
+        return f"a bug in dpmac, {what_failed(problem)} For a traceback: dpmac train --debug."
+    return None
 
 
 def _events(run: Run, data: Data | None, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     """Train a run, resuming it from its checkpoint if it has one."""
     plan, where = run.plan, run.folder
-    if _has_checkpoint(where):
-        settings = plan.settings
-        flags = {"device": plan.device, "model": settings.model, "seed": settings.seed}
-        return resume(where, flags, stop, data)
-    begun = begun_events(where, plan.privacy.event) if plan.privacy.private else ()
-    return train(plan, stop, data, earlier=begun)
+    try:
+        checkpoint.read(where)
+    except InputError:  # there is none
+        begun = begun_events(where, plan.privacy.event) if plan.privacy.private else ()
+        return train(plan, stop, data, earlier=begun)
+    flags = {"device": plan.device, "model": plan.settings.model, "seed": plan.settings.seed}
+    return resume(where, flags, stop, data)
 
 
 def share_data(runs: Sequence[Run]) -> dict[str | Source, Data]:
@@ -98,13 +86,6 @@ def share_data(runs: Sequence[Run]) -> dict[str | Source, Data]:
         source: load_data(source, plan.folder, cpu, found=plan.found)
         for source, plan in plans.items()
     }
-
-
-def _has_checkpoint(where: Path) -> bool:
-    with contextlib.suppress(InputError):
-        checkpoint.read(where)
-        return True
-    return False
 
 
 class Pool:
@@ -123,8 +104,8 @@ class Pool:
             self._places.put(place)
         CONTEXT.set_forkserver_preload(["__main__", __name__])
 
-    def train(self, run: Run, stop: threading.Event) -> Result:
-        """Train a run in a process, and wait until it ends; once ``stop`` is set, ask it to."""
+    def train(self, run: Run, stop: threading.Event) -> str | None:
+        """Train a run in a process until it ends; once ``stop`` is set, ask it to."""
         place, (mine, theirs) = self._places.get(), CONTEXT.Pipe()
         named = run.plan.device
         device = choose_device(named)
@@ -137,17 +118,20 @@ class Pool:
         process = CONTEXT.Process(target=_work, args=arguments)
         process.start()
         theirs.close()
-        result: Result | None = None
         while not mine.poll(PATIENCE):
             if stop.is_set():
                 process.terminate()
                 mine.poll(None)
-        with contextlib.suppress(EOFError, OSError):
-            result = mine.recv()
+        try:
+            result: str | None = mine.recv()
+        except (EOFError, OSError):
+            process.join()
+            code = process.exitcode or 0
+            raise LostJobError(f"signal {-code}" if code < 0 else f"exit code {code}") from None
+        finally:
+            self._places.put(place)
         process.join()
-        self._places.put(place)
-        code = process.exitcode or 0
-        return result or (f"signal {-code}" if code < 0 else f"exit code {code}", None)
+        return result
 
 
 def _work(

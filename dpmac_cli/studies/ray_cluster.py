@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from dpmac_cli.errors import InputError, explain_os_error
-from dpmac_cli.studies.executor import PATIENCE, Result
+from dpmac_cli.studies.executor import PATIENCE, LostJobError
 from dpmac_cli.studies.grid import Run
 from dpmac_cli.studies.local import train_job
 
@@ -19,8 +19,6 @@ from dpmac_cli.studies.local import train_job
 OWN = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
 #: Environment variables to pass to tasks.
 PLACES = ("DPMAC_DATA_DIR", "DPMAC_CACHE_DIR")
-#: Environment variable that turns off Ray's usage statistics.
-STATISTICS = ("RAY_USAGE_STATS_ENABLED", "0")
 #: Seconds to wait for a cluster's answer.
 ANSWER = 5.0
 
@@ -29,44 +27,27 @@ ANSWER = 5.0
 def connected(address: str | None) -> Iterator[None]:
     """Connect to a Ray cluster: the given one, RAY_ADDRESS, or a new one on this machine.
 
-    Raises InputError if it does not answer.
+    Ray's usage statistics are off. Raises InputError if the cluster does not answer.
     """
     where = address or os.environ.get("RAY_ADDRESS") or "local"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with _quiet():
-        try:
-            _reach(where)
-            own = OWN if where == "local" else {}
-            ray.init(where, log_to_driver=False, logging_level="CRITICAL", **own)
-        except (OSError, ValueError, RuntimeError) as failure:
-            why = str(failure).splitlines()[0]
-            raise InputError(
-                f"No Ray cluster can be used at {where} ({why}). Start one with ray start --head, "
-                "or leave out --cluster and RAY_ADDRESS."
-            ) from failure
-        finally:
-            for number, handler in handlers.items():  # Ray replaces the handlers
-                signal.signal(number, handler)
-        try:
-            yield
-        finally:
-            ray.shutdown()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Turn off Ray's usage statistics and its messages on stdout, and restore both afterwards."""
-    worker, (name, off) = ray._private.worker, STATISTICS
-    messages, statistics = worker._worker_logs_enabled, os.environ.get(name)
-    worker._worker_logs_enabled = False
-    os.environ[name] = off
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        _reach(where)
+        own = OWN if where == "local" else {}
+        ray.init(where, log_to_driver=False, logging_level="CRITICAL", **own)
+    except (OSError, ValueError, RuntimeError) as failure:
+        raise InputError(
+            f"No Ray cluster can be used at {where} ({str(failure).splitlines()[0]}). Start one "
+            "with ray start --head, or leave out --cluster and RAY_ADDRESS."
+        ) from failure
+    finally:
+        for number, handler in handlers.items():  # Ray replaces the handlers
+            signal.signal(number, handler)
     try:
         yield
     finally:
-        worker._worker_logs_enabled = messages
-        del os.environ[name]
-        if statistics is not None:
-            os.environ[name] = statistics
+        ray.shutdown()
 
 
 def _reach(where: str) -> None:
@@ -85,47 +66,36 @@ class Tasks:
     """
 
     def __init__(self, runs: Sequence[Run], jobs: int | None) -> None:
-        self._there = ray.cluster_resources()
-        self.slots = jobs or int(self._there[resource(runs[0].plan.device, self._there)])
-
-    def train(self, run: Run, stop: threading.Event) -> Result:
-        """Train a run as a task, and wait until it ends; once ``stop`` is set, ask it to."""
-        places = {name: os.environ[name] for name in PLACES if name in os.environ}
+        there = ray.cluster_resources()
         # Other machines choose among their own GPUs.
-        device = run.plan.device.partition(":")[0]
-        gpus = int(resource(device, self._there) == "GPU")
-        task = ray.remote(_train).options(max_retries=0, num_cpus=1, num_gpus=gpus)
-        job = task.remote(run.on(device), os.getcwd(), places)
+        self._device = runs[0].plan.device.partition(":")[0]
+        self._gpu = self._device == "cuda" or (self._device == "auto" and there.get("GPU", 0) >= 1)
+        kind = "GPU" if self._gpu else "CPU"
+        if there.get(kind, 0) < 1:
+            raise InputError(f"The Ray cluster has no {kind}. Add a machine, or use --device.")
+        self.slots = jobs or int(there[kind])
+
+    def train(self, run: Run, stop: threading.Event) -> str | None:
+        """Train a run as a task until it ends; once ``stop`` is set, ask it to."""
+        places = {name: os.environ[name] for name in PLACES if name in os.environ}
+        task = ray.remote(_train).options(max_retries=0, num_cpus=1, num_gpus=int(self._gpu))
+        job = task.remote(run.on(self._device), os.getcwd(), places)
         try:
             while not ray.wait([job], timeout=PATIENCE)[0]:
                 if stop.is_set():
                     ray.cancel(job)
                     ray.wait([job])
-            result: Result = ray.get(job)
-        except RayTaskError as failure:
-            return str(failure).strip().rpartition("\n")[2], None
+            result: str | None = ray.get(job)
         except RayError as failure:
-            return type(failure).__name__, None
+            raise LostJobError(str(failure).strip().rpartition("\n")[2]) from None
         return result
 
 
-def resource(device: str, there: Mapping[str, float]) -> str:
-    """Return the resource that a run on a device occupies: "CPU" or "GPU".
-
-    ``there`` are the cluster's resources. Raises InputError if it has no such resource.
-    """
-    gpu = device == "cuda" or (device == "auto" and there.get("GPU", 0) >= 1)
-    kind = "GPU" if gpu else "CPU"
-    if there.get(kind, 0) < 1:
-        raise InputError(f"The Ray cluster has no {kind}. Add a machine with one, or use --device.")
-    return kind
-
-
-def _train(run: Run, folder: str, places: Mapping[str, str]) -> Result:
+def _train(run: Run, folder: str, places: Mapping[str, str]) -> str | None:
     """Train one run in the command's folder: the main function of a task."""
     try:
         os.chdir(folder)
     except OSError as failure:
-        return f"on another machine: {explain_os_error(failure)}", 0
+        return f"on another machine: {explain_os_error(failure)}"
     os.environ.update(places)
     return train_job(run, 1)

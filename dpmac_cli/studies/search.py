@@ -16,22 +16,19 @@ from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.config.best import EPSILON
-from dpmac_cli.config.fields import NUMBER, Flag, Option, flag_name, options
-from dpmac_cli.config.flags import Flags, valid
+from dpmac_cli.config.flags import NUMBER, Flag, Flags, Option, flag_name
 from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import DELTA, OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
+from dpmac_cli.config.settings import OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
 from dpmac_cli.errors import InputError, raise_errors
-from dpmac_cli.studies.values import faults_of_values, read_values
+from dpmac_cli.studies.values import MOST, faults_of_values, read_values, resolved
 
-#: Group of the flags in the help.
-SEARCH = "Search"
 #: Mean number of trials: of a search over given settings, and of one near the default.
 MEAN, MEAN_NEAR = 20, 4
 #: Factor by which the learning rate is at most larger or smaller than its default, by default.
 NEAR = 2.0
-#: Most combinations to validate, and significant digits of a number that is drawn from a range.
-COMBINATIONS, DIGITS = 2_000, 3
+#: Significant digits of a number that is drawn from a range.
+DIGITS = 3
 #: Secret folder of a search while it runs, in its own.
 RUNNING = ".search"
 RESTARTED = (
@@ -52,7 +49,7 @@ DECIDED: Mapping[str, str] = {
 SEARCHED: Mapping[str, Option] = {
     name: option
     for name, option in SETTINGS.items()
-    if option.flag.group in (TASK, OPTIMIZER, RECIPE)
+    if option.group in (TASK, OPTIMIZER, RECIPE)
     and name not in ("dataset", "recipe", "class_weights")
     and not option.switch
 }
@@ -64,13 +61,9 @@ class SearchFlags(Flags, frozen=True):
 
     trials: Annotated[
         MeanTrials,
-        Flag(SEARCH, otherwise=f"{MEAN}; without settings to draw {MEAN_NEAR}"),
+        Flag(otherwise=f"{MEAN}; without settings to draw {MEAN_NEAR}"),
     ] = MEAN
     """Mean number of trials. The number itself is random and secret."""
-
-
-#: Settings of a search by name.
-KNOWN: Mapping[str, Option] = {**SETTINGS, **options(SearchFlags)}
 
 
 @dataclass(frozen=True)
@@ -164,9 +157,7 @@ def plan_search(
         BudgetError: no noise meets the target epsilon.
     """
     errors: list[str] = []
-    values = read_values(given, file, KNOWN, errors)
-    own = {name: values.pop(name)[0] for name in ("trials",) if name in values}
-    flags = valid(SearchFlags, own, errors)
+    flags, values = read_values(SearchFlags, given, file, errors)
     errors += [
         f"--{flag_name(name)} cannot be set in a search: {why}."
         for name, why in DECIDED.items()
@@ -179,10 +170,11 @@ def plan_search(
         ranges = {dimension.name for dimension in drawn if dimension.between}
         rest = {name: of for name, of in values.items() if name not in {*DECIDED, *ranges}}
         raise_errors(dict.fromkeys([*errors, *faults_of_values(rest)]))
+    mean = flags.trials
     if not drawn:
         drawn = (near_default(shared),)
-        flags = flags if own else SearchFlags(trials=MEAN_NEAR)
-    return _calibrated(shared, drawn, flags.trials, out or Path(shared.get("out", "runs/tune")))
+        mean = mean if flags.explicit else MEAN_NEAR
+    return _calibrated(shared, drawn, mean, out or Path(shared.get("out", "runs/tune")))
 
 
 def near_default(shared: Mapping[str, Any]) -> Dimension:
@@ -204,14 +196,12 @@ def near_default(shared: Mapping[str, Any]) -> Dimension:
 
 def _dimensions(values: Mapping[str, list[Any]], errors: list[str]) -> Iterator[Dimension]:
     """Yield settings to draw, and add their faults to ``errors``."""
-    count = 1
     for name, of in values.items():
         said = f"--{flag_name(name)} {','.join(map(str, of))}"
         found = _RANGE.fullmatch(str(of[0])) if len(of) == 1 else None
         found = found if SETTINGS[name].kind in (int, float) else None
         if found is None and len(of) == 1:
             continue
-        count *= 2 if found else len(of)
         if name not in SEARCHED:
             errors.append(f"{said}: a search cannot draw this setting. Give one value.")
         elif found is None:
@@ -225,33 +215,22 @@ def _dimensions(values: Mapping[str, list[Any]], errors: list[str]) -> Iterator[
             elif not 0 < float(low) < float(high):
                 errors.append(f"{said}: the ends must be above 0, and the first below the second.")
             yield Dimension(name, (low, high), between=True)
-    if count > COMBINATIONS:
-        errors.append(
-            f"There are {count:,} combinations of values and ends of ranges. At most "
-            f"{COMBINATIONS:,} can be validated before the start: list fewer values."
-        )
 
 
 def _calibrated(
     shared: dict[str, Any], drawn: tuple[Dimension, ...], mean: float, out: Path
 ) -> SearchSpace:
     """Return the space with the noise of its trials. Raises the errors of :func:`plan_search`."""
-    errors, notes = dict[str, None](), dict[str, None]()
-    data, target, delta, of_kind = None, EPSILON, DELTA, dict[Hashable, dict[str, Any]]()
-    for values in itertools.product(*(dimension.values for dimension in drawn)):
-        setting = dict(zip((dimension.name for dimension in drawn), values, strict=True))
-        try:
-            found = resolve({**shared, **setting}, data=data)
-        except InputError as failure:
-            errors |= dict.fromkeys(failure.errors)
-            continue
-        data, target = found.plan.data, found.settings.epsilon or EPSILON
-        delta = found.plan.privacy.delta
-        said = (*found.chosen, *found.notes)
-        notes |= dict.fromkeys(note for note in said if "no effect" not in note)
-        of_kind[kind_of_trial(found.plan)] = setting
-    raise_errors(errors)
-    assert data is not None  # noqa: S101  (there is at least one combination)
+    names = [dimension.name for dimension in drawn]
+    if (count := math.prod(len(dimension.values) for dimension in drawn)) > MOST:
+        raise InputError(f"{count:,} combinations of values and ends of ranges; at most {MOST:,}.")
+    settings = [
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*(dimension.values for dimension in drawn))
+    ]
+    found, notes = resolved(({**shared, **one} for one in settings), same_data=True)
+    of_kind = {kind_of_trial(one.plan): s for one, s in zip(found, settings, strict=True)}
+    data, privacy = found[0].plan.data, found[0].plan.privacy
 
     def plans(epsilon: float) -> tuple[TrainPlan, ...]:
         given = {**shared, "epsilon": epsilon}
@@ -261,7 +240,7 @@ def _calibrated(
         events = map(events_of_trial, plans(epsilon))
         return Search(trials_of(mean), tuple(dict.fromkeys(events)))
 
-    epsilon = calibrate_search(search, delta, target)
+    epsilon = calibrate_search(search, privacy.delta, found[0].settings.epsilon or EPSILON)
     return SearchSpace(
         given={**shared, "epsilon": epsilon},
         data=data,

@@ -78,10 +78,10 @@ def test_words_say_what_the_json_says() -> None:
     facts = told(SMALL)
     assert facts["epsilon"] == format_epsilon(row["epsilon"])
     assert float(facts["delta"]) == row["delta"]
-    assert float(facts["noise multiplier"]) == row["noise_multiplier"]
-    assert facts["batch"] == "8 of 40 records"
+    assert float(facts["sigma"]) == row["noise_multiplier"]
+    assert facts["batch"] == "8 of 40"
     assert float(facts["sampling rate"]) == row["sampling_rate"]
-    assert facts["training"] == "10 steps (2 epochs)"
+    assert (facts["steps"], facts["epochs"]) == ("10", "2")
     assert (facts["sampler"], facts["adjacency"]) == (row["sampler"], row["adjacency"])
     assert facts["accountant"].startswith("pld (Connect-the-Dots, dp-accounting ")
     assert facts["compositions"] == "10"
@@ -120,8 +120,8 @@ class Inverse(NamedTuple):
 
 
 INVERSES = [
-    Inverse("sigma", "--batch-size 8 --steps 3", "noise multiplier", "--sigma"),
-    Inverse("steps", "--batch-size 8 --sigma 6", "training", "--steps"),
+    Inverse("sigma", "--batch-size 8 --steps 3", "sigma", "--sigma"),
+    Inverse("steps", "--batch-size 8 --sigma 6", "steps", "--steps"),
 ]
 
 
@@ -148,7 +148,13 @@ def test_several_targets_make_a_table() -> None:
     rows = answered(line)
     assert [row["noise_multiplier"] for row in rows] == [6, 6, 7, 7]
     assert all(row["epsilon"] <= target for row, target in zip(rows, [1, 2, 1, 2], strict=True))
-    assert account(line).stdout.splitlines()[0].split() == ["epsilon", "sigma", "epochs", "steps"]
+    assert account(line).stdout.splitlines()[0].split() == [
+        "epsilon",
+        "sigma",
+        "epochs",
+        "steps",
+        "compositions",
+    ]
 
 
 class Unreachable(NamedTuple):
@@ -194,7 +200,7 @@ BAD = [
     Bad("", ["--sigma", "--epsilon"]),
     Bad("--sgima 1", ["--sgima", "--sigma"]),
     Bad("--sigma", ["--sigma"]),
-    Bad("--sigma 1 --dataset-size 40", ["Add --batch-size", "--epochs or --steps"]),
+    Bad("--sigma 1 --dataset-size 40", ["Add --batch-size, and --epochs or --steps"]),
     Bad(
         "--sigma 1 --epsilon 3 --epochs 5",
         ["--sigma", "--epsilon", "--epochs"],

@@ -14,7 +14,7 @@ from rich.console import Console
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import compare
 from dpmac_cli.cli.display import RunDisplay
-from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.release.scoring import score
 from dpmac_cli.runs.loop import Progress
