@@ -179,7 +179,7 @@ def test_missing_and_damaged_files_are_named() -> None:
     for name, hint in (
         ("tokenizer.json", "save_pretrained(FOLDER)"),
         ("model.safetensors", "save_pretrained(FOLDER)"),
-        ("config.json", "a folder in Hugging Face's format"),
+        ("config.json", "save_pretrained(FOLDER)"),
     ):
         kept = (folder / name).read_bytes()
         (folder / name).unlink()
