@@ -669,7 +669,7 @@ def test_lora_is_published_merged_and_resumed(pretrained: dict[str, Any]) -> Non
     assert moved == linear | {"head.weight", "head.bias"}
     assert before.keys() == after_it.keys()
     part = whole.report["model"]["public_part"]
-    assert (part["lora_rank"], part["lora_alpha"]) == (2, 16)
+    assert part["lora_rank"] == 2
     load_model("whole", factory=pretrained["model"])
 
 
