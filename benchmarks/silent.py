@@ -24,8 +24,18 @@ from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.silent.judge import CLIP_NORM, LR, RECORDS, Situation, Start, Weights, judge, records
-from tests.silent.ours import REFUSALS, Ours
+from tests.silent.judge import (
+    CLIP_NORM,
+    LR,
+    RECORDS,
+    REFUSALS,
+    Ours,
+    Situation,
+    Start,
+    Weights,
+    judge,
+    records,
+)
 from tests.silent.situations import SITUATIONS
 
 

@@ -482,34 +482,6 @@ def test_below_epsilon_0_each_direction_follows_from_the_other() -> None:
         assert below == pytest.approx(-np.expm1(-epsilons) + np.exp(-epsilons) * above, abs=1e-7)
 
 
-def losses(steps: int, sigma: float, epochs: int, count: int, seed: int) -> Floats:
-    """Simulated privacy losses of a run whose record is in one step of each epoch."""
-    draws = np.random.default_rng(seed)
-    total = np.zeros(count)
-    for _ in range(epochs):
-        sums = np.zeros(count)
-        for _ in range(steps - 1):
-            sums += lognormal(draws.standard_normal(count), sigma)
-        sums += lognormal(draws.standard_normal(count) + 1 / sigma, sigma)
-        total += np.log(sums / steps)
-    return total
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("steps", "sigma", "epochs"),
-    rest_long([(2, 0.8, 3), (20, 0.7, 1), (50, 1.0, 3), (7, 2.0, 5), (4, 0.6, 1)]),
-)
-def test_delta_of_a_run_is_that_of_a_simulation(steps: int, sigma: float, epochs: int) -> None:
-    pld = allocated_gaussian(steps, sigma, WIDTH).self_compose(epochs)
-    count = 200_000
-    for epsilon in (0.2, 0.6, 1.0, 3.0):
-        sample = np.maximum(0, -np.expm1(epsilon - losses(steps, sigma, epochs, count, seed=1)))
-        error = 5 * sample.std() / math.sqrt(count)
-        bound = pld.get_delta_for_epsilon(epsilon)
-        assert sample.mean() - error <= bound <= sample.mean() + error + 1e-6
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("steps", "sigma"),

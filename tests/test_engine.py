@@ -118,15 +118,6 @@ def test_scores_after_each_epoch_and_at_the_end() -> None:
     assert facts(events[-1].result) == score(trainer)
 
 
-@pytest.mark.parametrize("steps", [1, 3, 5, 12])
-def test_stop_ends_the_run_after_the_step_with_a_last_score(steps: int) -> None:
-    trainer = make_trainer("dp-adam", plan=T)
-    events = list(fit(trainer, lambda: trainer.state.step >= steps))
-    assert trainer.state.step == steps
-    scored = [event.step for event in events if isinstance(event, Evaluated)]
-    assert scored == sorted({t for t in (5, 10, steps) if t <= steps})
-
-
 @every_optimizer
 def test_divergence_is_an_error(name: str) -> None:
     events = fit(make_trainer(name, plan=T, lr=math.inf), never)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from dpmac_cli.studies.grid import plan as grid_of
 from dpmac_cli.studies.search import plan_search
 from tests.digits_runs import digits_network, refused, train_digits
 from tests.helpers import load
+from tests.layer_cases import Do
 
 pytestmark = pytest.mark.privacy
 
@@ -69,6 +71,10 @@ def records(count: int = 60) -> TensorDataset:
 NOTES: dict[str, Callable[..., tuple[str, ...]]] = {
     "train": lambda data: resolve(dataset=data, **CHEAP).notes,
     "make_private": lambda data: make_private(network(), data, **CHEAP).notes,
+    "tune": lambda data: (
+        plan_search({"dataset": data, "steps": "1", "model": "linear", "lr": "0.1,0.2"}).notes
+    ),
+    "compare": lambda data: grid_of({"dataset": data, "sigma": "6"}, None).notes,
 }
 
 
@@ -258,6 +264,101 @@ def test_a_range_of_common_values_is_not_noted() -> None:
     ):
         assert not [n for n in resolve(dataset=ranged(x, low=low, high=high), **CHEAP).notes
                     if "range" in n]  # fmt: skip
+
+
+# What nothing can see is said in the sentence that people read.
+
+
+def test_the_statement_names_what_was_computed_from_the_records_before() -> None:
+    step = PrivateStep(network(), loss, sampling=Poisson(n=60, batch_size=6), **STEPS)
+    for what in ("loaded weights", "outputs of a teacher", "means to normalise by"):
+        assert what in step.statement
+
+
+# Losses and networks that need the batch, and such as only look so.
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    h = model(batch[0])
+    return cross_entropy(h @ h.T, torch.arange(len(h)), reduction="none")
+
+
+def ranking(model: nn.Module, batch: Any) -> Tensor:
+    scores = model(batch[0])[:, 0]
+    return torch.relu(1 + scores[:, None] - scores[None]).mean(1)
+
+
+def hardest(model: nn.Module, batch: Any) -> Tensor:
+    each = loss(model, batch)
+    return each * (each >= each.median())
+
+
+def mixed_up(model: nn.Module, batch: Any) -> Tensor:
+    return loss(model, ((batch[0] + batch[0].flip(0)) / 2, batch[1]))
+
+
+def weighed(model: nn.Module, batch: Any) -> Tensor:
+    each = loss(model, batch)
+    return each / each.detach().sum()
+
+
+def by_class(model: nn.Module, batch: Any) -> Tensor:
+    return loss(model, batch) * torch.tensor([1.0, 3.0])[batch[1]]
+
+
+#: What a network does to what its first layer computes, or a loss; and whether it needs the batch.
+NEEDS: dict[str, tuple[Any, bool]] = {
+    "InfoNCE": (contrastive, True),
+    "ranking": (ranking, True),
+    "hard examples": (hardest, True),
+    "mixup": (mixed_up, True),
+    "weights of a batch": (weighed, True),
+    "batch norm": (lambda h: nn.functional.batch_norm(h, None, None, training=True), True),
+    "centred": (lambda h: h - h.mean(0), True),
+    "softmax over records": (lambda h: h.softmax(0), True),
+    "spread": (lambda h: h / (1 + h.std(0)), True),
+    "neighbours": (lambda h: h + h.roll(1, 0), True),
+    "layer norm": (nn.LayerNorm(4), False),
+    "group norm": (nn.GroupNorm(2, 4), False),
+    "softmax": (lambda h: h.softmax(1), False),
+    "dropout": (nn.Dropout(0.5), False),
+    "centred in a record": (lambda h: h - h.mean(1, keepdim=True), False),
+    "sorted": (lambda h: h.sort(1).values, False),
+    "sums": (lambda h: h.cumsum(1), False),
+    "largest": (lambda h: h * (h >= h.amax(1, keepdim=True)), False),
+    "products": (lambda h: h + torch.einsum("nc,nd->nc", h, h), False),
+    "weights of classes": (by_class, False),
+}
+LOSSES = (contrastive, ranking, hardest, mixed_up, weighed, by_class)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_needs_the_batch_is_refused_and_what_only_looks_so_is_not(name: str) -> None:
+    of, needs = NEEDS[name]
+    between, own = (nn.Identity(), of) if of in LOSSES else (of, loss)
+    parts = {"first": nn.Linear(3, 4), "between": between, "last": nn.Linear(4, 2)}
+    model = Do(lambda s, x: s.last(s.between(s.first(x))), **parts)
+    given: dict[str, Any] = {"sampling": Poisson(n=60, batch_size=6), **STEPS}
+    said = r"for a batch than for one|including one"
+    with pytest.raises(ModelError, match=said) if needs else nullcontext():
+        PrivateStep(model, own, example=records(8).tensors, **given)
+    if needs and own is loss:
+        with pytest.raises(ModelError, match=said):
+            make_private(model, ranged(np.zeros((60, 3)), low=-1, high=1), **CHEAP)
+
+
+def test_a_network_file_that_needs_the_batch_is_refused() -> None:
+    """By the command, whose runs are those of compare and tune, too."""
+    Path("net.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Linear):\n"
+        "    def __init__(self, shape, classes):\n"
+        "        super().__init__(64, classes)\n"
+        "    def forward(self, x):\n"
+        "        h = super().forward(x.flatten(1))\n"
+        "        return h - h.mean(0)\n"
+    )
+    assert "computes something else for a batch" in refused("--model", "net.py:Net", code=4)
 
 
 # What a record of a table is read as.

@@ -23,8 +23,6 @@ from tests.helpers import (
     CLASSES,
     SIDE,
     Batches,
-    KeptNoise,
-    Spy,
     make_trainer,
     tiny_data,
     walk,
@@ -153,20 +151,6 @@ def test_when_memory_runs_out_chunks_are_halved_and_the_sum_is_the_same(
         assert (found - expected).norm() <= 1e-6 * expected.norm()
         assert sum(sizes) == 600
         assert max(sizes[-2:]) <= trainer.state.chunk in (128, 64, 4)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("name", ["dp-sgd", "dp-macadam"])
-def test_when_memory_runs_out_every_sample_counts_once_and_noise_is_added_once(name: str) -> None:
-    noise, other, spy = KeptNoise(), KeptNoise(), Spy(1.0, 600)
-    trainer, undisturbed = chunked(name, noise=noise), chunked(name, noise=other)
-    trainer.mechanism = spy
-    sizes = too_many(trainer, lambda n: 256 if n < 4 else 20)
-    found, expected = walk(trainer, 4), walk(undisturbed, 4)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert sum(sizes) == 4 * 600
-    assert len(noise.drawn) == len(other.drawn) == len(spy.released) == 4
-    assert all(torch.equal(a, b) for a, b in zip(noise.drawn, other.drawn, strict=True))
 
 
 @pytest.mark.privacy

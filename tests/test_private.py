@@ -176,8 +176,9 @@ def test_a_record_more_moves_no_other_across_a_kink(
     assert 0.9 < largest_move(kind, physical, sizes) <= 1
 
 
+@pytest.mark.long
 @pytest.mark.privacy
-@pytest.mark.parametrize("instructions", rest_long(["DEFAULT", "AVX2"]))
+@pytest.mark.parametrize("instructions", ["DEFAULT", "AVX2"])
 def test_threads_that_share_a_batch_move_no_record_across_a_kink(instructions: str) -> None:
     """oneDNN rounds the image where the shares of two threads meet in another way."""
     attack = ["tests.kinks", "2", "convolution", "25", "18", "17"]

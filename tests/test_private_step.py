@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from dpmac_cli import (
     ArrayData,
@@ -115,41 +115,6 @@ def test_a_program_trains_on_dicts_and_pays_what_its_steps_cost(optimizer: str) 
     assert not weights(step.model).equal(before)
     with pytest.raises(BudgetError, match="All 6 steps"):
         step(batch)
-
-
-def classify(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    images, labels = batch
-    return cross_entropy(model(images), labels, reduction="none")
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("sampler", "optimizer"),
-    [("poisson", "dp-macadambc"), ("random-allocation", "dp-adam")],
-)
-def test_it_is_the_same_training_as_that_of_make_private(optimizer: str, sampler: str) -> None:
-    x, y = load_digits(return_X_y=True)
-    data = ArrayData(x.reshape(-1, 8, 8), y, classes="0123456789", low=0, high=16)
-    settings: dict[str, Any] = {**SETTINGS, "optimizer": optimizer, "physical_batch": 16}
-
-    def network() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.2), nn.Linear(8, 10))
-
-    private = make_private(network(), data, batch_size=60, sampler=sampler, **settings)
-    list(private)
-    split = private._step.data.train
-    records = TensorDataset(private.standardise(split.images), split.labels)
-    kind = Poisson if sampler == "poisson" else RandomAllocation
-    sampling = kind(n=len(records), batch_size=60)
-    step = PrivateStep(
-        network(), classify, sampling=sampling, delta=private.plan.privacy.delta, **settings
-    )
-    for batch in step.loader(records):
-        step(batch)
-    assert weights(step.model).equal(weights(private.model))
-    assert step.epsilon == private.epsilon
-    assert step.event == private.plan.privacy.event
 
 
 # What is trained on is what was drawn.

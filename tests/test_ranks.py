@@ -13,14 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from scipy.stats import kstest
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError, RunError
-from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import workers
@@ -30,10 +26,8 @@ from dpmac_cli.training.distributed import Ranks
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import digits_config, weights
 from tests.helpers import (
-    DIMENSION,
     PLAN,
     Batches,
-    a_key,
     in_chunks_of,
     make_trainer,
     walk,
@@ -119,33 +113,6 @@ def test_ranks_take_the_steps_that_one_process_takes(name: str, size: int) -> No
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_noise_is_that_of_one_process_whatever_the_ranks(size: int) -> None:
-    """Nobody is drawn: what is left is sigma z, each z once."""
-    sigma, batch = 1.7, 8.0
-
-    def work(ranks: Ranks) -> Tensor:
-        trainer = make_trainer(
-            "dp-sgd",
-            GaussianMechanism(sigma, batch),
-            sampler=Batches([]),
-            noise=Noise(a_key(5)),
-            ranks=ranks if size > 1 else None,
-            lr=1.0,
-            clip_norm=1.0,
-        )
-        thetas = torch.stack([trainer.state.theta.clone(), *walk(trainer, 80)])
-        return thetas.diff(dim=0) * -batch / sigma
-
-    for drawn in together(size, work):
-        twin, like = Noise(a_key(5)), torch.empty_like(drawn[0])
-        expected = torch.stack([twin.at(step).standard_normal(like) for step in range(1, 81)])
-        torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-9)
-        assert kstest(drawn.flatten().numpy(), "norm").pvalue > 0.001
-        assert len(np.unique(drawn.numpy())) == 80 * DIMENSION
-
-
-@pytest.mark.privacy
 def test_shares_are_a_partition_of_one_draw() -> None:
     drawn = np.arange(100, 117)
 
@@ -177,17 +144,6 @@ def test_a_record_more_moves_no_other_to_another_rank(size: int) -> None:
         for left_out in drawn.tolist():
             rest = [set(each.share(drawn[drawn != left_out]).tolist()) for each in ranks]
             assert rest == [share - {left_out} for share in whole]
-
-
-@pytest.mark.privacy
-def test_dropout_differs_between_ranks() -> None:
-    """In common, it would go by the place in a share, which adding a record moves."""
-    key = a_key(3)
-    words = []
-    for rank in range(3):
-        with LayerDraws(key, rank).of(7):
-            words.append(int(torch.randint(2**60, ())))
-    assert len(set(words)) == 3
 
 
 # Secrets stay at rank 0.

@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.dp import mechanism
 from dpmac_cli.dp.mechanism import SecureMechanism
 from dpmac_cli.randomness.keystream import KeyStream, Stretch, make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
-from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish
 from dpmac_cli.release.sentences import SENTENCES
@@ -25,7 +23,6 @@ from tests.digits_runs import (
     after,
     contents,
     digits_config,
-    train_digits,
 )
 from tests.typed import dpmac
 
@@ -93,24 +90,6 @@ def test_a_fork_that_changes_secure_tells_it() -> None:
 
 
 # What it says.
-
-
-@pytest.mark.privacy
-def test_the_report_and_the_model_say_how_it_was_drawn() -> None:
-    said = {}
-    kinds: Mapping[str, dict[str, Any]]
-    kinds = {"plain": {}, "secure": {"secure": True}, "none": {"no_dp": True}}
-    for name, flags in kinds.items():
-        finished = train_digits(out=name, **flags)
-        said[name] = randomness(finished)
-        facts = load_model(finished.folder).facts
-        assert facts["privacy"]["randomness"] == said[name]
-    assert said == {
-        "plain": {"secure": False, "statement": PLAINLY},
-        "secure": {"secure": True, "statement": SECURELY},
-        "none": {"secure": False, "statement": NO_SECRETS},
-    }
-    assert f"2^{int(np.log2(mechanism.GRID))} " in SECURELY
 
 
 # What it refuses.

@@ -13,7 +13,9 @@ from tests.silent.judge import (
     CLIP_NORM,
     LR,
     RECORDS,
+    REFUSALS,
     Oracle,
+    Ours,
     Situation,
     Weights,
     judge,
@@ -21,7 +23,6 @@ from tests.silent.judge import (
     records,
     weights_of,
 )
-from tests.silent.ours import REFUSALS, Ours
 from tests.silent.situations import SITUATIONS, Net
 from tests.tiers import one_in
 

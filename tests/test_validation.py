@@ -1,6 +1,5 @@
 """Networks: what mixes or stores samples is refused or isolated, what does not is trained."""
 
-import copy
 import random
 import sys
 from collections import deque
@@ -657,19 +656,6 @@ def test_batch_norm_becomes_group_norm_wherever_it_is() -> None:
     assert isinstance(without_batch_norm(nn.BatchNorm1d(4)), nn.GroupNorm)
 
 
-def test_a_group_norm_has_the_weight_and_bias_of_the_batch_norm() -> None:
-    """As of a residual network whose branches begin at zero, or of public weights."""
-    norm = nn.BatchNorm2d(4).double()
-    nn.init.zeros_(norm.weight)
-    nn.init.constant_(norm.bias, 2)
-    norm.bias.requires_grad_(False)
-    found = without_batch_norm(norm)
-    assert isinstance(found, nn.GroupNorm)
-    assert torch.equal(found.weight, torch.zeros(4).double())
-    assert torch.equal(found.bias, torch.full((4,), 2).double())
-    assert [found.weight.requires_grad, found.bias.requires_grad] == [True, False]
-
-
 Change = Callable[[Any], object]
 IN, WIDTH = SIDE**2, 5
 
@@ -685,8 +671,8 @@ class Adjustable(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, TINY_CLASSES)
         self.middle = nn.Sequential(nn.Conv2d(1, 2, 2, padding=1), nn.Flatten(), nn.Linear(32, IN))
         self.register_buffer("scale", torch.ones(WIDTH))
-        self.mixing, self.sizes, self.names = False, [1, 2], {"a"}
-        self.table, self.queue = {"mixing": False}, deque([0], maxlen=4)
+        self.mixing, self.sizes = False, [1, 2]
+        self.queue = deque([0], maxlen=4)
         self.closing, self.memory = torch.tanh, SimpleNamespace(calls=0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -695,28 +681,9 @@ class Adjustable(nn.Module):
         return logits
 
 
-def replaced_class(net: Any) -> None:
-    class Other(Adjustable):
-        pass
-
-    net.__class__ = Other
-
-
 #: Changes to an :class:`Adjustable`, and what the refusal says. ``first.weight`` is trained.
 CHANGES: dict[str, tuple[Change, str]] = {
-    "p.data =": (
-        lambda n: setattr(n.first.weight, "data", n.first.weight.data.clone()),
-        "first.weight is in other memory",
-    ),
     "frozen": (lambda n: n.first.requires_grad_(False), r"first\.weight was frozen"),
-    "a layer added": (
-        lambda n: n.middle.append(nn.BatchNorm1d(IN, affine=False, track_running_stats=False)),
-        r"middle\.3 was added",
-    ),
-    "a layer replaced": (
-        lambda n: setattr(n, "first", copy.deepcopy(n.first)),
-        r"first\.weight was replaced",
-    ),
     "layers in another order": (
         lambda n: n.middle._modules.update({"0": n.middle._modules.pop("0")}),
         r"middle\._modules changed",
@@ -725,25 +692,16 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda n: setattr(n.first, "forward", lambda x: x - x.mean(0)),
         r"first\.forward was added",
     ),
-    "another class": (replaced_class, "the network itself changed"),
     "a flag": (lambda n: setattr(n, "mixing", True), "mixing changed"),
     "a list": (lambda n: n.sizes.append(3), "sizes changed"),
-    "a set": (lambda n: n.names.add("b"), "names changed"),
-    "a dict": (lambda n: n.table.update(mixing=True), "table changed"),
     "a queue": (lambda n: n.queue.append(1), "queue changed"),
     "a function": (lambda n: setattr(n, "closing", torch.relu), "closing changed"),
     "an object's attribute": (lambda n: setattr(n.memory, "calls", 1), "memory changed"),
-    "an attribute added": (lambda n: setattr(n, "extra", 1), "extra was added"),
-    "a buffer": (lambda n: n.scale.mul_(2), "scale was written to"),
     "a buffer replaced": (lambda n: setattr(n, "scale", torch.ones(WIDTH)), "scale was replaced"),
     "a frozen parameter": (lambda n: n.base.weight.mul_(2), r"base\.weight was written to"),
     "hook": (
         lambda n: n.first.register_forward_pre_hook(lambda *_: None),
         "hooks of first changed",
-    ),
-    "hook on a parameter": (
-        lambda n: n.first.weight.register_hook(lambda g: 2 * g),
-        r"hooks of first\.weight changed",
     ),
 }
 

@@ -4,29 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.geometry import (
-    AdaClip,
-    Ball,
-    Geometry,
-    MacAdam,
-    joined,
-)
 from dpmac_cli.dp.mechanism import (
-    Ellipsoid,
     GaussianMechanism,
-    PrivateMean,
     SecureMechanism,
 )
-from dpmac_cli.dp.moments import Moments
 from dpmac_cli.errors import InputError
-from dpmac_cli.optim.dp_macadam import Kappa
 from tests.conftest import every_optimizer
 from tests.helpers import (
     Batches,
     KeptNoise,
     Spy,
     assert_deviation_of,
-    copied,
     in_chunks_of,
     make_trainer,
     place,
@@ -132,63 +120,3 @@ def test_a_noise_multiplier_that_is_no_number_is_not_taken_for_no_noise(
     for batch in (0.0, -8.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="expected_batch must be a number above 0"):
             kind(1.0, batch)
-
-
-KAPPAS: tuple[Kappa, ...] = ("paper", "exact", "tracked")
-
-
-def fresh_moments(like: Tensor) -> Moments:
-    return Moments(torch.zeros_like(like), torch.zeros_like(like))
-
-
-def noisy(value: Tensor, deviation: Tensor | float) -> PrivateMean:
-    """A private mean whose noise has this standard deviation."""
-    scale = torch.as_tensor(deviation, dtype=value.dtype).expand(value.shape).clone()
-    return PrivateMean(value, scale, 1.0)
-
-
-# Any run.
-
-
-def geometry_of(kind: str, beta1: float, h1: float, h2: float) -> Geometry:
-    """A ball, AdaClip's, or MacAdam's by its kappa."""
-    if kind in KAPPAS:
-        return MacAdam(beta1, h1, h2, kind)
-    return Ball(1.0) if kind == "ball" else AdaClip(beta1, 0.9, h1, h2)
-
-
-def some_private_means(seed: int, size: float, noise: float, like: Tensor) -> list[PrivateMean]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw() -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=like.dtype)
-
-    return [noisy(draw() * size, draw().abs() * noise) for _ in range(5)]
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("kind", ["ball", "adaclip", *KAPPAS])
-def test_the_next_region_changes_no_argument_but_spread_and_the_last(
-    kind: str,
-) -> None:
-    """What it computes is a function of post-noise values: the same twice over."""
-    like = torch.zeros(6, dtype=torch.float64)
-    geometry = geometry_of(kind, 0.9, 1e-6, 1e-2)
-
-    def walked() -> list[Ellipsoid]:
-        moments, regions = fresh_moments(like), []
-        region, spread = geometry.start(like)
-        for private in some_private_means(3, 0.1, 0.01, like):
-            moments.step += 1
-            moments.update(private.value, 0.9, 0.99)
-            geometry.begin(moments.step, spread)
-            read = (private.value, private.scale, moments.m, moments.v)
-            before = [x.clone() for x in read]
-            region = joined(region, [geometry.next(private, moments, region, spread)])
-            assert all(map(torch.equal, read, before))
-            regions.append(copied(region))
-        return regions
-
-    for one, other in zip(walked(), walked(), strict=True):
-        assert torch.equal(one.centre, other.centre)
-        assert torch.equal(one.scale, other.scale)

@@ -7,10 +7,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from dpmac_cli import ArrayData, make_private
+from dpmac_cli.dp.mechanism import GaussianMechanism
+from dpmac_cli.errors import DpmacError
+from dpmac_cli.models.validation import check_model
+from dpmac_cli.runs import prepare
+from tests.helpers import Batches
 
 RECORDS, COLUMNS, CLASSES = 6, 6, 3
 LR, CLIP_NORM = 1.0, 1.0
@@ -286,3 +294,59 @@ def _walk(
         del walk.before[len(walk.after) :]
         return Walk(walk.before, walk.after, f"{type(failure).__name__}: {failure}")
     return walk
+
+
+REFUSALS = (DpmacError,)
+#: Situations that were validated, which takes most of the time of a run and sees no record.
+_checked: set[Situation] = set()
+
+
+class Ours:
+    """A run of dpmac."""
+
+    def __init__(self, situation: Situation) -> None:
+        x, y = records()
+        self.net: Any = situation.network()
+        options: dict[str, Any] = {"isolate": True} if situation.isolate else {}
+        # With records to test on, none is held out.
+        data = ArrayData(x, y, x[:3], y[:3], low=-1, high=1, classes=["a", "b", "c"])
+
+        def checked_once(*parts: Any, **options: Any) -> None:
+            if situation not in _checked:
+                check_model(*parts, **options)
+                _checked.add(situation)
+
+        with patch.object(prepare, "check_model", checked_once):
+            self.private = make_private(
+                situation.wrap(self.net),
+                data,
+                loss=situation.loss,
+                optimizer="dp-sgd",
+                lr=LR,
+                clip_norm=CLIP_NORM,
+                batch_size=RECORDS,
+                steps=STEPS,
+                sigma=1,
+                delta=1e-5,
+                seed=0,
+                device="cpu",
+                **options,
+                **situation.settings,
+            )
+        self.private._step.mechanism = GaussianMechanism(0.0, RECORDS)
+
+    def step(self, rows: Sequence[int]) -> None:
+        trainer = self.private._step
+        trainer.sampler = Batches(rows)
+        self.private.step()
+
+    def follow(self, weights: Weights) -> None:
+        with torch.no_grad():
+            for name, p in self.net.named_parameters():
+                p.copy_(weights[name])
+
+    def set_clip_norm(self, norm: float) -> None:
+        self.private.clip_norm = norm  # type: ignore[attr-defined]  # refused by Python
+
+    def add(self, name: str, layer: nn.Module) -> None:
+        self.net.add_module(name, layer)
