@@ -248,6 +248,10 @@ def study(tmp_path: Path) -> Grid:
     return plan({**settings, "seeds": "1", "device": "cpu", "model": "mlp-small"}, None, tmp_path)
 
 
+def none_there(run: Path) -> None:
+    raise InputError(f"{run} contains no checkpoint")
+
+
 def attempt(study: Grid, monkeypatch: pytest.MonkeyPatch, kill: int = 0) -> None:
     """Carry out a study's run from the start, as without checkpoints, and kill it in a step."""
     steps, release = itertools.count(1), GaussianMechanism.release
@@ -258,7 +262,7 @@ def attempt(study: Grid, monkeypatch: pytest.MonkeyPatch, kill: int = 0) -> None
         return release(*args)
 
     with monkeypatch.context() as patch, suppress(Killed):
-        patch.setattr(local, "_has_checkpoint", lambda _: False)
+        patch.setattr(checkpoint, "read", none_there)
         patch.setattr(GaussianMechanism, "release", released)
         list(local._events(study.runs[0], digits(), lambda: False))
 

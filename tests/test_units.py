@@ -300,7 +300,7 @@ def test_covered_scores_do_not_go_on_with_another_number_of_units(continued: Any
     settings = {"dataset": write(2), "sigma": "2", "steps": "12", "cover_scores": True}
     run.finish(run.train(resolve({**settings, "out": "stopped"}).plan, after(6)))
     write(4)
-    with pytest.raises(InputError, match="The number of test records is not the one"):
+    with pytest.raises(InputError, match="numbers of records are not those"):
         run.finish(continued())
 
 

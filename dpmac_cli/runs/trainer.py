@@ -115,14 +115,7 @@ def make_trainer(
     device = device or choose_device(plan.device)
     keys = keys or make_keys(plan.settings.seed)
     task = task or outcome(prepare(plan, device, keys, data, model=model))
-    facts, train, test = plan.data.facts, task.data.train.size, task.data.test.size
-    if train != facts.train_size or (plan.privacy.scores and test != facts.test_size):
-        raise InputError(
-            f"data has {train:,} training and {test:,} test records or units, but epsilon was "
-            f"computed for the {facts.train_size:,} and {facts.test_size:,} of "
-            f"{plan.data.found.name}. Use the dataset with its units, or save your records as an "
-            ".npz and use that."
-        )
+    _check_size(plan, task.data.train.size, task.data.test.size)
     if loss is not None and not plan.network.isolate:
         outputs, labels = plan.data.facts.task.examples()
         check_loss(loss, outputs.to(device), labels.to(device))
@@ -151,6 +144,18 @@ def make_trainer(
 def unit_of(privacy: PrivacyPlan, data: DataPlan) -> tuple[str, str]:
     """Return the unit of privacy, and what tells the units of records apart."""
     return short(privacy.unit), data.found.unit
+
+
+def _check_size(plan: TrainPlan, train: int, test: int) -> None:
+    """Reject data whose number of records differs from that of sampling rate and epsilon."""
+    facts = plan.data.facts
+    if train != facts.train_size or (plan.privacy.scores and test != facts.test_size):
+        raise InputError(
+            f"data has {train:,} training and {test:,} test records or units, but epsilon was "
+            f"computed for the {facts.train_size:,} and {facts.test_size:,} of "
+            f"{plan.data.found.name}. Use the dataset with its units, or save your records as an "
+            ".npz and use that."
+        )
 
 
 def _sampler(plan: TrainPlan, keys: Keys) -> KeyedSampler:

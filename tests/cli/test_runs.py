@@ -89,6 +89,7 @@ def test_every_run_is_listed_as_it_ended(study: Path) -> None:
 def test_an_epsilon_is_rounded_up() -> None:
     entry = {**UNKNOWN, "folder": "run", "state": "finished", "private": True, "epsilon": 1.00011}
     entry |= {"dataset": "digits", "optimizer": "dp-sgd", "delta": 1e-5, "seeded": False}
+    entry["changed"] = "2026-11-27T00:00:00+00:00"
     assert " 1.001 " in shown([entry], 80)
     assert " infinite " in shown([{**entry, "epsilon": None}], 80)  # as in a report
     assert " - " in shown([{**entry, "epsilon": None, "seeded": None}], 80)
