@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dpmac_cli.cli.app import COMMANDS, Place, app, load_command
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.models.registry import MODELS
 from dpmac_cli.optim import OPTIMIZERS
+from dpmac_cli.plots import COLOURS, DASHES, new_figure, write_figure
 from tests.tiers import rest_long
 from tests.typed import ENVIRONMENT, hooked, loading
 
@@ -111,3 +113,33 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "BLAS" in found["build of torch"]
     lines = printed().splitlines()
     assert [line.partition(":")[0] for line in lines if line[0] != " "] == [*found]
+
+
+def draw(path: Path) -> bytes:
+    figure, (panel,) = new_figure(1)
+    panel.plot([0, 1], [2, 3], label="a line")
+    panel.legend()
+    write_figure(figure, path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.PNG", "a.svg"])
+def test_a_picture_is_whole_and_the_same_again(name: str, tmp_path: Path) -> None:
+    first = draw(tmp_path / name)
+    assert draw(tmp_path / name) == first
+    if name.endswith("svg"):
+        assert ElementTree.fromstring(first).tag.endswith("svg")
+    else:
+        assert first.startswith(b"\x89PNG\r\n\x1a\n")
+        assert first.endswith(b"IEND\xaeB`\x82")
+
+
+def test_no_two_lines_look_alike() -> None:
+    _, (panel,) = new_figure(1)
+    most = len(COLOURS) * len(DASHES)
+    drawn = [panel.plot([0, 1], [2, 3])[0] for _ in range(most)]
+    styles = [(line.get_color(), line.get_linestyle()) for line in drawn]
+    assert len(set(styles)) == most
+    # The first few differ in both, for those who see no colour.
+    assert len({dash for _, dash in styles[:4]}) == 4
+    assert len({colour for colour, _ in styles[:7]}) == 7
