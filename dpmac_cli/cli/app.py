@@ -2,88 +2,40 @@
 
 import importlib
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dpmac_cli import __version__
 
-
-class Place(NamedTuple):
-    """Module and function of a command, and the first paragraph of its help."""
-
-    module: str  # of dpmac_cli.cli
-    function: str
-    summary: str
-
-
-#: The commands, in the order of the help.
-COMMANDS: Mapping[str, Place] = {
-    "train": Place("train", "train", "Train a model under differential privacy."),
-    "account": Place(
-        "account",
-        "account",
-        "Compute the privacy cost of training in advance, the noise for a budget, or the longest "
-        "run.",
+#: Commands that have a module of their name. The others are in ``reading``.
+OWN = ("train", "account", "compare", "tune", "runs")
+#: The commands, with the first paragraph of their help.
+COMMANDS: Mapping[str, str] = {
+    "train": "Train a model under differential privacy.",
+    "account": (
+        "Compute the privacy cost of training in advance, the noise for a budget, or the "
+        "longest run."
     ),
-    "compare": Place(
-        "compare",
-        "compare",
-        "Compare optimizers, noise levels or any other setting, over several seeds.",
+    "compare": "Compare optimizers, noise levels or any other setting, over several seeds.",
+    "tune": "Search for the best settings, within one epsilon for search and model together.",
+    "eval": "Evaluate a trained model on every test sample, or evaluate the audit of a run.",
+    "predict": "Predict classes or numbers of new, unlabelled records with a trained model.",
+    "card": "Print the model card of a run as Markdown.",
+    "report": "Write a web page for a run or a comparison: one self-contained file with figures.",
+    "recipes": (
+        "List recipes: what each reaches, its epsilon, its time, and the command that runs it."
     ),
-    "tune": Place(
-        "tune",
-        "tune",
-        "Search for the best settings, within one epsilon for search and model together.",
+    "runs": (
+        "List runs, the newest first: what was trained, its epsilon, its accuracy and how it ended."
     ),
-    "eval": Place(
-        "reading",
-        "evaluate",
-        "Evaluate a trained model on every test sample, or evaluate the audit of a run.",
-    ),
-    "predict": Place(
-        "reading",
-        "predict",
-        "Predict classes or numbers of new, unlabelled records with a trained model.",
-    ),
-    "card": Place(
-        "reading",
-        "card",
-        "Print the model card of a run as Markdown.",
-    ),
-    "report": Place(
-        "reading",
-        "report",
-        "Write a web page for a run or a comparison: one self-contained file with figures.",
-    ),
-    "recipes": Place(
-        "reading",
-        "recipes",
-        "List recipes: what each reaches, its epsilon, its time, and the command that runs it.",
-    ),
-    "runs": Place(
-        "runs",
-        "runs",
-        "List runs, the newest first: what was trained, its epsilon, its accuracy and how it "
-        "ended.",
-    ),
-    "schema": Place(
-        "reading",
-        "schema",
-        "Draft the schema of a table, which declares the allowed values of each column.",
-    ),
-    "cache": Place(
-        "reading",
-        "cache",
+    "schema": "Draft the schema of a table, which declares the allowed values of each column.",
+    "cache": (
         "Show or clear the cache of decoded images, and of features of public backbones and "
-        "frozen layers.",
+        "frozen layers."
     ),
-    "env": Place(
-        "reading",
-        "env",
-        "Print what a bug report needs: versions, processor, libraries and folders.",
-    ),
+    "env": "Print what a bug report needs: versions, processor, libraries and folders.",
 }
 
 
@@ -91,9 +43,8 @@ def load_command(name: str) -> TyperCommand:
     """Import a command."""
     from dpmac_cli.cli.command import command_of  # noqa: PLC0415  (help need not wait for it)
 
-    place = COMMANDS[name]
-    module = importlib.import_module(f"dpmac_cli.cli.{place.module}")
-    return command_of(name, getattr(module, place.function))
+    module = importlib.import_module(f"dpmac_cli.cli.{name if name in OWN else 'reading'}")
+    return command_of(name, getattr(module, {"eval": "evaluate"}.get(name, name)))
 
 
 def plain_switches(parameters: list[Any]) -> list[Any]:
@@ -110,7 +61,7 @@ class Commands(TyperGroup):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.commands = {
-            name: TyperCommand(name, help=place.summary) for name, place in COMMANDS.items()
+            name: TyperCommand(name, help=summary) for name, summary in COMMANDS.items()
         }
 
     def get_params(self, ctx: Any) -> list[Any]:

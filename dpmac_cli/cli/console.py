@@ -135,21 +135,15 @@ def waiting(quiet: bool, first: str = "") -> Iterator[None]:
     """Show the progress of computations on a terminal's stderr, and ``first`` before they start."""
     from rich import progress  # noqa: PLC0415  (help need not wait for it)
 
-    columns = (
-        *("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn()),
-        progress.TextColumn("{task.fields[speed]}", "progress.data.speed"),
-    )
+    columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn())
     console = _console(sys.stderr, quiet or os.environ.get("RANK", "0") != "0")
     shown = bar(*columns, console=console)
-    task = shown.add_task(first, total=None, speed="")
+    task = shown.add_task(first, total=None)
     if first:
         shown.start()
 
     def show(event: Computing) -> None:
         shown.update(task, description=event.what, total=event.records, completed=event.done)
-        of = shown.tasks[0]  # records per second, of the last steps
-        speed = of.finished_speed or of.speed
-        shown.update(task, speed="" if speed is None else f"{speed:,.0f}/s")
         (shown.start if event.done < event.records else shown.stop)()
 
     token = LISTENER.set(show)

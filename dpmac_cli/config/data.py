@@ -105,29 +105,16 @@ def _source(
         schema = in_memory.schema
     elif schema is None and settings.schema is not None:
         schema = read_schema(Path(settings.schema))
+    same = ("test_fraction", "split_seed", "image_size", "levels", "standardise", "unit")
+    low, _, high = (settings.feature_range or "").partition(",")
+    names = settings.classes and tuple(name.strip() for name in settings.classes.split(","))
     return Source(
         in_memory.path if in_memory is not None else Path(str(settings.dataset)),
-        test_fraction=settings.test_fraction,
-        split_seed=settings.split_seed,
         channels=None if settings.channels is None else int(settings.channels),
-        image_size=settings.image_size,
-        levels=settings.levels,
-        classes=_names(settings.classes),
-        standardise=settings.standardise,
-        feature_range=_ends(settings.feature_range),
+        classes=names or None,
+        feature_range=(float(low), float(high)) if high else None,
         schema=schema,
         in_memory=in_memory,
-        unit=settings.unit,
         skip_bad=settings.skip_bad,
+        **{name: getattr(settings, name) for name in same},
     )
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return tuple(name.strip() for name in text.split(",")) if text else None
-
-
-def _ends(text: str | None) -> tuple[float, float] | None:
-    if not text:
-        return None
-    low, high = map(float, text.split(","))
-    return low, high
