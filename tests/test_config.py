@@ -17,9 +17,9 @@ from pydantic import Field
 from dpmac_cli.cli.options import parameter
 from dpmac_cli.config import resolve as resolving
 from dpmac_cli.config.flags import Flag, Option, flag_name, options
-from dpmac_cli.config.resolve import Resolved, change
+from dpmac_cli.config.resolve import Resolved
 from dpmac_cli.config.settings import Count, Settings
-from dpmac_cli.config.sources import by_flag, parse_settings, to_yaml
+from dpmac_cli.config.sources import by_flag, by_setting, parse_settings, to_yaml
 from dpmac_cli.errors import InputError
 from dpmac_cli.optim import OPTIMIZERS
 from tests.conftest import OPTIMIZER_NAMES
@@ -539,4 +539,4 @@ def test_hyperparameters_have_the_types_of_the_settings(name: str) -> None:
 
 def test_a_recorded_setting_that_is_gone_is_named() -> None:
     with pytest.raises(InputError, match="no-isolate in the checkpoint: this version of dpmac has"):
-        change({"dataset": "digits", "no-isolate": True}, {})
+        by_setting({"dataset": "digits", "no-isolate": True})

@@ -148,13 +148,13 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
 
 def notes_on_steps(plan: StepsPlan, records: int, flags: Collection[str]) -> Iterator[str]:
     """Yield notes on valid settings of private steps that are probably mistakes."""
-    yield from _without_effect(_idle_rules(plan), flags)
+    yield from _idle(plan, flags)
     yield from _notes_on_privacy(plan.privacy, records)
 
 
 def notes_on_plan(plan: TrainPlan, flags: Collection[str]) -> Iterator[str]:
     """Yield notes on valid settings that are probably mistakes."""
-    yield from _without_effect(_idle_rules(plan) | _idle(plan), flags)
+    yield from _idle(plan, flags)
     yield from _notes_on_records(plan.data, plan.privacy)
     if isinstance(plan.network.features, Backbone) and plan.data.facts.shape[0] == 1:
         yield (
@@ -228,31 +228,23 @@ def _declaration(found: DataFacts) -> str:
     return " ".join(flags[part] for part in found.inferred if part in flags)
 
 
-def _without_effect(idle: Mapping[str, str], flags: Collection[str]) -> Iterator[str]:
+def _idle(plan: StepsPlan, flags: Collection[str]) -> Iterator[str]:
     """Yield a note on each given setting that has no effect, with the reason."""
-    for name, what in idle.items():
-        if name in flags:
-            yield f"--{flag_name(name)} has no effect with {what}."
-
-
-def _idle_rules(plan: StepsPlan) -> dict[str, str]:
-    """Return the settings of optimizers that have no effect with the one of a plan."""
     used = {*plan.optimizer.used(), "optimizer"}
-    of_optimizers = (name for name, option in SETTINGS.items() if option.group == OPTIMIZER)
-    return {name: plan.optimizer.name for name in of_optimizers if name not in used}
-
-
-def _idle(plan: TrainPlan) -> dict[str, str]:
-    """Return the settings of network and dataset that have no effect, with the reason."""
-    idle: dict[str, str] = {}
-    if not isinstance(plan.network.model, UserModel):
-        idle |= {"fix_norm": plan.network.model.name}
-    if plan.network.trained.part != "lora":
-        idle |= {"lora_rank": f"--train {plan.network.trained.part}"}
-    if not plan.data.own:
-        of_data = (name for name, option in SETTINGS.items() if option.group == DATA)
-        idle |= dict.fromkeys(of_data, plan.data.dataset)
-    return idle
+    for name in flags:
+        group, why = SETTINGS[name].group, ""
+        if group == OPTIMIZER and name not in used:
+            why = plan.optimizer.name
+        elif not isinstance(plan, TrainPlan):
+            continue
+        elif name == "fix_norm" and not isinstance(plan.network.model, UserModel):
+            why = plan.network.model.name
+        elif name == "lora_rank" and plan.network.trained.part != "lora":
+            why = f"--train {plan.network.trained.part}"
+        elif group == DATA and not plan.data.own:
+            why = plan.data.dataset
+        if why:
+            yield f"--{flag_name(name)} has no effect with {why}."
 
 
 def delta_note(delta: float, records: int) -> Iterable[str]:

@@ -1,7 +1,6 @@
 """Resolve settings from flags and YAML into one frozen plan, and report all errors together."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +29,7 @@ from dpmac_cli.config.plan import (
     unit_of_privacy,
 )
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.config.sources import Values, by_setting, given_settings
+from dpmac_cli.config.sources import Values, given_settings
 from dpmac_cli.errors import InputError, named, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.models.encoders import read_encoder
@@ -60,7 +59,7 @@ class Resolved:
 
 def resolve(
     settings: Settings | Values | None = None,
-    file: Path | None = None,
+    file: Path | Values | None = None,
     *,
     earlier: tuple[TrainingEvent, ...] = (),
     data: DataPlan | None = None,
@@ -71,7 +70,7 @@ def resolve(
     Args:
         settings: a model, or values by name, as text or of their types; None and False if not
             given.
-        file: YAML file with flag names as keys.
+        file: YAML file with flag names as keys, or the values of a run to change, by name.
         earlier: events on the same records, which a target epsilon must cover too.
         data: the dataset, if its facts were read before; None to read them.
         keywords: more settings by name: ``resolve(dataset="digits", sigma=2)``.
@@ -81,37 +80,20 @@ def resolve(
             there is none, every fault of settings together.
         BudgetError: no noise meets the target epsilon.
     """
-    named = settings.explicit if isinstance(settings, Settings) else settings or {}
-    return _resolved({**named, **keywords}, file, earlier, data)
-
-
-def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
-    """Resolve the settings of a file, by the names of flags, into a plan. Flags take precedence.
-
-    Raises:
-        InputError: lists every fault found.
-    """
-    return _resolved(flags, by_setting(recorded))
-
-
-def _resolved(
-    flags: Values,
-    below: Path | Values | None,
-    earlier: tuple[TrainingEvent, ...] = (),
-    data: DataPlan | None = None,
-) -> Resolved:
-    """Return a validated plan with calibrated noise, and notes."""
-    given = given_settings(flags, below)
+    typed = settings.explicit if isinstance(settings, Settings) else settings or {}
+    flags = {**typed, **keywords}
+    given = given_settings(flags, file)
     data = data or plan_data(given)
     given = given.replace(dataset=data.dataset)
-    settings = completed(given, data.facts)
-    on_gpu = given.physical_batch or samples_on_gpu(settings, data.facts)
-    plan = make_plan(settings, data, on_gpu)
-    raise_errors([*checks.lonely(given.explicit), *checks.faults(plan, settings.epochs)])
+    completed_settings = completed(given, data.facts)
+    on_gpu = given.physical_batch or samples_on_gpu(completed_settings, data.facts)
+    plan = make_plan(completed_settings, data, on_gpu)
+    faults = checks.faults(plan, completed_settings.epochs)
+    raise_errors([*checks.lonely(given.explicit), *faults])
     plan = _calibrated(plan, earlier)
     notes = checks.notes_on_plan(plan, Settings.model_validate(flags).explicit)
     chosen = recipe_notes(given, data.facts)
-    return Resolved(plan, settings, tuple(map(named, notes)), tuple(chosen))
+    return Resolved(plan, completed_settings, tuple(map(named, notes)), tuple(chosen))
 
 
 def resolve_batches(

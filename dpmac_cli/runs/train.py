@@ -17,7 +17,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.plan import NOT_RECORDED, TrainPlan
-from dpmac_cli.config.resolve import change
+from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.sources import by_setting, parse_settings, to_yaml
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import DATASETS
@@ -232,7 +232,7 @@ def _continued(run: Path, given: Mapping[str, Any], *, fork: bool) -> tuple[Trai
             f"one, or replace it with --force --out {run}."
         )
     _check_changes(run, by_setting(recorded), given, fork=fork)
-    resolved = change(recorded, given)
+    resolved = resolve(given, by_setting(recorded))
     plan, privacy = resolved.plan, resolved.plan.privacy
     if privacy.canaries:
         raise InputError(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import change
-from dpmac_cli.config.sources import by_flag
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.sources import by_flag, by_setting
 from dpmac_cli.data.dataset import Data, fingerprint
 from dpmac_cli.data.schema import listed
 from dpmac_cli.errors import InputError, RunError
@@ -54,7 +54,7 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
         with torch_failures_explained():
             choose_device(local.get("device", "auto"), ranks)
             said = ranks.brief()
-            plan = change(said["config"], local).plan
+            plan = resolve(local, by_setting(said["config"])).plan
             init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
             keys = Keys(init=init, layers=layers)
             device = choose_device(plan.device, ranks)
