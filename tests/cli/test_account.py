@@ -1,22 +1,19 @@
 """dpmac account, as typed and as seen."""
 
-import io
 import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from rich.console import Console
 from typer.testing import Result
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.cli import console
 from dpmac_cli.release import run
 from dpmac_cli.release.run import finish
 from tests.digits_runs import (
@@ -32,7 +29,6 @@ from tests.typed import dpmac
 DELTA = 1e-5
 #: Few records and much noise: cheap to price.
 SMALL = "--dataset-size 40 --batch-size 8 --sigma 6 --epochs 2"
-UNSOLVED = "--dataset-size 40 --batch-size 8"
 
 
 def account(line: str) -> Result:
@@ -140,21 +136,6 @@ def test_an_answer_that_is_copied_stays_within_the_target(inverse: Inverse, meth
     shown = told(question)[inverse.fact].split()[0].replace(",", "")
     (copied,) = answered(f"{line} {inverse.flag} {shown}")
     assert copied["epsilon"] <= 0.7
-
-
-@pytest.mark.long
-def test_several_targets_make_a_table() -> None:
-    line = f"{UNSOLVED} --sigma 6,7 --epsilon 1,2 --accountant rdp"
-    rows = answered(line)
-    assert [row["noise_multiplier"] for row in rows] == [6, 6, 7, 7]
-    assert all(row["epsilon"] <= target for row, target in zip(rows, [1, 2, 1, 2], strict=True))
-    assert account(line).stdout.splitlines()[0].split() == [
-        "epsilon",
-        "sigma",
-        "epochs",
-        "steps",
-        "compositions",
-    ]
 
 
 class Unreachable(NamedTuple):
@@ -335,69 +316,7 @@ def test_a_wrong_figure_is_exit_code_2_with_the_right_one(
     assert "is wrong" in result.stderr
 
 
-WRONG: Mapping[str, Change] = {
-    "more steps": lambda privacy: privacy["events"][0].update(steps=30),
-    "fewer steps": lambda privacy: privacy["events"][-1].update(steps=1),
-    "more noise": lambda privacy: privacy["events"][0].update(noise_multiplier=60.0),
-    "no noise": lambda privacy: privacy["events"][0].update(noise_multiplier=0),
-    "smaller batches": lambda privacy: privacy["events"][0].update(sampling_rate=0.01),
-    "another sampler": lambda privacy: privacy["events"][0].update(sampler="random-allocation"),
-    "a branch less": lambda privacy: privacy["events"].pop(),
-    "another delta": lambda privacy: privacy.update(delta=1e-9),
-    "no figure": lambda privacy: privacy.update(epsilon=None),
-    "nothing": lambda privacy: privacy.update(epsilon=0),
-    "steps of truth": lambda privacy: privacy["events"][0].update(steps=True),
-    "less than nothing": lambda privacy: privacy.update(epsilon=-1),
-}
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
-def test_a_report_that_does_not_add_up_is_exit_code_2(change: Change, runs: Path) -> None:
-    result = account(str(altered(runs / "forked", change)))
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    assert "report" in result.stderr
-
-
-FOREIGN = {
-    "empty": b"",
-    "text": b"accuracy 0.95",
-    "binary": bytes(range(256)),
-    "cut": b'{"privacy": {"epsilon": 1.0, "events": [{"ste',
-    "deep": b"[" * 100_000,
-    "deep in place": b'{"privacy": ' + b'{"events": ' * 50_000,
-    "list": b"[1, 2, 3]",
-    "number": b"7",
-    "null": b"null",
-    "of another tool": b'{"results": {"epsilon": 1.0, "delta": 1e-05}}',
-    "privacy of another tool": b'{"privacy": {"epsilon": 1.0, "delta": 1e-05}}',
-    "privacy of text": b'{"privacy": "epsilon 1"}',
-    "long number": b'{"privacy": {"epsilon": ' + b"9" * 10_000 + b"}}",
-}
-
-
-@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
-def test_what_is_no_report_is_named_in_one_error(content: bytes) -> None:
-    Path("report.json").write_bytes(content)
-    result = account("report.json")
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: report.json is not a valid report of dpmac")
-    assert result.stderr.count("error: ") == 1
-    assert "Traceback" not in result.stderr
-
-
 # Terminals and pictures
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What a terminal of 80 columns is shown, colours left out."""
-    shown = io.StringIO()
-    screen = Console(file=shown, force_terminal=True, width=80, color_system=None, highlight=False)
-    monkeypatch.setattr(console, "stdout", lambda: screen)
-    return shown
 
 
 # Processes of their own
