@@ -58,8 +58,8 @@ def test_a_budget_means_the_best_run_for_it(name: str) -> None:
     found, said = chosen(dataset=name, epsilon=2)
     assert (found.recipe, found.optimizer, found.model) == ("best", "dp-adam", "linear")
     assert found.features is not None
-    assert f"batch {found.batch_size:,} (n / " in said
-    assert f"learning rate {found.lr:g}" in said
+    assert f"--batch-size {found.batch_size} " in said
+    assert f"--lr {found.lr:g}" in said
     assert f"{found.epochs} epochs" in said
     assert f"EMA {found.ema:g}" in said
 

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dpmac_cli import __version__
+from dpmac_cli.cli import plain_switches
 
 #: Commands that have a module of their name. The others are in ``reading``.
 OWN = ("train", "account", "compare", "tune", "runs")
@@ -45,14 +46,6 @@ def load_command(name: str) -> TyperCommand:
 
     module = importlib.import_module(f"dpmac_cli.cli.{name if name in OWN else 'reading'}")
     return command_of(name, getattr(module, {"eval": "evaluate"}.get(name, name)))
-
-
-def plain_switches(parameters: list[Any]) -> list[Any]:
-    """Return parameters, with no placeholder for the value of a switch, which has none."""
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    return parameters
 
 
 class Commands(TyperGroup):

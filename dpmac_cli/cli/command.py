@@ -13,8 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from dpmac_cli import errors
-from dpmac_cli.cli import console
-from dpmac_cli.cli.app import plain_switches
+from dpmac_cli.cli import console, plain_switches
 from dpmac_cli.cli.options import take
 from dpmac_cli.config.gone import instead
 from dpmac_cli.config.settings import DisplayFlags
