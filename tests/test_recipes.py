@@ -60,8 +60,8 @@ def test_a_budget_means_the_best_run_for_it(name: str) -> None:
     assert found.features is not None
     assert f"--batch-size {found.batch_size} " in said
     assert f"--lr {found.lr:g}" in said
-    assert f"{found.epochs} epochs" in said
-    assert f"EMA {found.ema:g}" in said
+    assert f"--epochs {found.epochs}" in said
+    assert f"--ema {found.ema:g}" in said
 
 
 def test_epsilon_3_is_the_default() -> None:

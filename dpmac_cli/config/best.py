@@ -89,7 +89,8 @@ def _of_regime(given: Settings, regime: Regime) -> dict[str, Any]:
 def reasons(given: Settings, facts: Dataset) -> Iterator[str]:
     """Yield what the recipe chose, as flags; the rate of a given optimizer separately."""
     rule = best(given, facts)
-    chosen = {name: value for name, value in rule.items() if name not in given.explicit and value}
+    said = {*given.explicit, "epsilon"}
+    chosen = {name: value for name, value in rule.items() if name not in said and value}
     rate = chosen.pop("lr", None) if "optimizer" in given.explicit else None
     if chosen:
         yield " ".join(f"--{flag_name(name)} {value}" for name, value in chosen.items())
