@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +22,6 @@ from dpmac_cli.accounting import allocation, pricing
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
 from dpmac_cli.accounting.allocation import allocated_gaussian, likelihood_ratios, small_sums
 from dpmac_cli.accounting.events import LEAST_NOISE, SAMPLERS, TrainingEvent
-from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.resolve import resolve
 from tests.tiers import one_in, pairs_short, rest_long
@@ -292,68 +291,6 @@ def test_two_halves_cost_the_whole(sampler: str, accountant: str) -> None:
     # Nearly the same run beside it, so that nothing can be counted together.
     near = replace(half, noise_multiplier=half.noise_multiplier * (1 + 1e-9))
     assert total_epsilon((half, near), DELTA, accountant) == pytest.approx(price, rel=1e-5)
-
-
-# The schedule of a run.
-
-DIGITS_RUN = TrainingEvent(DIGITS_RATE, 1.5, 240)
-
-
-def assert_upper_bound(
-    schedule: EpsilonSchedule, event: TrainingEvent, price: Callable[[TrainingEvent], float]
-) -> None:
-    """Of the price at every step, reaching it at the end."""
-    steps, prices = zip(*schedule.points, strict=True)
-    assert list(steps) == sorted(set(steps))
-    assert list(prices) == sorted(prices)
-    assert schedule.points[-1] == (event.steps, price(event))
-    assert len(steps) <= 100
-    for step in np.random.default_rng(0).integers(1, event.steps, size=4, endpoint=True).tolist():
-        assert schedule.at(step) >= price(replace(event, steps=step)) * (1 - 1e-12)
-        assert schedule.at(step) == next(p for s, p in schedule.points if s >= step)
-
-
-@pytest.mark.parametrize(
-    ("event", "epoch"),
-    [
-        (DIGITS_RUN, 12),
-        (TrainingEvent(DIGITS_RATE, 1.5, 13), 12),
-        (TrainingEvent(DIGITS_RATE, 1.5, 1), 12),
-        (TrainingEvent(DIGITS_RATE, 0.3, 30), 12),
-        (TrainingEvent(DIGITS_RATE, 20.0, 5000), 12),
-    ],
-    ids=["run", "ragged", "one-step", "little-noise", "long"],
-)
-def test_schedule_is_an_increasing_upper_bound_with_an_exact_end(
-    event: TrainingEvent, epoch: int
-) -> None:
-    schedule = epsilon_schedule(event, DELTA, epoch)
-    assert_upper_bound(schedule, event, lambda part: total_epsilon((part,), DELTA))
-
-
-@pytest.mark.parametrize(
-    ("steps", "sampler", "accountant"),
-    rest_long((steps, *priced) for steps in (24, 27, 5) for priced in PRICED),
-)
-def test_every_sampler_has_such_a_schedule(sampler: str, accountant: str, steps: int) -> None:
-    event = digits(sampler, steps=steps)
-    schedule = epsilon_schedule(event, DELTA, 12, accountant=accountant)
-    assert_upper_bound(schedule, event, lambda part: total_epsilon((part,), DELTA, accountant))
-
-
-@pytest.mark.parametrize(("sampler", "accountant"), rest_long(PRICED))
-def test_a_branchs_schedule_starts_from_what_was_spent_before(
-    sampler: str, accountant: str
-) -> None:
-    earlier = (digits(sampler, 3.0, 6), digits(sampler, 2.0, 20))
-    event = digits(sampler, steps=8)
-    schedule = epsilon_schedule(event, DELTA, 12, earlier, accountant)
-
-    def price(part: TrainingEvent) -> float:
-        return total_epsilon((*earlier, part), DELTA, accountant)
-
-    assert_upper_bound(schedule, event, price)
-    assert schedule.at(1) > total_epsilon(earlier, DELTA, accountant)
 
 
 # What people read.

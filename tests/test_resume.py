@@ -250,6 +250,7 @@ def test_epsilon_covers_every_ancestor_of_a_fork() -> None:
     assert price["epsilon"] == total_epsilon(events, 1e-5) > second.report["privacy"]["epsilon"]
     lines = files.read_lines(third.folder / folder.METRICS)
     assert lines[-1]["epsilon"] == price["epsilon"]
+    assert all(line["epsilon"] > second.report["privacy"]["epsilon"] for line in lines[-2:])
     assert "noise multiplier 6 and 29" in price["statement"]
     assert contents(first.folder) == before
     assert {first.folder, second.folder, third.folder} == set(map(Path, ("run", "second", "third")))

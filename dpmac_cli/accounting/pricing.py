@@ -1,12 +1,9 @@
 """Privacy costs before rendering: rows with all their inputs, and schedules of epsilon."""
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from dpmac_cli.accounting.accountants import (
-    COARSE,
     DEFAULT_ACCOUNTANT,
     total_epsilon,
     used_accountant,
@@ -111,56 +108,3 @@ def accountant_note(events: tuple[TrainingEvent, ...], delta: float) -> Iterator
     """Yield a note if epsilon is from RDP because delta is too small for the default accountant."""
     if delta < SMALL_DELTA and used_accountant(events, delta) != DEFAULT_ACCOUNTANT:
         yield BY_RDP.format(format_epsilon(delta))
-
-
-@dataclass(frozen=True)
-class EpsilonSchedule:
-    """Increasing ``(step, epsilon)`` pairs up to the planned end of a run."""
-
-    points: tuple[tuple[int, float], ...]
-
-    def at(self, step: int) -> float:
-        """Return an upper bound on epsilon after ``step`` steps: the next point's epsilon."""
-        if step <= 0:
-            return 0.0
-        for point, epsilon in self.points:
-            if step <= point:
-                return epsilon
-        raise ValueError(f"the schedule ends at step {self.points[-1][0]}, asked for {step}")
-
-
-def epsilon_schedule(
-    event: TrainingEvent,
-    delta: float,
-    epoch: int,
-    earlier: Sequence[TrainingEvent] = (),
-    accountant: str = DEFAULT_ACCOUNTANT,
-) -> EpsilonSchedule:
-    """Compute epsilon at about 20 to 100 evenly spaced steps of a run, on a coarse grid.
-
-    The last point is exactly ``total_epsilon((*earlier, event), delta)``; no other is above it.
-
-    Args:
-        event: the whole run, from the first step that uses its keys.
-        delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
-        epoch: steps per epoch; points are at the ends of epochs if their number allows it.
-        earlier: other events on the same records.
-    """
-    end = total_epsilon((*earlier, event), delta, accountant)
-    if event.steps == 0 or math.isinf(end):
-        return EpsilonSchedule(((event.steps, end),))
-    steps = range(stride := _stride(event, epoch), event.steps, stride)
-    parts = (replace(event, steps=step) for step in steps)
-    costs = (total_epsilon((*earlier, part), delta, accountant, COARSE) for part in parts)
-    points = [
-        (step, min(end, cost)) for step, cost in zip(steps, accumulate(costs, max), strict=True)
-    ]
-    return EpsilonSchedule((*points, (event.steps, end)))
-
-
-def _stride(event: TrainingEvent, epoch: int, points: int = 100) -> int:
-    """Return the steps between points: whole epochs, or a whole fraction of one."""
-    least = max(1, math.ceil(event.steps / points))
-    if event.sampling.once_an_epoch or epoch <= least:
-        return math.ceil(least / epoch) * epoch
-    return next(stride for stride in range(least, epoch + 1) if epoch % stride == 0)

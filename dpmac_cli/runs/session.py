@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dpmac_cli.accounting.accountants import COARSE, total_epsilon
-from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.sources import by_flag, to_yaml
 from dpmac_cli.errors import DivergedError
@@ -51,8 +50,8 @@ class Update:
 
     Attributes:
         event: event of the training loop.
-        epsilon: epsilon spent up to the event's step, between evaluations an upper bound; None
-            while it is being computed, at most until the first Evaluated; ``inf`` without privacy.
+        epsilon: epsilon spent up to the event's step, between evaluations that up to the next one;
+            None while it is being computed; ``inf`` without privacy.
         planned: epsilon of the whole run; None or ``inf`` in the same cases.
     """
 
@@ -142,28 +141,25 @@ class Session:
     def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
         """Train, save checkpoints when they are due, and report progress."""
         plan, trainer, interval = self.plan, self.trainer, self.plan.checkpoints
-        saved, chunk, spent = time.perf_counter(), trainer.state.chunk, self.ledger.spent
+        saved, chunk = time.perf_counter(), trainer.state.chunk
         cost = 0.0  # seconds of the last checkpoint
 
         with ThreadPoolExecutor(1) as pool:
             # Privacy costs are computed in the background, so they do not delay training.
-            costs = pool.submit(
-                epsilon_schedule,
-                spent.event,
-                plan.privacy.delta,
-                plan.privacy.steps_per_epoch,
-                spent.earlier,
-            )
+            whole = pool.submit(self._epsilon, self.steps)
+            ahead = pool.submit(self._epsilon, self._next(trainer.state.step))
             for event in fit(trainer, stop, interval.at, self.seconds, self.ledger.before):
                 self.seconds = event.seconds
                 scored = isinstance(event, Evaluated)
-                schedule = costs.result() if scored or costs.done() else None
-                epsilon = None if schedule is None else self._epsilon(schedule, event)
+                epsilon = ahead.result() if ahead.done() else None
                 if isinstance(event, Evaluated):
-                    assert epsilon is not None  # noqa: S101  (the schedule is complete)
+                    epsilon = ahead.result()
+                    if event.last and plan.search is None:  # like the report
+                        epsilon = total_epsilon(self.spent().events, plan.privacy.delta)
                     if isinstance(event.result, Evaluation):
                         self.scored = event.result
                     self.history.append(metrics_line(event, epsilon, plan))
+                    ahead = pool.submit(self._epsilon, self._next(event.step))
                 # Save no step before its score: a run that resumed after it would never score it.
                 scores = event.step % plan.privacy.steps_per_epoch == 0 or event.step == self.steps
                 late = interval.due(event.step, time.perf_counter() - saved, cost)
@@ -179,25 +175,27 @@ class Session:
                 if trainer.state.chunk < chunk:
                     chunk = trainer.state.chunk
                     yield Reduced(event.step, chunk)
-                planned = schedule.points[-1][1] if schedule else None
+                planned = None if epsilon is None else whole.result()
                 yield Update(event=event, epsilon=epsilon, planned=planned)
 
-    def _epsilon(self, schedule: EpsilonSchedule, event: Progress | Evaluated) -> float:
-        """Return epsilon up to an event: of its own step if it is an evaluation, else a bound."""
-        plan, spent = self.plan, self.ledger.spent
+    def _next(self, step: int) -> int:
+        """Return the step of the next evaluation."""
+        epoch = self.plan.privacy.steps_per_epoch
+        return min(self.steps, (step // epoch + 1) * epoch)
+
+    def _epsilon(self, step: int) -> float:
+        """Return an upper bound of epsilon up to a step, exact for the last one of the run."""
+        plan, spent, delta = self.plan, self.ledger.spent, self.plan.privacy.delta
         if plan.search is not None:  # whatever is shown of the best trial costs the whole search
-            return plan.search.search.epsilon(plan.privacy.delta)
-        if isinstance(event, Evaluated) and event.last:  # like the report
-            return total_epsilon(self.spent().events, plan.privacy.delta)
-        epsilon = schedule.at(done := event.step - spent.base)
-        if isinstance(event, Evaluated) and done not in dict(schedule.points):
-            part = replace(spent.event, steps=done)
-            epsilon = min(
-                epsilon, total_epsilon((*spent.earlier, part), plan.privacy.delta, widest=COARSE)
-            )
+            return plan.search.search.epsilon(delta)
+        part = replace(spent.event, steps=step - spent.base)
+        epsilon = min(
+            total_epsilon((*spent.earlier, spent.event), delta),
+            total_epsilon((*spent.earlier, part), delta, widest=COARSE),
+        )
         if plan.privacy.scores is not None:
-            tested = plan.privacy.scores.event(event.step, self.steps, spent.base)
-            epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.privacy.delta))
+            tested = plan.privacy.scores.event(step, self.steps, spent.base)
+            epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), delta))
         return epsilon
 
     def write_metrics(self) -> None:
