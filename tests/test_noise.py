@@ -20,7 +20,15 @@ from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness import noise
-from dpmac_cli.randomness.keystream import STREAMS, Keys, KeyStream, Stretch, generator, make_keys
+from dpmac_cli.randomness.keystream import (
+    DITHER,
+    STREAMS,
+    Keys,
+    KeyStream,
+    Stretch,
+    generator,
+    make_keys,
+)
 from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS, LayerDraws
 from dpmac_cli.randomness.noise import LANES, PAIRS, Noise, box_muller
 from dpmac_cli.randomness.sampling import KeyedSampler
@@ -419,7 +427,7 @@ def test_secure_draws_hide_the_words_that_they_come_from(monkeypatch: pytest.Mon
     assert (np.abs(off_the_lattice(plain) - 0.5) < 0.01).all(), "the attack works without it"
     assert kstest(off_the_lattice(hidden), "uniform").pvalue > 1e-3
     moved = (hidden - plain).numpy()
-    assert kstest(moved, "uniform", (-noise.DITHER / 2, noise.DITHER)).pvalue > 1e-3
+    assert kstest(moved, "uniform", (-DITHER / 2, DITHER)).pvalue > 1e-3
 
 
 @pytest.mark.privacy

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpmac_cli.randomness.noise import DITHER, LEAST_U
+from dpmac_cli.randomness.keystream import DITHER, LEAST_U
 
 #: Pairs of normals in a group, and groups that one program of the kernel computes.
 GROUP, GROUPS = tl.constexpr(16), tl.constexpr(64)

@@ -15,6 +15,10 @@ from dpmac_cli.errors import InputError
 
 #: Bytes of a key, and of a block of the key stream.
 KEY_BYTES, BLOCK_BYTES = 32, 64
+#: Smallest |u| of the radii of normals, in (0, 1].
+LEAST_U = 2.0**-64
+#: Width of the uniform numbers that secure noise adds to its normals.
+DITHER = 2.0**-16
 #: Message for a copy of a training.
 NOT_COPIED = (
     "A private training, and its noise, cannot be copied or pickled: both copies would add the "

@@ -16,14 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpmac_cli.randomness.keystream import KEY_BYTES, KeyStream, Unshared
+from dpmac_cli.randomness.keystream import DITHER, KEY_BYTES, LEAST_U, KeyStream, Unshared
 
-#: Smallest |u|, in (0, 1].
-LEAST_U = 2.0**-64
 #: Pairs of normals that are computed at a time, to stay in the cache of a processor.
 PAIRS = 1 << 17
-#: Width of the uniform numbers that secure noise adds to its normals.
-DITHER = 2.0**-16
 #: Key streams of a draw: words of its radii, of its angles, and of the dither of the first normal
 #: and of the second normal of each pair.
 LANES = 4
