@@ -18,11 +18,13 @@ from dpmac_cli.data import dataset, decoding
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
+from dpmac_cli.errors import InputError
 from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.storage.cache import (
     WHOLE,
     RowFile,
+    complete,
     kept_files,
 )
 from dpmac_cli.storage.progress import LISTENER, Computing
@@ -67,6 +69,29 @@ def features_of(cache: Path) -> tuple[int, Tensor]:
     counted, parts, data = work()
     found, _ = of(featured(parts, data, {}, cache))
     return counted.seen - PROBED, found.train.images[0]
+
+
+@pytest.mark.privacy
+def test_a_folder_behind_a_link_of_another_user_is_not_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could lead to any folder of this user, which would be made private."""
+    (tmp_path / "home").mkdir(mode=0o755)
+    cache.parent.mkdir()
+    cache.symlink_to(tmp_path / "home")
+    examine = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        found = examine(path)
+        if path != cache:
+            return found
+        return os.stat_result([*found[:4], found.st_uid + 1, *found[5:]])
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    with pytest.raises(InputError, match="the folder belongs to another user"):
+        features_of(cache)
+    assert complete(cache / "any.rows") is None
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o755
 
 
 CPU = torch.device("cpu")

@@ -233,6 +233,13 @@ def the_error(flags: Mapping[str, Any], file: Path | None = None) -> str:
     return errors[0]
 
 
+@pytest.mark.parametrize("again", ["batch-size: 64", "batch_size: 64", "batch-size: null"])
+def test_a_key_given_twice_is_refused(tmp_path: Path, again: str) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text(f"batch-size: 32\nlr: 1\n{again}\n")
+    assert the_error({}, file) == f"{file}: --batch-size is given 2 times. Give it once."
+
+
 def test_a_field_is_all_that_a_flag_needs() -> None:
     class More(Settings, frozen=True):
         patience: Annotated[

@@ -36,7 +36,7 @@ COMMANDS: Mapping[str, str] = {
         "Show or clear the cache of decoded images, and of features of public backbones and "
         "frozen layers."
     ),
-    "env": "Print what a bug report needs: versions, processor, libraries and folders.",
+    "env": "Print what a bug report needs: versions, processor, libraries, folders and fallbacks.",
 }
 
 

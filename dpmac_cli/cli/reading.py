@@ -163,7 +163,10 @@ def recipes(**given: Any) -> None:
 
 @with_options(options(JsonFlags))
 def env(**given: Any) -> None:
-    """Print what a bug report needs: versions, processor, libraries and folders.
+    """Print what a bug report needs: versions, processor, libraries, folders and fallbacks.
+
+    Fallbacks are tried on a tiny network: how its layers must run on this machine so that no
+    record's result is rounded by the other records of a batch. They cost time, not privacy.
 
     Example: dpmac env
 

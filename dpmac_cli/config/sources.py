@@ -1,5 +1,6 @@
 """Sources of settings: flags, YAML files and recipes by name. Flags take precedence."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ def read_yaml(file: Path, errors: list[str]) -> dict[str, Any]:
 
     try:
         with file.open(encoding="utf-8") as stream:
-            found = yaml.BaseLoader(stream).get_single_data()
+            loader = yaml.BaseLoader(stream)
+            root = loader.get_single_node()
+            found = None if root is None else loader.construct_document(root)
     except OSError as failure:
         errors.append(f"--config: {file} cannot be read ({failure.strerror or failure}).")
         return {}
@@ -35,11 +38,17 @@ def read_yaml(file: Path, errors: list[str]) -> dict[str, Any]:
         why = " ".join(str(failure).split())
         errors.append(f"--config: {file} is not valid YAML: {why}. Write lines like 'sigma: 0.8'.")
         return {}
-    if not isinstance(found, dict):
+    if root is None or not isinstance(found, dict):
         if found:
             errors.append(f"--config: {file} must contain lines like 'sigma: 0.8'.")
         return {}
     values = {str(key).replace("-", "_"): _value(value) for key, value in found.items()}
+    given = Counter(str(key.value).replace("-", "_") for key, _ in root.value)
+    errors += [
+        f"{file}: --{flag_name(name)} is given {count} times. Give it once."
+        for name, count in given.items()
+        if count > 1
+    ]
     errors += [
         f"{file}: the list of --{flag_name(name)} is empty."
         for name, value in values.items()

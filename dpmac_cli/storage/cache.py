@@ -103,13 +103,21 @@ Fill: TypeAlias = Callable[[RowFile], Generator[Computing, None, Mapping[int, st
 
 
 def complete(path: Path) -> RowFile | None:
-    """Return a complete file, and mark it as used; None if there is none."""
+    """Return a complete file of this user, and mark it as used; None if there is none."""
     try:
+        _check_owner(path.parent)
         file = RowFile(path)
         os.utime(path)
         return file
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
+
+
+def _check_owner(folder: Path) -> None:
+    """Raise PermissionError if a folder, or a link to it, belongs to another user."""
+    # A link that another user has made could lead to any folder of this one.
+    if {folder.stat().st_uid, folder.lstat().st_uid} != {os.geteuid()}:
+        raise PermissionError("the folder belongs to another user")
 
 
 def kept_file(
@@ -135,6 +143,7 @@ def kept_file(
     layout = np.dtype([("values", dtype, shape), ("done", "?")], align=True)
     try:
         folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        _check_owner(folder)
         folder.chmod(PRIVATE_FOLDER)
         # Only an flock is released when its process dies; file systems without it are not used.
         lock = FileLock(path.with_suffix(".lock"), mode=PRIVATE_MODE, fallback_to_soft=False)

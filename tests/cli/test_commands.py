@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,9 +14,11 @@ from typer.testing import CliRunner
 from dpmac_cli import __version__
 from dpmac_cli.cli.app import COMMANDS, app, load_command
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.clipping.batch_invariance import Manner
 from dpmac_cli.models.registry import MODELS
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.plots import COLOURS, DASHES, new_figure, write_figure
+from dpmac_cli.runs import environment
 from tests.tiers import rest_long
 from tests.typed import ENVIRONMENT, hooked, loading
 
@@ -113,6 +116,16 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "BLAS" in found["build of torch"]
     lines = printed().splitlines()
     assert [line.partition(":")[0] for line in lines if line[0] != " "] == [*found]
+
+
+def test_env_tries_the_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(run: Any, base: torch.Tensor, chunk: int) -> Manner | None:
+        return None if base.dtype == torch.float64 else Manner()
+
+    monkeypatch.setattr(environment, "find_manner", found)
+    *_, single, double = printed().splitlines()
+    assert single == "  float32: none"
+    assert double.startswith("  float64: On this machine, ")
 
 
 def draw(path: Path) -> bytes:

@@ -1,0 +1,93 @@
+"""An optimizer is one file: DP-Lion, of which nothing else knows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+#: Chen et al. 2023, arXiv 2302.06675, Algorithm 2, on the private mean and without weight decay.
+LION = '''
+"""DP-Lion."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+from dpmac_cli.optim.optimizer import Decay, InBall, Scale, register_optimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dpmac_cli.dp.mechanism import PrivateMean
+    from dpmac_cli.dp.moments import Moments
+
+
+@register_optimizer("dp-lion", lr_on={"digits": 0.002})
+class DPLion(InBall, frozen=True):
+    r"""Fixed clipping norm, the sign of an interpolation.
+
+    Chen et al. 2023 ([arXiv 2302.06675](https://arxiv.org/abs/2302.06675)). The geometry is a ball,
+    and
+
+    $$\\theta_t = \\theta_{t-1} - \\eta\\,
+    \\mathrm{sign}(\\beta_1 m_{t-1} + (1-\\beta_1)\\tilde g_t),
+    \\quad m_t = \\beta_2 m_{t-1} + (1-\\beta_2)\\tilde g_t.$$
+    """
+
+    keeps: ClassVar[str] = "m"
+
+    lr: Scale = 1e-4
+    beta1: Decay = 0.9
+    beta2: Decay = 0.99
+
+    def update(
+        self, theta: "Tensor", eta: float, private: "PrivateMean", moments: "Moments"
+    ) -> None:
+        """Take a step of Lion."""
+        c = moments.m.lerp(private.value, 1 - self.beta1)
+        theta.sub_(c.sign_(), alpha=eta)
+        moments.m.lerp_(private.value, 1 - self.beta2)
+'''
+
+
+def started(*command: str) -> str:
+    """Run Python with the file of DP-Lion, which is registered before dpmac reads its settings."""
+    path = os.pathsep.join([os.getcwd(), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, *command], check=False, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    return done.stdout
+
+
+def dpmac(*arguments: str) -> str:
+    return started("-c", "import dp_lion; from dpmac_cli.__main__ import main; main()", *arguments)
+
+
+@pytest.mark.long
+def test_a_seventh_optimizer_is_in_help_training_report_and_comparison() -> None:
+    Path("dp_lion.py").write_text(LION)
+    assert "dp-lion" in dpmac("train", "--help")
+    run = ("--dataset", "digits", "--sigma", "1", "--epochs", "4", "--seed", "1", "--quiet")
+    dpmac("train", *run, "--optimizer", "dp-lion", "--out", "run")
+    report = json.loads(Path("run/report.json").read_text())
+    expected = {"lr": 0.002, "clip_norm": 1.0, "beta1": 0.9, "beta2": 0.99}
+    assert report["optimizer"] == "dp-lion"
+    assert expected.items() <= report["hyperparameters"].items()
+    assert report["test"]["accuracy"] > 0.7
+    both = ("--optimizers", "dp-sgd,dp-lion", "--sigma", "2", "--seeds", "1", "--epochs", "1")
+    assert "dp-lion" in dpmac("compare", "--dataset", "digits", *both, "--out", "study")
+
+
+@pytest.mark.privacy
+@pytest.mark.long
+def test_a_seventh_optimizer_passes_the_privacy_tests_of_all() -> None:
+    Path("dp_lion.py").write_text(LION)
+    options = ("-p", "dp_lion", "-n0", "-v", "--long", "-k", "dp-lion and not settings")
+    said = started("-m", "pytest", *options, str(ROOT / "tests/test_optimizers.py"))
+    passed = [line for line in said.splitlines() if "dp-lion" in line and "PASSED" in line]
+    for name in ("an_empty_batch_is_a_step_of_noise", "not_finite", "restored_state"):
+        assert any(name in line for line in passed), name
