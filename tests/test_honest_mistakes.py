@@ -387,3 +387,90 @@ def test_the_newest_date_decides_no_age_of_other_records() -> None:
         for last in ("2020-02-01", "2024-06-01")
     )
     assert (before - after).total() == (after - before).total() == 1
+
+
+# Values that a schema does not fit.
+
+
+def test_a_column_outside_its_range_and_a_category_without_a_record_are_noted() -> None:
+    import pyarrow as pa  # noqa: PLC0415
+
+    columns = {
+        "height": [165.5 + row for row in range(40)],
+        "sex": ["f", "m"] * 20,
+        "sick": ["no", "yes"] * 20,
+    }
+    schema = {
+        "label": {"column": "sick", "classes": CLASSES},
+        "columns": {"height": {"range": [1.0, 2.2]}, "sex": {"categories": ["f", "w"]}},
+    }
+    notes = resolve(dataset=from_dataframe(pa.table(columns), schema), **CHEAP).notes
+    assert any("Nearly all values are outside the range of height (1 to 2.2)" in n for n in notes)
+    assert any("No record has the category w of sex: check the spelling" in n for n in notes)
+    assert not any("of f" in note for note in notes)
+
+
+def test_all_words_for_a_missing_value_are_told_at_once() -> None:
+    import pyarrow as pa  # noqa: PLC0415
+
+    columns = {"crp": ["1", "k.A.", "<0.6", "unknown", "k.A."] * 8, "sick": ["no", "yes"] * 20}
+    schema = {
+        "label": {"column": "sick", "classes": CLASSES},
+        "columns": {"crp": {"range": [0, 9]}},
+    }
+    with pytest.raises(InputError, match=r"'k\.A\.', 'unknown' \(.*missing_words or categories"):
+        resolve(dataset=from_dataframe(pa.table(columns), schema), **CHEAP)
+
+
+# What a program sees.
+
+
+def test_a_rate_of_zero_is_where_schedules_end() -> None:
+    step = PrivateStep(network(), loss, sampling=Poisson(n=60, batch_size=6), **STEPS)
+    private = make_private(digits_network(), "digits", **CHEAP)
+    for training in (step, private):
+        training.lr = 0.0
+        assert training.lr == 0
+        for bad in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(InputError):
+                training.lr = bad
+    before = private.model[1].weight.detach().clone()  # type: ignore[index]
+    private.step()
+    assert torch.equal(private.model[1].weight, before)  # type: ignore[index]
+
+
+class Output:
+    """What networks of transformers return."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class OfTransformers(nn.Module):
+    """A network that returns its logits in an object, and has a configuration."""
+
+    config = object()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 8), nn.Linear(8, 10)
+        self.head.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(self.head(self.body(x.flatten(1)).tanh()))
+
+
+def test_logits_in_an_object_are_taken_and_what_is_frozen_is_said() -> None:
+    private = make_private(OfTransformers(), "digits", **CHEAP)
+    private.step()
+    said = "520 parameters are trained: body.weight, body.bias; 90 parameters are frozen: head."
+    assert any(said in note for note in private.notes)
+    assert repr(private).startswith("PrivateTraining(1 of 2 steps; 520 parameters are trained")
+    assert repr(private.evaluate()).startswith("Evaluation(accuracy ")
+    inputs = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    inputs[0].requires_grad_(False)
+    sampling = Poisson(n=60, batch_size=6)
+    step = PrivateStep(inputs, loss, sampling=sampling, example=records(8).tensors, **STEPS)
+    said = "10 parameters are trained: 1.weight, 1.bias; 16 parameters are frozen: 0.weight, 0.bias"
+    assert step.notes == (f"{said}.",)
+    assert repr(step) == f"PrivateStep(0 of 2 steps; {said})"
