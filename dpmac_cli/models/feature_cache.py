@@ -14,7 +14,7 @@ from torch import Tensor
 from dpmac_cli.data.dataset import Data, fingerprint, split_of
 from dpmac_cli.dp.clipping.batch_invariance import TRIED, Manner, fill_rows, find_manner
 from dpmac_cli.dp.clipping.per_sample import each_alone
-from dpmac_cli.models.features import FrozenFeatures
+from dpmac_cli.models.features import FrozenFeatures, by_threads
 from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, kept_file
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.progress import Computing
@@ -73,16 +73,19 @@ def _computed(
     parts: FrozenFeatures, data: Data, file: RowFile
 ) -> Generator[Computing, None, Mapping[int, str]]:
     """Compute the features of a file, for one split after the other; none has a fault."""
-    first = 0
-    run, manner = _run_of(parts, data)
-    count = SEPARATELY if parts.separate else AT_A_TIME
+    first, spread = 0, not (parts.separate or data.gain.is_cuda)
+    at_once = SEPARATELY if parts.separate else AT_A_TIME
+    count = at_once * torch.get_num_threads() if spread else at_once
+    each = by_threads if spread else map
+    # Tried as it is run: on one thread.
+    [(run, manner)] = each(lambda data: _run_of(parts, data), [data])
     yield Computing(0, len(file), file.path.parent)
     for split in (data.train, data.test):
         for begin in range(0, len(split), count):
             rows = range(first + begin, first + min(begin + count, len(split)))
             images = data.standardised(split.at(slice(begin, begin + count))[0])
             with manner.running():
-                found = run(images).cpu().numpy()
+                found = torch.cat([*each(run, torch.split(images, at_once))]).cpu().numpy()
             for row, values in zip(rows, found, strict=True):
                 file.write(row, values)
             yield Computing(rows.stop, len(file), file.path.parent)

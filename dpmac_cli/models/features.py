@@ -7,9 +7,10 @@ on that record alone, so the guarantee is unchanged.
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.models.registry import SCATTERED, Trained
 from dpmac_cli.models.scattering import Scattering
 
+T = TypeVar("T")
+R = TypeVar("R")
 #: Layers that ``--train norm`` trains.
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, ConstantNorm)
 
@@ -96,6 +99,19 @@ class Mirrored(nn.Module):
             x = torch.einsum("oc,nchw->nohw", normalize(self.COLOURS.to(x)), x)
         mean: Tensor = (self.network(x) + self.network(x.flip(3))) / 2
         return mean
+
+
+def by_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Call a function for each item. Each call computes on one thread, and threads share the items.
+
+    Results then do not depend on the number of threads, and no thread waits for another.
+    """
+    count = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(function, items))
+    finally:
+        torch.set_num_threads(count)
 
 
 def with_features(

@@ -9,8 +9,7 @@ to run the network in which no record rounds others. There is no dropout.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +26,7 @@ from dpmac_cli.models.encoders import (
     transformers_config,
     weight_files,
 )
-from dpmac_cli.models.features import WithHead
+from dpmac_cli.models.features import WithHead, by_threads
 from dpmac_cli.models.weights import PublicWeights, read_weights
 
 
@@ -216,19 +215,6 @@ class TextFeatures(nn.Module):
             return pooled(token_vectors(self.network, text), None, first=self.first)
 
         return torch.cat(by_threads(vector, texts))
-
-
-def by_threads(function: Callable[[Tensor], Tensor], items: Sequence[Tensor]) -> list[Tensor]:
-    """Call a function for each item. Each call computes on one thread, and threads share the items.
-
-    Results then do not depend on the number of threads, and no thread waits for another.
-    """
-    count = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(function, items))
-    finally:
-        torch.set_num_threads(count)
 
 
 def on_texts(texts: TextFeatures, head: nn.Module) -> WithHead:
