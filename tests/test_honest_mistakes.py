@@ -418,7 +418,8 @@ def test_all_words_for_a_missing_value_are_told_at_once() -> None:
         "label": {"column": "sick", "classes": CLASSES},
         "columns": {"crp": {"range": [0, 9]}},
     }
-    with pytest.raises(InputError, match=r"'k\.A\.', '<0.6', 'unknown' \(.*missing_words or categories"):
+    words = r"'k\.A\.', '<0.6', 'unknown' \(.*missing_words or categories"
+    with pytest.raises(InputError, match=words):
         resolve(dataset=from_dataframe(pa.table(columns), schema), **CHEAP)
 
 
