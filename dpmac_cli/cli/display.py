@@ -25,6 +25,8 @@ from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training import evaluation
 from dpmac_cli.training.private_scores import PrivateScore
 
+#: Seconds of training after which a run that takes longer than :data:`LONG` is remarked on.
+PACED, LONG = 10.0, 1800.0
 #: Epsilon above which a note is printed.
 WEAK = 10
 ABOVE = f"Above {WEAK} the guarantee is weak: increase the noise (--sigma), or set --epsilon 3."
@@ -43,7 +45,8 @@ class RunDisplay:
         self.console = console
         self._computing = ""
         self._doubts = list[str]()
-        self._warned = False
+        self._warned = self._paced = False
+        self._begun: tuple[int, float] | None = None
         columns: list[str | ProgressColumn] = [
             "{task.description}",
             BarColumn(bar_width=None),
@@ -95,6 +98,7 @@ class RunDisplay:
             note = f"note: epsilon will be {epsilon_or_dots(event.planned)}. {ABOVE}"
             self.print(Text(note, ATTENTION))
         step = event.event.step
+        self._pace(step, event.event.seconds, self._plan.privacy.steps)
         # An upper bound: between points of the schedule, show the next point's epsilon.
         spent = f"ε ≤ {epsilon_or_dots(event.epsilon)} of {epsilon_or_dots(event.planned)}"
         self._bar.update(
@@ -108,6 +112,21 @@ class RunDisplay:
             if isinstance(result, evaluation.Evaluation):
                 self._doubts = [*doubts(result), *filter(None, [result.results.remark])]
             self.print(_evaluated(event.event, event.epsilon, self._plan.settings.metric))
+
+    def _pace(self, step: int, seconds: float, steps: int) -> None:
+        """Print how long a slow run will take, once, and what would be faster."""
+        first, began = self._begun = self._begun or (step, seconds)  # it prepares the others
+        if self._paced or seconds < began + PACED or step == first:
+            return
+        self._paced = True
+        left = (seconds - began) / (step - first) * (steps - step)
+        if left > LONG:
+            head = self._plan.data.facts.holds == "images" and not self._plan.network.features
+            note = (
+                f"note: at this pace, training takes {left / 3600:.1f} hours more. Faster: fewer "
+            )
+            note += "--epochs, a smaller --model" + head * ", or a head on a public network: "
+            self.print(Text(note + head * "--backbone", ATTENTION))
 
     def stopping(self) -> None:
         """Confirm a request to stop."""

@@ -260,6 +260,18 @@ def test_a_weak_guarantee_is_remarked_on_once(planned: float | None, times: int)
     assert console.file.getvalue().count("note: epsilon will be 10.01. Above 10") == times
 
 
+@pytest.mark.parametrize(("pace", "times"), [(1.0, 1), (0.01, 0)])
+def test_a_slow_run_says_once_how_long_it_takes_and_what_is_faster(pace: float, times: int) -> None:
+    display, console = bar(80)
+    for step in range(1, 3000, 100):
+        display.show(Update(event=Progress(step, 5 + pace * step), epsilon=1.0, planned=1.0))
+    display.close()
+    assert isinstance(console.file, io.StringIO)
+    said = " ".join(console.file.getvalue().split())
+    assert said.count("at this pace, training takes 16.3 hours more. Faster: fewer") == times
+    assert said.count("--backbone") == times
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
     grid = plan({"dataset": "digits", "sigma": "1"}, None, Path("runs"))
