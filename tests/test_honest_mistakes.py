@@ -210,6 +210,13 @@ def doors(run: str) -> dict[str, Callable[[], object]]:
     }
 
 
+def test_copies_that_a_split_would_separate_are_counted() -> None:
+    x, y = (part.numpy().repeat(10, 0) for part in records().tensors)
+    data = ArrayData(x, y, low=-1, high=2, classes=CLASSES)
+    (said,) = [note for note in resolve(dataset=data, **CHEAP).notes if "copies" in note]
+    assert "of training records among test records" in said
+
+
 @pytest.mark.parametrize("door", ["PrivateStep", "make_private", "train", "tune"])
 def test_one_training_in_each_of_several_processes_is_refused(
     door: str, monkeypatch: pytest.MonkeyPatch

@@ -61,7 +61,7 @@ def test_a_document_moves_the_sum_by_at_most_the_radius(lora: bool, physical: in
 @pytest.mark.parametrize("lora", [True, False])
 def test_perplexity_falls_under_epsilon_8(lora: bool) -> None:
     small: dict[str, Any] = {"words": 40, "length": 8, "layers": 1, "width": 16, "records": 2000}
-    small |= {"batch": 128, "steps": 30, "public": 60, "lr": 0.01, "lora_lr": 0.01, "changed": 0.5}
+    small |= {"batch": 128, "steps": 60, "public": 60, "lr": 0.01, "lora_lr": 0.01, "changed": 0.5}
     small |= {"physical_batch": 64, "device": "cpu"}
     found = run(argparse.Namespace(**small), lora=lora)
     assert found["perplexity after"] < 0.95 * found["perplexity before"]

@@ -801,7 +801,7 @@ SITUATIONS = (
         Net,
         loss=nn.CrossEntropyLoss(torch.tensor(CLASS_WEIGHTS)),
         alone=weighted,
-        refused="class weights and reduction='mean'.*Use reduction='sum'",
+        refused="Class weights need reduction='sum'",
     ),
     S(
         "class weights, sum",
