@@ -291,7 +291,7 @@ def test_a_run_that_went_on_with_new_keys_is_priced_as_it_went(
 @pytest.mark.privacy
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_study_costs_what_all_of_its_runs_cost(sampler: str, tmp_path: Path) -> None:
-    """Each run deals anew: of 13 steps, an epoch being 12, every one pays for two epochs begun."""
+    """A run pays for whole epochs: 13 steps of epochs of 12 cost as much as 24 steps."""
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sampler": sampler}
     study = plan({**flags, "sigma": "6,8", "steps": "13", "seeds": "3"}, None, tmp_path)
     steps = 3 * 24 if SAMPLERS[sampler].once_an_epoch else 3 * 13

@@ -159,7 +159,7 @@ def test_costs_by_rdp_leave_the_loggers_of_the_program_alone() -> None:
         logger.setLevel(before)
 
 
-# A network and a loop of one's own
+# A custom network and training loop
 
 
 @pytest.mark.parametrize("thing", [nn.Linear, net, "mlp"], ids=["a class", "a factory", "a name"])
