@@ -44,7 +44,8 @@ def load_command(name: str) -> TyperCommand:
     """Import a command."""
     from dpmac_cli.cli.command import command_of  # noqa: PLC0415  (help need not wait for it)
 
-    module = importlib.import_module(f"dpmac_cli.cli.{name if name in OWN else 'reading'}")
+    other = "scored" if name in ("eval", "predict") else "reading"
+    module = importlib.import_module(f"dpmac_cli.cli.{name if name in OWN else other}")
     return command_of(name, getattr(module, {"eval": "evaluate"}.get(name, name)))
 
 

@@ -1,0 +1,234 @@
+"""dpmac eval and dpmac predict: a trained model on test records and on new ones."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import Field, StrictBool
+from rich.text import Text
+
+from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.cli import console
+from dpmac_cli.cli.options import (
+    ReplaceFile,
+    argument,
+    faults_of_file,
+    take,
+    with_options,
+)
+from dpmac_cli.config.flags import Choice, Flag, Flags, SomePath, options
+from dpmac_cli.config.settings import (
+    OWN_DATA,
+    SETTINGS,
+    DataDir,
+    Debug,
+    Device,
+    PrintJson,
+    Quiet,
+)
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.errors import MISFIT, counted, raise_errors
+from dpmac_cli.runs.folder import CARD, WANTED_MODEL
+from dpmac_cli.storage.files import finite_or_none, to_json
+from dpmac_cli.tasks.known import METRICS
+
+DEBUG = {"debug": SETTINGS["debug"]}
+
+if TYPE_CHECKING:
+    from dpmac_cli.release.audit import Audit
+    from dpmac_cli.release.scoring import Scored
+
+HOLDS = (
+    "The attack does not contradict the claim. That does not prove it: a better attack might find "
+    "more."
+)
+BROKEN = (
+    "The attack contradicts the claim, which may happen by chance in 1 of 20 correct runs. Train "
+    "and attack again. If the result is the same, training has a bug: publish none of its models."
+)
+
+
+OwnFactory = Annotated[
+    str | None,
+    Field(
+        description="Factory of your own network. Factories named in model files are never "
+        "imported."
+    ),
+    Flag(metavar="FILE.py:FACTORY"),
+]
+
+
+class EvalFlags(Flags, frozen=True):
+    """Flags of ``dpmac eval``."""
+
+    dataset: Annotated[
+        str | None,
+        Choice(tuple(DATASETS), OWN_DATA),
+        Flag(otherwise="the dataset that it was trained on"),
+    ] = None
+    """Dataset to evaluate on."""
+    model: OwnFactory = None
+    audit: StrictBool = False
+    """For a run with --canaries: compare the epsilon that the attack proves with the guarantee."""
+    json: PrintJson = False
+    data_dir: DataDir = None
+    device: Device = "auto"
+    debug: Debug = False
+
+
+class PredictFlags(Flags, frozen=True):
+    """Flags of ``dpmac predict``."""
+
+    model: OwnFactory = None
+    out: Annotated[SomePath, Flag(metavar="FILE")] = Path("predictions.csv")
+    """CSV file to write."""
+    force: ReplaceFile = False
+    skip_bad: StrictBool = False
+    """Leave out unusable records and files instead of rejecting all."""
+    id: Annotated[
+        str | None,
+        Flag(otherwise="id, if there is one", metavar="COLUMN"),
+    ] = None
+    """Column of the table to keep as id beside each prediction."""
+    device: Device = "auto"
+    quiet: Quiet = False
+    debug: Debug = False
+
+
+@with_options(argument("run", "A run folder, or a model.safetensors."), options(EvalFlags))
+def evaluate(run: Path, **given: Any) -> None:
+    """Evaluate a trained model on every test sample, or evaluate the audit of a run.
+
+    Examples:
+
+        dpmac eval runs/mnist-dp-macadam-1
+
+        dpmac eval RUN --json
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data,
+    or the audit contradicts the guarantee.
+    """
+    flags = take(EvalFlags, given)
+    if flags.audit:  # only reads files of the run
+        others = {"dataset": flags.dataset, "data-dir": flags.data_dir}
+        what = "--audit scores guesses, not test samples: leave out"
+        raise_errors(f"{what} --{name}." for name, value in others.items() if value is not None)
+        with console.waiting(flags.json, "bounds"):
+            from dpmac_cli.release.audit import read_audit  # noqa: PLC0415  (loads numpy)
+
+            found = read_audit(run)
+            verdict = found.verdict()
+        _judge(found, verdict, run, flags.json)
+        return
+    with console.waiting(flags.json, "scores"), console.kept_clear(flags.json):
+        from dpmac_cli.release.scoring import score  # noqa: PLC0415  (loads torch)
+
+        scored = score(run, flags.dataset, flags.data_dir, flags.device, flags.model)
+    if flags.dataset is not None and scored.held_out:
+        part = f"{counted(scored.result.samples, 'record')} that the run's split holds out"
+        console.print_notes([f"{flags.dataset} has no test set: only the {part} are scored."])
+    _show(scored, flags.json)
+
+
+@with_options(
+    argument("run", "A run folder, or a model.safetensors."),
+    argument("data", "Images, texts, an .npz or a table."),
+    options(PredictFlags),
+)
+def predict(run: Path, data: Path, **given: Any) -> None:
+    """Predict classes or numbers of new, unlabelled records with a trained model.
+
+    DATA is a folder of images or texts (including subfolders), an .npz with an array x, or a
+    table. Records are read like the training records. The output has one row per record: the
+    name of the file or the row from 0, a table's column --id, and the predicted class with the
+    probability of each class, or the predicted numbers. It reveals information about these
+    records, which the run's epsilon does not cover.
+
+    Example: dpmac predict runs/photos-dp-macadam-1 new-photos --out predictions.csv
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model cannot be built, memory
+    ran out or the device failed.
+    """
+    flags = take(PredictFlags, given)
+    out, quiet = flags.out, flags.quiet
+    nowhere = {run: f" {WANTED_MODEL}", data: ""}
+    absent = [
+        f"{path} does not exist.{wanted}" for path, wanted in nowhere.items() if not path.exists()
+    ]
+    raise_errors([*faults_of_file(out, (".csv",), flags.force), *absent])
+    with console.waiting(quiet, "loading"), console.kept_clear(json=True):
+        from dpmac_cli.release.prediction import predict  # noqa: PLC0415  (loads torch)
+
+        found = predict(
+            *(run, data, flags.device, flags.model),
+            skip_bad=flags.skip_bad,
+            id_column=flags.id,
+        )
+    found.write(out)
+    if found.skipped.records:
+        console.print_notes([found.skipped.note(str(data))])
+    if lost := found.unanswered:
+        they = "it has" if lost == 1 else "they have"
+        some = f"for {counted(lost, 'record')} the output is NaN, so {they} {found.task.unknown}"
+        console.print_notes([some])
+    if not quiet:
+        written = counted(len(found.records), "record")
+        console.stdout().print(Text(f"{out}: predictions for {written}"))
+
+
+def _show(scored: "Scored", json: bool) -> None:
+    """Print the scores of a model."""
+    from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
+
+    result, card = scored.result, scored.path.with_name(CARD)
+    results, headline = result.results, result.task.headline
+    values = results.metrics()
+    intervals = results.intervals(values)
+    exact = "these scores are exact and not covered by epsilon, unlike those in report.json"
+    console.print_notes([*display.doubts(result), *[exact] * scored.covered])
+    if json:
+        body = {
+            "model": str(scored.path),
+            "card": str(card) if card.is_file() else None,
+            "dataset": scored.dataset,
+            "loss": finite_or_none(result.loss),
+            "samples": result.samples,
+            **{METRICS[name].key: finite_or_none(value) for name, value in values.items()},
+            "intervals": {
+                METRICS[name].key: [*map(finite_or_none, ends)] for name, ends in intervals.items()
+            },
+            **results.details(),
+        }
+        console.print_result(to_json(body))
+        return
+    out = console.stdout()
+    out.print(
+        f"{scored.path} on {scored.dataset}: {headline.title} "
+        f"{headline.text(values[headline.name])}, loss {result.loss:.4f}, "
+        f"{result.samples:,} {'held-out ' * scored.held_out}samples"
+    )
+    out.print(display.metrics_table(values, intervals))
+    if (table := results.table()) is not None:
+        out.print(display.as_table(table))
+    if card.is_file():
+        out.print(f"model card, with the privacy guarantee: {card}")
+
+
+def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) -> None:
+    """Print the result of an audit; exit with code 4 if it contradicts the claim."""
+    if json:
+        console.print_result(to_json({"run": str(run), **verdict}))
+    else:
+        claimed, out = math.inf if found.claimed is None else found.claimed, console.stdout()
+        out.print(
+            f"claimed: epsilon {format_epsilon(claimed)} at delta {found.delta:g}\n"
+            f"attack: {found.right:,} of {found.guesses:,} guesses right, "
+            f"{len(found.coins):,} canaries\n"
+            f"proven: epsilon at least {found.curve_bound:.3f}, if only the amount of noise may be "
+            f"wrong ({verdict['confidence']:.0%} confidence)"
+        )
+        out.print(HOLDS if found.holds else BROKEN)
+    if not found.holds:
+        raise typer.Exit(MISFIT)
