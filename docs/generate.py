@@ -24,7 +24,7 @@ from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.flags import Option, flag_name
 from dpmac_cli.config.plan import NOT_RECORDED
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import EXCLUSIVE, SETTINGS, Settings
+from dpmac_cli.config.settings import EXCLUSIVE, NOT_BOTH, SETTINGS, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import Records, data_facts
@@ -347,9 +347,8 @@ def default(setting: Option) -> str:
     """Return the default of a setting."""
     if setting.switch:
         return "off"
-    if setting.flag.otherwise or setting.default is None:
-        return setting.flag.otherwise or "none"
-    return f"`{setting.default}`"
+    literal = setting.otherwise == str(setting.default)
+    return f"`{setting.default}`" if literal else setting.otherwise or "none"
 
 
 def about(setting: Option) -> str:
@@ -447,9 +446,8 @@ def exclusions() -> str:
 def _exclusions() -> Iterator[str]:
     for group in EXCLUSIVE:
         yield f"{flags(group)} answer the same question. A flag replaces a file's answer."
-    for name, setting in SETTINGS.items():
-        for other, why in setting.flag.not_with.items():
-            yield f"{flags((name, other))}: {why}."
+    for names, why in NOT_BOTH.items():
+        yield f"{flags(names)}: {why}."
 
 
 def flags(names: Iterable[str]) -> str:

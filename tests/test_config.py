@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from pydantic import Field
 
 from dpmac_cli.cli.options import parameter
 from dpmac_cli.config import resolve as resolving
-from dpmac_cli.config.flags import Flag, Option, flag_name, options
+from dpmac_cli.config.flags import Option, flag_name, options
 from dpmac_cli.config.resolve import Resolved
 from dpmac_cli.config.settings import Count, Settings
 from dpmac_cli.config.sources import by_flag, by_setting, parse_settings, to_yaml
@@ -242,11 +241,8 @@ def test_a_key_given_twice_is_refused(tmp_path: Path, again: str) -> None:
 
 def test_a_field_is_all_that_a_flag_needs() -> None:
     class More(Settings, frozen=True):
-        patience: Annotated[
-            Count | None,
-            Field(description="Stop early."),
-            Flag(otherwise="never"),
-        ] = None
+        patience: Count | None = None
+        """Stop early. [default: never]"""
 
     option = options(More)["patience"]
     assert (option.help, option.kind, option.default) == ("Stop early.", int, None)

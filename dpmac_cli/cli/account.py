@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import StrictBool
 from rich.console import Console
@@ -18,7 +18,7 @@ from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config.account import Question, account_notes, answer
-from dpmac_cli.config.flags import Flag, SomePath, options, valid
+from dpmac_cli.config.flags import SomePath, options, valid
 from dpmac_cli.config.settings import Debug, PrintJson
 from dpmac_cli.errors import BudgetError, InputError, raise_errors
 from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
@@ -35,7 +35,7 @@ class AccountFlags(Question, frozen=True):
 
     risk: StrictBool = False
     """Also show bounds on what an attacker can learn."""
-    plot: Annotated[SomePath | None, Flag(metavar="FILE")] = None
+    plot: SomePath | None = None
     """Draw the trade-off curve of --risk (.png, .svg or .pdf). An existing file is replaced."""
     json: PrintJson = False  # type: ignore[assignment]
     debug: Debug = False

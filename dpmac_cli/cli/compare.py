@@ -19,7 +19,7 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.command import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
 from dpmac_cli.config.checks import fault_of_package
-from dpmac_cli.config.flags import Choice, Flag, Flags, SomePath, options
+from dpmac_cli.config.flags import Choice, Flags, SomePath, options
 from dpmac_cli.config.settings import Config, Debug, DryRun, PrintJson, Quiet
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.runs import folder
@@ -41,25 +41,18 @@ RUNS = "runs"
 class CompareFlags(Flags, frozen=True):
     """Flags of the command besides the study."""
 
-    jobs: Annotated[
-        int | None,
-        Field(ge=1, le=1024),
-        Flag(otherwise="one per core or GPU"),
-    ] = None
-    """Maximum number of runs at a time."""
+    jobs: Annotated[int | None, Field(ge=1, le=1024)] = None
+    """Maximum number of runs at a time. [default: one per core or GPU]"""
     executor: Annotated[
         str,
         Choice(("local", "ray")),
     ] = "local"
     """Executor of the runs. Ray needs --out, the data and the current folder on shared storage."""
-    cluster: Annotated[
-        str | None,
-        Flag(otherwise="RAY_ADDRESS, or a new one on this machine", metavar="ADDRESS"),
-    ] = None
-    """Address of the Ray cluster."""
+    cluster: str | None = None
+    """Address of the Ray cluster. [default: RAY_ADDRESS, or a new one on this machine]"""
     dry_run: DryRun = False
     config: Config = None
-    out: Annotated[SomePath, Flag(metavar="FOLDER")] = Path("runs/compare")
+    out: SomePath = Path("runs/compare")
     """Folder of the study."""
     json: PrintJson = False
     quiet: Quiet = False

@@ -39,7 +39,7 @@ def parameter(name: str, option: Option) -> inspect.Parameter:
     info = shown(
         help=text + (f" [default: {option.otherwise}]" if option.otherwise else ""),
         show_default=False,
-        metavar=option.flag.metavar or f"{metavar}{',...' * option.several}",
+        metavar=f"{metavar}{',...' * option.several}",
         autocompletion=_completer(option) if option.choice else None,
     )
     return _parameter(name, annotation=Annotated[str | None, info], default=None)

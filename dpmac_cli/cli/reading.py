@@ -19,7 +19,7 @@ from dpmac_cli.cli.options import (
     take,
     with_options,
 )
-from dpmac_cli.config.flags import Choice, Flag, Flags, SomePath, near, options
+from dpmac_cli.config.flags import Choice, Flags, SomePath, near, options
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.config.settings import (
     SETTINGS,
@@ -60,7 +60,7 @@ class CardAnswers(Flags, frozen=True):
 class ReportFlags(Flags, frozen=True):
     """Flags of ``dpmac report``."""
 
-    html: Annotated[SomePath, Flag(metavar="FILE")] = Path("report.html")
+    html: SomePath = Path("report.html")
     """File to write."""
     force: ReplaceFile = False
     debug: Debug = False
@@ -181,7 +181,7 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-Named = Annotated[str | None, Flag(metavar="COLUMN,...")]
+Named = str | None
 
 
 class Columns(Flags, frozen=True):

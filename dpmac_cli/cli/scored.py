@@ -18,7 +18,7 @@ from dpmac_cli.cli.options import (
     take,
     with_options,
 )
-from dpmac_cli.config.flags import Choice, Flag, Flags, SomePath, options
+from dpmac_cli.config.flags import Choice, Flags, SomePath, options
 from dpmac_cli.config.settings import (
     OWN_DATA,
     SETTINGS,
@@ -53,22 +53,17 @@ BROKEN = (
 OwnFactory = Annotated[
     str | None,
     Field(
-        description="Factory of your own network. Factories named in model files are never "
+        description="FILE.py:FACTORY of your own network. Factories named in model files are never "
         "imported."
     ),
-    Flag(metavar="FILE.py:FACTORY"),
 ]
 
 
 class EvalFlags(Flags, frozen=True):
     """Flags of ``dpmac eval``."""
 
-    dataset: Annotated[
-        str | None,
-        Choice(tuple(DATASETS), OWN_DATA),
-        Flag(otherwise="the dataset that it was trained on"),
-    ] = None
-    """Dataset to evaluate on."""
+    dataset: Annotated[str | None, Choice(tuple(DATASETS), OWN_DATA)] = None
+    """Dataset to evaluate on. [default: the dataset that it was trained on]"""
     model: OwnFactory = None
     audit: StrictBool = False
     """For a run with --canaries: compare the epsilon that the attack proves with the guarantee."""
@@ -82,16 +77,13 @@ class PredictFlags(Flags, frozen=True):
     """Flags of ``dpmac predict``."""
 
     model: OwnFactory = None
-    out: Annotated[SomePath, Flag(metavar="FILE")] = Path("predictions.csv")
+    out: SomePath = Path("predictions.csv")
     """CSV file to write."""
     force: ReplaceFile = False
     skip_bad: StrictBool = False
     """Leave out unusable records and files instead of rejecting all."""
-    id: Annotated[
-        str | None,
-        Flag(otherwise="id, if there is one", metavar="COLUMN"),
-    ] = None
-    """Column of the table to keep as id beside each prediction."""
+    id: str | None = None
+    """Column of the table to keep as id beside each prediction. [default: id, if there is one]"""
     device: Device = "auto"
     quiet: Quiet = False
     debug: Debug = False

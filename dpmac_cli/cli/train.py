@@ -3,12 +3,12 @@
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.command import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
-from dpmac_cli.config.flags import Flag, Flags, SomePath, options
+from dpmac_cli.config.flags import Flags, SomePath, options
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, Settings
 from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
@@ -28,16 +28,10 @@ class Start(Flags, frozen=True):
     """Flags of the command besides the settings."""
 
     config: Config = None
-    resume: Annotated[
-        SomePath | None,
-        Flag(metavar="RUN"),
-    ] = None
+    resume: SomePath | None = None
     """Resume the run in this folder with the same settings. Add --model if it is your own
     network."""
-    fork: Annotated[
-        SomePath | None,
-        Flag(metavar="RUN"),
-    ] = None
+    fork: SomePath | None = None
     """Continue from the run in this folder with other settings, in a new folder --out."""
 
 

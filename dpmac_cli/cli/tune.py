@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -10,7 +10,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.command import stop, stop_request
 from dpmac_cli.cli.options import take, with_options
-from dpmac_cli.config.flags import Flag, SomePath, options
+from dpmac_cli.config.flags import SomePath, options
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, DryRun
 from dpmac_cli.errors import INTERRUPTED, InputError
 from dpmac_cli.storage.files import to_json
@@ -38,11 +38,8 @@ class TuneFlags(SearchFlags, frozen=True):
 
     dry_run: DryRun = False
     config: Config = None
-    out: Annotated[
-        SomePath | None,
-        Flag(metavar="FOLDER", otherwise="runs/tune"),
-    ] = None
-    """Folder of the search, and of the published run."""
+    out: SomePath | None = None
+    """Folder of the search, and of the published run. [default: runs/tune]"""
 
 
 @with_options(options(TuneFlags), SHARED)

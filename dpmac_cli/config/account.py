@@ -18,11 +18,10 @@ from dpmac_cli.accounting.pricing import Row, accountant_note, price
 from dpmac_cli.config.best import recipe_notes
 from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.defaults import completed
-from dpmac_cli.config.flags import Choice, Flag, Several, flag_name
+from dpmac_cli.config.flags import Choice, Several, flag_name
 from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.settings import (
     LATER,
-    SETTINGS,
     Count,
     Length,
     Positive,
@@ -46,12 +45,13 @@ class Question(Priced, frozen=True):
 
     dataset: Annotated[str, Choice(tuple(DATASETS))] = "mnist"
     """Dataset to train on; for your own data use --dataset-size."""
-    recipe: Annotated[str, Choice((PAPER, BEST)), SETTINGS["recipe"].flag] = LATER
-    """Values of sizes that are not given: of the run in the paper, or of the best run."""
+    recipe: Annotated[str, Choice((PAPER, BEST))] = LATER
+    """Values of sizes that are not given: of the run in the paper, or of the best run. [default:
+    paper with --sigma, best otherwise]"""
     dataset_size: Count | None = None
     """Number of training records n, for data that dpmac does not have."""
-    epochs: Annotated[Several[Length] | None, Flag(otherwise="the dataset's")] = None
-    """Epochs of ceil(n/B) steps."""
+    epochs: Several[Length] | None = None
+    """Epochs of ceil(n/B) steps. [default: the dataset's]"""
     steps: Several[Length] | None = None
     """Steps, instead of --epochs."""
     sigma: Several[NoiseOrNone] | None = None

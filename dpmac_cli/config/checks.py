@@ -9,7 +9,7 @@ from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, StepsPlan, TrainPlan
-from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
+from dpmac_cli.config.settings import DATA, NEEDS, OPTIMIZER, SETTINGS
 from dpmac_cli.data.schema import DataFacts, LeftOut, listed
 from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
@@ -28,9 +28,8 @@ NAMED = 5
 
 def lonely(given: Mapping[str, object]) -> Iterator[str]:
     """Yield faults of settings that need another setting."""
-    for name in given:
-        needs = SETTINGS[name].flag.needs
-        if needs and given.keys().isdisjoint(needs):
+    for name, needs in NEEDS.items():
+        if name in given and given.keys().isdisjoint(needs):
             remedy = " or ".join(f"--{flag_name(other)}" for other in needs)
             yield f"--{flag_name(name)} has no effect alone: add {remedy}, or leave it out."
 

@@ -1,8 +1,12 @@
-"""Fields of pydantic models that are flags: metadata, validation, and errors with a remedy."""
+"""Fields of pydantic models that are flags: metadata, validation, and errors with a remedy.
+
+The docstring of a field is its help. It may end in its default in words, if that depends on other
+fields: "[default: the dataset's]".
+"""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from pathlib import Path
@@ -40,23 +44,6 @@ NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
 LIMITS: Mapping[str, str] = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 T = TypeVar("T")
 Model = TypeVar("Model", bound="Flags")
-
-
-@dataclass(frozen=True)
-class Flag:
-    """Metadata of a flag, beside its type, limits and default. Its docstring is the help.
-
-    Attributes:
-        otherwise: the default in words, if it depends on other settings.
-        metavar: placeholder of the value in the help; "" for one by type.
-        needs: other settings, one of which is required.
-        not_with: contradicting settings, and why.
-    """
-
-    otherwise: str = ""
-    metavar: str = ""
-    needs: tuple[str, ...] = ()
-    not_with: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,8 +116,8 @@ class Option:
     name: str
     group: str  # group of the help
     help: str
+    otherwise: str  # default in words; "" if there is none, or if it is off
     default: Any  # None if it depends on other settings, or if the setting is off
-    flag: Flag
     kind: type  # type of a value
     several: bool  # whether several comma-separated values may be given
     limits: Mapping[str, float]  # limits of a number, by the names of LIMITS
@@ -141,11 +128,6 @@ class Option:
     def switch(self) -> bool:
         """Return whether it is given without a value."""
         return self.kind is bool
-
-    @property
-    def otherwise(self) -> str:
-        """Return its default in words; "" if there is none, or if it is off."""
-        return self.flag.otherwise or ("" if self.default in (None, False) else str(self.default))
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -187,12 +169,15 @@ def _option(name: str, group: str, found: FieldInfo) -> Option:
         return next((part for part in parts if isinstance(part, kind)), None)
 
     types = [part for part in parts if isinstance(part, type) and part is not NoneType]
+    text, _, otherwise = " ".join((found.description or "").split()).partition(" [default: ")
+    if not otherwise and is_given(found.default):
+        otherwise = str(found.default)
     return Option(
         name,
         group,
-        help=" ".join((found.description or "").split()),
+        help=text,
+        otherwise=otherwise.removesuffix("]"),
         default=found.default,
-        flag=first(Flag) or Flag(),
         kind=types[0] if types else str,  # registered names are text
         several=... in parts,
         limits={n: getattr(part, n) for part in parts for n in LIMITS if hasattr(part, n)},

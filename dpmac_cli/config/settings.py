@@ -18,7 +18,6 @@ from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN
 from dpmac_cli.config.flags import (
     NUMBER,
     Choice,
-    Flag,
     Flags,
     Option,
     Pattern,
@@ -27,7 +26,7 @@ from dpmac_cli.config.flags import (
     options,
 )
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
-from dpmac_cli.data.column_schema import MAX_TOKENS, MIN_TOKENS, TOKENS
+from dpmac_cli.data.column_schema import MAX_TOKENS, MIN_TOKENS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import STANDARDS, TABLES, InMemoryData
 from dpmac_cli.models.encoders import ENCODERS
@@ -48,6 +47,27 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("max_epsilon", "no_dp"),
     ("epochs", "steps"),
 )
+#: Settings that contradict each other, and why.
+NOT_BOTH: Mapping[tuple[str, str], str] = {
+    ("features", "pretrained"): "public weights are for networks that take images",
+    ("backbone", "features"): "a network takes only one of them",
+    ("schema", "feature_range"): "a schema declares the range of every column",
+    ("schema", "classes"): "a schema declares the classes",
+    ("no_dp", "secure"): "without noise there is nothing to secure",
+    ("no_dp", "canaries"): "without a privacy guarantee there is nothing to audit",
+    ("no_dp", "cover_scores"): "without privacy, scores cannot be covered",
+    ("seed", "secure"): "a seed reveals the random numbers that --secure hides from everyone",
+}
+#: Settings that need another one: one of these.
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "backbone_size": ("backbone",),
+    "backbone_flips": ("backbone",),
+    "train": ("pretrained", "backbone"),
+    "lora_rank": ("train",),
+    "tokens": ("backbone",),
+    "augment": ("augmentations",),
+    "score_every": ("cover_scores",),
+}
 #: Default of ``delta`` in (epsilon, delta).
 DELTA = 1e-5
 #: Values that may replace a registered name: a test and a description.
@@ -81,13 +101,8 @@ Device = Annotated[
     str,
     Pattern(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N"),
     Field(description="Device: auto, cpu, cuda or cuda:N."),
-    Flag(metavar="DEVICE"),
 ]
-DataDir = Annotated[
-    SomePath | None,
-    Field(description="Folder of datasets (or DPMAC_DATA_DIR)."),
-    Flag(metavar="FOLDER"),
-]
+DataDir = Annotated[SomePath | None, Field(description="Folder of datasets (or DPMAC_DATA_DIR).")]
 Quiet = Annotated[
     StrictBool,
     Field(description="Print only errors."),
@@ -102,7 +117,6 @@ PrintJson = Annotated[StrictBool, Field(description="Print JSON.")]
 Config = Annotated[
     SomePath | None,
     Field(description="YAML file with settings by the same names. Flags take precedence."),
-    Flag(metavar="FILE"),
 ]
 DryRun = Annotated[StrictBool, Field(description="Show the plan and its cost, without training.")]
 
@@ -122,28 +136,14 @@ class Priced(Flags, frozen=True):
         Choice(tuple(DATASETS), OWN_DATA, instances=InMemoryData),
     ] = "mnist"
     """Dataset to train on."""
-    recipe: Annotated[
-        str,
-        Choice((PAPER, BEST, *RECIPES)),
-        Flag(
-            otherwise="paper with --sigma or --no-dp, best otherwise and for your own data",
-        ),
-    ] = LATER
+    recipe: Annotated[str, Choice((PAPER, BEST, *RECIPES))] = LATER
     """Values of the settings that are not given: of the run in the paper, of the best run for the
-    epsilon, or of a recipe by name (dpmac recipes)."""
-    model: Annotated[
-        str,
-        Choice(tuple(MODELS), OWN_MODEL),
-        Flag(
-            otherwise="the dataset's",
-        ),
-    ] = LATER
-    """Network to train."""
-    batch_size: Annotated[
-        Count,
-        Flag(otherwise="the dataset's"),
-    ] = LATER
-    """Expected batch size B."""
+    epsilon, or of a recipe by name (dpmac recipes). [default: paper with --sigma or --no-dp, best
+    otherwise and for your own data]"""
+    model: Annotated[str, Choice(tuple(MODELS), OWN_MODEL)] = LATER
+    """Network to train. [default: the dataset's]"""
+    batch_size: Count = LATER
+    """Expected batch size B. [default: the dataset's]"""
     sampler: Annotated[
         str,
         Choice(tuple(SAMPLERS)),
@@ -176,63 +176,26 @@ class Settings(Priced, frozen=True):
     )
     fix_norm: StrictBool = False
     """Replace batch norm with group norm in your network."""
-    isolate: Annotated[
-        StrictBool,
-        Flag(
-            otherwise="if it cannot be proven that the network does not mix samples",
-        ),
-    ] = False
-    """Run the network on each sample separately, so it cannot mix samples. Slower."""
-    features: Annotated[
-        str | None,
-        Choice(tuple(FEATURES)),
-        Flag(
-            not_with={"pretrained": "public weights are for networks that take images"},
-        ),
-    ] = None
+    isolate: StrictBool = False
+    """Run the network on each sample separately, so it cannot mix samples. Slower. [default: if it
+    cannot be proven that the network does not mix samples]"""
+    features: Annotated[str | None, Choice(tuple(FEATURES))] = None
     """Train on fixed wavelet scattering features, which are not learnt, instead of the images."""
-    backbone: Annotated[
-        str | None,
-        Choice((*BACKBONES, *ENCODERS), OWN_ENCODER),
-        Flag(not_with={"features": "a network takes only one of them"}),
-    ] = None
+    backbone: Annotated[str | None, Choice((*BACKBONES, *ENCODERS), OWN_ENCODER)] = None
     """Train on features of this public network of images or texts."""
-    backbone_size: Annotated[
-        int | None,
-        Field(ge=32, le=1024),
-        Flag(otherwise="the backbone's", needs=("backbone",)),
-    ] = None
-    """Size in pixels to resize images to for the backbone."""
-    backbone_flips: Annotated[
-        StrictBool,
-        Flag(needs=("backbone",)),
-    ] = False
+    backbone_size: Annotated[int | None, Field(ge=32, le=1024)] = None
+    """Size in pixels to resize images to for the backbone. [default: the backbone's]"""
+    backbone_flips: StrictBool = False
     """Average the features of each image and its mirror image."""
-    pretrained: Annotated[
-        str | Path | None,
-        Flag(metavar="FILE"),
-    ] = None
+    pretrained: str | Path | None = None
     """Start from the public weights in this safetensors file."""
-    train: Annotated[
-        str | None,
-        Choice(tuple(PARTS)),
-        Flag(
-            otherwise="all; with a backbone the head",
-            needs=("pretrained", "backbone"),
-        ),
-    ] = None
-    """Part of a network with public weights to train."""
-    lora_rank: Annotated[
-        int | None,
-        Field(ge=1, le=1024),
-        Flag(otherwise="8", needs=("train",)),
-    ] = None
-    """With --train lora: rank of the low-rank updates, which are scaled by 16 / rank."""
-    epochs: Annotated[
-        Count | None,
-        Flag(otherwise="the dataset's"),
-    ] = None
-    """Epochs of ceil(n/B) steps."""
+    train: Annotated[str | None, Choice(tuple(PARTS))] = None
+    """Part of a network with public weights to train. [default: all; with a backbone the head]"""
+    lora_rank: Annotated[int | None, Field(ge=1, le=1024)] = None
+    """With --train lora: rank of the low-rank updates, which are scaled by 16 / rank. [default:
+    8]"""
+    epochs: Count | None = None
+    """Epochs of ceil(n/B) steps. [default: the dataset's]"""
     steps: Steps | None = None
     """Steps, instead of --epochs."""
     test_fraction: Probability = 0.2
@@ -242,69 +205,35 @@ class Settings(Priced, frozen=True):
         Field(ge=0, le=4294967295),
     ] = 0
     """Public seed of that split, which is decided per record."""
-    channels: Annotated[
-        str | None,
-        Choice(("1", "3")),
-        Flag(otherwise="as found"),
-    ] = None
-    """Convert your images to N channels."""
-    image_size: Annotated[
-        int | None,
-        Field(ge=1, le=1024),
-        Flag(otherwise="as found"),
-    ] = None
-    """Resize your images to N by N."""
-    levels: Annotated[
-        int | None,
-        Field(ge=1, le=65535),
-        Flag(otherwise="the largest that the format can hold"),
-    ] = None
-    """Value of white in your grey images with 16 bits per pixel, such as 4095 for scans of 12
-    bits."""
+    channels: Annotated[str | None, Choice(("1", "3"))] = None
+    """Convert your images to N channels. [default: as found]"""
+    image_size: Annotated[int | None, Field(ge=1, le=1024)] = None
+    """Resize your images to N by N. [default: as found]"""
+    levels: Annotated[int | None, Field(ge=1, le=65535)] = None
+    """Value of white in your grey images with 16 bits per pixel, such as 4095 for scans of 12 bits.
+    [default: the largest that the format can hold]"""
     classes: Annotated[
         str | None,
         Pattern(r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog"),
-        Flag(metavar="NAME,...", otherwise="as found"),
     ] = None
-    """Names of your classes, in order of label."""
+    """Names of your classes, in order of label, such as cat,dog. [default: as found]"""
     standardise: Annotated[
         str,
         Choice(tuple(STANDARDS)),
     ] = "half"
     """Public constants to standardise images with; half maps them to [-1, 1]."""
     feature_range: Annotated[
-        str | None,
-        Pattern(rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1"),
-        Flag(metavar="LOW,HIGH"),
+        str | None, Pattern(rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1")
     ] = None
-    """Public range to clip columns of numbers to."""
-    schema: Annotated[
-        str | Path | None,
-        Flag(
-            metavar="FILE",
-            not_with={
-                "feature_range": "a schema declares the range of every column",
-                "classes": "a schema declares the classes",
-            },
-        ),
-    ] = None  # type: ignore[assignment]
+    """Public range to clip columns of numbers to, such as 0,1."""
+    schema: str | Path | None = None  # type: ignore[assignment]
     """Schema file that declares the columns of your table; see dpmac schema."""
-    tokens: Annotated[
-        int | None,
-        Field(ge=MIN_TOKENS, le=MAX_TOKENS),
-        Flag(otherwise=str(TOKENS), needs=("backbone",)),
-    ] = None
-    """Largest number of tokens of a text; in a table, the schema has it."""
-    unit: Annotated[
-        str | None,
-        Flag(
-            metavar="COLUMN",
-            otherwise="each record is a unit, unless an .npz has an array unit",
-        ),
-    ] = None
-    """What gives the unit of each record, such as a patient: a column of a table, a pattern of
-    file paths, or folder for each folder below a class. Epsilon protects a unit with all of its
-    records."""
+    tokens: Annotated[int | None, Field(ge=MIN_TOKENS, le=MAX_TOKENS)] = None
+    """Largest number of tokens of a text; in a table, the schema has it. [default: 128]"""
+    unit: str | None = None
+    """What gives the unit of each record, such as a patient: a column of a table, a pattern of file
+    paths, or folder for each folder below a class. Epsilon protects a unit with all of its records.
+    [default: each record is a unit, unless an .npz has an array unit]"""
     records_per_unit: Annotated[
         int,
         Field(ge=1, le=1024),
@@ -312,32 +241,14 @@ class Settings(Priced, frozen=True):
     """Records to draw from each unit in a step that includes it."""
     skip_bad: StrictBool = False
     """Leave out unusable records instead of rejecting the dataset."""
-    sigma: Annotated[
-        NoiseMultiplier | None,
-        Flag(
-            otherwise="that of --epsilon; with --recipe paper the dataset's",
-        ),
-    ] = None
-    """Noise multiplier."""
-    epsilon: Annotated[
-        Positive | None,
-        Flag(
-            otherwise="3; with --sigma, --no-dp or --recipe paper none",
-        ),
-    ] = None
-    """Target epsilon of the run; use the least noise that meets it, instead of --sigma."""
+    sigma: NoiseMultiplier | None = None
+    """Noise multiplier. [default: that of --epsilon; with --recipe paper the dataset's]"""
+    epsilon: Positive | None = None
+    """Target epsilon of the run; use the least noise that meets it, instead of --sigma. [default:
+    3; with --sigma, --no-dp or --recipe paper none]"""
     max_epsilon: Positive | None = None
     """Stop before epsilon exceeds this (exit code 3)."""
-    no_dp: Annotated[
-        StrictBool,
-        Flag(
-            not_with={
-                "secure": "without noise there is nothing to secure",
-                "canaries": "without a privacy guarantee there is nothing to audit",
-                "cover_scores": "without privacy, scores cannot be covered",
-            },
-        ),
-    ] = False
+    no_dp: StrictBool = False
     """Train without privacy, as a baseline."""
     secure: StrictBool = False
     """Use a cipher for all random numbers and a fixed grid for noise, to prevent attacks on
@@ -347,47 +258,27 @@ class Settings(Priced, frozen=True):
         Choice(OPTIMIZERS),
     ] = "dp-macadam"
     """Clipping and update method. Your own data: dp-adam."""
-    lr: Annotated[
-        Scale,
-        Flag(
-            otherwise="depends on dataset and optimizer",
-        ),
-    ] = LATER
-    """Learning rate."""
-    clip_norm: Annotated[
-        Scale,
-        Flag(
-            otherwise="the dataset's",
-        ),
-    ] = LATER
-    """Clipping norm C, for optimizers with a fixed one."""
+    lr: Scale = LATER
+    """Learning rate. [default: depends on dataset and optimizer]"""
+    clip_norm: Scale = LATER
+    """Clipping norm C, for optimizers with a fixed one. [default: the dataset's]"""
     beta1: Annotated[
         Decay,
-        Flag(otherwise=defaults_of("beta1")),
+        Field(description=f"Decay rate of the first moment. [default: {defaults_of('beta1')}]"),
     ] = LATER
-    """Decay rate of the first moment."""
     beta2: Annotated[
         Decay,
-        Flag(otherwise=defaults_of("beta2")),
+        Field(description=f"Decay rate of the second moment. [default: {defaults_of('beta2')}]"),
     ] = LATER
-    """Decay rate of the second moment."""
     gamma: Stability = 1e-08
     """Adam's stability constant."""
-    gamma_prime: Annotated[
-        Variance,
-        Flag(otherwise="1e-08; with --phi tracked the dataset's"),
-    ] = LATER
-    """Lower bound of the corrected second moment."""
-    h1: Annotated[
-        Variance,
-        Flag(otherwise="the dataset's"),
-    ] = LATER
-    """Lower bound of the estimated variance."""
-    h2: Annotated[
-        Variance,
-        Flag(otherwise="the dataset's"),
-    ] = LATER
-    """Upper bound of the estimated variance."""
+    gamma_prime: Variance = LATER
+    """Lower bound of the corrected second moment. [default: 1e-08; with --phi tracked the
+    dataset's]"""
+    h1: Variance = LATER
+    """Lower bound of the estimated variance. [default: the dataset's]"""
+    h2: Variance = LATER
+    """Upper bound of the estimated variance. [default: the dataset's]"""
     kappa: Annotated[
         Kappa,
         Choice(get_args(Kappa)),
@@ -419,25 +310,18 @@ class Settings(Priced, frozen=True):
     ] = None
     """Augmentation multiplicity: augmented views per image and step. The mean of their gradients
     is clipped."""
-    augment: Annotated[
-        str | None,
-        Choice(AUGMENTS),
-        Flag(otherwise="the dataset's", needs=("augmentations",)),
-    ] = None
-    """Augmentation of the views."""
-    loss: Annotated[
-        str,
-        Choice(tuple(name for name in LOSSES if ":" not in name), QUANTILE),
-        Flag(otherwise="the first of them that fits the dataset"),
-    ] = "cross-entropy"
-    """Loss per sample: cross-entropy or focal for classes, mse, huber or quantile:Q for
-    numbers."""
+    augment: Annotated[str | None, Choice(AUGMENTS)] = None
+    """Augmentation of the views. [default: the dataset's]"""
+    loss: Annotated[str, Choice(tuple(name for name in LOSSES if ":" not in name), QUANTILE)] = (
+        "cross-entropy"
+    )
+    """Loss per sample: cross-entropy or focal for classes, mse, huber or quantile:Q for numbers.
+    [default: the first of them that fits the dataset]"""
     label_smoothing: Decay = 0.0
     """Label smoothing: fraction of a label that is spread evenly over all classes."""
     class_weights: Annotated[
         str | None,
         Pattern(rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5"),
-        Flag(metavar="NUMBER,..."),
     ] = None
     """Public weights of the classes, or of each label's positives, such as 1,5."""
     canaries: Annotated[
@@ -446,58 +330,32 @@ class Settings(Priced, frozen=True):
     ] = None
     """Audit this run with N canary records; fewer than 1,000 prove little. The model is then only
     for the audit."""
-    physical_batch: Annotated[
-        Count,
-        Flag(
-            otherwise="depends on network, dataset and device",
-        ),
-    ] = LATER
-    """Physical batch size: samples to process at a time."""
+    physical_batch: Count = LATER
+    """Physical batch size: samples to process at a time. [default: depends on network, dataset and
+    device]"""
     device: Device = "auto"
-    seed: Annotated[
-        int | None,
-        Field(ge=0, le=9223372036854775808),
-        Flag(
-            otherwise="secret",
-            not_with={
-                "secure": "a seed reveals the random numbers that --secure hides from everyone"
-            },
-        ),
-    ] = None
-    """Seed for reproducible runs. There is no privacy against anyone who knows it."""
+    seed: Annotated[int | None, Field(ge=0, le=9223372036854775808)] = None
+    """Seed for reproducible runs. There is no privacy against anyone who knows it. [default:
+    secret]"""
     data_dir: DataDir = None
     metric: Annotated[
-        str,
-        Choice(tuple(name for name, metric in METRICS.items() if metric.chosen)),
-        Flag(
-            otherwise="the first of them that fits the dataset",
-        ),
+        str, Choice(tuple(name for name, metric in METRICS.items() if metric.chosen))
     ] = "accuracy"
-    """Test metric to show, and to rank a comparison by."""
+    """Test metric to show, and to rank a comparison by. [default: the first of them that fits the
+    dataset]"""
     cover_scores: StrictBool = False
     """Also protect the test records: release scores with noise, within the run's epsilon."""
-    score_every: Annotated[
-        Count | None,
-        Flag(otherwise="one score at the end", needs=("cover_scores",)),
-    ] = None
-    """Epochs between covered scores. More scores need more noise."""
+    score_every: Count | None = None
+    """Epochs between covered scores. More scores need more noise. [default: one score at the
+    end]"""
     checkpoint_every: Annotated[
         str | None,
-        Pattern(r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)"),
-        Flag(
-            metavar="N",
-            otherwise="every minute, and every fiftieth of the steps",
-        ),
+        Pattern("[1-9][0-9]{0,14}|[0-9]{1,9}(\\.[0-9]+)?s", "steps (100) or seconds (60s)"),
     ] = None
-    """Save a checkpoint every N steps (100) or seconds (60s)."""
-    out: Annotated[
-        SomePath | None,
-        Flag(
-            metavar="FOLDER",
-            otherwise="a new one in runs/",
-        ),
-    ] = None
-    """Folder of the run."""
+    """Save a checkpoint every N steps (100) or seconds (60s). [default: every minute, and every
+    fiftieth of the steps]"""
+    out: SomePath | None = None
+    """Folder of the run. [default: a new one in runs/]"""
     force: StrictBool = False
     """Replace an existing run in --out. Its files are removed before step 1."""
     json: StrictBool = False  # type: ignore[assignment]
@@ -512,11 +370,10 @@ class Settings(Priced, frozen=True):
             flags = [f"--{flag_name(name)}" for name in group if name in given]
             if len(flags) > 1:
                 yield f"{' and '.join(flags)} contradict each other: give one."
-        for name in given:
-            for other, why in SETTINGS[name].flag.not_with.items() if name in SETTINGS else ():
-                if other in given:
-                    flags = [f"--{flag_name(each)}" for each in (name, other)]
-                    yield f"{' and '.join(flags)} contradict each other: {why}. Give one."
+        for both, why in NOT_BOTH.items():
+            if given.keys() >= {*both}:
+                flags = [f"--{flag_name(name)}" for name in both]
+                yield f"{' and '.join(flags)} contradict each other: {why}. Give one."
 
     def replace(self, **changes: Any) -> Self:
         """Return these settings with others of the same type, which are not validated."""

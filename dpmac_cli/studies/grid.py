@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from dpmac_cli.config.flags import Choice, Flag, Flags, Option, Several, flag_name
+from dpmac_cli.config.flags import Choice, Flags, Option, Several, flag_name
 from dpmac_cli.config.named import PAPER
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
@@ -47,12 +47,10 @@ Seed = Annotated[int, Field(ge=0, le=2**32)]
 class StudyFlags(Flags, frozen=True):
     """Flags of a study instead of those of a single run."""
 
-    optimizers: Annotated[
-        Several[Annotated[str, Choice(("paper", "all", *OPTIMIZERS))]], Flag(otherwise="paper")
-    ] = ("paper",)
-    """Optimizers to compare, paper for those of the paper, or all."""
-    seeds: Annotated[Several[Seed], Flag("3", "N,...")] = (3,)
-    """Number of seeds (5), or a list of seeds (3,7,8)."""
+    optimizers: Several[Annotated[str, Choice(("paper", "all", *OPTIMIZERS))]] = ("paper",)
+    """Optimizers to compare, paper for those of the paper, or all. [default: paper]"""
+    seeds: Several[Seed] = (3,)
+    """Number of seeds (5), or a list of seeds (3,7,8). [default: 3]"""
 
 
 #: Labels that distinguish a row: names of flags and their values.

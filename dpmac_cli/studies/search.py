@@ -10,13 +10,13 @@ import re
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.config.best import EPSILON
-from dpmac_cli.config.flags import NUMBER, Flag, Flags, Option, flag_name
+from dpmac_cli.config.flags import NUMBER, Flags, Option, flag_name
 from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
@@ -59,11 +59,9 @@ _RANGE = re.compile(rf"({NUMBER}):({NUMBER})")
 class SearchFlags(Flags, frozen=True):
     """Settings of a search itself."""
 
-    trials: Annotated[
-        MeanTrials,
-        Flag(otherwise=f"{MEAN}; without settings to draw {MEAN_NEAR}"),
-    ] = MEAN
-    """Mean number of trials. The number itself is random and secret."""
+    trials: MeanTrials = MEAN
+    """Mean number of trials. The number itself is random and secret. [default: 20; without settings
+    to draw 4]"""
 
 
 @dataclass(frozen=True)
