@@ -10,7 +10,6 @@ from torch.nn.functional import interpolate, layer_norm
 
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.efficientnet import EfficientNetLite
 from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone
 from dpmac_cli.models.weights import PublicWeights, read_weights
 
@@ -32,11 +31,7 @@ class PublicBackbone(nn.Module):
     def __init__(self, backbone: Backbone, signature: Signature) -> None:
         super().__init__()
         kind = BACKBONES[backbone.kind]
-        self.network = (
-            of_torchvision(kind.network, kind.head)
-            if isinstance(kind.network, str)
-            else EfficientNetLite(*kind.network)
-        )
+        self.network = (lite if kind.package else of_torchvision)(kind.network, kind.head)
         constants = (signature.mean, signature.std, kind.mean, kind.std)
         mean, std, its_mean, its_std = (torch.tensor(each).view(-1, 1, 1) for each in constants)
         self.register_buffer("gain", std / its_std, persistent=False)
@@ -78,6 +73,31 @@ def of_torchvision(name: str, head: str) -> nn.Module:
     from torchvision import models  # noqa: PLC0415  (seconds to import)
 
     network: nn.Module = models.get_model(name, weights=None)
+    network.set_submodule(head, nn.Identity())
+    return network
+
+
+def lite(name: str, head: str) -> nn.Module:
+    """Return an EfficientNet-Lite (Tan and Le 2019; Liu 2020) without its head, for any size.
+
+    Raises InputError if its package is not installed.
+    """
+    try:
+        from efficientnet_lite_pytorch import EfficientNet  # noqa: PLC0415  (an extra)
+    except ImportError as failure:
+        raise InputError(
+            f"--backbone {name}: the package efficientnet-lite-pytorch is missing. Install it with "
+            "pip install 'dpmac[backbones]'."
+        ) from failure
+
+    class Features(EfficientNet):  # type: ignore[misc]  # it has no types
+        """The network up to the mean of its features over positions, (images, 1280)."""
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            features: Tensor = self.extract_features(inputs).mean((2, 3))
+            return features
+
+    network: nn.Module = Features.from_name(name, image_size=None)
     network.set_submodule(head, nn.Identity())
     return network
 

@@ -113,7 +113,7 @@ class BackboneKind:
     sha256: str  # SHA-256 of the file, or its first digits
     licence: str  # licence of the weights
     package: str = ""  # Python module that holds the file; "" if torchvision publishes it
-    network: str | tuple[float, float]  # torchvision's name, or an EfficientNet-Lite's width, depth
+    network: str  # name of the network in torchvision, or in efficientnet_lite_pytorch
     head: str  # name in the weights' file of the layer to leave out
     width: int  # number of features per image
     size: int  # side in pixels of the images that it was trained on
