@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
-from dpmac_cli.dp.clipping.projections import is_composite, projections, transposed
+from dpmac_cli.dp.clipping.projections import projections, transposed
 from dpmac_cli.errors import ModelError
 
 #: Coordinates that a CPU processes at a time. With fewer, the overhead of operations exceeds the
@@ -28,7 +28,7 @@ class Layer:
         module: module whose type decides how gradients follow from inputs and output gradients.
         parameters: by name within the module, in theta's order.
         called: modules whose calls give the gradients: several if they share the parameter.
-        composite: attention or recurrent layer that this is a projection of, and its name there.
+        composite: attention or recurrent layer that this is a projection of.
         swapped: the weight is that of a Linear layer, transposed, so inputs and output gradients
             are exchanged.
     """
@@ -38,7 +38,7 @@ class Layer:
     parameters: Mapping[str, nn.Parameter]
     called: tuple[nn.Module, ...]
     start: int = 0
-    composite: tuple[nn.Module, str] | None = None
+    composite: nn.Module | None = None
     swapped: bool = False
 
     @property
@@ -88,11 +88,11 @@ def _owners(model: nn.Module) -> Iterator[Layer]:
         if module in inside:
             continue
         prefix = f"{name}." if name else ""
-        if is_composite(module):
+        if parts := projections(module):
             inside.update(module.modules())
-            for key, linear in projections(module).items():
+            for key, linear in parts.items():
                 own = _trainable(linear)
-                yield Layer(prefix + key, linear, own, (linear,), composite=(module, key))
+                yield Layer(prefix + key, linear, own, (linear,), composite=module)
             continue
         own = _trainable(module)
         turned = transposed(module)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.linalg import vector_norm
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
@@ -35,7 +36,7 @@ from dpmac_cli.dp.clipping.batches import (
 )
 from dpmac_cli.dp.clipping.layer_rules import KNOWN, RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
-from dpmac_cli.dp.clipping.projections import calling_projections, masks_kept, projections
+from dpmac_cli.dp.clipping.projections import by_projections, masks_kept, replaced
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.layers import forked, seed_all
@@ -173,7 +174,7 @@ class PerSample:
 
     def multiply_each_record_alone(self) -> None:
         """Give each sample its own weights from now on, so that products are of one sample."""
-        # Projections of attention and recurrent layers have their weights at hand.
+        # Products of attention and recurrent layers are found by weights of their own.
         self._recorded -= {layer.name for layer in self.layers if layer.composite is not None}
         if self._chain is not None:  # it was not tried under vmap
             like = next(iter(self.layers[0].parameters.values()))
@@ -291,21 +292,18 @@ class PerSample:
 
         recorded = list(filter(self._records, layers))
         modules = dict.fromkeys(module for layer in recorded for module in layer.called)
-        composites: dict[nn.Module, dict[str, nn.Module]] = {}
-        for layer in recorded:
-            if layer.composite is not None:
-                of, key = layer.composite
-                composites.setdefault(of, dict(projections(of)))[key] = layer.module
         names = self._by_function
         by_function = {m for la in recorded if la.name in names for m in la.called}
+        composites = {layer.composite for layer in recorded if layer.composite is not None}
         with ExitStack() as stack:
             if by_function:
-                stack.enter_context(_Products(by_function, tap))
+                product = partial(_tapped_product, by_function, tap)
+                stack.enter_context(replaced(functional, "linear", product))
+            stack.enter_context(by_projections(composites))
             for module in modules.keys() - by_function:
                 # Before the hooks of the program, which may change the output.
                 handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
-            stack.enter_context(calling_projections(composites))
             yield
 
     def _looped(self, x: Batch, y: Batch) -> tuple[Tensor, list[Tensor]]:
@@ -377,7 +375,7 @@ class PerSample:
                     if not wrong & self._recorded:
                         why = "its results under vmap are others."
                         break
-                    self._recorded -= _with_siblings(layers, wrong)
+                    self._recorded -= wrong
         return why
 
     def _find_idle(self, probe: nn.Module, x: Batch, y: Batch) -> tuple[str, ...]:
@@ -466,18 +464,25 @@ def _candidates(layers: Sequence[Layer]) -> Iterator[set[str]]:
     yield set()
 
 
-def _with_siblings(layers: Sequence[Layer], names: set[str]) -> set[str]:
-    """Return names of layers, with all projections of the same composite layers."""
-    of = {layer.composite[0] for layer in layers if layer.composite and layer.name in names}
-    return names | {la.name for la in layers if la.composite and la.composite[0] in of}
-
-
 def _uses(layer: Layer, calls: dict[nn.Module, list[tuple[Tensor, Tensor]]]) -> list[Use]:
     """Return the uses of a recorded layer."""
     if layer.swapped:
         [module] = layer.called
         return [Use.of(layer.module, delta, a) for a, delta in calls.get(module, [])]
     return [Use.of(m, a, delta) for m in layer.called for a, delta in calls.get(m, [])]
+
+
+def _tapped_product(
+    layers: Iterable[Any],
+    tap: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Compute ``F.linear``; tap products of layers that are not called themselves."""
+    out, used = linear(x, weight, bias), (la for la in layers if la.weight is weight)
+    layer = next(used, None) if torch.is_grad_enabled() else None
+    return out if layer is None else tap(layer, x, out)
 
 
 def _taken(p: Tensor) -> Tensor | None:
@@ -552,25 +557,6 @@ class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
             for tensor in tensors_in(result):
                 tensor.fill_(0.5)
         return result
-
-
-class _Products(TorchFunctionMode):
-    """Taps ``F.linear(x, layer.weight, layer.bias)`` of layers that are not called themselves."""
-
-    def __init__(
-        self, layers: Iterable[Any], tap: Callable[[nn.Module, Tensor, Tensor], Tensor]
-    ) -> None:
-        super().__init__()
-        self._layers, self._tap = layers, tap
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is linear and torch.is_grad_enabled():
-            given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
-            for layer in self._layers:
-                if layer.weight is given["weight"]:
-                    return self._tap(layer, given["input"], out)
-        return out
 
 
 class _DrawnAnew(TorchFunctionMode):

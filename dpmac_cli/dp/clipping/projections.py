@@ -1,17 +1,17 @@
-"""Composite layers that call their projections as Linear layers, so that their uses are recorded.
+"""Projections of attention and recurrent layers, as Linear layers whose uses are recorded.
 
-Attention and recurrent layers are products with a few weights and operations without any. Clipping
-needs only inputs and output gradients of the products. In a recurrent layer, time steps are
-positions: each product with the weights of a state is one use of a Linear layer per step, those
-with the weights of inputs are one use for all steps. The equations are those of torch's
-documentation. Attention is computed by torch's own code.
+These layers are products with a few weights and operations without any. Clipping needs only inputs
+and output gradients of the products. torch's attention computes them by ``F.linear``. Recurrent
+layers do, too, with the equations of torch's documentation: time steps are positions. Each product
+with the weights of a state is one use of a Linear layer per step, those with the weights of inputs
+are one use for all steps.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,6 @@ from dpmac_cli.errors import ModelError
 MASKS = "transformers.masking_utils"
 #: Module and name of the layer x @ weight + bias of transformers, as in GPT-2.
 TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")
-#: Weight and bias of each projection, by name.
-Weights = Mapping[str, tuple[Tensor, Tensor | None]]
-
-
-class Composite(NamedTuple):
-    """A kind of layers that can be computed with their projections."""
-
-    is_known: Callable[[Any], bool]  # whether the options of a module are covered
-    weights: Callable[[Any], Weights]
-    forward: Callable[..., Any]  # forward of the module, given the module and its projections
 
 
 @contextmanager
@@ -45,43 +35,6 @@ def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(holder, name, before)
-
-
-def _is_known_attention(module: Any) -> bool:
-    """Return whether a module has no other parameters than those of its projections."""
-    names = {"in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}
-    return {name for name, _ in module.named_parameters()} <= names
-
-
-def _attention_weights(module: Any) -> Weights:
-    outer = module.out_proj
-    return {
-        "in_proj": (module.in_proj_weight, module.in_proj_bias),
-        "out_proj": (outer.weight, outer.bias),
-    }
-
-
-def _attend(module: Any, calls: Mapping[str, nn.Module], *inputs: Any, **named: Any) -> Any:
-    """Compute ``nn.MultiheadAttention.forward`` with its two projections.
-
-    It multiplies queries, keys and values with adjacent rows of one weight, in this order. Each of
-    them that is another tensor has all projections, of which the others are not used.
-    """
-    plain, taken = functional.linear, 0
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        nonlocal taken
-        del bias
-        with replaced(functional, "linear", plain):
-            if weight is module.out_proj.weight:
-                found: Tensor = calls["out_proj"](x)
-            else:
-                begin, taken = taken, taken + len(weight)
-                found = calls["in_proj"](x)[..., begin:taken].contiguous()
-            return found
-
-    with replaced(functional, "linear", linear):
-        return nn.MultiheadAttention.forward(module, *inputs, **named)
 
 
 #: Gates from the input and from the states, and the states; to the next states, output first.
@@ -117,26 +70,21 @@ _STEPS: Mapping[type[nn.Module], _Step] = {
 }
 
 
-def _is_known_recurrent(module: Any) -> bool:
-    """Return whether a module has plain parameters."""
-    names = {f"{kind}{end}" for end in _ends(module) for kind in _KINDS[: 4 if module.bias else 2]}
-    return {name for name, _ in module.named_parameters()} == names
-
-
-def _recurrent_weights(module: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Return weight and bias of the projections of inputs and states, layer by layer."""
-    return {
-        kind + end: (
-            getattr(module, f"weight_{kind}{end}"),
-            getattr(module, f"bias_{kind}{end}") if module.bias else None,
-        )
-        for end in _ends(module)
-        for kind in ("ih", "hh")
-    }
+def _parts(module: nn.Module) -> Mapping[str, tuple[str, str]]:
+    """Return the names of weight and bias of each projection; {} for other layers."""
+    if type(module) is nn.MultiheadAttention:
+        return {
+            "in_proj": ("in_proj_weight", "in_proj_bias"),
+            "out_proj": ("out_proj.weight", "out_proj.bias"),
+        }
+    if type(module) not in RECURRENT:
+        return {}
+    kinds = (kind + end for end in _ends(module) for kind in ("ih", "hh"))
+    return {kind: (f"weight_{kind}", f"bias_{kind}") for kind in kinds}
 
 
 def _recur(
-    module: Any, calls: Mapping[str, nn.Module], x: Tensor, given: Any = None, /
+    module: Any, x: Tensor, given: Any = None, /
 ) -> Tensor | tuple[Tensor, ...] | tuple[Tensor, Any]:
     """Compute the result of the module's own forward, with dropout between layers of its own.
 
@@ -156,7 +104,8 @@ def _recur(
     begun = (x.new_zeros(len(x), module.hidden_size),) * (1 + several)
     if cell:
         states = tuple(states_given) or begun
-        found = _step_of(module)(calls["ih"](x), calls["hh"](states[0]), states)
+        gates = _projected(module, "ih", x), _projected(module, "hh", states[0])
+        found = _step_of(module)(*gates, states)
         return found if several else found[0]
     last: list[tuple[Tensor, ...]] = []
     directions = 1 + module.bidirectional
@@ -167,7 +116,7 @@ def _recur(
             x = functional.dropout(x, module.dropout, module.training)
         for end in ends[begin : begin + directions]:
             states = tuple(state[len(last)] for state in states_given) or begun
-            out, states = _through_time(module, calls, end, x, states)
+            out, states = _through_time(module, end, x, states)
             outputs.append(out)
             last.append(states)
         x = torch.cat(outputs, 2) if directions > 1 else outputs[0]
@@ -175,17 +124,19 @@ def _recur(
     return x if module.batch_first else x.transpose(0, 1), ended if several else ended[0]
 
 
-_KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+def _projected(module: Any, projection: str, x: Tensor) -> Tensor:
+    bias = getattr(module, f"bias_{projection}") if module.bias else None
+    return functional.linear(x, getattr(module, f"weight_{projection}"), bias)
 
 
 def _through_time(
-    module: Any, calls: Mapping[str, nn.Module], end: str, x: Tensor, states: tuple[Tensor, ...]
+    module: Any, end: str, x: Tensor, states: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the outputs of one layer in one direction, (samples, time, size), and last states."""
     step, outputs = _step_of(module), []
-    gates, backwards = calls["ih" + end](x).unbind(1), end.endswith("_reverse")
+    gates, backwards = _projected(module, "ih" + end, x).unbind(1), end.endswith("_reverse")
     for gate in reversed(gates) if backwards else gates:
-        states = step(gate, calls["hh" + end](states[0]), states)
+        states = step(gate, _projected(module, "hh" + end, states[0]), states)
         outputs.append(states[0])
     return torch.stack(outputs[::-1] if backwards else outputs, 1), states
 
@@ -203,29 +154,20 @@ def _ends(module: Any) -> list[str]:
     return [f"_l{layer}{way}" for layer in range(module.num_layers) for way in directions]
 
 
-KINDS: Mapping[type[nn.Module], Composite] = {
-    nn.MultiheadAttention: Composite(_is_known_attention, _attention_weights, _attend),
-    **dict.fromkeys(
-        RECURRENT,
-        Composite(_is_known_recurrent, _recurrent_weights, _recur),
-    ),
-}
-
-
 def projections(module: nn.Module) -> dict[str, nn.Linear]:
-    """Return Linear layers with the weights of a composite layer."""
-    found = {}
-    for name, (weight, bias) in KINDS[type(module)].weights(module).items():
-        linear: Any = nn.Linear(weight.shape[1], len(weight), device="meta")
-        linear.weight, linear.bias = weight, bias
+    """Return Linear layers with the weights of attention or a recurrent layer; {} for others.
+
+    It has no other parameters, and nothing replaces its forward.
+    """
+    named, found = dict(module.named_parameters()), {}
+    for name, (weight, bias) in _parts(module).items():
+        if weight not in named:
+            return {}
+        rows, columns = named[weight].shape
+        linear: Any = nn.Linear(columns, rows, device="meta")
+        linear.weight, linear.bias = named.pop(weight), named.pop(bias, None)
         found[name] = linear
-    return found
-
-
-def is_composite(module: nn.Module) -> bool:
-    """Return whether a module has a known kind, and nothing replaces its forward."""
-    kind = KINDS.get(type(module))
-    return kind is not None and "forward" not in vars(module) and kind.is_known(module)
+    return {} if named or "forward" in vars(module) else found
 
 
 def transposed(module: nn.Module) -> nn.Linear | None:
@@ -242,17 +184,14 @@ def transposed(module: nn.Module) -> nn.Linear | None:
 
 
 @contextmanager
-def calling_projections(
-    called: Mapping[nn.Module, Mapping[str, nn.Module]],
-) -> Iterator[None]:
-    """Make composite layers call their projections, given by name."""
-    try:
-        for composite, by_name in called.items():
-            composite.forward = partial(KINDS[type(composite)].forward, composite, by_name)
+def by_projections(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Make the recurrent layers among some modules compute their projections by ``F.linear``."""
+    with ExitStack() as stack:
+        for module in modules:
+            if type(module) in RECURRENT:
+                vars(module)["forward"] = partial(_recur, module)
+                stack.callback(vars(module).pop, "forward")
         yield
-    finally:
-        for composite in called:
-            vars(composite).pop("forward", None)
 
 
 @contextmanager
