@@ -28,7 +28,6 @@ from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage.cache import Rows
-from dpmac_cli.storage.progress import outcome
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.classified import Classified
 from dpmac_cli.tasks.metrics import Answers
@@ -310,6 +309,6 @@ Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 def load(source: Source, found: DataFacts | None = None) -> tuple[Arrays, Arrays]:
     """Training and test records of a dataset of your own, read from their file."""
-    (x, y, _), (x_test, y_test, _) = outcome(user_data.load(source, found))
+    (x, y, _), (x_test, y_test, _) = user_data.load(source, found)
     records = (part.read() if isinstance(part, Rows) else part for part in (x, x_test))
     return (next(records), y), (next(records), y_test)

@@ -25,7 +25,6 @@ from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.user_data import inspect, load
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.cache import Rows
-from dpmac_cli.storage.progress import outcome
 from tests.tiny_bert import tiny_reader
 
 COUNT, CLASSES = 24, ("a", "b")
@@ -245,7 +244,7 @@ def seen(source: Source) -> tuple[Any, list[Counter[tuple[bytes, bytes, str]]], 
     """What is public of a dataset, the records of each side, and how many are left out."""
     found, sides = inspect(source), []
     assert all(map(str.isprintable, (*found.skipped, *found.why)))
-    for side in outcome(load(source)):
+    for side in load(source):
         x = side.x.read() if isinstance(side.x, Rows) else side.x
         units = [""] * len(x) if side.units is None else side.units
         records = zip(x, side.y, units, strict=True)

@@ -39,7 +39,6 @@ from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.storage.cache import Rows
-from dpmac_cli.storage.progress import outcome
 from tests.helpers import load
 
 CLASSES = ("cat", "dog", "eel")
@@ -335,7 +334,7 @@ def seen(source: Source) -> tuple[DataFacts, list[set[tuple[bytes, int, str]]]]:
 
 
 def parts(source: Source) -> Any:
-    return outcome(user_data.load(source))
+    return user_data.load(source)
 
 
 def columns(found: list[Row]) -> dict[str, list[Any]]:

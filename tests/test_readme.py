@@ -4,7 +4,6 @@ import re
 import runpy
 import shlex
 import subprocess
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from typer.testing import CliRunner
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.data.loaders import loading
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.release import scoring
 from dpmac_cli.release.run import train
 from dpmac_cli.runs import prepare
-from dpmac_cli.storage.progress import Computing, outcome
 from tests.digits_runs import after
 from tests.test_table_files import penguins, wages
 from tests.tiny_bert import notes, write_encoder
@@ -128,12 +126,12 @@ def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
     """Score on 400 records at most: on all of them the network of CIFAR-10 takes seconds."""
 
-    def few(*args: Any, **facts: Any) -> Generator[Computing, None, Data]:
-        data = yield from loading(*args, **facts)
+    def few(*args: Any, **facts: Any) -> Data:
+        data = load_data(*args, **facts)
         return replace(data, test=Split(data.test.images[:400], data.test.labels[:400]))
 
-    monkeypatch.setattr(prepare, "loading", few)
-    monkeypatch.setattr(scoring, "load_data", lambda *args, **facts: outcome(few(*args, **facts)))
+    monkeypatch.setattr(prepare, "load_data", few)
+    monkeypatch.setattr(scoring, "load_data", few)
 
 
 def test_the_readme_is_short_and_begins_with_the_commands_to_install_and_test() -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
@@ -48,11 +47,7 @@ SCORED = {"cover_scores": True, "score_every": "1"}
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that is read once, and steps that are reserved one by one."""
 
-    def loading(*_: Any, **__: Any) -> Generator[Any, None, Data]:
-        yield from ()
-        return digits()
-
-    monkeypatch.setattr(prepare, "loading", loading)
+    monkeypatch.setattr(prepare, "load_data", lambda *_, **__: digits())
     torch.set_num_threads(1)
 
 

@@ -26,7 +26,6 @@ from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release import run
-from dpmac_cli.storage.progress import outcome
 from dpmac_cli.training.schedules import Recipe
 from tests.digits_runs import after
 from tests.helpers import PLAN, SIDE, Batches, Spy, make_trainer, tiny_data
@@ -174,7 +173,7 @@ def write_table() -> None:
 
 @pytest.mark.privacy
 def test_a_unit_is_trained_on_or_tested_on() -> None:
-    train, test = outcome(user_data.load(Source(write_npz())))
+    train, test = user_data.load(Source(write_npz()))
     x, _, unit = patients()
     owner = {row.astype(np.float32).tobytes(): u for row, u in zip(x, unit, strict=True)}
     sides = [
@@ -238,7 +237,7 @@ def in_folders(persons: int = 24) -> Path:
 @pytest.mark.privacy
 def test_records_of_a_folder_are_one_unit_at_any_depth_and_in_every_class() -> None:
     source = Source(in_folders(), unit="folder", test_fraction=0.3)
-    train, test = outcome(user_data.load(source))
+    train, test = user_data.load(source)
     assert train.units is not None
     assert test.units is not None
     assert len(train.y) + len(test.y) == 72
@@ -360,5 +359,5 @@ def test_a_word_for_nobody_is_no_unit_without_a_declaration(tmp_path: Path, word
             place = tmp_path / "scans" / kind / person
             place.mkdir(parents=True)
             Image.new("L", (8, 8), ord(kind)).save(place / "1.png")
-    with pytest.raises(InputError, match="is not in a folder of its own unit"):
+    with pytest.raises(InputError, match="has no unit"):
         inspect(Source(tmp_path / "scans", unit="folder"))

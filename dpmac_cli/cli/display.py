@@ -82,9 +82,8 @@ class RunDisplay:
         self.console.print(*lines, sep="\n", end="\n" * bool(lines))
 
     def _compute(self, event: Computing) -> None:
-        """Say once that records are decoded or computed on, and show the progress."""
-        did = "decoding" if event.what == "images" else "computing"
-        said = f"{did} {event.what} of {event.records:,} records, once: kept in {event.folder}"
+        """Say once that records are computed on, and show the progress."""
+        said = f"computing {event.what} of {event.records:,} records, once: kept in {event.folder}"
         if said != self._computing:
             self.print(Text(said, "dim"))
         self._computing = said

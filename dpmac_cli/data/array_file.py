@@ -5,7 +5,7 @@ import os
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,22 @@ from numpy.typing import ArrayLike, NDArray
 
 from dpmac_cli.data.canonical import units_in
 from dpmac_cli.data.complaints import NAMED, escaped
-from dpmac_cli.data.decoding import Pictures
 from dpmac_cli.data.ranges import remarks_on_ranges
 from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source
 from dpmac_cli.data.splits import Records, copies_among, data_facts, split
 from dpmac_cli.data.targets import (
     CLASSES,
     DECLARED,
+    classes_in,
     faults_of_array,
     faults_together,
+    numbers_in,
     targets_in,
-    task_in,
 )
 from dpmac_cli.errors import InputError, counted, raise_errors
-from dpmac_cli.storage.progress import Computing
-from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.storage.cache import Rows
+from dpmac_cli.tasks.regression import SeveralNumbers
+from dpmac_cli.tasks.task import Task
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
@@ -38,7 +39,7 @@ SIDES = ("", "_test")
 #: Dimensions of an array of numbers up to which a network of yours gets records in their shape.
 #: With four they are images, with channels first.
 MOST_OWN = 3
-#: Records and what is declared of them, by name; images in files are Pictures.
+#: Records and what is declared of them, by name; decoded images are Rows of a file.
 ArrayDict = dict[str, Any]
 ARRAYS = (
     *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
@@ -65,15 +66,22 @@ class ArrayFile:
             arrays[CLASSES] = np.array(source.classes)
         if source.feature_range is not None:
             arrays["low"], arrays["high"] = map(np.array, source.feature_range)
-        _check(arrays, source)
+        numbers = numbers_in(arrays, source)
+        _check(arrays, source, len(numbers))
         left_out += _without_tested_units(arrays, source)
         self._sides = _sides(arrays)
         (x, y, units), held_out = self._sides[0], len(self._sides) == 1
-        self._task = task_in(arrays, source, found_classes)
+        self._task: Task = (
+            SeveralNumbers.of(numbers)
+            if len(numbers) > 1
+            else numbers[0]
+            if numbers
+            else classes_in(arrays, source, found_classes)
+        )
         # Classes that are not declared were read from the records.
-        named = CLASSES in arrays or not isinstance(self._task, Classification)
+        named = CLASSES in arrays or bool(numbers)
         sizes = {"channels": source.channels, "image size": source.image_size}
-        inferred = [n for n, size in sizes.items() if isinstance(x, Pictures) and size is None]
+        inferred = [n for n, size in sizes.items() if isinstance(x, Rows) and size is None]
         inferred += [] if named else ["classes"]
         contents = [_contents(part.x, part.y) for part in self._sides]
         if held_out:
@@ -98,22 +106,20 @@ class ArrayFile:
             signs=Signs(
                 copies=copies if units is None else 0,
                 tested=tested,
-                remarks=tuple(remarks_on_ranges(channels_first(x), arrays, source))
+                remarks=tuple(remarks_on_ranges(channels_first(x), arrays, source, numbers))
                 if _is_numbers(x)
                 else (),
             ),
         )
 
-    def load(self) -> Generator[Computing, None, list[Records]]:
+    def load(self) -> list[Records]:
         """Return training and test records."""
-        found = []
-        for x, y, units in self._sides:
-            if isinstance(x, Pictures):
-                inputs: Any = yield from x.load()
-            else:
-                inputs = inputs_of(x, self._ends)
-            found.append(Records(inputs, self._task.encoded(y), units))
-        return found
+        return [
+            Records(
+                x if isinstance(x, Rows) else inputs_of(x, self._ends), self._task.encoded(y), units
+            )
+            for x, y, units in self._sides
+        ]
 
 
 def _sides(arrays: ArrayDict) -> list[Records]:
@@ -130,7 +136,7 @@ def _shape_of(x: Any, source: Source) -> tuple[int, int, int]:
     channels, height, width = channels_first(x[:1]).shape[1:]
     declared = {"--channels": source.channels, "--image-size": source.image_size}
     given = [flag for flag, value in declared.items() if value is not None]
-    if given and not isinstance(x, Pictures):
+    if given and not isinstance(x, Rows):
         raise InputError(f"{given[0]} is for folders of images: arrays are not converted.")
     return channels, height, width
 
@@ -178,19 +184,23 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
         ) from failure
 
 
-def _check(arrays: ArrayDict, source: Source) -> None:
-    """Convert targets and units in place. Raises InputError with every fault of the arrays."""
+def _check(arrays: ArrayDict, source: Source, numbers: int) -> None:
+    """Convert targets and units in place. Raises InputError with every fault of the arrays.
+
+    ``numbers`` are how many of them are to be predicted; 0 for classes.
+    """
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InputError(f"{source.path}: x_test and y_test must both be given; one is missing.")
     faults = list(_faults_of_units(arrays, source))
     for side in (side for side in SIDES if f"x{side}" in arrays):
-        arrays[f"y{side}"] = targets_in(arrays[f"y{side}"], arrays)
+        arrays[f"y{side}"] = targets_in(arrays[f"y{side}"], arrays, numbers)
         faults += _faults_of_pair(arrays, side)
+        faults += faults_of_array(arrays, side, numbers)
         if f"unit{side}" in arrays and not faults:
             arrays[f"unit{side}"], bad = units_in(arrays[f"unit{side}"])
             faults += [f"record {row} of x{side} {why}" for row, why in bad.items()][:NAMED]
     if not faults:
-        faults += faults_together(arrays)
+        faults += () if numbers or CLASSES in arrays else faults_together(arrays)
         if _is_numbers(arrays["x"]):
             faults += _faults_of_range(arrays, source)
     raise_errors(f"{source.path}: {fault}." for fault in faults)
@@ -222,10 +232,9 @@ def _faults_of_units(arrays: ArrayDict, source: Source) -> Iterator[str]:
         yield "x_test requires an array unit_test with the unit of each test record"
     for side in SIDES:
         units, x = arrays.get(f"unit{side}"), arrays[f"x{side}" if f"x{side}" in arrays else "x"]
-        count = len(x) if x.ndim else 0
-        if units is not None and units.shape != (count,):
+        if units is not None and units.shape != x.shape[:1]:
             yield (
-                f"unit{side} must give the unit of each of the {count} records, as "
+                f"unit{side} must give the unit of each of the {sum(x.shape[:1])} records, as "
                 f"integers or text, not {units.dtype} of shape {units.shape}"
             )
 
@@ -258,6 +267,8 @@ def _faults_of_range(arrays: ArrayDict, source: Source) -> Iterator[str]:
 def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
     """Yield faults of the shapes and types of the arrays of training or test records."""
     x, y = arrays[f"x{side}"], arrays[f"y{side}"]
+    if isinstance(x, Rows):
+        return  # images that were decoded
     pixels = x.ndim in (3, 4) and x.dtype == np.uint8
     if x.dtype.kind not in "fiu":
         yield f"x{side} must be images or numbers, not {x.dtype}"
@@ -276,21 +287,20 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
             f"x{side} contains NaN or infinity in {counted(len(broken), 'record')}, such as "
             f"{broken[0]}. Leave them out, as in x[np.isfinite(x).all(1)]"
         )
-    if wrong := list(faults_of_array(arrays, side)):
-        yield from wrong
-    elif not x.size or x.shape[:1] != y.shape[:1]:
-        sizes = counted(len(x) if x.ndim else 0, "record"), counted(len(y), "label")
+    if not x.size or x.shape[:1] != y.shape[:1]:
+        sizes = [
+            counted(len(of) if of.ndim else 0, what) for of, what in ((x, "record"), (y, "label"))
+        ]
         yield "x{0} has {1}, and y{0} has {2}".format(side, *sizes)
 
 
 def _contents(x: Any, y: NDArray[Any]) -> list[Any]:
     """Return a hash of the values of each record and its label."""
-    if isinstance(x, Pictures):
-        return x.contents(y.tolist())
     numbers = _is_numbers(x)
+    records = (x.file.values[row] for row in x.rows) if isinstance(x, Rows) else x
     return [
         hashlib.blake2b(key_of(row, label, numbers), digest_size=16).digest()
-        for row, label in zip(x, y, strict=True)
+        for row, label in zip(records, y, strict=True)
     ]
 
 
@@ -314,17 +324,21 @@ def _keys(contents: Iterable[bytes]) -> Iterator[bytes]:
         seen[content] += 1
 
 
-def _is_numbers(x: NDArray[Any]) -> bool:
+def _is_numbers(x: Any) -> bool:
     """Return whether an array holds numbers, which have a public range, and not images."""
+    if isinstance(x, Rows):
+        return False
     return x.ndim == 2 or (x.ndim in (3, 4) and x.dtype.kind == "f")
 
 
 def channels_first(x: Any) -> Any:
     """Return an array of shape (records, channels, height, width); each column is a channel."""
+    if isinstance(x, Rows):
+        return x
     if x.ndim == 2:
         return x[:, :, None, None]
     if x.ndim == 3:
         return x[:, None]
-    if isinstance(x, Pictures) or x.shape[3] not in (1, 3):
+    if x.shape[3] not in (1, 3):
         return x
     return np.ascontiguousarray(x.transpose(0, 3, 1, 2))

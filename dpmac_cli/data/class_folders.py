@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import unit_name
-from dpmac_cli.data.complaints import complaints
+from dpmac_cli.data.complaints import complaints, some_of
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import check_classes
 from dpmac_cli.errors import InputError, raise_errors
@@ -49,7 +49,6 @@ class ClassFolders:
         classes: their names, in the order of the labels.
         files: files of records, those of training records first.
         names: their paths below the dataset's folder.
-        depth: number of folders above them, of the split and of the class.
         skipped: why files are left out.
         faults: why the dataset cannot be used.
     """
@@ -59,33 +58,31 @@ class ClassFolders:
         self.faults, self.skipped = list[str](), list[str]()
         self._seen: dict[str, str] = {}  # names of folders, by where links lead
         self._parts = splits_of(source)
-        self.depth = len(self._parts)
-        names = [self._class_names(part) for part in self._parts]
-        self.classes = source.classes or tuple(names[0])
+        self.classes = source.classes or tuple(self._class_names())
         check_classes(self.classes, source)
-        for part, some in zip(self._parts, names, strict=True):
-            where = f"is in {part}, but not in {self._parts[0]}"
-            strange = sorted({*some} - {*self.classes}) if source.classes is None else []
-            self.faults += complaints([f"The class {name} {where}" for name in strange])
         listed = [self._listed(part) for part in self._parts]
         self.files = [file for some in listed for file in some]
-        self._part_of = np.repeat(range(self.depth), [len(some) for some in listed])
-        if not source.skip_bad:
-            self.faults += complaints(self.skipped, UNLESS_SKIPPED)
+        self._part_of = np.repeat(range(len(listed)), [len(some) for some in listed])
         self.names = [file.path.removeprefix(f"{source.path}{os.sep}") for file in self.files]
+        self._units = units_of_files(self.names, source.unit, len(listed)) if source.unit else []
+        self._no_unit = [row for row, unit in enumerate(self._units) if not unit]
+        self.skipped += [
+            f"{self.names[n]} has no unit (--unit {source.unit})" for n in self._no_unit
+        ]
+        self._refuse(self.skipped)
 
-    def _class_names(self, part: Path) -> list[str]:
-        """Return the names of the folders in a folder, unless classes are declared."""
-        if self._source.classes is not None:
-            return []
-        found = visible(os.listdir(part))
-        names = [name for name in found if (part / name).is_dir()]
-        loose = [name for name in found if self._is_record(name)]
-        if not names or loose:
-            what = f"It also contains {self._what[1]} ({loose[0]})" if names else "It has no folder"
+    def _refuse(self, bad: Iterable[str]) -> None:
+        """Add faults for files that are left out with --skip-bad."""
+        if not self._source.skip_bad:
+            self.faults += complaints([*bad], UNLESS_SKIPPED)
+
+    def _class_names(self) -> list[str]:
+        """Return the names of the folders of training records."""
+        part = self._parts[0]
+        names = [name for name in visible(os.listdir(part)) if (part / name).is_dir()]
+        if not names:
             raise InputError(
-                f"{part} must contain one folder of {self._what[1]} per class and nothing else. "
-                f"{what}."
+                f"{part} must contain one folder of {self._what[1]} per class. It has no folder."
             )
         return names
 
@@ -96,13 +93,12 @@ class ClassFolders:
         """Return the files of a part in order, and record why others are skipped."""
         labels, found = {name: label for label, name in enumerate(self.classes)}, []
         for name in visible(os.listdir(part)):
-            label, paths = labels.get(name, NO_CLASS), [str(part / name)]
+            label, paths = (
+                labels.get(name, NO_CLASS),
+                [*tree(part / name, self.skipped, self._seen)],
+            )
             if not (part / name).is_dir():
-                paths, label = paths * self._is_record(name), NO_CLASS
-            elif label != NO_CLASS or self._source.classes is not None:
-                paths = [*tree(part / name, self.skipped, self._seen)]
-            else:
-                paths = []
+                paths, label = [str(part / name)] * self._is_record(name), NO_CLASS
             for path in paths:
                 file = self._file(path, label)
                 if isinstance(file, str):
@@ -114,7 +110,7 @@ class ClassFolders:
     def _file(self, path: str, label: int) -> FoundFile | str:
         """Describe a file without opening it, or return why it cannot be a record."""
         if label == NO_CLASS:
-            return "belongs to no class of --classes"
+            return f"belongs to no class ({', '.join(self.classes)})"
         try:
             facts = os.stat(path)
         except OSError as failure:  # such as a broken link, or one to itself
@@ -135,30 +131,18 @@ class ClassFolders:
             x: returns the records of some files, by their numbers.
             bad: why files cannot be used, by their numbers.
         """
-        source, found = self._source, dict[str, Any]()
-        used = ~np.isin(range(len(self.files)), [*bad])
+        found = dict[str, Any]()
+        used = ~np.isin(range(len(self.files)), [*bad, *self._no_unit])
         self.skipped += bad.values()
-        if not source.skip_bad:
-            self.faults += complaints([*bad.values()], UNLESS_SKIPPED)
-        if source.unit is not None:
-            units = np.array(units_of_files(self.names, source.unit, self.depth), np.str_)
-            said = [
-                strange_unit(self.names[row], source.unit) for row in np.flatnonzero(units == "")
-            ]
-            if source.skip_bad and len(said) < len(units):
-                self.skipped += said
-                used &= units != ""
-            else:
-                remedy = " Move or rename these files, or use a pattern that matches all paths."
-                self.faults += complaints(said, remedy)
+        self._refuse(bad.values())
         for place, part in enumerate(self._parts):
             rows, side = np.flatnonzero(used & (self._part_of == place)), "_test" * place
             labels = np.array([self.files[row].label for row in rows], np.int64)
             found |= {f"x{side}": x(rows), f"y{side}": labels}
             found[f"key{side}"] = np.array([self.names[row] for row in rows], object)
-            if source.unit is not None:
-                found[f"unit{side}"] = units[rows]
-            if part.name not in TESTS and source.classes is None:
+            if self._units:
+                found[f"unit{side}"] = np.array([self._units[row] for row in rows], np.str_)
+            if part.name not in TESTS and self._source.classes is None:
                 held = set(labels.tolist())
                 empty = [name for label, name in enumerate(self.classes) if label not in held]
                 self.faults += complaints(
@@ -166,7 +150,8 @@ class ClassFolders:
                     " Add some, remove its folder, or declare the classes with --classes.",
                 )
             if not len(rows):
-                self.faults.append(f"{part} contains no {self._what[1]}.")
+                why = some_of(self.skipped)
+                self.faults.append("; ".join([f"{part} has no {self._what[1]} to use", *why]) + ".")
         raise_errors(self.faults)
         return found
 
@@ -225,40 +210,23 @@ def tree(folder: Path, faults: list[str], seen: dict[str, str]) -> Iterator[str]
 def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:
     """Return the unit of each file, as ``--unit`` defines it; "" if it has none.
 
+    It is the text that a pattern, or its first group, matches. A folder of one name in several
+    classes and splits is one unit, however its name is encoded.
+
     Args:
         names: paths below the dataset's folder, with ``/`` between folders.
-        unit: :data:`FOLDER`, or a pattern.
+        unit: a pattern, or :data:`FOLDER` for the folder below the class, at any depth.
         depth: number of folders of the class and of the split in each path.
     """
-    found = [_folder(n, depth) for n in names] if unit == FOLDER else _by_pattern(names, unit)
-    return [name if unit_name(name) else "" for name in found]
-
-
-def _folder(name: str, depth: int) -> str:
-    """Return the name of the folder below the class that a file is in, at any depth; or "".
-
-    A folder of one name in several classes and splits is one unit, however its name is encoded.
-    """
-    folders = name.split("/")[depth:-1]
-    return unicodedata.normalize("NFC", folders[0]) if folders else ""
-
-
-def strange_unit(name: str, unit: str) -> str:
-    """Return why a file has no unit."""
-    if unit == FOLDER:
-        return f"{name} is not in a folder of its own unit below its class (--unit {FOLDER})"
-    return f"{name} does not match --unit {unit}"
-
-
-def _by_pattern(names: Sequence[str], pattern: str) -> list[str]:
-    """Return the text that the pattern, or its first group, matches in each name; "" if none."""
     try:
-        compiled = re.compile(pattern)
+        pattern = re.compile(rf"^(?:[^/]+/){{{depth}}}([^/]+)/" if unit == FOLDER else unit)
     except re.error as failure:
         raise InputError(
-            f"--unit {pattern} is not a valid regular expression ({failure}). To match the 17 "
+            f"--unit {unit} is not a valid regular expression ({failure}). To match the 17 "
             "in patient17.png, use --unit 'patient([0-9]+)'. For a folder per unit, use --unit "
             "folder."
         ) from failure
-    found = [compiled.search(name) for name in names]
-    return [(match and match[min(compiled.groups, 1)]) or "" for match in found]
+    matches = map(pattern.search, names)
+    found = [(match and match[min(pattern.groups, 1)]) or "" for match in matches]
+    found = [unicodedata.normalize("NFC", name) for name in found]
+    return [name if unit_name(name) else "" for name in found]

@@ -3,26 +3,21 @@
 Threads would gain half as much, because Pillow holds the GIL during some of the work.
 """
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.class_folders import UNLESS_SKIPPED, FoundFile
-from dpmac_cli.data.complaints import refuse
-from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import RunError
-from dpmac_cli.storage.cache import RowFile, Rows, complete, kept_file
+from dpmac_cli.storage.cache import RowFile
 from dpmac_cli.storage.progress import Computing
 
 if TYPE_CHECKING:
@@ -42,70 +37,6 @@ BITS_PER_SAMPLE, WHITE = 258, 65535
 FEW = 128
 #: Seconds between reports of progress.
 PATIENCE = 0.2
-
-
-@dataclass(frozen=True, eq=False)
-class Pictures:
-    """Images in files, decoded when they are loaded, which an array of them may be replaced by.
-
-    Attributes:
-        files: all images of a dataset. rows: numbers of those that these are.
-        each: (channels, height, width) of an image.
-        path: file of the decoded images.
-        source: the dataset.
-    """
-
-    files: Sequence[FoundFile]
-    rows: NDArray[np.int64]
-    each: tuple[int, int, int]
-    path: Path
-    source: Source
-
-    ndim: ClassVar[int] = 4
-    dtype: ClassVar["np.dtype[np.uint8]"] = np.dtype(np.uint8)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def size(self) -> int:
-        """Number of images."""
-        return len(self)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array: (records, channels, height, width)."""
-        return len(self), *self.each
-
-    def __getitem__(self, places: Any) -> "Pictures":
-        return replace(self, rows=self.rows[places])
-
-    def contents(self, labels: Iterable[int]) -> list[Hashable]:
-        """Return what equal images have in common: pixels and class, or the file if not decoded."""
-        file = complete(self.path)
-        if file is None:
-            return [self.files[row].inode for row in self.rows]
-        sums = (hashlib.sha256(file.values[row].tobytes()).digest() for row in self.rows)
-        return list(zip(sums, labels, strict=True))
-
-    def decoded(self) -> Generator[Computing, None, RowFile]:
-        """Return the file of decoded images of the whole dataset."""
-        paths = [file.path for file in self.files]
-        return kept_file(
-            self.path,
-            len(paths),
-            self.each,
-            self.dtype,
-            lambda file: decoded(file, paths, self.source.levels),
-            what="images",
-        )
-
-    def load(self) -> Generator[Computing, None, Rows]:
-        """Return the images, decoded. Raises InputError for damaged ones, if none is left out."""
-        file = yield from self.decoded()
-        if not self.source.skip_bad:
-            refuse([*file.faults.values()], UNLESS_SKIPPED)
-        return Rows(file, self.rows)
 
 
 def decoded(
@@ -132,7 +63,7 @@ def decoded(
 
 def _progress(rows: RowFile) -> Computing:
     done = len(rows) - len(rows.missing())
-    return Computing(done, len(rows), rows.path.parent, what="images", nbytes=rows.values.nbytes)
+    return Computing(done, len(rows), rows.path.parent, what="images")
 
 
 def _by_processes(rows: RowFile, paths: Sequence[str], levels: int | None) -> Iterator[Computing]:

@@ -11,10 +11,10 @@ import numpy as np
 
 from dpmac_cli.data.class_folders import UNLESS_SKIPPED, ClassFolders, FoundFile
 from dpmac_cli.data.complaints import complaints
-from dpmac_cli.data.decoding import Pictures, looked_at, size_of, usable_cores
+from dpmac_cli.data.decoding import decoded, looked_at, size_of, usable_cores
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import raise_errors
-from dpmac_cli.storage.cache import WHOLE, complete
+from dpmac_cli.storage.cache import WHOLE, Rows, complete, kept_file
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import outcome
 
@@ -28,19 +28,26 @@ VERSION = 3
 def read_images(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]:
     """Return arrays like those of an .npz, why files are left out, and names of classes.
 
-    With --skip-bad all images are decoded immediately, because that decides which ones are used.
-    Raises InputError with every fault found.
+    Images are decoded into a file of rows, unless they are there. Raises InputError with every
+    fault found.
     """
     folders = ClassFolders(source, SUFFIXES, ("an image", "images"))
-    images, bad = folders.files, dict[int, str]()
-    path = _decoded_file(source, images)
-    file = complete(path)
-    shape = file.shape if file is not None else _survey(source, images, folders.faults)
-    pictures = Pictures(images, np.arange(len(images)), shape, path, source)
-    if source.skip_bad and images:
+    images = folders.files
+    path, paths = _decoded_file(source, images), [image.path for image in images]
+    if (file := complete(path)) is None:
+        shape = _survey(source, images, folders.faults)
         raise_errors(folders.faults)
-        bad = outcome(pictures.decoded()).faults  # check contents, not only headers
-    found = folders.arrays(lambda rows: pictures[rows], bad)
+        file = outcome(
+            kept_file(
+                path,
+                len(paths),
+                shape,
+                np.dtype(np.uint8),
+                lambda rows: decoded(rows, paths, source.levels),
+                what="images",
+            )
+        )
+    found = folders.arrays(lambda rows: Rows(file, rows), file.faults)
     return found, tuple(folders.skipped), folders.classes
 
 

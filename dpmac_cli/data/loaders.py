@@ -1,7 +1,7 @@
 """Load a dataset onto a device: from torchvision, an installed package, or your own files."""
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from dpmac_cli.data.user_data import inspect
 from dpmac_cli.data.user_data import load as load_own
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.cache import Rows
-from dpmac_cli.storage.progress import Computing, outcome
 
 
 def load_data(
@@ -30,19 +29,7 @@ def load_data(
     download: bool = True,
     found: DataFacts | None = None,
 ) -> Data:
-    """Load a dataset onto a device. Arguments and errors are those of :func:`loading`."""
-    return outcome(loading(chosen, data_dir, device, download=download, found=found))
-
-
-def loading(
-    chosen: str | Source,
-    data_dir: Path,
-    device: torch.device,
-    *,
-    download: bool = True,
-    found: DataFacts | None = None,
-) -> Generator[Computing, None, Data]:
-    """Load a dataset onto a device, and report progress if images are decoded.
+    """Load a dataset onto a device.
 
     Args:
         chosen: a key of :data:`dpmac_cli.data.registry.DATASETS`, or your own dataset.
@@ -55,7 +42,7 @@ def loading(
     """
     if isinstance(chosen, Source):
         found = found or inspect(chosen)
-        facts, records = found.facts, (yield from load_own(chosen, found))
+        facts, records = found.facts, load_own(chosen, found)
     else:
         facts = DATASETS[chosen]
         records = _from_torchvision(chosen, data_dir, download) if facts.torchvision else _digits()

@@ -3,7 +3,7 @@
 They depend on private records, so they are shown to the person who types the command only.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,19 +11,23 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.complaints import NAMED, escaped
 from dpmac_cli.data.schema import Source
+from dpmac_cli.tasks.regression import Regression
 
 #: Share of the values of a column that counts as nearly all.
 NEARLY_ALL = 0.9
 
 
 def remarks_on_ranges(
-    x: NDArray[Any], arrays: Mapping[str, NDArray[Any]], source: Source
+    x: NDArray[Any],
+    arrays: Mapping[str, NDArray[Any]],
+    source: Source,
+    numbers: Sequence[Regression],
 ) -> Iterator[str]:
     """Yield remarks on the ranges of columns and of targets, and on categories.
 
     Args:
-        x: numbers, shape (records, columns, ...). arrays: targets and declared ranges.
-        source: the dataset, whose schema names its columns.
+        x: numbers, shape (records, columns, ...). arrays: targets, and the ends of the columns.
+        source: the dataset, whose schema names its columns. numbers: the task of each target.
     """
     names = [f"x[:, {place}]" for place in range(x.shape[1])]
     columns, first = (() if source.schema is None else source.schema.columns), 0
@@ -39,11 +43,9 @@ def remarks_on_ranges(
     if unused:
         yield f"No record has the category {_listed(unused)}: check the spelling"
     yield from _of_each(names, np.moveaxis(x, 1, 0), arrays["low"], arrays["high"])
-    if "target_low" in arrays:
-        y = arrays["y"].reshape(len(x), -1).T
-        targets = arrays.get("target_name", np.array("y")).ravel().tolist()
-        names = targets if len(targets) == len(y) else [f"y[:, {place}]" for place in range(len(y))]
-        yield from _of_each(names, y, arrays["target_low"], arrays["target_high"])
+    if numbers:
+        low, high = np.array([(number.low, number.high) for number in numbers]).T
+        yield from _of_each([number.names[0] for number in numbers], arrays["y"].T, low, high)
 
 
 def _of_each(

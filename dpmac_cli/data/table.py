@@ -26,6 +26,7 @@ from dpmac_cli.data.table_cells import (
 )
 from dpmac_cli.data.table_file import TableRows, column_kinds, read_rows, table_of
 from dpmac_cli.data.table_schema import TableSchema
+from dpmac_cli.data.targets import CLASSES, NO_LABEL
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError
@@ -95,8 +96,7 @@ def _contents(
     source: Source, schema: TableSchema, rows: TableRows
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
     """Return arrays with a row per record, and what is declared of them."""
-    y, declared = _targets(schema.labels, rows)
-    of_records: dict[str, NDArray[Any]] = {"y": y}
+    of_records = {"y": _targets(schema.labels, rows)}
     if source.unit is not None:
         words = schema.words_in(source.unit)
         of_records["unit"], unusable = units_in(_unit_values(rows.cells[source.unit]), words)
@@ -104,7 +104,10 @@ def _contents(
             records = [row for row, fault in unusable.items() if fault == why]
             rows.add(f"{what} in {source.unit}", np.isin(range(len(rows)), records))
     of_records["x"], low, high = _inputs(schema.columns, rows, source.texts)
-    return of_records, {**declared, "low": low, "high": high}
+    declared = {"low": low, "high": high}
+    if schema.labels[0].classes:
+        declared[CLASSES] = np.array(schema.labels[0].classes)
+    return of_records, declared
 
 
 def read_inputs(
@@ -219,13 +222,8 @@ def _add_tokens(column: Column, cells: pa.Array, reader: TextReader, x: CellNumb
     return missing
 
 
-def _targets(
-    labels: Sequence[Label], rows: TableRows
-) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
-    """Return targets and what is declared of them.
-
-    Targets have shape (records,), or (records, targets) if there are several.
-    """
+def _targets(labels: Sequence[Label], rows: TableRows) -> NDArray[Any]:
+    """Return classes, shape (records,), or numbers, shape (records, numbers)."""
     columns = []
     for label in labels:
         values, missing = values_in(rows.cells[label.column], label)
@@ -233,20 +231,11 @@ def _targets(
         if label.range is None:
             rows.add(f"no class of the schema in {label.column}", missing)
             rows.add(f"no class of the schema in {label.column}", unread, label)
-            places = np.where(np.isnan(values), -1, values).astype(np.int64)
-            return places, {"classes": np.array(label.classes)}
+            return np.where(np.isnan(values), NO_LABEL, values).astype(np.int64)
         rows.add(f"no number in {label.column}", unread, label)
         rows.add(f"no value in {label.column}", missing)
         columns.append(np.where(np.isnan(values), sum(label.ends) / 2, values))
-    words = [
-        {"low": label.ends[0], "high": label.ends[1]}
-        | {"transform": label.transform, "name": label.column}
-        for label in labels
-    ]
-    if len(labels) == 1:
-        return columns[0], {f"target_{name}": np.array(value) for name, value in words[0].items()}
-    together = {f"target_{name}": np.array([of[name] for of in words]) for name in words[0]}
-    return np.stack(columns, 1), together
+    return np.stack(columns, 1)
 
 
 def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:

@@ -3,7 +3,6 @@
 Never imports torch. All faults of the files are reported together.
 """
 
-from collections.abc import Generator
 from dataclasses import replace
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
@@ -14,18 +13,15 @@ from dpmac_cli.data.splits import Records
 from dpmac_cli.data.text_folder import read_folder
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError
-from dpmac_cli.storage.progress import Computing
 
 
 def inspect(source: Source) -> DataFacts:
-    """Return the facts of a dataset from names and headers. Raises InputError with all faults."""
+    """Return the facts of a dataset. Raises InputError with all faults."""
     reader = _read(source)
     return replace(reader.found, reader=reader)
 
 
-def load(
-    source: Source, found: DataFacts | None = None
-) -> Generator[Computing, None, list[Records]]:
+def load(source: Source, found: DataFacts | None = None) -> list[Records]:
     """Return training and test records: those that were found when the run was configured.
 
     Records are uint8, shape (records, channels, height, width), in a file if they were decoded; or
@@ -49,7 +45,7 @@ def load(
                 f"{source.path} changed while it was being read ({before} training and test "
                 f"records before, {now} now). Run the command again once nothing writes to it."
             )
-    return (yield from reader.load())
+    return reader.load()
 
 
 def _read(source: Source) -> ArrayFile:

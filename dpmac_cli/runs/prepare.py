@@ -10,7 +10,7 @@ from torch import nn
 
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, TrainPlan
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.data.loaders import loading
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import build, text_encoder
@@ -95,7 +95,7 @@ def prepare(
     if device.type == "cuda":  # autocast on CUDA is not detected on the CPU
         _check_precision(network, facts, model, form)
     if data is None:
-        data = yield from loading(plan.data.source, plan.data.folder, device, found=plan.data.found)
+        data = load_data(plan.data.source, plan.data.folder, device, found=plan.data.found)
     if facts.own:
         data = data.in_form(form)
     data = data.computed_in(dtype_of(model))

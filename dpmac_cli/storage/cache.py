@@ -81,13 +81,21 @@ class RowFile:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a file, in any order."""
+    """Some rows of a file, in any order, which stand for an array of them."""
 
     file: RowFile
     rows: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array: (rows, ...)."""
+        return len(self), *self.file.shape
+
+    def __getitem__(self, places: Any) -> "Rows":
+        return Rows(self.file, self.rows[places])
 
     def read(self, places: NDArray[np.int64] | slice = slice(None)) -> NDArray[Any]:
         """Return a copy of some of the rows, or of all."""

@@ -18,7 +18,6 @@ class Computing:
     records: int
     folder: Path
     what: str = "features"
-    nbytes: int = 0  # size of all records on disk
 
 
 #: Called with progress by functions that return no events; set by the terminal.
