@@ -109,9 +109,8 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
 
     def odd(manner: Manner) -> list[int]:
         numbers = sorted({manner.rows(n, MOST) for n in all_numbers}, reverse=True)
-        with manner.running():
-            first = run(rows(numbers[0]))[:PERIOD].detach()
-            found = {n: run(rows(n)).detach() for n in numbers}
+        first = run(rows(numbers[0]))[:PERIOD].detach()
+        found = {n: run(rows(n)).detach() for n in numbers}
         return [
             n for n, out in found.items() if not torch.equal(out, first[torch.arange(n) % PERIOD])
         ]
@@ -120,7 +119,7 @@ def scan(name: str, build: Build, shape: tuple[int, ...], threads: int) -> dict[
     result: dict[str, Any] = {"layer": name, "threads": threads, "plain": odd(Manner())}
     if manner is None:
         return result | {"alone": True}
-    return result | {"plain": manner.plain, "full": manner.full, "left": odd(manner)}
+    return result | {"full": manner.full, "left": odd(manner)}
 
 
 def main(given: list[str] | None = None) -> None:

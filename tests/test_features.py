@@ -178,9 +178,9 @@ def test_a_frozen_part_of_ones_own_sees_one_record_at_a_time() -> None:
         check_model(model, DIGITS.shape, 10, frozen=True, isolated=True)
         parts, data = cut_before_head(model, DIGITS.shape), load_data("digits", Path(), CPU)
         parts.own = True
-        run, manner = _run_of(parts, data)
+        run = _run_of(parts, data)
         x = torch.randn(5, *DIGITS.shape)
-        with torch.no_grad(), manner.running():
+        with torch.no_grad():
             others = torch.cat([x[:1], 100 * x[1:].flip(0)])
             assert torch.equal(run(x)[0], run(others)[0])
             torch.testing.assert_close(run(x)[0], parts.features(x[:1])[0])

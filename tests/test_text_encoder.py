@@ -383,13 +383,12 @@ def test_no_record_rounds_another(part: str) -> None:
     x, y = data.standardised(data.train.at(slice(None))[0]), data.train.labels
     outputs: list[Tensor] = []
     orders = [torch.arange(len(x)), torch.randperm(len(x)), torch.arange(20)]
-    with sums.manner.running():
-        for order in orders:
-            found = torch.empty(len(x)).fill_(torch.nan)
-            for rows in torch.split(order, sums.chunk):
-                filled = fill_rows(rows, sums.manner.rows(len(rows), sums.chunk))
-                found[rows] = sums.per_sample(x[filled], y[filled])[0][: len(rows)]
-            outputs.append(found)
+    for order in orders:
+        found = torch.empty(len(x)).fill_(torch.nan)
+        for rows in torch.split(order, sums.chunk):
+            filled = fill_rows(rows, sums.manner.rows(len(rows), sums.chunk))
+            found[rows] = sums.per_sample(x[filled], y[filled])[0][: len(rows)]
+        outputs.append(found)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0][:20], outputs[2][:20])
 

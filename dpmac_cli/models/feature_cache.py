@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.data.dataset import Data, fingerprint, split_of
-from dpmac_cli.dp.clipping.batch_invariance import TRIED, Manner, fill_rows, find_manner
+from dpmac_cli.dp.clipping.batch_invariance import TRIED, unaffected
 from dpmac_cli.dp.clipping.per_sample import each_alone
 from dpmac_cli.models.features import FrozenFeatures, by_threads
 from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, kept_file
@@ -78,14 +78,13 @@ def _computed(
     count = at_once * torch.get_num_threads() if spread else at_once
     each = by_threads if spread else map
     # Tried as it is run: on one thread.
-    [(run, manner)] = each(lambda data: _run_of(parts, data), [data])
+    [run] = each(lambda data: _run_of(parts, data), [data])
     yield Computing(0, len(file), file.path.parent)
     for split in (data.train, data.test):
         for begin in range(0, len(split), count):
             rows = range(first + begin, first + min(begin + count, len(split)))
             images = data.standardised(split.at(slice(begin, begin + count))[0])
-            with manner.running():
-                found = torch.cat([*each(run, torch.split(images, at_once))]).cpu().numpy()
+            found = torch.cat([*each(run, torch.split(images, at_once))]).cpu().numpy()
             for row, values in zip(rows, found, strict=True):
                 file.write(row, values)
             yield Computing(rows.stop, len(file), file.path.parent)
@@ -93,22 +92,15 @@ def _computed(
     return {}
 
 
-def _run_of(parts: FrozenFeatures, data: Data) -> tuple[Callable[[Tensor], Tensor], Manner]:
-    """Return what computes features, and a way in which they do not depend on places in a batch.
+def _run_of(parts: FrozenFeatures, data: Data) -> Callable[[Tensor], Tensor]:
+    """Return what computes features, which depend on no other record and no place in a batch.
 
     The batch size is fixed, because rounding depends on it: adding a record must not change the
-    features of others. Nor may their places.
+    features of others.
     """
     if parts.separate:
-        return parts.features, Manner()
+        return parts.features
     shape, generator = data.train.images.shape[1:], torch.Generator().manual_seed(0)
     base = torch.randn(TRIED, *shape, generator=generator).to(data.gain)
     run = each_alone(parts.features, base) if parts.own else parts.features
-
-    def filled(images: Tensor) -> Tensor:
-        return run(fill_rows(images, AT_A_TIME))[: len(images)]
-
-    manner = find_manner(run, base, AT_A_TIME, fixed=True)
-    if manner is not None:
-        return filled, manner
-    return lambda images: torch.cat([parts.features(image) for image in images.split(1)]), Manner()
+    return unaffected(run, base, AT_A_TIME)

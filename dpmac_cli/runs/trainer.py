@@ -25,7 +25,7 @@ from dpmac_cli.storage.progress import outcome
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
-from dpmac_cli.training.evaluation import Evaluation, evaluate, invariant_batching
+from dpmac_cli.training.evaluation import Evaluation, evaluate
 from dpmac_cli.training.private_scores import PrivateScore, release_score
 
 
@@ -65,8 +65,7 @@ class Trainer(Step):
         If they are ``covered``, none changes how another is rounded.
         """
         with self.published() as model, full_float32(self.sums.arithmetic):
-            batching = invariant_batching(model, self.data) if covered else None
-            return evaluate(model, self.data, self.data.test, batching)
+            return evaluate(model, self.data, self.data.test, covered=covered)
 
     def score(self) -> Evaluation | PrivateScore:
         """Return the scores to report: exact ones, or noisy ones for covered test records.

@@ -232,7 +232,7 @@ class ChunkedSum(ABC):
     ) -> None:
         """Write the sum of a chunk, filled to ``rows`` rows."""
         inputs, labels = fill_rows(inputs, rows), fill_rows(labels, rows)
-        with self.manner.running(), without_gradients(self._parameters):
+        with without_gradients(self._parameters):
             self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
 
 

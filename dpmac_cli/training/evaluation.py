@@ -1,7 +1,7 @@
 """Evaluation of a model on a test split."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -14,9 +14,8 @@ from dpmac_cli.data.units import Units
 from dpmac_cli.dp.clipping.batch_invariance import (
     LEAST_ROWS,
     TRIED,
-    Manner,
     fill_rows,
-    find_manner,
+    unaffected,
 )
 from dpmac_cli.dp.clipping.per_sample import each_alone
 from dpmac_cli.dp.losses import build_loss
@@ -99,19 +98,6 @@ class Evaluation:
         return self.results.values()
 
 
-@dataclass(frozen=True)
-class Batching:
-    """Batches of at most ``most`` records, filled to ``least`` rows, and how the network runs.
-
-    ``run`` maps standardised images to logits; None for the network itself.
-    """
-
-    most: int = RECORDS
-    least: int = LEAST_ROWS
-    manner: Manner = field(default_factory=Manner)
-    run: Callable[[Tensor], Tensor] | None = None
-
-
 def places(records: int, shape: tuple[int, ...], most: int = RECORDS) -> Iterator[slice]:
     """Yield slices of at most ``most`` records of a given shape to score at a time."""
     size = max(1, min(most, NUMBERS // prod(shape)))
@@ -122,61 +108,47 @@ def places(records: int, shape: tuple[int, ...], most: int = RECORDS) -> Iterato
 def outputs(
     model: nn.Module,
     inputs: Iterable[Tensor],
-    least: int = LEAST_ROWS,
     run: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the logits of each batch of standardised images, filled up to ``least`` rows.
+    """Yield the logits of each batch of standardised images; ``run`` is called for the model.
 
-    They are converted to the dtype of the model. ``run`` is called instead of it if it is given.
+    They are converted to the dtype of the model.
     """
     training, dtype = model.training, dtype_of(model)
     model.eval()
     for x in inputs:
         with code_of_network(x):
-            logits = (run or model)(fill_rows(x.to(torch.promote_types(x.dtype, dtype)), least))
+            rows = x.to(torch.promote_types(x.dtype, dtype))
+            logits = model(fill_rows(rows, LEAST_ROWS)) if run is None else run(rows)
         yield logits[: len(x)]
     model.train(training)
 
 
-def invariant_batching(model: nn.Module, data: Data) -> Batching:
-    """Return how to score test records so that none changes what is computed of another.
+def _alone(model: nn.Module, data: Data, size: int) -> Callable[[Tensor], Tensor]:
+    """Return what computes the logits of up to ``size`` records, none of which changes another's.
 
     The network sees each of them alone. Nor may one round another: it could move it across a kink
-    or to another class. All batches have the same number of rows, and the network runs in a way in
-    which their places do not matter, as a trial on this machine shows. If there is none, records
-    are scored one by one.
+    or to another class.
     """
     shape, generator = data.test.images.shape[1:], torch.Generator().manual_seed(0)
-    (rows, *_) = places(ROWS, shape, ROWS)
     base = torch.randn(TRIED, *shape, generator=generator).to(data.gain)
-
     training = model.training
-    alone = each_alone(model.eval(), base)
+    run = unaffected(each_alone(model.eval(), base), base, size)
     model.train(training)
-
-    def run(x: Tensor) -> Tensor:
-        (logits,) = outputs(model, [x], least=1, run=alone)
-        return logits
-
-    manner = find_manner(run, base, rows.stop, fixed=True)
-    if manner is None:
-        return Batching(most=1, least=1)
-    least = manner.rows(rows.stop, rows.stop)
-    return Batching(most=least, least=least, manner=manner, run=alone)
+    return run
 
 
-def evaluate(
-    model: nn.Module, data: Data, split: Split, batching: Batching | None = None
-) -> Evaluation:
-    """Score every sample of a split; in any batches, unless ``batching`` is given."""
-    how = batching or Batching()
-    batches = list(places(len(split), split.images.shape[1:], how.most))
+def evaluate(model: nn.Module, data: Data, split: Split, *, covered: bool = False) -> Evaluation:
+    """Score every sample of a split; if they are ``covered``, none changes the score of another."""
+    shape = split.images.shape[1:]
+    (size, *_) = places(ROWS, shape, ROWS)
+    run = _alone(model, data, size.stop) if covered else None
+    batches = list(places(len(split), shape, size.stop if covered else RECORDS))
     inputs = (data.standardised(split.at(some)[0]) for some in batches)
     standard = build_loss(data.task.losses[0])
     loss, found = 0.0, list[Tensor]()
-    with how.manner.running():
-        for some, logits in zip(batches, outputs(model, inputs, how.least, how.run), strict=True):
-            loss += standard(logits, split.labels[some]).sum().item()
-            found.append(logits.cpu())
+    for some, logits in zip(batches, outputs(model, inputs, run), strict=True):
+        loss += standard(logits, split.labels[some]).sum().item()
+        found.append(logits.cpu())
     logits, labels = torch.cat(found), split.labels.cpu()
     return Evaluation(loss / len(split), logits, labels, data.task, split.units)

@@ -36,10 +36,8 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(len(x)).view(-1, *[1] * (x.ndim - 1))
-        onednn = torch._C._get_mkldnn_enabled()
         off = {
             "nothing": 0 * places,
-            "onednn": (places == len(x) // 2) * onednn,
             "number": len(x) + 0 * places,
             "place": places,
         }
@@ -70,7 +68,6 @@ def test_rounding_that_few_rows_show_is_found(trial: int) -> None:
     ("kind", "expected"),
     [
         ("nothing", Manner()),
-        ("onednn", Manner(plain=True)),
         ("number", Manner(full=True)),
         ("place", None),
     ],
@@ -90,13 +87,6 @@ def test_a_batch_of_fixed_size_is_tried_at_that_size_alone() -> None:
 def test_random_numbers_are_not_taken_for_rounding() -> None:
     assert found("nothing", nn.Dropout(0.5)) == Manner()
     assert found("place", nn.Dropout(0.5)) is None
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_way_lasts_as_long_as_the_network_runs(plain: bool) -> None:
-    with Manner(plain).running():
-        assert torch._C._get_mkldnn_enabled() is not plain
-    assert torch._C._get_mkldnn_enabled()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +139,7 @@ def test_features_that_depend_on_places_are_computed_one_by_one() -> None:
             return super().forward(x)
 
     parts = FrozenFeatures(Seen("place"), nn.Linear(3, 2), torch.float32)
-    run, _ = feature_cache._run_of(parts, Stub())  # type: ignore[arg-type]
+    run = feature_cache._run_of(parts, Stub())  # type: ignore[arg-type]
     seen.clear()
     assert run(torch.zeros(5, 3)).shape == (5, 3)
     assert seen == [1] * 5

@@ -6,10 +6,9 @@ clipped sum, except at a kink, such as that of ReLU, where they change on which 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from operator import itemgetter
 from typing import Any
 
@@ -31,6 +30,11 @@ PERIOD = 7
 TRIALS = 3
 #: Number of random rows for all trials.
 TRIED = TRIALS * PERIOD
+#: Note for a network whose chunks are filled.
+FILLED = (
+    "On this machine, results for a record would be rounded by the other records of a batch. To "
+    "avoid that, every chunk is filled to its capacity. This is slower."
+)
 
 
 def fill_rows(batch: Batch, rows: int) -> Batch:
@@ -55,19 +59,6 @@ def without_zeros(theta: Tensor) -> Iterator[None]:
         theta.copy_(before)
 
 
-@contextmanager
-def _without_libraries() -> Iterator[None]:
-    """Run convolutions by torch's own code: one matrix product per image."""
-    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
-    torch._C._set_mkldnn_enabled(False)  # flags() would change the precision, too
-    torch._C._set_cudnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(onednn)
-        torch._C._set_cudnn_enabled(cudnn)
-
-
 def rounded_up(chunk: int) -> int:
     """Return a number of rows, rounded up to a multiple of :data:`LEAST_ROWS`."""
     return -(-chunk // LEAST_ROWS) * LEAST_ROWS
@@ -75,14 +66,8 @@ def rounded_up(chunk: int) -> int:
 
 @dataclass(frozen=True)
 class Manner:
-    """A way to run a network.
+    """A way to run a network: ``full`` if every chunk is filled to its capacity."""
 
-    Attributes:
-        plain: whether it runs without oneDNN and cuDNN.
-        full: whether every chunk is filled to its capacity, and not only to a few rows at least.
-    """
-
-    plain: bool = False
     full: bool = False
 
     def rows(self, samples: int, chunk: int) -> int:
@@ -93,21 +78,10 @@ class Manner:
             return chunk if chunk < LEAST_ROWS else rounded_up(chunk)
         return max(samples, min(chunk, LEAST_ROWS))
 
-    def running(self) -> AbstractContextManager[None]:
-        """Return a context in which the network runs in this way."""
-        return _without_libraries() if self.plain else nullcontext()
-
     @property
     def note(self) -> str | None:
         """Return a message that tells what is slower than by default."""
-        parts = ["the network runs without oneDNN and cuDNN"] * self.plain
-        parts += ["every chunk is filled to its capacity"] * self.full
-        if not parts:
-            return None
-        return (
-            "On this machine, results for a record would be rounded by the other records of a "
-            f"batch. To avoid that, {' and '.join(parts)}. This is slower."
-        )
+        return FILLED if self.full else None
 
 
 #: Runs a network on rows, as in training, and returns results with one or more rows per row.
@@ -130,13 +104,24 @@ def find_manner(run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False
     filled = fixed or any(x.is_cuda for x in tensors_in(base))
     # Random numbers differ by place.
     with constant_draws() if _draws(run, base, min(chunk, LEAST_ROWS)) else nullcontext():
-        for full, plain in product((True,) if filled else (False, True), (False, True)):
-            manner = Manner(plain, full)
+        for manner in (Manner(full=True),) if filled else (Manner(), Manner(full=True)):
             numbers = sorted({manner.rows(n, chunk) for n in some_numbers(chunk)}, reverse=True)
-            with manner.running():
-                if rows_alike(run, base, numbers):
-                    return manner
+            if rows_alike(run, base, numbers):
+                return manner
     return None
+
+
+def unaffected(
+    run: Callable[[Tensor], Tensor], base: Tensor, size: int
+) -> Callable[[Tensor], Tensor]:
+    """Return a function of up to ``size`` rows, none of which rounds another.
+
+    It always computes the same number of rows. Where that does not help, it runs row by row.
+    """
+    manner = find_manner(run, base, size, fixed=True)
+    if manner is None:
+        return lambda rows: torch.cat([run(row) for row in torch.split(rows, 1)])
+    return lambda rows: run(fill_rows(rows, manner.rows(size, size)))[: len(rows)]
 
 
 @torch.no_grad()
