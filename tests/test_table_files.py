@@ -528,7 +528,7 @@ def test_a_missing_unit_is_no_unit_that_records_share(tmp_path: Path, unit: str)
     number, words = {"range": [0, 99]}, ["-", "k.A.", "999"]
     for more in ({"drop": ["who"]}, {}, {"columns": {"x": number, "who": number}}):
         given = {"label": LABEL, "columns": {"x": number}, "missing_words": words, **more}
-        with pytest.raises(InputError, match="Record 10 and 1 more have no value in who"):
+        with pytest.raises(InputError, match="Record 10 and 1 more have no unit in who"):
             arrays(table, {}, tmp_path, schema=given, unit="who")
         _, left_out = arrays(table, {}, tmp_path, schema=given, unit="who", skip_bad=True)
         assert len(left_out.records) == 2

@@ -230,7 +230,7 @@ def schema(file: Path, **given: Any) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
     from dpmac_cli.data.csv_file import CsvFile  # noqa: PLC0415  (loads pyarrow)
-    from dpmac_cli.data.table_file import column_kinds  # noqa: PLC0415
+    from dpmac_cli.data.table import column_kinds  # noqa: PLC0415
 
     flags = take(Columns, given)
     kinds = column_kinds(CsvFile(file, flags.encoding))

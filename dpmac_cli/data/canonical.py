@@ -24,7 +24,7 @@ _NOBODY = re.compile(r"[\W_]+|n/a|k\. ?a\.|unknown|unbekannt|missing|keine angab
 #: A whole number as a column of floats is printed, such as 17.0.
 _PRINTED = re.compile(r"([-+]?\d+)\.0*")
 #: Said of units that are no exact whole number or text.
-UNUSABLE = "has a unit that is neither text nor a whole number that its type stores exactly"
+UNUSABLE = "has a unit that is no whole number that its type stores exactly (write units as text)"
 NO_NAME = "has no unit"
 FLOATS = Decimal | float | np.floating
 #: Types of values that have a text.

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 import numpy as np
 import pyarrow as pa
@@ -74,47 +74,42 @@ class CsvFile:
             lines = [_joined(lines[first:end]) for first, end in pairwise(begins)]
         kept = [place for place, line in enumerate(lines) if line != ""]
         text = pa.array([lines[place] for place in kept], pa.string())
-        fits = compute.match_substring_regex(text, self._rule()).fill_null(False)
-        if not len(fits) or not fits[0].as_py():
+        follows = compute.match_substring_regex(text, self._rule()).fill_null(False)
+        if not len(follows) or not follows[0].as_py():
             raise InputError(f"{self.path}: its first line {STRAY}, or is not text.")
-        good, ragged = np.flatnonzero(np.asarray(fits)[1:]), dict[int, str]()
-
-        def note(row: Any) -> str:
-            found = f"has {row.actual_columns} values for {row.expected_columns} columns"
-            ragged[int(good[row.number - 2])] = found  # the header is row 1
-            return "skip"
-
-        plain = "\n".join([*text.filter(fits).to_pylist(), ""]).encode()
+        # Cells in quotation marks may contain delimiters.
+        bare = compute.replace_substring_regex(text, '"[^"]*"', "")
+        apart = compute.count_substring(bare, self.delimiter())
+        counts, whole = np.asarray(apart.fill_null(0)) + 1, np.asarray(follows)
+        fits = whole & (counts == counts[0])
+        plain = "\n".join([*text.filter(pa.array(fits)).to_pylist(), ""]).encode()
         table = arrow_csv.read_csv(
             pa.BufferReader(plain),
-            # Threads lose the numbers of rows.
-            arrow_csv.ReadOptions(use_threads=False, block_size=min(len(plain) + 1, BLOCK)),
-            arrow_csv.ParseOptions(
-                delimiter=self.delimiter(), newlines_in_values=True, invalid_row_handler=note
-            ),
+            arrow_csv.ReadOptions(block_size=min(len(plain) + 1, BLOCK)),
+            arrow_csv.ParseOptions(delimiter=self.delimiter(), newlines_in_values=True),
             arrow_csv.ConvertOptions(
                 column_types=dict.fromkeys(names, pa.string()), include_columns=list(names)
             ),
         )
-        unread = np.setdiff1d(np.arange(len(text) - 1), good).tolist()
         remedy = "declare another in the schema, as encoding: cp1252"
-        foreign = f"is not text in {self.encoding.upper()} ({remedy})"
-        why = {row: STRAY if text[row + 1].is_valid else foreign for row in unread}
-        broken = {
-            row: f"Record {row + 1} (line {begins[kept[row + 1]] + 1}) {fault}"
-            for row, fault in sorted((why | ragged).items())
-        }
+        broken = dict[int, str]()
+        for row in np.flatnonzero(~fits).tolist():
+            fault = f"has {counts[row]} values for {counts[0]} columns"
+            if not whole[row]:
+                fault = STRAY
+            if not text[row].is_valid:
+                fault = f"is not text in {self.encoding.upper()} ({remedy})"
+            broken[row - 1] = f"Record {row} (line {begins[kept[row]] + 1}) {fault}"
         if not skip_bad:
             refuse(
                 [*broken.values()],
                 f" Correct {self.path}, or add --skip-bad to read each line by itself and leave "
                 "these records out.",
             )
-        places = np.full(len(text) - 1, -1)
-        places[np.setdiff1d(np.arange(len(places)), [*broken])] = np.arange(table.num_rows)
-        return table.take(pa.array(places, mask=places < 0)), broken
+        places = np.cumsum(fits[1:]) - 1
+        return table.take(pa.array(places, mask=~fits[1:])), broken
 
-    def _begin(self) -> Any:
+    def _begin(self) -> TextIO:
         codec = "utf-8-sig" if codecs.lookup(self.encoding).name == UTF8 else self.encoding
         return self.path.open(encoding=codec, errors="replace", newline="")
 

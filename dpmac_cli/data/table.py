@@ -1,6 +1,8 @@
 """Read tables in CSV or Parquet files, or data frames, according to their schema."""
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+import csv
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,10 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pyarrow import compute, parquet
 
-from dpmac_cli.data.canonical import NO_NAME, UNUSABLE, units_in
+from dpmac_cli.data.canonical import NOT_TEXT, text_of, unit_name, units_in
 from dpmac_cli.data.column_schema import Column, Label
-from dpmac_cli.data.complaints import refuse
+from dpmac_cli.data.complaints import NAMED, refuse, some_of
 from dpmac_cli.data.csv_file import CsvFile
 from dpmac_cli.data.schema import LeftOut, Source
 from dpmac_cli.data.table_cells import (
@@ -21,17 +24,80 @@ from dpmac_cli.data.table_cells import (
     decoded_cells,
     has_text,
     is_one_of,
+    kind_of,
     text_cells,
     values_in,
 )
-from dpmac_cli.data.table_file import TableRows, column_kinds, read_rows, table_of
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.targets import CLASSES, NO_LABEL
 from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError
 
-NO_UNIT = "no whole number that its type stores exactly (write units as text or integers)"
+#: Types of columns that are neither numbers nor text.
+NO_CELLS = (
+    *(pa.types.is_nested, pa.types.is_binary, pa.types.is_large_binary),
+    pa.types.is_fixed_size_binary,
+)
+#: Most characters of a cell to show in a message.
+SHOWN = 40
+HIDDEN = " (not shown, because it may be part of a text)"
+#: Advice on cells that are not written as declared, by the type of their column.
+ADVICE = {
+    "number": "declare decimal, thousands, missing_words or categories in the schema",
+    "date": 'declare a format, such as "%d.%m.%Y", or missing_words in the schema',
+    "boolean": "declare other categories or missing_words in the schema",
+    "category": "declare it, or a range of numbers, or missing_words in the schema",
+}
+Cells = dict[str, pa.Array]
+
+
+class TableRows:
+    """Cells of a table, and which records cannot be used.
+
+    Attributes:
+        cells: columns, shape (records,) each.
+        broken: why records cannot be read, by their number; their cells are null.
+        bad: masks of other records that cannot be used, by the reason as a message says it.
+    """
+
+    def __init__(self, cells: Cells, broken: dict[int, str], texts: bool) -> None:
+        self.cells, self.broken, self._texts = cells, broken, texts
+        self.bad: dict[str, BoolArray] = {}
+        self._lost = np.isin(range(len(self)), [*broken])
+
+    def __len__(self) -> int:
+        return max(map(len, self.cells.values()), default=0)
+
+    def add(self, what: str, records: BoolArray, of: Column | Label | None = None) -> None:
+        """Add a reason why records cannot be used, with their first cell and some other words."""
+        if of is not None and records.any():
+            bad = text_cells(self.cells[of.name].filter(pa.array(records)))
+            some = [*dict.fromkeys(cell or "" for cell in decoded_cells(bad))][:NAMED]
+            short = (f"{cell[:SHOWN]}..." if len(cell) > SHOWN else cell for cell in some)
+            shown = ", ".join(f"'{cell}'" for cell in short)
+            what += HIDDEN if self._texts else f": {shown} ({ADVICE[of.type]})"
+        self.bad[what] = records | self.bad.get(what, False)
+
+    def faults(self) -> list[str]:
+        """Return why records cannot be used, with the first of them and how many others."""
+        found = some_of([*self.broken.values()])
+        for what, records in self.bad.items():
+            if count := int((records & ~self._lost).sum()):
+                others = f" and {count - 1} more have" if count > 1 else " has"
+                found.append(f"Record {int((records & ~self._lost).argmax()) + 1}{others} {what}")
+        return found
+
+    def used(self, skip_bad: bool, remedy: str) -> tuple[BoolArray, LeftOut]:
+        """Return which records can be used, and a description of the others.
+
+        Raises InputError if there are others, and ``skip_bad`` does not leave them out.
+        """
+        if not skip_bad:
+            refuse(self.faults(), remedy)
+        good = ~np.logical_or.reduce([self._lost, *self.bad.values()])
+        named = (self.broken.get(r, f"record {r + 1}") for r in np.flatnonzero(~good).tolist())
+        return good, LeftOut(tuple(named), tuple(self.faults()))
 
 
 @dataclass(frozen=True)
@@ -53,7 +119,7 @@ class TableInputs:
 
 def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     """Return arrays like those of an .npz, and the records left out. Raises InputError."""
-    path, schema = source.path, source.schema
+    path, schema, unit = source.path, source.schema, source.unit
     if schema is None:
         raise InputError(
             f"{path} needs a schema that declares its columns. Create a draft with: "
@@ -63,21 +129,29 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     table = None if source.in_memory is None else table_of(source.in_memory.frame, source)
     file, declared = CsvFile(path, schema.encoding, schema.delimiter), schema.declared
     names = table.column_names if table is not None else list(column_kinds(file))
-    if source.unit is not None:
-        declared = tuple(dict.fromkeys([*declared, source.unit]))
+    if unit is not None:
+        declared = tuple(dict.fromkeys([*declared, unit]))
     strange = [name for name in names if name not in declared]
     faults = [f"The schema does not declare the column {n}, to use or to drop it" for n in strange]
     refuse([*_absent(declared, names), *faults], f" Correct {path} or its schema.")
-    used = tuple(name for name in declared if name not in schema.drop or name == source.unit)
+    used = tuple(name for name in declared if name not in schema.drop or name == unit)
     rows = read_rows(file, used, schema.columns, source.skip_bad, table)
-    of_records, ends = _contents(source, schema, rows)
-    if not source.skip_bad:
-        remedy = (
-            f" Correct {path} or its schema (missing: input accepts records without a value), or "
-            "add --skip-bad to leave these records out."
-        )
-        refuse(rows.faults(), remedy)
-    good, left_out = rows.left_out()
+    of_records = {"y": _targets(schema.labels, rows)}
+    if unit is not None:
+        cells = rows.cells[unit]
+        # Floats have the precision of their type.
+        text = pa.types.is_floating(cells.type)
+        values = np.asarray(cells) if text else decoded_cells(text_cells(cells))
+        of_records["unit"], unusable = units_in(values, schema.words_in(unit))
+        for why in sorted(set(unusable.values())):
+            bad = [row for row, fault in unusable.items() if fault == why]
+            rows.add(f"{why.removeprefix('has ')} in {unit}", np.isin(range(len(rows)), bad))
+    of_records["x"], *ends = _inputs(schema.columns, rows, source.texts)
+    good, left_out = rows.used(
+        source.skip_bad,
+        f" Correct {path} or its schema (missing: input accepts records without a value), or add "
+        "--skip-bad to leave these records out.",
+    )
     sides = {"": good}
     if schema.test is not None:
         is_test = is_one_of(text_cells(rows.cells[schema.test.column]), schema.test.values)
@@ -85,29 +159,13 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     if len(good) and not all(some.any() for some in sides.values()):
         part = "test" if sides[""].any() else "train"
         refuse([f"{path} has no record left to {part} on", *left_out.reasons])
-    arrays: dict[str, NDArray[Any]] = dict(ends)
+    arrays: dict[str, NDArray[Any]] = dict(zip(("low", "high"), ends, strict=True))
+    if schema.labels[0].classes:
+        arrays[CLASSES] = np.array(schema.labels[0].classes)
     for suffix, some in sides.items():
         kept = slice(None) if some.all() else some
         arrays |= {f"{name}{suffix}": values[kept] for name, values in of_records.items()}
     return arrays, left_out
-
-
-def _contents(
-    source: Source, schema: TableSchema, rows: TableRows
-) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
-    """Return arrays with a row per record, and what is declared of them."""
-    of_records = {"y": _targets(schema.labels, rows)}
-    if source.unit is not None:
-        words = schema.words_in(source.unit)
-        of_records["unit"], unusable = units_in(_unit_values(rows.cells[source.unit]), words)
-        for why, what in ((UNUSABLE, NO_UNIT), (NO_NAME, "no value")):
-            records = [row for row, fault in unusable.items() if fault == why]
-            rows.add(f"{what} in {source.unit}", np.isin(range(len(rows)), records))
-    of_records["x"], low, high = _inputs(schema.columns, rows, source.texts)
-    declared = {"low": low, "high": high}
-    if schema.labels[0].classes:
-        declared[CLASSES] = np.array(schema.labels[0].classes)
-    return of_records, declared
 
 
 def read_inputs(
@@ -128,24 +186,22 @@ def read_inputs(
     """
     file, columns = CsvFile(path, schema.encoding, schema.delimiter), schema.columns
     names, wanted = column_kinds(file), [column.name for column in columns]
-    kept = [named_by] if named_by is not None else ["id"] if "id" in names else []
+    named_by = named_by or ("id" if "id" in names else None)
+    kept = [] if named_by is None else [named_by]
     absent = [f"There is no column {n} for --id" for n in kept if n not in names]
     refuse([*_absent(wanted, names), *absent], f" {path} has the columns {', '.join(names)}.")
     rows = read_rows(file, tuple(dict.fromkeys([*wanted, *kept])), columns, skip_bad)
     inputs, *_ = _inputs(columns, rows, reader)
-    if not skip_bad:
-        remedy = (
-            f" Correct {path} to fit the schema of the model, or add --skip-bad to leave these "
-            "records out."
-        )
-        refuse(rows.faults(), remedy)
-    good, left_out = rows.left_out()
-    which = np.flatnonzero(good).tolist()
+    good, left_out = rows.used(
+        skip_bad,
+        f" Correct {path} to fit the schema of the model, or add --skip-bad to leave these "
+        "records out.",
+    )
     ids = None
-    for name in kept:
-        texts = [text or "" for text in decoded_cells(rows.cells[name].cast(pa.string()))]
-        ids = [texts[row] for row in which]
-    return TableInputs(inputs[good], which, ids, left_out)
+    if named_by is not None:
+        cells = rows.cells[named_by].filter(pa.array(good)).cast(pa.string())
+        ids = [text or "" for text in decoded_cells(cells)]
+    return TableInputs(inputs[good], np.flatnonzero(good).tolist(), ids, left_out)
 
 
 def _inputs(
@@ -243,9 +299,92 @@ def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:
     return [f"There is no column {name}, which the schema declares" for name in absent]
 
 
-def _unit_values(cells: pa.Array) -> Iterator[Any]:
-    """Return the cells of a column of units, floats with the precision of their type."""
-    if pa.types.is_floating(cells.type):
-        yield from cells.to_numpy(zero_copy_only=False)
-        return
-    yield from decoded_cells(text_cells(cells))
+def column_kinds(file: CsvFile) -> dict[str, str | None]:
+    """Return the type that each column declares; None for a CSV, which has no types.
+
+    Reads no records. Raises InputError.
+    """
+    path, columns = file.path, list[tuple[str, str | None]]()
+    try:
+        if path.suffix == ".parquet":
+            columns = [(field.name, kind_of(field.type)) for field in parquet.read_schema(path)]
+        else:
+            columns = [(name, None) for name in file.header()]
+        if not columns:
+            raise ValueError("its first line does not name the columns")
+        if any(NOT_TEXT in name for name, _ in columns):
+            what = f"line 1 is not text in {file.encoding.upper()}: declare its own encoding"
+            raise ValueError(what)
+    except (OSError, ValueError, csv.Error, pa.ArrowException) as failure:
+        raise _unreadable(path, failure) from failure
+    twice = [name for name, count in Counter(name for name, _ in columns).items() if count > 1]
+    refuse([f"{path} has several columns named '{name}'. Rename them" for name in twice])
+    return dict(columns)
+
+
+def table_of(frame: Any, source: Source) -> pa.Table:
+    """Convert a pandas or polars data frame to a table. Raises InputError."""
+    try:
+        if isinstance(frame, pa.Table):
+            return frame
+        names = list(map(str, frame.columns))
+        if len(set(names)) < len(names):
+            raise ValueError("several columns have one name; rename them")
+        cells = [_column_of(frame[key], str(key) == source.unit) for key in frame.columns]
+        return pa.table(dict(zip(names, cells, strict=True)))
+    except (AttributeError, TypeError, ValueError, pa.ArrowException) as failure:
+        raise _unreadable(type(frame).__name__, failure) from failure
+
+
+def _column_of(column: Any, unit: bool) -> Any:
+    """Return a column of a data frame; objects become text one by one, as in a CSV."""
+    if str(column.dtype).lower() == "object":
+        write = unit_name if unit else text_of
+        missing = column.isna() if hasattr(column, "isna") else column.is_null()
+        texts = [None if m else write(v) for v, m in zip(column, missing, strict=True)]
+        return pa.array(texts, pa.string())
+    return column.to_arrow() if hasattr(column, "to_arrow") else pa.Array.from_pandas(column)
+
+
+def read_rows(
+    file: CsvFile,
+    names: tuple[str, ...],
+    columns: Sequence[Column],
+    skip_bad: bool,
+    table: pa.Table | None = None,
+) -> TableRows:
+    """Return the cells of some columns, as text for a CSV. Raises InputError."""
+    path, broken = file.path, dict[int, str]()
+    parsed = table is None and path.suffix != ".parquet"
+    try:
+        if parsed:
+            table, broken = file.cells(names, skip_bad)
+        elif table is None:
+            table = parquet.read_table(path, columns=list(names))
+        cells = {name: _plain(table[name].combine_chunks()) for name in names}
+    except (OSError, ValueError, KeyError, pa.ArrowException) as failure:
+        raise _unreadable(path, failure) from failure
+    strange = [name for name in names if any(test(cells[name].type) for test in NO_CELLS)]
+    refuse(
+        [f"The column {n} contains {cells[n].type}, not numbers or text" for n in strange],
+        f" Write plain columns to {path}, or list these under drop in the schema.",
+    )
+    texts = {column.name for column in columns if column.type == "text"}
+    rows = TableRows(cells, broken, bool(texts))
+    for name in names if parsed else ():  # a stray quotation mark hides lines in a cell
+        if name not in texts:
+            breaks = compute.match_substring_regex(cells[name], r"[\r\n]")
+            rows.add(f"a line break in {name}", np.asarray(breaks.fill_null(False)))
+    return rows
+
+
+def _unreadable(path: Path | str, failure: Exception) -> InputError:
+    if isinstance(failure, InputError):
+        return failure
+    why = str(failure).strip().partition("\n")[0].rstrip(".")
+    return InputError(f"{path} cannot be read as a table: {why}.")
+
+
+def _plain(cells: pa.Array) -> pa.Array:
+    cells = cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells
+    return cells.cast(pa.float32()) if pa.types.is_float16(cells.type) else cells
