@@ -25,9 +25,9 @@ from dpmac_cli.config.flags import Option, flag_name
 from dpmac_cli.config.plan import NOT_RECORDED
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import EXCLUSIVE, NOT_BOTH, SETTINGS, Settings
+from dpmac_cli.data.array_file import dataset_of
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import Records, data_facts
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
@@ -394,9 +394,8 @@ def _data_sets() -> dict[str, Dataset]:
 
 def _own(records: int, shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
     """Return facts of your own dataset."""
-    labels, ends = np.zeros(records, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
-    task = Classification(("a", "b"))
-    return data_facts(Source(Path()), [Records(labels, labels)] * 2, shape, task, ends).facts
+    ends, task = None if levels > 1 else np.zeros((2, shape[0])), Classification(("a", "b"))
+    return dataset_of(Source(Path()), (records, records), shape, task, ends)
 
 
 def learning_rates() -> str:

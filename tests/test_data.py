@@ -15,7 +15,7 @@ from dpmac_cli.data import loaders
 from dpmac_cli.data.dataset import Data, Split, fingerprint
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.splits import Records
+from dpmac_cli.data.schema import Records
 from dpmac_cli.errors import InputError
 
 CPU = torch.device("cpu")

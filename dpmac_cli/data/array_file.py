@@ -5,7 +5,7 @@ import os
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,18 @@ from numpy.lib import format as npy
 from numpy.typing import ArrayLike, NDArray
 
 from dpmac_cli.data.canonical import units_in
-from dpmac_cli.data.complaints import NAMED, escaped
+from dpmac_cli.data.complaints import NAMED, escaped, refuse
 from dpmac_cli.data.ranges import remarks_on_ranges
-from dpmac_cli.data.schema import NONE_LEFT_OUT, LeftOut, Signs, Source
-from dpmac_cli.data.splits import Records, copies_among, data_facts, split
+from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
+from dpmac_cli.data.schema import (
+    NONE_LEFT_OUT,
+    STANDARDS,
+    DataFacts,
+    LeftOut,
+    Records,
+    Signs,
+    Source,
+)
 from dpmac_cli.data.targets import (
     CLASSES,
     DECLARED,
@@ -47,88 +55,106 @@ ARRAYS = (
 )
 
 
-class ArrayFile:
-    """Dataset from the arrays of an .npz, a table or a folder, named as in :data:`ARRAYS`.
+#: Smallest height and width that the convolutional network can halve twice.
+LEAST_CNN = 8
+#: Height and width from which fewer images are processed at a time, to save memory.
+LARGE = 128
 
-    An array ``key`` has the name of each record's file, which decides its side of a split.
-    ``left_out`` lists records that were left out when they were read. ``found_classes`` are names
-    of folders; they are used if no classes are declared.
+
+def read_dataset(
+    source: Source,
+    arrays: ArrayDict,
+    left_out: LeftOut = NONE_LEFT_OUT,
+    found_classes: Sequence[str] = (),
+) -> DataFacts:
+    """Return the facts and the records of arrays named as in :data:`ARRAYS`, of a file or a reader.
+
+    Args:
+        source: the dataset.
+        arrays: also ``key``, the name of each record's file, which decides its side of a split.
+        left_out: records that were left out when they were read.
+        found_classes: names of folders; they are used if no classes are declared.
+
+    Raises:
+        InputError: for every fault of the arrays; or a unit has training and test records.
     """
-
-    def __init__(
-        self,
-        source: Source,
-        arrays: ArrayDict,
-        left_out: LeftOut = NONE_LEFT_OUT,
-        found_classes: Sequence[str] = (),
-    ) -> None:
-        if source.classes is not None:
-            arrays[CLASSES] = np.array(source.classes)
-        if source.feature_range is not None:
-            arrays["low"], arrays["high"] = map(np.array, source.feature_range)
-        numbers = numbers_in(arrays, source)
-        _check(arrays, source, len(numbers))
-        left_out += _without_tested_units(arrays, source)
-        self._sides = _sides(arrays)
-        (x, y, units), held_out = self._sides[0], len(self._sides) == 1
-        self._task: Task = (
-            SeveralNumbers.of(numbers)
-            if len(numbers) > 1
-            else numbers[0]
-            if numbers
-            else classes_in(arrays, source, found_classes)
-        )
-        # Classes that are not declared were read from the records.
-        named = CLASSES in arrays or bool(numbers)
-        sizes = {"channels": source.channels, "image size": source.image_size}
-        inferred = [n for n, size in sizes.items() if isinstance(x, Rows) and size is None]
-        inferred += [] if named else ["classes"]
-        contents = [_contents(part.x, part.y) for part in self._sides]
-        if held_out:
-            named_by = arrays.get("key") if units is None else units
-            keys = _keys(contents[0]) if named_by is None else map(os.fsencode, named_by.tolist())
-            numbered = Records(np.arange(len(y)), y, units)
-            parts = split(numbered, keys, None if named else self._task.names, source)
-            self._sides = [self._sides[0].at(part.x) for part in parts]
-            contents = [[contents[0][row] for row in part.x] for part in parts]
-        copies, tested = copies_among(contents)
-        self._ends = _ends(arrays) if _is_numbers(x) else None
-        self.found = data_facts(
-            source,
-            self._sides,
-            _shape_of(x, source),
-            self._task,
-            self._ends,
-            held_out=held_out,
-            inferred=tuple(inferred),  # an array's type declares its shape
-            left_out=left_out,
-            own=() if self._ends is None or x.ndim > MOST_OWN else x.shape[1:],
-            signs=Signs(
-                copies=copies if units is None else 0,
-                tested=tested,
-                remarks=tuple(remarks_on_ranges(channels_first(x), arrays, source, numbers))
-                if _is_numbers(x)
-                else (),
-            ),
-        )
-
-    def load(self) -> list[Records]:
-        """Return training and test records."""
-        return [
-            Records(
-                x if isinstance(x, Rows) else inputs_of(x, self._ends), self._task.encoded(y), units
-            )
-            for x, y, units in self._sides
-        ]
-
-
-def _sides(arrays: ArrayDict) -> list[Records]:
-    """Return training records, and test records if there are any."""
-    return [
+    if source.classes is not None:
+        arrays[CLASSES] = np.array(source.classes)
+    if source.feature_range is not None:
+        arrays["low"], arrays["high"] = map(np.array, source.feature_range)
+    numbers = numbers_in(arrays, source)
+    _check(arrays, source, len(numbers))
+    left_out += _without_tested_units(arrays, source)
+    sides = [
         Records(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
         for side in SIDES
         if f"x{side}" in arrays
     ]
+    (x, y, units), held_out = sides[0], len(sides) == 1
+    task: Task = classes_in(arrays, source, found_classes) if not numbers else numbers[0]
+    task = SeveralNumbers.of(numbers) if len(numbers) > 1 else task
+    # Classes that are not declared were read from the records; an array's type declares its shape.
+    named, is_numbers = CLASSES in arrays or bool(numbers), _is_numbers(x)
+    sizes = {"channels": source.channels, "image size": source.image_size}
+    inferred = [n for n, size in sizes.items() if isinstance(x, Rows) and size is None]
+    contents = [_contents(part.x, part.y) for part in sides]
+    if held_out:
+        named_by = arrays.get("key") if units is None else units
+        keys = _keys(contents[0]) if named_by is None else map(os.fsencode, named_by.tolist())
+        tests = split(y, keys, None if named else task.names, source)
+        sides = [sides[0].at(~tests), sides[0].at(tests)]
+        contents = [np.array(contents[0], object)[some].tolist() for some in (~tests, tests)]
+    elif units is not None and (both := set(units.tolist()) & set(arrays["unit_test"].tolist())):
+        raise InputError(
+            f"{source.path}: {counted(len(both), 'unit')}, such as {min(both)}, "
+            f"{'has' if len(both) == 1 else 'have'} training and test records: use different units "
+            "for testing."
+        )
+    copies, tested = copies_among(contents)
+    remarks = remarks_on_ranges(channels_first(x), arrays, source, numbers) if is_numbers else ()
+    ends = _ends(arrays) if is_numbers else None
+    train, test = (len(y if units is None else np.unique(units)) for _, y, units in sides)
+    own = x.shape[1:] if is_numbers and x.ndim <= MOST_OWN else ()
+    return DataFacts(
+        dataset_of(source, (train, test), _shape_of(x, source), task, ends, own),
+        source.path.resolve().stem.strip("<>"),
+        held_out=held_out,
+        unit="" if units is None else source.unit or "unit",
+        inferred=(*inferred, *["classes"] * (not named)),
+        skipped=tuple(map(escaped, left_out.records)),
+        why=tuple(map(escaped, left_out.reasons)),
+        untested=task.untested(sides[1].y),
+        signs=Signs(copies if units is None else 0, tested, tuple(remarks)),
+        records=[Records(inputs_of(x, ends), task.encoded(y), units) for x, y, units in sides],
+    )
+
+
+def dataset_of(
+    source: Source,
+    sizes: tuple[int, int],
+    shape: tuple[int, int, int],
+    task: Task,
+    ends: NDArray[np.float64] | None = None,
+    own: tuple[int, ...] = (),
+) -> Dataset:
+    """Return facts like those of the registry, with conservative defaults. Raises InputError.
+
+    Args:
+        sizes: numbers of units to train on and to test on.
+        ends: limits of the range of numbers, shape (2, columns); None for images.
+        own: shape of numbers in their array; () for images.
+    """
+    if ends is None:
+        constants = _constants(source, shape[0])
+    else:  # that scale numbers to [-1, 1], one per column
+        low, high = ends
+        constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
+    return Dataset(
+        *(*sizes, shape, task, *constants, _defaults(sizes[0], shape), "your own"),
+        levels=255 if ends is None else 1,
+        texts=source.layout,
+        own=own,
+    )
 
 
 def _shape_of(x: Any, source: Source) -> tuple[int, int, int]:
@@ -141,18 +167,16 @@ def _shape_of(x: Any, source: Source) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def inputs_of(x: NDArray[Any], ends: NDArray[Any] | None) -> NDArray[Any]:
+def inputs_of(x: Any, ends: NDArray[Any] | None) -> Any:
     """Return records of an array as inputs, shape (records, channels, height, width).
 
     Numbers are clipped to the range ``ends``, shape (2, columns), which is None for images.
     """
     images = channels_first(x)
     if ends is None:
-        pixels: NDArray[np.uint8] = images.copy()
-        return pixels
+        return images if isinstance(x, Rows) else images.copy()
     low, high = ends.reshape(2, -1, 1, 1)
-    numbers: NDArray[np.float32] = np.clip(images, low, high).astype(np.float32)
-    return numbers
+    return np.clip(images, low, high).astype(np.float32)
 
 
 def _ends(arrays: ArrayDict) -> NDArray[np.float64]:
@@ -314,6 +338,48 @@ def key_of(record: NDArray[Any], label: ArrayLike, numbers: bool) -> bytes:
     return values.tobytes() + exact.tobytes()
 
 
+def split(
+    y: NDArray[Any], keys: Iterable[bytes], classes: Sequence[str] | None, source: Source
+) -> NDArray[np.bool_]:
+    """Return which records are held out. Raises InputError if too many are, or too few.
+
+    Args:
+        y: targets.
+        keys: one key per record that decides its side of the split: its name, its contents, or
+            its unit.
+        classes: class names; None if they are declared and need no record to train on.
+    """
+    seed, most = source.split_seed.to_bytes(8, "big"), source.test_fraction * 2**64
+    # Adding or removing a record or unit must not change the split of the others.
+    words = (hashlib.blake2b(key, digest_size=8, key=seed).digest() for key in keys)
+    held_out = np.array([int.from_bytes(word, "big") < most for word in words])
+    if held_out.all() or not held_out.any():
+        raise InputError(
+            f"--test-fraction {source.test_fraction:g} of {counted(len(held_out), 'record')} "
+            "leaves no training or no test records. Add records, or use another --test-fraction or "
+            "--split-seed."
+        )
+    if classes is not None:
+        only = sorted({*y[held_out].tolist()} - {*y[~held_out].tolist()})
+        refuse(
+            [f"All records of the class {classes[label]} are held out" for label in only],
+            " Use a smaller --test-fraction or another --split-seed, add records, or declare "
+            "the classes with --classes.",
+        )
+    return held_out
+
+
+def copies_among(sides: Sequence[Sequence[Hashable]]) -> tuple[int, tuple[int, ...]]:
+    """Return how many records equal others, and the numbers of test records that were trained on.
+
+    Args:
+        sides: contents of training and test records.
+    """
+    train, test = map(set, sides)
+    both = tuple(row for row, record in enumerate(sides[1]) if record in train)
+    return sum(map(len, sides)) - len(train | test), both
+
+
 def _keys(contents: Iterable[bytes]) -> Iterator[bytes]:
     """Yield a key per record: a hash of its contents, and the number of equal records before it,
     which keeps equal records from all ending up on one side. Row numbers would shift on removal.
@@ -342,3 +408,25 @@ def channels_first(x: Any) -> Any:
     if x.shape[3] not in (1, 3):
         return x
     return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+
+
+def _defaults(train: int, shape: tuple[int, int, int]) -> Defaults:
+    """Return the default settings for ``train`` units with records of a shape."""
+    batch = -(-train // STEPS_PER_EPOCH)
+    if min(shape[1:]) < LEAST_CNN:
+        return Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
+    physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
+    return Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
+
+
+def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the chosen mean and standard deviation per channel. Raises InputError."""
+    mean, std = STANDARDS[source.standardise]
+    if len(mean) == 1:
+        return mean * channels, std * channels
+    if len(mean) != channels:
+        raise InputError(
+            f"--standardise {source.standardise} is for {len(mean)} channels, but the images of "
+            f"{source.path} have {channels}. Use --standardise half."
+        )
+    return mean, std

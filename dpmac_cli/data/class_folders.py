@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dpmac_cli.data.canonical import unit_name
 from dpmac_cli.data.complaints import complaints, some_of
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import check_classes
+from dpmac_cli.data.targets import check_classes
 from dpmac_cli.errors import InputError, raise_errors
 
 TRAIN, TESTS = "train", ("test", "validation", "val")

@@ -12,8 +12,7 @@ import torch
 from dpmac_cli.data.array_file import channels_first
 from dpmac_cli.data.dataset import Data, Split, fingerprint, split_of, standardisation
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import DataFacts, Source
-from dpmac_cli.data.splits import Records
+from dpmac_cli.data.schema import DataFacts, Records, Source
 from dpmac_cli.data.units import units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.data.user_data import load as load_own

@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import counted
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from dpmac_cli.data.table_schema import TableSchema
 
 #: File name suffixes of tables.
@@ -94,6 +96,18 @@ class LeftOut:
 NONE_LEFT_OUT = LeftOut()
 
 
+class Records(NamedTuple):
+    """Records, their targets, and their units; None if each is a unit."""
+
+    x: Any  # an array, or Rows of a file
+    y: "NDArray[Any]"
+    units: "NDArray[Any] | None" = None
+
+    def at(self, rows: "NDArray[Any]") -> "Records":
+        """Return some records, by their numbers or a mask."""
+        return Records(self.x[rows], self.y[rows], None if self.units is None else self.units[rows])
+
+
 @dataclass(frozen=True)
 class Signs:
     """Signs that records are not what they seem, for the person who types the command."""
@@ -109,9 +123,8 @@ class DataFacts:
 
     ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.
     One record can change those, so they are public only by decision. ``skipped``, ``why``,
-    ``untested`` and ``signs`` are never published, because one record can change them. ``reader``
-    is what the facts were read with: as long as they are held, loading the records does not read
-    the files again. It is no fact: it is neither compared nor copied to other processes.
+    ``untested`` and ``signs`` are never published, because one record can change them. ``records``
+    are no fact: they are neither compared nor copied to other processes.
     """
 
     facts: Dataset
@@ -123,11 +136,12 @@ class DataFacts:
     why: tuple[str, ...] = ()  # reasons for that, with the number of records
     untested: tuple[str, ...] = ()  # classes without a test record
     signs: Signs = Signs()
-    reader: object = field(default=None, compare=False, repr=False)
+    # Of training and of testing; none if the facts came from another process.
+    records: Sequence[Records] = field(default=(), compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the facts without their reader, which may hold the records."""
-        return {**vars(self), "reader": None}
+        """Return the facts without the records."""
+        return {**vars(self), "records": ()}
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """Targets: numbers if ranges are declared for them, and otherwise classes."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -7,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.column_schema import faults_of_range
-from dpmac_cli.data.complaints import NAMED
+from dpmac_cli.data.complaints import NAMED, refuse
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import check_classes, check_name
-from dpmac_cli.errors import counted, raise_errors
+from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression
 
@@ -136,3 +136,23 @@ def classes_in(arrays: Arrays, source: Source, found: Sequence[str]) -> Classifi
     names = tuple(map(str, arrays.get(CLASSES, found or numbered)))
     check_classes(names, source)
     return Classification(names)
+
+
+def check_classes(classes: Sequence[str], source: Source) -> None:
+    """Reject classes that no classifier can be trained on."""
+    if len(classes) < 2:
+        raise InputError(
+            f"{source.path} has only one class, {classes[0]}. A classifier needs at least two."
+        )
+    check_name(source.path.name, *classes)
+    twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
+    refuse([f"{source.path} has {which}" for which in twice], " Class names must be unique.")
+
+
+def check_name(*names: str) -> None:
+    """Reject names with characters that a terminal may take for commands."""
+    unclear = [name for name in names if not name.isprintable()]
+    refuse(
+        [f"The name {name!a} contains characters that cannot be displayed" for name in unclear],
+        " A terminal may interpret them as commands. Choose another name.",
+    )

@@ -3,25 +3,18 @@
 Never imports torch. All faults of the files are reported together.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 
-from dpmac_cli.data.array_file import ArrayFile, read_npz
+from dpmac_cli.data.array_file import read_dataset, read_npz
 from dpmac_cli.data.complaints import left_out
 from dpmac_cli.data.image_folder import read_images
-from dpmac_cli.data.schema import TABLES, DataFacts, Source
-from dpmac_cli.data.splits import Records
+from dpmac_cli.data.schema import TABLES, DataFacts, Records, Source
 from dpmac_cli.data.text_folder import read_folder
 from dpmac_cli.data.texts import read_arrays
 from dpmac_cli.errors import InputError
 
 
-def inspect(source: Source) -> DataFacts:
-    """Return the facts of a dataset. Raises InputError with all faults."""
-    reader = _read(source)
-    return replace(reader.found, reader=reader)
-
-
-def load(source: Source, found: DataFacts | None = None) -> list[Records]:
+def load(source: Source, found: DataFacts | None = None) -> Sequence[Records]:
     """Return training and test records: those that were found when the run was configured.
 
     Records are uint8, shape (records, channels, height, width), in a file if they were decoded; or
@@ -29,37 +22,38 @@ def load(source: Source, found: DataFacts | None = None) -> list[Records]:
 
     Args:
         source: the dataset.
-        found: its facts. With their reader, its records are returned, whatever became of the files;
-            without it, such as in another process, the dataset is read again.
+        found: its facts. Their records are returned, whatever became of the files; without them,
+            such as in another process, the dataset is read again.
 
     Raises:
         InputError: the dataset is read again and has other facts.
     """
-    reader = found.reader if found is not None else None
-    if not isinstance(reader, ArrayFile):
-        reader = _read(source)
-        if found is not None and reader.found.facts != found.facts:
-            parts = (reader.found.facts, found.facts)
-            now, before = (f"{part.train_size:,} + {part.test_size:,}" for part in parts)
-            raise InputError(
-                f"{source.path} changed while it was being read ({before} training and test "
-                f"records before, {now} now). Run the command again once nothing writes to it."
-            )
-    return reader.load()
+    if found is not None and found.records:
+        return found.records
+    again = inspect(source)
+    if found is not None and again.facts != found.facts:
+        parts = (again.facts, found.facts)
+        now, before = (f"{part.train_size:,} + {part.test_size:,}" for part in parts)
+        raise InputError(
+            f"{source.path} changed while it was being read ({before} training and test "
+            f"records before, {now} now). Run the command again once nothing writes to it."
+        )
+    return again.records
 
 
-def _read(source: Source) -> ArrayFile:
+def inspect(source: Source) -> DataFacts:
+    """Return the facts of a dataset, with its records. Raises InputError with all faults."""
     in_memory, path = source.in_memory, source.path
     if (in_memory is not None and in_memory.arrays is None) or (
         path.is_file() and path.suffix in TABLES
     ):
         from dpmac_cli.data.table import read_table  # noqa: PLC0415  (loads pyarrow)
 
-        return ArrayFile(source, *read_table(source))
+        return read_dataset(source, *read_table(source))
     if path.is_dir():
         read = read_images if source.texts is None else read_folder
         arrays, skipped, names = read(source)
-        return ArrayFile(source, arrays, left_out(skipped), names)
+        return read_dataset(source, arrays, left_out(skipped), names)
     if in_memory is not None and in_memory.arrays is not None:
         arrays = dict(in_memory.arrays)
     elif path.suffix == ".npz" and path.is_file():
@@ -72,4 +66,4 @@ def _read(source: Source) -> ArrayFile:
             "or a table (.csv, .tsv, .parquet)."
         )
     read_arrays(arrays, source.texts, str(path))
-    return ArrayFile(source, arrays)
+    return read_dataset(source, arrays)
