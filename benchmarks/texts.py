@@ -34,7 +34,7 @@ from common import append_line, parser_of, read_lines
 from sklearn.feature_extraction.text import HashingVectorizer
 
 from dpmac_cli import ArrayData, finish, resolve, train
-from dpmac_cli.config.best import TEXTS
+from dpmac_cli.config.defaults import TEXTS
 
 EPSILONS = (1.0, 3.0, 8.0, None)
 #: Inputs of hashed words. The hash is public, and so is the number of inputs.

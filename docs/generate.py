@@ -19,8 +19,7 @@ import numpy as np
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import COMMANDS as CALLED
 from dpmac_cli.cli.app import load_command
-from dpmac_cli.config.best import EPSILON
-from dpmac_cli.config.defaults import completed
+from dpmac_cli.config.defaults import EPSILON, completed
 from dpmac_cli.config.flags import Option, flag_name
 from dpmac_cli.config.plan import NOT_RECORDED
 from dpmac_cli.config.resolve import resolve

@@ -38,13 +38,13 @@ from .optim import register_optimizer as register_optimizer
 from .randomness.noise import Noise as Noise
 from .release.model_file import load_model as load_model
 from .release.prediction import predict as predict
+from .release.prediction import score as score
 from .release.private import make_private as make_private
 from .release.publish import Finished as Finished
 from .release.run import finish as finish
 from .release.run import fork as fork
 from .release.run import resume as resume
 from .release.run import train as train
-from .release.scoring import score as score
 from .runs.loop import Evaluated as Evaluated
 from .runs.session import Started as Started
 from .runs.session import Update as Update

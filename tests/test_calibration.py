@@ -17,9 +17,10 @@ from dpmac_cli.accounting.calibration import (
     longest_run,
 )
 from dpmac_cli.accounting.events import SAMPLERS, Scores, TrainingEvent
+from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.account import Question
+from dpmac_cli.cli.account import Question, answer
 from dpmac_cli.errors import BudgetError, InputError
 from tests.tiers import rest_long
 
@@ -119,14 +120,13 @@ def test_a_target_that_only_the_fine_grid_shows_is_met() -> None:
     assert total_epsilon((replace(event, noise_multiplier=sigma),), DELTA) <= target
 
 
-def ask(line: str) -> Question:
-    """The completed question of a line, such as ``--sigma 1 --delta 0.1``."""
+def ask(line: str) -> list[Row]:
+    """The answer to a line, such as ``--sigma 1 --delta 0.1``."""
     words = line.replace("--", "").split()
     given = {
         name.replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)
     }
-    question = Question.model_validate(given)
-    return question.completed((question.epsilon or (None,))[0])[0]
+    return answer(Question.model_validate(given))[0]
 
 
 # Questions
@@ -141,7 +141,7 @@ REFUSED = {
         "--batch-size (1438) must not be above the size of the dataset, 1437"
     ],
     "--sigma nan": ["--sigma: 'nan' is not a number"],
-    "--sigma 0.009": ["0 for no noise, or at least 0.01"],
+    "--sigma 0.009": ["--sigma must be at least 0.01"],
     "--epsilon inf": ["--epsilon: 'inf' is not a number"],
     "--sigma 1 --dataset mnits": ["Did you mean mnist"],
     "--sigma -1,x --epochs 1.5 --steps 2 --delta 7 --sampler none --accountant none": [

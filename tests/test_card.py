@@ -106,7 +106,7 @@ def test_it_says_what_the_report_says(finished: Finished) -> None:
 def test_it_says_what_is_not_covered(finished: Finished) -> None:
     rest = card(finished.folder).split("## Not covered")[1]
     for said in (
-        "Other runs on the same records: a hyperparameter search",
+        "Other runs on the same records: any further hyperparameter search",
         "The test records. The accuracy was measured on them without noise. If settings, steps",
         "Times in `report.json` and `metrics.jsonl`: they are measured, without noise.",
         "the folder `checkpoint/`, which must never be published",

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.studies.executor import LostJobError, carry_out
 from dpmac_cli.studies.grid import Grid, Run, plan
-from dpmac_cli.studies.local import Pool, share_data
+from dpmac_cli.studies.local import LostJobError, Pool, carry_out, share_data
 from dpmac_cli.studies.results import as_json, collect
 from tests.typed import ENVIRONMENT, dpmac, process
 

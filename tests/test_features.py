@@ -57,8 +57,8 @@ from dpmac_cli.models.scattering import Scattering
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.models.weights import adopt, published
 from dpmac_cli.release.model_file import load_model
+from dpmac_cli.release.prediction import score
 from dpmac_cli.release.run import RunEvent, finish, resume, train
-from dpmac_cli.release.scoring import score
 from dpmac_cli.storage.progress import Computing
 from tests.digits_runs import (
     after,

@@ -21,7 +21,7 @@ from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.release import scoring
+from dpmac_cli.release import prediction
 from dpmac_cli.release.run import train
 from dpmac_cli.runs import prepare
 from tests.digits_runs import after
@@ -131,7 +131,7 @@ def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(data, test=Split(data.test.images[:400], data.test.labels[:400]))
 
     monkeypatch.setattr(prepare, "load_data", few)
-    monkeypatch.setattr(scoring, "load_data", few)
+    monkeypatch.setattr(prediction, "load_data", few)
 
 
 def test_the_readme_is_short_and_begins_with_the_commands_to_install_and_test() -> None:

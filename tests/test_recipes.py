@@ -17,10 +17,9 @@ import torch
 from typer.testing import CliRunner
 
 from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.cli.account import Question, answer
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.account import Question, answer
-from dpmac_cli.config.best import recipe_notes
-from dpmac_cli.config.defaults import completed
+from dpmac_cli.config.defaults import completed, recipe_notes
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve

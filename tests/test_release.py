@@ -18,7 +18,7 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.release.model_file import load_model
-from dpmac_cli.release.scoring import score
+from dpmac_cli.release.prediction import score
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.storage.digest import digest
 from tests.digits_runs import train_digits

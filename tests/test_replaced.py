@@ -11,9 +11,8 @@ import pytest
 from torch import nn
 
 from dpmac_cli import make_private
-from dpmac_cli.config.account import Question
+from dpmac_cli.cli.account import Question, recount
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.recount import recount
 from dpmac_cli.release.run import finish, fork, resume, train
 from dpmac_cli.runs import folder
 from dpmac_cli.studies.grid import plan

@@ -13,9 +13,8 @@ from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.guarantee import privacy
 from dpmac_cli.release.report import events_of, read_report
-from dpmac_cli.release.sentences import Case
+from dpmac_cli.release.sentences import Case, privacy
 from dpmac_cli.runs.ledger import Spent
 from tests.digits_runs import RATE, SIGMA, train_digits
 

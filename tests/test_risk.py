@@ -27,8 +27,7 @@ from dpmac_cli.accounting.risk import (
     trade_off,
 )
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.release.guarantee import privacy
-from dpmac_cli.release.sentences import Case
+from dpmac_cli.release.sentences import Case, privacy
 from dpmac_cli.runs.ledger import Spent
 from tests.typed import dpmac
 

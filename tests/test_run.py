@@ -15,7 +15,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import SeededNormals
-from dpmac_cli.release.scoring import score
+from dpmac_cli.release.prediction import score
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import trainer as assembly
 from dpmac_cli.runs import trainer as engine

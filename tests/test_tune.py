@@ -14,16 +14,14 @@ import pytest
 from scipy.stats import chisquare
 
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
-from dpmac_cli.config.account import Question
-from dpmac_cli.config.data import resolve_data
+from dpmac_cli.cli.account import Question, recount
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.resolve import resolve, resolve_data
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.recount import recount
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files

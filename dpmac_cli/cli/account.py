@@ -1,31 +1,178 @@
 """dpmac account: the privacy cost of training, and settings that meet a target."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import StrictBool
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli.accounting.accountants import ACCOUNTANTS
-from dpmac_cli.accounting.pricing import Row
+from dpmac_cli.accounting import calibration
+from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.pricing import Row, accountant_note, price
 from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
-from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
+from dpmac_cli.accounting.selection import epsilon_of
+from dpmac_cli.accounting.statements import format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, with_options
-from dpmac_cli.config.account import Question, account_notes, answer
-from dpmac_cli.config.flags import SomePath, options, valid
-from dpmac_cli.config.settings import Debug, PrintJson
+from dpmac_cli.config.checks import delta_note, misfits
+from dpmac_cli.config.defaults import completed, recipe_notes
+from dpmac_cli.config.flags import Choice, Several, SomePath, flag_name, is_given, options, valid
+from dpmac_cli.config.named import BEST, PAPER
+from dpmac_cli.config.settings import (
+    DELTA,
+    LATER,
+    Count,
+    Debug,
+    Length,
+    NoiseMultiplier,
+    Positive,
+    Priced,
+    PrintJson,
+    Settings,
+)
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError, raise_errors
 from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
 from dpmac_cli.storage.files import finite_or_none, to_json
 
+#: Accountants to use, by the value of ``--accountant``.
+USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
+
+
+class Question(Priced, frozen=True):
+    """Flags of ``dpmac account``: as given, or completed; None for what is to be solved for.
+
+    Raises:
+        InputError: lists every invalid value and contradiction.
+    """
+
+    dataset: Annotated[str, Choice(tuple(DATASETS))] = "mnist"
+    """Dataset to train on; for your own data use --dataset-size."""
+    recipe: Annotated[str, Choice((PAPER, BEST))] = LATER
+    """Values of sizes that are not given: of the run in the paper, or of the best run. [default:
+    paper with --sigma, best otherwise]"""
+    dataset_size: Count | None = None
+    """Number of training records n, for data that dpmac does not have."""
+    epochs: Several[Length] | None = None
+    """Epochs of ceil(n/B) steps. [default: the dataset's]"""
+    steps: Several[Length] | None = None
+    """Steps, instead of --epochs."""
+    sigma: Several[NoiseMultiplier] | None = None
+    """Noise multiplier."""
+    epsilon: Several[Positive] | None = None
+    """Target epsilon: solve for a setting that meets it."""
+    accountant: Annotated[str, Choice(tuple(USED))] = DEFAULT_ACCOUNTANT
+    """Accounting method."""
+
+    @classmethod
+    def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the faults of flags that exclude each other."""
+        for one, other in (("epochs", "steps"), ("dataset", "dataset_size")):
+            if one in given and other in given:
+                flags = f"--{flag_name(one)} and --{flag_name(other)}"
+                yield f"{flags} contradict each other: give one."
+        if "dataset_size" in given and "dataset" not in given:
+            yield from (f"--{n} needs --dataset." for n in ("recipe", "model") if n in given)
+        lengths = given.keys() & {"epochs", "steps"}
+        if solved := {"epsilon", "sigma"} <= given.keys():
+            for name in lengths:
+                yield (
+                    f"--sigma, --epsilon and --{name} together leave nothing to solve for: leave "
+                    "one out."
+                )
+        alone = "dataset_size" in given and "dataset" not in given
+        if alone and not ("batch_size" in given and (lengths or solved)):
+            yield "Add --batch-size, and --epochs or --steps, to --dataset-size."
+
+    @property
+    def solve(self) -> str | None:
+        """Return the setting to solve for; None for epsilon."""
+        return None if self.epsilon is None else "sigma" if self.sigma is None else "steps"
+
+    def sizes(self, target: float | None) -> tuple[int, int, list[int], tuple[str, ...]]:
+        """Return n, B, numbers of steps, and notes on the recipe that they are from.
+
+        The steps are 1 if they are solved for. Raises InputError.
+        """
+        size, batch, epochs = self.dataset_size, self.batch_size, self.epochs
+        notes = tuple[str, ...]()
+        if size is None:
+            shared = {name: self.explicit.get(name) for name in Priced.model_fields}
+            lengths = {"epochs": self.epochs, "steps": self.steps}
+            given = {name: of[0] or None for name, of in lengths.items() if of}
+            noise = {"epsilon": target} if self.solve == "sigma" else {"sigma": 1.0}
+            facts = DATASETS[self.dataset]
+            run = Settings.model_validate({**shared, **given, **noise})
+            found, notes = completed(run, facts), tuple(recipe_notes(run, facts))
+            size, batch = facts.train_size, found.batch_size
+            if not given and self.solve != "steps" and found.epochs is not None:
+                epochs = (found.epochs,)
+        raise_errors(misfits("the dataset", size, batch, epochs or ()))
+        steps = [count * math.ceil(size / batch) for count in epochs or ()]
+        return size, batch, [*steps, *(self.steps or ())] or [1], notes
+
+
+def answer(question: Question) -> tuple[list[Row], tuple[str, ...], list[str]]:
+    """Return a row for each combination of values, notes, and why targets cannot be met.
+
+    Raises InputError.
+    """
+    if question.sigma is None and question.epsilon is None:
+        raise InputError("Add --sigma to compute epsilon, or --epsilon to compute sigma.")
+    rows, notes, beyond = list[Row](), dict[str, None](), dict[str, None]()
+    for target in question.epsilon or (None,):
+        size, batch, lengths, said = question.sizes(target)
+        notes |= dict.fromkeys(said)
+        for sigma, steps, accountant in itertools.product(
+            question.sigma or (0.0,), lengths, USED[question.accountant]
+        ):
+            event = TrainingEvent(
+                batch / size, sigma, steps, question.sampler, math.ceil(size / batch)
+            )
+            try:
+                event = _solved(event, question, target or 0.0, accountant)
+            except BudgetError as failure:
+                beyond[str(failure)] = None
+                continue
+            row = price((event,), question.delta, accountant)
+            rows.append(replace(row, dataset_size=size, batch_size=batch, solved=question.solve))
+    return rows, tuple(notes), [*beyond]
+
+
+def _solved(
+    event: TrainingEvent, question: Question, target: float, accountant: str
+) -> TrainingEvent:
+    """Return an event with what is solved for."""
+    asked = (event, question.delta, target, accountant)
+    match question.solve:
+        case "sigma":
+            return replace(event, noise_multiplier=calibration.calibrate_noise(*asked))
+        case "steps":
+            return replace(event, steps=calibration.longest_run(*asked))
+    return event
+
+
+def account_notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
+    """Yield what is legal, but probably not what was meant; ``accountant`` was asked for."""
+    for delta, size in dict.fromkeys((row.delta, row.dataset_size) for row in rows):
+        if size is not None:
+            yield from delta_note(delta, size)
+    if DEFAULT_ACCOUNTANT in USED[accountant]:
+        by_rdp = (accountant_note(row.events, row.delta) for row in rows)
+        yield from dict.fromkeys(itertools.chain.from_iterable(by_rdp))
+
+
 #: Relative difference of epsilon that is allowed between versions of an accountant.
 TOLERANCE = 1e-3
+#: Flags that may be combined with a run, which determines everything else.
+BESIDE_A_RUN = ("delta", "accountant")
 #: Fields of a row that --json does not show unchanged.
 ASIDE = ("events", "risk", "unit", "search")
 
@@ -73,9 +220,11 @@ def account(run: Path | None, **given: Any) -> None:
     """
     errors = list[str]()
     if run is not None:
-        from dpmac_cli.release.recount import excluded, recount  # noqa: PLC0415  (report's model)
-
-        errors += excluded(run, given)
+        errors += (
+            f"--{flag_name(name)} contradicts {run}, which has all facts of the run. Leave it out."
+            for name, value in given.items()
+            if name in Question.model_fields and name not in BESIDE_A_RUN and is_given(value)
+        )
     flags = valid(AccountFlags, given, errors)
     raise_errors((*errors, *faults_of_picture(flags.plot)))
     with console.waiting(flags.json, "privacy cost"):
@@ -99,6 +248,35 @@ def account(run: Path | None, **given: Any) -> None:
         _judge(*of_report)
     if beyond:
         raise BudgetError(beyond)
+
+
+def recount(path: Path, asked: Question) -> tuple[list[Row], float, float]:
+    """Recompute the privacy cost of a run from its report.
+
+    Returns rows for the requested delta and accountants, and the stored and the correct epsilon.
+
+    Args:
+        path: a run folder, or a report.
+        asked: flags, of which :data:`BESIDE_A_RUN` are used.
+
+    Raises:
+        InputError: the file is not a dpmac report, or a flag does not apply to it.
+    """
+    from dpmac_cli.release.report import read_report  # noqa: PLC0415  (help need not wait for it)
+
+    report = read_report(path)
+    privacy, search = report.privacy, report.privacy.trials
+    if search is not None and asked.accountant != DEFAULT_ACCOUNTANT:
+        raise InputError(f"{path} is of a search: use --accountant {DEFAULT_ACCOUNTANT}.")
+    events, own_delta = privacy.training_events(), privacy.delta or DELTA
+    delta = asked.delta if "delta" in asked.explicit else own_delta
+    size, unit = report.dataset.train_size, privacy.unit.name
+    rows = [
+        replace(price(events, delta, name, unit, search), dataset_size=size)
+        for name in USED[asked.accountant]
+    ]
+    stored = math.inf if privacy.epsilon is None else privacy.epsilon
+    return rows, stored, epsilon_of(search or events, own_delta)
 
 
 def _with_risk(row: Row) -> Row:
@@ -149,8 +327,6 @@ def _print(out: Console, rows: Sequence[Row]) -> None:
         out.print(Text(rows[0].statement))
     else:
         out.print(Text(meaning("epsilon", "delta", rows[0].unit)))
-        if any(row.noise_multiplier == 0 for row in rows):
-            out.print(Text(NO_PRIVACY, style="bold red"))
     if len(rows) == 1 and rows[0].risk is not None:
         _print_risk(out, rows[0].risk)
 

@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, str] = {
 
 def load_command(name: str) -> TyperCommand:
     """Import a command."""
-    from dpmac_cli.cli.command import command_of  # noqa: PLC0415  (help need not wait for it)
+    from dpmac_cli.cli.options import command_of  # noqa: PLC0415  (help need not wait for it)
 
     other = "scored" if name in ("eval", "predict") else "reading"
     module = importlib.import_module(f"dpmac_cli.cli.{name if name in OWN else other}")

@@ -1,10 +1,10 @@
 """dpmac compare: train many runs, and show a table of results."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import Field
@@ -16,14 +16,12 @@ from rich.text import Text
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.command import stop, stop_request
-from dpmac_cli.cli.options import take, with_options
+from dpmac_cli.cli.options import stop, stop_request, with_options
 from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.flags import Choice, Flags, SomePath, options
 from dpmac_cli.config.settings import Config, Debug, DryRun, PrintJson, Quiet
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
 from dpmac_cli.runs import folder
-from dpmac_cli.studies.executor import Ended, Executor, carry_out
 from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, StudyFlags, plan, row_name
 from dpmac_cli.studies.results import (
     COMPARE_JSON,
@@ -33,6 +31,9 @@ from dpmac_cli.studies.results import (
     write_comparison,
 )
 from dpmac_cli.tasks.known import METRICS
+
+if TYPE_CHECKING:
+    from dpmac_cli.studies.local import Ended
 
 #: Folder of the runs of a study, in its own.
 RUNS = "runs"
@@ -61,10 +62,10 @@ class CompareFlags(Flags, frozen=True):
 
 @with_options(
     options(StudyFlags),
-    options(CompareFlags),
+    CompareFlags,
     {name: replace(option, several=name not in ONE_VALUE) for name, option in STUDIED.items()},
 )
-def compare(**given: Any) -> None:
+def compare(flags: CompareFlags, **given: Any) -> None:
     """Compare optimizers, noise levels or any other setting, over several seeds.
 
     Every setting accepts several values (0.5,0.6,0.7). Values of sigma or epsilon become the
@@ -77,7 +78,6 @@ def compare(**given: Any) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible, 4 some
     run failed (the others are in the table), 130 interrupted (run the same command to resume).
     """
-    flags = take(CompareFlags, given)
     both = "--dry-run and --json contradict each other: a plan has no table. Give one."
     raise_errors([*_faults_of_ray(flags), *[both] * (flags.dry_run and flags.json)])
     with console.waiting(flags.quiet, "settings"):
@@ -126,7 +126,7 @@ def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[i
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         asked = held.enter_context(stop_request())
-        executor: Executor | None = None
+        executor: local.Executor | None = None
         if data and flags.executor == "ray":
             from dpmac_cli.studies import ray_cluster  # noqa: PLC0415  (loads ray)
 
@@ -137,12 +137,8 @@ def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[i
         folder.make_folder(flags.out / RUNS)
         held.enter_context(folder.locked(flags.out))
         missing = _missing(grid)
-        display = StudyDisplay(screen, grid, missing)
-        held.enter_context(display.bar)
-        if executor is None or not missing:
-            return failures, False
-        for event in carry_out(executor, grid.runs, missing, asked):
-            display.show(event)
+        events = local.carry_out(executor, grid.runs, missing, asked) if executor else ()
+        for event in shown(events, screen, grid, len(missing)):
             if event.failure:
                 failures[event.number] = event.failure
         return failures, asked()
@@ -163,32 +159,30 @@ def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
         yield f"{first.folder.name} (seed {first.seed}){more}: {why}"
 
 
-class StudyDisplay:
-    """One line per finished run; below them, on a terminal, a :attr:`bar` of all runs."""
-
-    def __init__(self, screen: Console, grid: Grid, missing: Sequence[int]) -> None:
-        self._screen, self._grid, self._count, self._ended = screen, grid, len(missing), 0
-        self.bar = console.bar("{task.completed}/{task.total} runs", BarColumn(), console=screen)
-        found = len(grid.runs) - len(missing)
-        screen.print(
-            f"{counted(len(grid.runs), 'run')}{f', {found} of them found finished' * bool(found)}"
-        )
-        self._task = self.bar.add_task("", total=self._count)
-
-    def show(self, event: Ended) -> None:
-        """Print a line for a run that has ended."""
-        run = self._grid.runs[event.number]
-        name = f"{row_name(run.labels)}  sigma {run.plan.privacy.sigma:.4g}  seed {run.seed}"
-        report = finished_report(run)
-        self._ended += report is not None or event.failure is not None
-        self.bar.update(self._task, completed=self._ended)
-        if event.failure:
-            self._screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
-        elif report is not None:
-            metric = METRICS[run.plan.settings.metric]
-            value = report["test"].get(metric.key)
-            score = "" if value is None else f"  test {metric.title} {metric.text(value)}"
-            self._screen.print(Text(f"{self._ended}/{self._count}  {name}{score}"))
+def shown(
+    events: Iterable["Ended"], screen: Console, grid: Grid, missing: int
+) -> Iterator["Ended"]:
+    """Yield events of a study. Print a line per finished run; below them, on a terminal, a bar."""
+    found, ended = len(grid.runs) - missing, 0
+    screen.print(
+        f"{counted(len(grid.runs), 'run')}{f', {found} of them found finished' * bool(found)}"
+    )
+    with console.bar("{task.completed}/{task.total} runs", BarColumn(), console=screen) as bar:
+        task = bar.add_task("", total=missing)
+        for event in events:
+            run = grid.runs[event.number]
+            name = f"{row_name(run.labels)}  sigma {run.plan.privacy.sigma:.4g}  seed {run.seed}"
+            report = finished_report(run)
+            ended += report is not None or event.failure is not None
+            bar.update(task, completed=ended)
+            if event.failure:
+                screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
+            elif report is not None:
+                metric = METRICS[run.plan.settings.metric]
+                value = report["test"].get(metric.key)
+                score = "" if value is None else f"  test {metric.title} {metric.text(value)}"
+                screen.print(Text(f"{ended}/{missing}  {name}{score}"))
+            yield event
 
 
 def planned_runs(grid: Grid) -> Table:

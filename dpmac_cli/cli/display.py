@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.accounting import statements
-from dpmac_cli.cli.command import stop
 from dpmac_cli.cli.console import ATTENTION, bar
+from dpmac_cli.cli.options import stop
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
 from dpmac_cli.release import sentences
 from dpmac_cli.release.publish import Finished
@@ -75,7 +75,7 @@ class RunDisplay:
             case Finished():
                 self.close()
                 self.print(*(Text(f"note: {doubt}", "red") for doubt in self._doubts))
-                self.print(*_summary(event, self._plan.settings.metric))
+                self.print(*summary(event, self._plan.settings.metric))
 
     def print(self, *lines: Text) -> None:
         """Print lines above the bar."""
@@ -196,7 +196,8 @@ def score_lines(report: Mapping[str, Any], metric: str) -> Iterator[Text]:
         )
 
 
-def _summary(event: Finished, metric: str) -> Iterator[Text]:
+def summary(event: Finished, metric: str) -> Iterator[Text]:
+    """Yield the result of a run: its score, its privacy cost, its files, and what to do next."""
     report, where = event.report, event.folder
     privacy = report["privacy"]
     yield from score_lines(report, metric)

@@ -16,26 +16,20 @@ from dpmac_cli.cli.options import (
     ReplaceFile,
     argument,
     faults_of_file,
-    take,
     with_options,
 )
-from dpmac_cli.config.flags import Choice, Flags, SomePath, near, options
+from dpmac_cli.config.flags import Choice, Flags, SomePath, near
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.config.settings import (
-    SETTINGS,
     Debug,
 )
 from dpmac_cli.data.column_schema import UTF8, is_encoding
 from dpmac_cli.data.table_schema import draft
 from dpmac_cli.errors import counted, raise_errors
-from dpmac_cli.release.card import answered_card
-from dpmac_cli.release.page import run_page
+from dpmac_cli.release.card import answered_card, run_page
 from dpmac_cli.storage.files import to_json, write_atomically
 from dpmac_cli.storage.paths import cache_folder, cache_size
 from dpmac_cli.studies.results import COMPARE_JSON, study_page
-
-DEBUG = {"debug": SETTINGS["debug"]}
-
 
 Answer = str | None
 
@@ -55,6 +49,7 @@ class CardAnswers(Flags, frozen=True):
     """Who can access the records, and what else is collected about the same people."""
     justification: Answer = None
     """Justification of epsilon, delta and the unit of privacy."""
+    debug: Debug = False
 
 
 class ReportFlags(Flags, frozen=True):
@@ -66,8 +61,8 @@ class ReportFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@with_options(argument("run", "A run folder."), options(CardAnswers), DEBUG)
-def card(run: Path, **given: Any) -> None:
+@with_options(argument("run", "A run folder."), CardAnswers)
+def card(answers: CardAnswers, run: Path) -> None:
     """Print the model card of a run as Markdown.
 
     The card answers the questions of NIST SP 800-226. Answers that only you know are "to be
@@ -77,16 +72,17 @@ def card(run: Path, **given: Any) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    answers = take(CardAnswers, given)
     rows = {
-        name.replace("_", " "): " ".join(text.split()) for name, text in answers.explicit.items()
+        name.replace("_", " "): " ".join(text.split())
+        for name, text in answers.explicit.items()
+        if name != "debug"
     }
     written = {name: text for name, text in rows.items() if text}
     console.print_result(answered_card(run, written))
 
 
-@with_options(argument("path", "A run folder, or a folder of dpmac compare."), options(ReportFlags))
-def report(path: Path, **given: Any) -> None:
+@with_options(argument("path", "A run folder, or a folder of dpmac compare."), ReportFlags)
+def report(flags: ReportFlags, path: Path) -> None:
     """Write a web page for a run or a comparison: one self-contained file with figures.
 
     For a run: its model card, accuracy and epsilon over time, bounds on membership attacks, and
@@ -100,7 +96,6 @@ def report(path: Path, **given: Any) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    flags = take(ReportFlags, given)
     html = flags.html
     raise_errors(faults_of_file(html, (".html",), flags.force, "html"))
     with console.waiting(quiet=False, first="report"):
@@ -117,8 +112,8 @@ RULES = {
 }
 
 
-@with_options(options(JsonFlags))
-def recipes(**given: Any) -> None:
+@with_options(JsonFlags)
+def recipes(flags: JsonFlags) -> None:
     """List recipes: what each reaches, its epsilon, its time, and the command that runs it.
 
     --epsilon means the recipe best: the best run for this budget, by one rule. --sigma means the
@@ -128,7 +123,7 @@ def recipes(**given: Any) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
     """
-    flags, out = take(JsonFlags, given), console.stdout()
+    out = console.stdout()
     rules = [{"name": n, "about": about, "command": line} for n, (about, line) in RULES.items()]
     named = [
         {**vars(recipe), "name": name, "command": recipe.line(name)}
@@ -150,8 +145,8 @@ def recipes(**given: Any) -> None:
     out.print("accuracy: test accuracy in percent. minutes: of the whole command, on two cores.")
 
 
-@with_options(options(JsonFlags))
-def env(**given: Any) -> None:
+@with_options(JsonFlags)
+def env(flags: JsonFlags) -> None:
     """Print what a bug report needs: versions, processor, libraries, folders and fallbacks.
 
     Fallbacks are tried on a tiny network: how its layers must run on this machine so that no
@@ -161,7 +156,6 @@ def env(**given: Any) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
     """
-    flags = take(JsonFlags, given)
     from dpmac_cli.runs.environment import facts  # noqa: PLC0415  (loads torch)
 
     found = facts()
@@ -214,8 +208,8 @@ class CacheFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@with_options(argument("file", "Table in CSV or Parquet."), options(Columns))
-def schema(file: Path, **given: Any) -> None:
+@with_options(argument("file", "Table in CSV or Parquet."), Columns)
+def schema(flags: Columns, file: Path) -> None:
     """Draft the schema of a table, which declares the allowed values of each column.
 
     The draft contains the table's columns and nothing from its records. Fill in the range or
@@ -232,7 +226,6 @@ def schema(file: Path, **given: Any) -> None:
     from dpmac_cli.data.csv_file import CsvFile  # noqa: PLC0415  (loads pyarrow)
     from dpmac_cli.data.table import column_kinds  # noqa: PLC0415
 
-    flags = take(Columns, given)
     kinds = column_kinds(CsvFile(file, flags.encoding))
     typed = {
         **{"label": flags.label, "drop": flags.drop, "text": flags.text, "date": flags.date},
@@ -269,8 +262,8 @@ def _faults_of_columns(
             yield f"The column {name} is named twice ({' and '.join(some)}): name it once."
 
 
-@with_options(options(CacheFlags))
-def cache(**given: Any) -> None:
+@with_options(CacheFlags)
+def cache(flags: CacheFlags) -> None:
     """Show or clear the cache of decoded images, and of features of public backbones and frozen
     layers.
 
@@ -285,7 +278,7 @@ def cache(**given: Any) -> None:
     from dpmac_cli.storage.cache import kept_files, make_room  # noqa: PLC0415  (loads numpy)
 
     folder, limit = cache_folder(), cache_size()
-    removed = make_room(folder, -1) if take(CacheFlags, given).clear else []
+    removed = make_room(folder, -1) if flags.clear else []
     sizes = [file.stat().st_size for file in kept_files(folder)]
     total, most = decimal(sum(sizes)), decimal(int(limit))
     said = f"{folder}: {counted(len(sizes), 'file')}, {total} of {most}; {len(removed)} removed"

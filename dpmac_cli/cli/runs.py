@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,8 +15,7 @@ from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import JsonFlags, argument, take, with_options
-from dpmac_cli.config.flags import options
+from dpmac_cli.cli.options import JsonFlags, argument, with_options
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs import folder
@@ -41,9 +41,9 @@ SEEDED, AUDITED = "*", "!"
 
 @with_options(
     argument("folders", "Where to look. [default: runs]", required=False, several=True),
-    options(JsonFlags),
+    JsonFlags,
 )
-def runs(folders: list[Path] | None, **given: Any) -> None:
+def runs(flags: JsonFlags, folders: list[Path] | None) -> None:
     """List runs, the newest first: what was trained, its epsilon, its accuracy and how it ended.
 
     Runs are looked for in these folders and below them.
@@ -52,7 +52,7 @@ def runs(folders: list[Path] | None, **given: Any) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    flags, roots = take(JsonFlags, given), folders or [ROOT]
+    roots = folders or [ROOT]
     raise_errors(
         f"{root} {'is a file' if root.exists() else 'does not exist'}. Use a folder of runs, or "
         f"none for {ROOT}/."
@@ -74,18 +74,14 @@ def runs(folders: list[Path] | None, **given: Any) -> None:
 def _runs_below(root: Path) -> Iterator[Path]:
     """Yield runs in a folder and below it.
 
-    Folders within a run, hidden folders, links to folders that are not runs, and what cannot be
-    read are skipped.
+    Folders within a run, hidden folders, links to folders, and what cannot be read are skipped.
     """
-    if _is_run(root):
-        yield root
-        return
-    below: list[Path] = []
-    with contextlib.suppress(OSError):
-        below = sorted(path for path in root.iterdir() if path.is_dir())
-    for path in below:
-        if not path.name.startswith(".") and (not path.is_symlink() or _is_run(path)):
-            yield from _runs_below(path)
+    for name, folders, _ in os.walk(root):
+        where = Path(name)
+        is_run = _is_run(where)
+        folders[:] = [] if is_run else sorted(f for f in folders if not f.startswith("."))
+        if is_run:
+            yield where
 
 
 def _is_run(where: Path) -> bool:

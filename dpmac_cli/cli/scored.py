@@ -15,13 +15,11 @@ from dpmac_cli.cli.options import (
     ReplaceFile,
     argument,
     faults_of_file,
-    take,
     with_options,
 )
-from dpmac_cli.config.flags import Choice, Flags, SomePath, options
+from dpmac_cli.config.flags import Choice, Flags, SomePath
 from dpmac_cli.config.settings import (
     OWN_DATA,
-    SETTINGS,
     DataDir,
     Debug,
     Device,
@@ -34,11 +32,9 @@ from dpmac_cli.runs.folder import CARD, WANTED_MODEL
 from dpmac_cli.storage.files import finite_or_none, to_json
 from dpmac_cli.tasks.known import METRICS
 
-DEBUG = {"debug": SETTINGS["debug"]}
-
 if TYPE_CHECKING:
     from dpmac_cli.release.audit import Audit
-    from dpmac_cli.release.scoring import Scored
+    from dpmac_cli.release.prediction import Scored
 
 HOLDS = (
     "The attack does not contradict the claim. That does not prove it: a better attack might find "
@@ -89,8 +85,8 @@ class PredictFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@with_options(argument("run", "A run folder, or a model.safetensors."), options(EvalFlags))
-def evaluate(run: Path, **given: Any) -> None:
+@with_options(argument("run", "A run folder, or a model.safetensors."), EvalFlags)
+def evaluate(flags: EvalFlags, run: Path) -> None:
     """Evaluate a trained model on every test sample, or evaluate the audit of a run.
 
     Examples:
@@ -102,7 +98,6 @@ def evaluate(run: Path, **given: Any) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data,
     or the audit contradicts the guarantee.
     """
-    flags = take(EvalFlags, given)
     if flags.audit:  # only reads files of the run
         others = {"dataset": flags.dataset, "data-dir": flags.data_dir}
         what = "--audit scores guesses, not test samples: leave out"
@@ -115,7 +110,7 @@ def evaluate(run: Path, **given: Any) -> None:
         _judge(found, verdict, run, flags.json)
         return
     with console.waiting(flags.json, "scores"), console.kept_clear(flags.json):
-        from dpmac_cli.release.scoring import score  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.release.prediction import score  # noqa: PLC0415  (loads torch)
 
         scored = score(run, flags.dataset, flags.data_dir, flags.device, flags.model)
     if flags.dataset is not None and scored.held_out:
@@ -127,9 +122,9 @@ def evaluate(run: Path, **given: Any) -> None:
 @with_options(
     argument("run", "A run folder, or a model.safetensors."),
     argument("data", "Images, texts, an .npz or a table."),
-    options(PredictFlags),
+    PredictFlags,
 )
-def predict(run: Path, data: Path, **given: Any) -> None:
+def predict(flags: PredictFlags, run: Path, data: Path) -> None:
     """Predict classes or numbers of new, unlabelled records with a trained model.
 
     DATA is a folder of images or texts (including subfolders), an .npz with an array x, or a
@@ -143,7 +138,6 @@ def predict(run: Path, data: Path, **given: Any) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model cannot be built, memory
     ran out or the device failed.
     """
-    flags = take(PredictFlags, given)
     out, quiet = flags.out, flags.quiet
     nowhere = {run: f" {WANTED_MODEL}", data: ""}
     absent = [

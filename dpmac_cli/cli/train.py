@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.command import stop, stop_request
-from dpmac_cli.cli.options import take, with_options
-from dpmac_cli.config.flags import Flags, SomePath, options
+from dpmac_cli.cli.options import stop, stop_request, take, with_options
+from dpmac_cli.config.flags import Flags, SomePath
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, Settings
 from dpmac_cli.config.sources import parse_settings
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
@@ -35,8 +34,8 @@ class Start(Flags, frozen=True):
     """Continue from the run in this folder with other settings, in a new folder --out."""
 
 
-@with_options(options(Start), SETTINGS)
-def train(**flags: Any) -> None:
+@with_options(Start, SETTINGS)
+def train(start: Start, **flags: Any) -> None:
     """Train a model under differential privacy.
 
     Defaults depend on the dataset. Flags take precedence over --config FILE. A run writes one
@@ -51,7 +50,7 @@ def train(**flags: Any) -> None:
     """
     keep_freed_memory()
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-        _train(take(Start, flags), flags, None)
+        _train(start, flags, None)
         return
     # If a process dies, torch would show the others' stacks. Read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -59,7 +58,6 @@ def train(**flags: Any) -> None:
 
     ranks = join()
     try:
-        start = take(Start, flags)
         if ranks.leads:
             _train(start, flags, ranks)
         else:

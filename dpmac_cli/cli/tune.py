@@ -8,9 +8,8 @@ from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.command import stop, stop_request
-from dpmac_cli.cli.options import take, with_options
-from dpmac_cli.config.flags import SomePath, options
+from dpmac_cli.cli.options import stop, stop_request, take, with_options
+from dpmac_cli.config.flags import Flags, SomePath, options
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, DryRun
 from dpmac_cli.errors import INTERRUPTED, InputError
 from dpmac_cli.storage.files import to_json
@@ -23,7 +22,7 @@ from dpmac_cli.studies.search import (
 )
 
 if TYPE_CHECKING:
-    from dpmac_cli.release.publish import Finished
+    pass
 
 #: Settings of a training run that a search does not decide itself; several values are drawn from.
 SHARED = {
@@ -33,7 +32,7 @@ SHARED = {
 }
 
 
-class TuneFlags(SearchFlags, frozen=True):
+class TuneFlags(Flags, frozen=True):
     """Flags of the command besides the settings of its trials."""
 
     dry_run: DryRun = False
@@ -42,8 +41,8 @@ class TuneFlags(SearchFlags, frozen=True):
     """Folder of the search, and of the published run. [default: runs/tune]"""
 
 
-@with_options(options(TuneFlags), SHARED)
-def tune(**given: Any) -> None:
+@with_options(TuneFlags, options(SearchFlags), SHARED)
+def tune(flags: TuneFlags, **given: Any) -> None:
     """Search for the best settings, within one epsilon for search and model together.
 
     Settings with several values (5,10,20) or a range of numbers (1e-4:0.1) are drawn at random for
@@ -58,18 +57,15 @@ def tune(**given: Any) -> None:
     released, and nothing spent).
     """
     shown, json = take(DisplayFlags, dict(given)), bool(given.pop("json", False))
-    command = take(TuneFlags, {**given})
-    if command.dry_run and json:
+    if flags.dry_run and json:
         raise InputError("--dry-run and --json contradict each other. Give one.")
-    for name in ("dry_run", "config", "out"):
-        del given[name]
     with console.waiting(shown.quiet, "settings and noise"):
-        space = plan_search(given, command.config, command.out)
+        space = plan_search(given, flags.config, flags.out)
     if not shown.quiet:
         console.print_notes(space.notes)
-    screen = console.stdout() if command.dry_run else console.for_display(shown.quiet, json)
+    screen = console.stdout() if flags.dry_run else console.for_display(shown.quiet, json)
     screen.print(*_plan_lines(space), sep="\n")
-    if command.dry_run:
+    if flags.dry_run:
         return
     screen.print(Text(f"writing {space.out}", style="dim"))
     with console.waiting(shown.quiet, "searching"), stop_request() as asked:
@@ -82,7 +78,11 @@ def tune(**given: Any) -> None:
             stop(f"{said}start it again, repeat the command.", INTERRUPTED)
     if json:
         console.print_result(to_json(finished.report))
-    screen.print(*_summary(finished, space.plans[0].settings.metric), sep="\n")
+    from dpmac_cli.cli.display import summary  # noqa: PLC0415  (loads torch)
+
+    chosen = (f"{n} {v:g}" for n, v in finished.report["hyperparameters"].items())
+    screen.print(*summary(finished, space.plans[0].settings.metric), sep="\n")
+    screen.print(Text(f"settings of the best trial: {', '.join(chosen)}"))
 
 
 def _plan_lines(space: SearchSpace) -> Iterator[str]:
@@ -98,18 +98,3 @@ def _plan_lines(space: SearchSpace) -> Iterator[str]:
     one, all_ = map(format_epsilon, (space.search.trial_epsilon(delta), space.epsilon))
     yield f"one trial: epsilon {one}, with its covered score"
     yield f"search and model together: epsilon {all_} at delta {delta:g}"
-
-
-def _summary(finished: "Finished", metric: str) -> Iterator[Text]:
-    from dpmac_cli.cli.display import score_lines  # noqa: PLC0415  (loads torch)
-
-    privacy, chosen = finished.report["privacy"], finished.report["hyperparameters"]
-    yield from score_lines(finished.report, metric)
-    yield Text.assemble(
-        "privacy ",
-        (f"epsilon {format_epsilon(privacy['epsilon'])}", "bold"),
-        f" at delta {privacy['delta']:g}, of search and model together",
-    )
-    yield Text("settings: " + ", ".join(f"{name} {value:g}" for name, value in chosen.items()))
-    yield Text(f"{finished.folder}: see model-card.md and report.json")
-    yield Text(f"next: dpmac report {finished.folder}", style="dim")

@@ -55,7 +55,11 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
     """Yield faults in combinations of settings: see :func:`faults_of_steps`."""
     data, privacy = plan.data, plan.privacy
     yield from faults_of_steps(plan, data.facts.train_size, data.dataset, epochs)
-    yield from _audit_faults(privacy)
+    if privacy.canaries and privacy.event.sampler != "poisson":
+        yield (
+            f"--canaries: only poisson sampling can be audited, not {privacy.event.sampler}. Leave "
+            "out --sampler or --canaries."
+        )
     yield from _frozen_faults(plan.network, plan.recipe, data)
     task = data.facts.task
     known, chosen = task.covered, [metric.name for metric in task.metrics if metric.chosen]
@@ -72,14 +76,6 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
     if plan.recipe.augmented and not data.facts.is_images and data.facts.shape[1:] == (1, 1):
         yield f"--augmentations is for images, but {data.dataset} is a table. Leave it out."
     yield from _loss_faults(plan.recipe.loss, data)
-
-
-def _audit_faults(privacy: PrivacyPlan) -> Iterator[str]:
-    if privacy.canaries and privacy.event.sampler != "poisson":
-        yield (
-            f"--canaries: only poisson sampling can be audited, not {privacy.event.sampler}. Leave "
-            "out --sampler or --canaries."
-        )
 
 
 def _loss_faults(loss: LossKind, data: DataPlan) -> Iterator[str]:

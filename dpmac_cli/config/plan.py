@@ -12,6 +12,7 @@ from dpmac_cli.config.defaults import BATCHES
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import DataFacts, Source
+from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import (
@@ -51,6 +52,11 @@ class DataPlan:
     def own(self) -> bool:
         """Return whether it is your own dataset instead of a registered one."""
         return isinstance(self.source, Source)
+
+    @property
+    def schema(self) -> TableSchema | None:
+        """Return the declared schema of its table; None for other data."""
+        return self.source.schema if isinstance(self.source, Source) else None
 
     @property
     def reader(self) -> TextReader | None:

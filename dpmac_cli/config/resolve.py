@@ -1,4 +1,7 @@
-"""Resolve settings from flags and YAML into one frozen plan, and report all errors together."""
+"""Resolve settings from flags and YAML into one frozen plan, and report all errors together.
+
+Those of a dataset can be resolved alone.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,15 +13,15 @@ from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import checks
-from dpmac_cli.config.best import recipe_notes
-from dpmac_cli.config.data import plan_data
 from dpmac_cli.config.defaults import (
     BATCHES,
     ON_GPU,
     completed,
     completed_for_batches,
+    recipe_notes,
     samples_on_gpu,
 )
+from dpmac_cli.config.flags import valid
 from dpmac_cli.config.plan import (
     CheckpointInterval,
     DataPlan,
@@ -28,14 +31,107 @@ from dpmac_cli.config.plan import (
     TrainPlan,
     unit_of_privacy,
 )
-from dpmac_cli.config.settings import Settings
-from dpmac_cli.config.sources import Values, given_settings
+from dpmac_cli.config.settings import DATA, SETTINGS, Settings
+from dpmac_cli.config.sources import Values, given_settings, over, read_yaml
+from dpmac_cli.data.column_schema import TOKENS
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
+from dpmac_cli.data.table_schema import TableSchema, read_schema
+from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.errors import InputError, named, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.models.registry import BACKBONES
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
+from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.schedules import LossKind, Recipe
+
+
+def resolve_data(
+    settings: Values,
+    file: Path | None = None,
+    texts: TextReader | None = None,
+    schema: TableSchema | None = None,
+) -> DataPlan:
+    """Resolve where records are and how to read them, and read their facts.
+
+    Args:
+        settings: values by name, as text or of their types; None if not given.
+        file: config.yaml of a run, of which only the settings of its dataset are read.
+        texts: how texts are read; None if ``settings`` have an encoder, or there are none.
+        schema: of a table, such as that of a model; None for the file that ``settings`` name.
+
+    Raises:
+        InputError: lists every fault found.
+    """
+    errors: list[str] = []
+    found = {} if file is None else read_yaml(file, errors)
+    above = valid(Settings, settings, errors).explicit
+    below = {n: v for n, v in found.items() if n not in above and (n == "dataset" or _of_data(n))}
+    if file is not None and str(below.get("dataset", "")).startswith("<"):
+        raise InputError(
+            f"{file.parent} was trained on records in memory of a program. Add --dataset with the "
+            "path of a file of them, or pass them: dpmac_cli.score(run, data)."
+        )
+    values = over(above, valid(Settings, below, errors, f"{file}: ").explicit)
+    raise_errors(errors)
+    return plan_data(Settings.model_validate(values), texts, schema)
+
+
+def _of_data(name: str) -> bool:
+    return name in SETTINGS and SETTINGS[name].group == DATA
+
+
+def plan_data(
+    settings: Settings, texts: TextReader | None = None, schema: TableSchema | None = None
+) -> DataPlan:
+    """Return the plan of a dataset, with facts that are read once: files may change during a run.
+
+    ``texts`` reads texts, and ``schema`` declares a table; None to read those of the settings.
+
+    Raises:
+        InputError: lists every fault of the dataset.
+    """
+    name, folder = settings.dataset, data_folder(settings.data_dir)
+    if isinstance(name, str) and name in DATASETS:
+        if settings.unit is not None:
+            raise InputError(
+                f"--unit {settings.unit}: {name} does not contain the units of records. Use "
+                "a table, a folder, or an .npz with an array unit."
+            )
+        found = DataFacts(DATASETS[name], name)
+        return DataPlan(dataset=name, source=name, found=found, folder=folder)
+    from dpmac_cli.data.user_data import inspect  # noqa: PLC0415  (loads numpy)
+
+    if texts is None and settings.backbone is not None and settings.backbone not in BACKBONES:
+        texts = read_encoder(settings.backbone).reader(settings.tokens or TOKENS)
+    source = _source(settings, name if isinstance(name, InMemoryData) else None, schema)
+    source = replace(source, texts=texts)
+    return DataPlan(dataset=str(source.path), source=source, found=inspect(source), folder=folder)
+
+
+def _source(
+    settings: Settings, in_memory: InMemoryData | None, schema: TableSchema | None
+) -> Source:
+    if in_memory is not None and in_memory.schema is not None:
+        schema = in_memory.schema
+    elif schema is None and settings.schema is not None:
+        schema = read_schema(Path(settings.schema))
+    same = ("test_fraction", "split_seed", "image_size", "levels", "standardise", "unit")
+    low, _, high = (settings.feature_range or "").partition(",")
+    names = settings.classes and tuple(name.strip() for name in settings.classes.split(","))
+    return Source(
+        in_memory.path if in_memory is not None else Path(str(settings.dataset)),
+        channels=None if settings.channels is None else int(settings.channels),
+        classes=names or None,
+        feature_range=(float(low), float(high)) if high else None,
+        schema=schema,
+        in_memory=in_memory,
+        skip_bad=settings.skip_bad,
+        **{name: getattr(settings, name) for name in same},
+    )
+
 
 #: A plan of private steps.
 Plan = TypeVar("Plan", bound=StepsPlan)
@@ -204,7 +300,9 @@ def _network(settings: Settings, data: DataPlan) -> NetworkPlan:
         isolate=settings.isolate,
         features=_features(settings, data),
         pretrained=None if settings.pretrained is None else Path(settings.pretrained),
-        trained=_trained(settings),
+        trained=registry.Trained(
+            settings.train or "all", settings.lora_rank or registry.Trained.rank
+        ),
     )
 
 
@@ -221,11 +319,6 @@ def _features(settings: Settings, data: DataPlan) -> registry.Features | None:
     if settings.backbone is not None and settings.backbone_size is not None:
         return registry.Backbone(settings.backbone, settings.backbone_size, settings.backbone_flips)
     return None if settings.features is None else registry.Scattered(settings.features)
-
-
-def _trained(settings: Settings) -> registry.Trained:
-    part = settings.train or "all"
-    return registry.Trained(part, settings.lora_rank or registry.Trained.rank)
 
 
 def _recipe(settings: Settings, records: int = 1) -> Recipe:

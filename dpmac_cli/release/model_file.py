@@ -50,11 +50,16 @@ class Header(Facts):
 
 @dataclass(frozen=True)
 class Released:
-    """A published model in evaluation mode, the facts published with it, and its file."""
+    """A published model in evaluation mode, the facts published with it, and its file.
+
+    ``header`` are the facts as validated, and ``reader`` how it reads texts; None if it does not.
+    """
 
     model: nn.Module
     facts: Mapping[str, Any]
     path: Path
+    header: Facts
+    reader: TextReader | None
 
 
 def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
@@ -111,7 +116,8 @@ def load_model(
     weights.adopt(model, tensors)
     for training in _trainings(facts.privacy, facts.checksum):
         attach(model, training)
-    return Released(model.to(device).eval(), kept, file)
+    reader = _text_reader(file, tensors, facts)
+    return Released(model.to(device).eval(), kept, file, facts, reader)
 
 
 def _trainings(done: Privacy, checksum: str) -> Iterator[Training]:
@@ -129,13 +135,7 @@ def _trainings(done: Privacy, checksum: str) -> Iterator[Training]:
         )
 
 
-def read_facts(path: Path) -> tuple[Path, Facts]:
-    """Return the model file at a path or in a folder, and its facts. Raises InputError."""
-    file, _, _, facts = _read(path)
-    return file, facts
-
-
-def text_reader(path: Path, facts: Facts) -> TextReader | None:
+def _text_reader(file: Path, tensors: Mapping[str, Tensor], facts: Facts) -> TextReader | None:
     """Return how a published model reads texts; None if it is not for texts.
 
     Raises InputError if it has no tokenizer; ModelError if its network is not supported.
@@ -143,7 +143,6 @@ def text_reader(path: Path, facts: Facts) -> TextReader | None:
     public = facts.model.public_part
     if public is None or public.encoder is None:
         return None
-    file, tensors, *_ = _read(path)
     config = _encoder(file, public.encoder)
     try:
         content = tensors["frozen.vocabulary"].numpy().tobytes()

@@ -11,13 +11,11 @@ from typing import Any, Literal
 from dpmac_cli import __version__
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
-from dpmac_cli.data.schema import Source
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.release import audit, report
 from dpmac_cli.release.card import model_card
-from dpmac_cli.release.guarantee import nist_statement, privacy
 from dpmac_cli.release.model_file import save_model
-from dpmac_cli.release.sentences import AUDIT_RUN, Case, text
+from dpmac_cli.release.sentences import AUDIT_RUN, Case, nist_statement, privacy, text
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import device_name
 from dpmac_cli.runs.ledger import Spent
@@ -96,7 +94,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int)
 def _dataset(case: Case) -> report.Dataset:
     """Return the facts of the dataset, and what is said of how they were learned."""
     plan = case.plan.data
-    schema = plan.source.schema if isinstance(plan.source, Source) else None
+    schema = plan.schema
     return report.Dataset(
         name=plan.found.name,
         train_size=plan.facts.train_size,

@@ -1,21 +1,37 @@
-"""Sentences of the guarantee: rows of a topic, a condition, and what is said where it holds.
+"""The guarantee of a run, and its sentences: rows of a topic, a condition, and what is said then.
 
 Reports, cards and the terminal take them from this one table. Names in braces are attributes of
 :class:`Case`.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.data.schema import Source, listed
-from dpmac_cli.data.writing import WRITTEN
+from dpmac_cli.accounting import statements
+from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.pricing import price
+from dpmac_cli.accounting.risk import assess_risk
+from dpmac_cli.config.plan import SearchPlan, TrainPlan
+from dpmac_cli.data.schema import listed
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
 from dpmac_cli.optim.optimizer import InBall
+from dpmac_cli.release.report import (
+    Computed,
+    CoveredScores,
+    Event,
+    Privacy,
+    Randomness,
+    RiskBounds,
+    SearchResult,
+    SeedPolicy,
+    Unit,
+)
 from dpmac_cli.runs.ledger import Spent
-from dpmac_cli.tasks.task import EvaluationMetric
+from dpmac_cli.storage.files import finite_or_none
 
 AUDIT_RUN = (
     "An audit run: it also trained on artificial records for an attack. The model is unfit for "
@@ -51,11 +67,6 @@ class Case:
         return bool(self.plan.data.found.unit)
 
     @property
-    def another(self) -> str:
-        """Return the article of a search besides that of the run."""
-        return "a" if self.plan.search is None else "another"
-
-    @property
     def counted(self) -> str:
         """Return what train_size counts."""
         return "units" if self.units else "records"
@@ -66,25 +77,9 @@ class Case:
         return self.counted if self.plan.privacy.scores else "records"
 
     @property
-    def table(self) -> bool:
-        """Return whether the records have a declared schema."""
-        source = self.plan.data.source
-        return isinstance(source, Source) and source.schema is not None
-
-    @property
     def inferred(self) -> str:
         """Parts of the schema that were taken from the records."""
         return listed(self.plan.data.found.inferred)
-
-    @property
-    def headline(self) -> EvaluationMetric:
-        """Score of the task."""
-        return self.plan.data.facts.task.headline
-
-    @property
-    def flattering(self) -> str:
-        """Return how a score is that settings were chosen by."""
-        return "low" if self.headline.lower else "high"
 
     @property
     def features(self) -> str:
@@ -125,17 +120,8 @@ class Case:
         if not facts.texts:
             kind = "images" if facts.is_images else "rows of numbers"
             return f"{kind} of shape {' x '.join(map(str, facts.shape))}"
-        others = facts.shape[0] - sum(count + WRITTEN for _, count in facts.texts)
         several = "s" * (len(facts.texts) > 1)
-        return (
-            f"records with {len(facts.texts)} text{several} of at most "
-            f"{self.limits.replace(' and ', ', ')} tokens and {others} other inputs"
-        )
-
-    @property
-    def ball(self) -> bool:
-        """Return whether gradients are clipped to a fixed ball."""
-        return isinstance(self.plan.optimizer, InBall)
+        return f"records with {len(facts.texts)} text{several} of at most {self.limits} tokens"
 
 
 def said(topic: str, case: Case) -> list[str]:
@@ -147,11 +133,6 @@ def said(topic: str, case: Case) -> list[str]:
 def text(topic: str, case: Case) -> str:
     """Return the sentences of :func:`said` as one text; "" without any."""
     return " ".join(said(topic, case))
-
-
-def always(_: Case) -> bool:
-    """Return True."""
-    return True
 
 
 #: A topic, a condition, and a sentence that is true where the condition holds.
@@ -200,12 +181,12 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ),
     (
         "public records",
-        always,
+        lambda c: True,
         "The numbers of training {c.counted} and test {c.tested} are public.",
     ),
     (
         "public records",
-        lambda c: c.table,
+        lambda c: c.data.schema,
         "Its columns were declared in a schema, which the report contains in full.",
     ),
     (
@@ -305,14 +286,14 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     # Answers after NIST SP 800-226 and "How to DP-fy ML".
     (
         "mechanism",
-        lambda c: c.ball,
+        lambda c: isinstance(c.optimizer, InBall),
         "In each step the gradients of a random batch are clipped to a ball of radius "
         "{c.optimizer.clip_norm:g}, one unit of privacy at a time, and the Gaussian "
         "mechanism releases their sum.",
     ),
     (
         "mechanism",
-        lambda c: not c.ball,
+        lambda c: not isinstance(c.optimizer, InBall),
         "In each step the gradients of a random batch are clipped to an ellipsoid that was "
         "computed from earlier noisy sums, one unit of privacy at a time, and the Gaussian "
         "mechanism releases their sum.",
@@ -329,7 +310,7 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
         "Unknown to this run: epsilon covers this run only. If its settings were chosen by other "
         "runs on the same records, the total privacy cost is higher.",
     ),
-    ("data_domain", always, "Labelled {c.domain}, {c.data.facts.task.described}."),
+    ("data_domain", lambda c: True, "Labelled {c.domain}, {c.data.facts.task.described}."),
     (
         "audit",
         lambda c: c.privacy.canaries,
@@ -351,7 +332,7 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     (
         "not covered",
         lambda c: c.private,
-        "Other runs on the same records: {c.another} hyperparameter search, a comparison, the best "
+        "Other runs on the same records: any further hyperparameter search, a comparison, the best "
         "of several. Each adds to the privacy cost of this one.",
     ),
     (
@@ -375,9 +356,9 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     (
         "not covered",
         lambda c: c.private and not c.privacy.scores,
-        "The test records. The {c.headline.title} was measured on them without noise. If settings, "
-        "steps or this model were chosen by {c.headline.title}, it is too {c.flattering}, "
-        "and the choice reveals information about the test records.",
+        "The test records. The {c.data.facts.task.headline.title} was measured on them without "
+        "noise. If settings, steps or this model were chosen by it, it is better than on other "
+        "records, and the choice reveals information about the test records.",
     ),
     (
         "not covered",
@@ -391,3 +372,102 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
         "which must never be published.",
     ),
 )
+
+
+def privacy(case: Case) -> Privacy:
+    """Return the guarantee of a run with all its parts."""
+    plan, spent = case.plan, case.spent
+    part, events = plan.privacy, spent.events
+    search = None if plan.search is None else plan.search.search
+    cost = price(events, part.delta, unit=part.unit, search=search)
+    whole = spent.event
+    if not math.isinf(part.max_epsilon):
+        whole = part.event_of(part.steps - spent.base)
+    planned = total_epsilon((*spent.earlier, whole), part.delta)
+    risk = assess_risk(cost.done, plan.data.facts.train_size, part.unit)
+    return Privacy(
+        private=part.private,
+        epsilon=finite_or_none(cost.epsilon),
+        epsilon_planned=finite_or_none(max(planned, cost.epsilon)),
+        delta=part.delta if part.private else None,
+        noise_multiplier=cost.noise_multiplier,
+        unit=Unit(
+            name=part.unit,
+            told_by=plan.data.found.unit or None,
+            records_in_a_step=plan.recipe.records,
+        ),
+        sampler=cost.sampler,
+        sampling_rate=cost.sampling_rate,
+        steps=cost.steps,
+        covered_scores=_covered_scores(case) if part.scores else None,
+        search=None if plan.search is None else _search(case, plan.search),
+        events=_events(events),
+        adjacency="add-or-remove-one" if part.private else None,
+        accountant=ACCOUNTANTS[cost.accountant] if part.private else None,
+        risk=RiskBounds(**risk.values()) if part.private else None,
+        computed_from_records=_computed(case) if part.private else None,
+        not_covered=tuple(said("not covered", case)),
+        statement=" ".join([*said("promise", case), cost.statement]),
+        seed_policy=SeedPolicy(given=spent.seeded, statement=text("seeds", case)),
+        randomness=Randomness(secure=spent.secure, statement=text("randomness", case)),
+    )
+
+
+def _events(events: Sequence[TrainingEvent]) -> tuple[Event, ...]:
+    return tuple(Event(**vars(event)) for event in events)
+
+
+def _covered_scores(case: Case) -> CoveredScores:
+    """Return what the noise of test scores costs, and training without them."""
+    events, delta = case.spent.events, case.plan.privacy.delta
+    trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
+    return CoveredScores(
+        released=sum(event.steps for event in tested),
+        noise_multiplier=statements.common(event.noise_multiplier for event in tested),
+        epsilon=finite_or_none(total_epsilon(tested, delta)),
+        epsilon_of_training=finite_or_none(total_epsilon(trained, delta)),
+        statement=text("covered scores", case),
+    )
+
+
+def _search(case: Case, plan: SearchPlan) -> SearchResult:
+    """Return what epsilon covers of a search, of which a run is the best trial."""
+    search, trials = plan.search, plan.search.trials
+    return SearchResult(
+        mean_trials=trials.mean,
+        most_trials=trials.most,
+        epsilon_of_a_trial=finite_or_none(search.trial_epsilon(case.plan.privacy.delta)),
+        space=plan.space,
+        candidates=tuple(_events(events) for events in search.candidates),
+        statement=text("search", case),
+    )
+
+
+def _computed(case: Case) -> tuple[Computed, ...]:
+    """Return the values that a run computes from its records, and whether each is protected."""
+    data, covered = case.plan.data, case.plan.privacy.scores
+    shape = {
+        "images": ("channels", "image size"),
+        "numbers": ("columns and their ranges",),
+        "texts": ("columns, their ranges, and largest numbers of tokens",),
+    }[data.facts.holds]
+    status = {
+        "weights, and all numbers of the report except those below": "protected",
+        f"number of training {case.counted}": "declared public",
+        f"number of test {case.tested}": "declared public",
+        **dict.fromkeys(
+            (data.facts.task.public, *shape), "declared public" if data.own else "published"
+        ),
+        **dict.fromkeys(data.found.inferred, "not covered"),
+        "scores of the test records": "protected" if covered else "not covered",
+        "measured times": "not covered",
+        "notes on the screen: records left out, untested classes, lack of memory": "not covered",
+        "state in checkpoint/": "secret",
+    }
+    return tuple(Computed(what=what, status=value) for what, value in status.items())
+
+
+def nist_statement(case: Case) -> dict[str, str | list[str]]:
+    """Return the answers to NIST SP 800-226's questions that depend on the run."""
+    topics = ("mechanism", "tuning", "data_domain", "audit")
+    return {**{topic: text(topic, case) for topic in topics}, "public": said("public", case)}

@@ -11,9 +11,8 @@ import ray
 from ray.exceptions import RayError
 
 from dpmac_cli.errors import InputError, explain_os_error
-from dpmac_cli.studies.executor import PATIENCE, LostJobError
 from dpmac_cli.studies.grid import Run
-from dpmac_cli.studies.local import train_job
+from dpmac_cli.studies.local import PATIENCE, LostJobError, train_job
 
 #: Options of a cluster that dpmac starts: no dashboard, and little memory, as objects are small.
 OWN = {"include_dashboard": False, "object_store_memory": 80 * 2**20}

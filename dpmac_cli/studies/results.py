@@ -17,7 +17,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import InputError
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.plots import means
-from dpmac_cli.release.page import web_page
+from dpmac_cli.release.card import web_page
 from dpmac_cli.release.report import events_of
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import begun_events
@@ -53,11 +53,6 @@ class Cell:
     seconds: float
     failures: Mapping[int, str]
     standing: str = ""
-
-    @property
-    def name(self) -> str:
-        """Name of the row."""
-        return row_name(self.labels)
 
     @property
     def mean(self) -> float:

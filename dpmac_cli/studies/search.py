@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
-from dpmac_cli.config.best import EPSILON
+from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.flags import NUMBER, Flags, Option, flag_name
 from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
 from dpmac_cli.errors import InputError, raise_errors
-from dpmac_cli.studies.values import MOST, faults_of_values, read_values, resolved
+from dpmac_cli.studies.grid import MOST, faults_of_values, read_values, resolved
 
 #: Mean number of trials: of a search over given settings, and of one near the default.
 MEAN, MEAN_NEAR = 20, 4
@@ -227,7 +227,7 @@ def _calibrated(
         for values in itertools.product(*(dimension.values for dimension in drawn))
     ]
     found, notes = resolved(({**shared, **one} for one in settings), same_data=True)
-    of_kind = {kind_of_trial(one.plan): s for one, s in zip(found, settings, strict=True)}
+    of_kind = {events_of_trial(one.plan): s for one, s in zip(found, settings, strict=True)}
     data, privacy = found[0].plan.data, found[0].plan.privacy
 
     def plans(epsilon: float) -> tuple[TrainPlan, ...]:
@@ -248,8 +248,3 @@ def _calibrated(
         out=out,
         notes=(*notes, *[RESTARTED] * (out / RUNNING).exists()),
     )
-
-
-def kind_of_trial(plan: TrainPlan) -> Hashable:
-    """Return what trials have in common that cost the same: steps and sampling."""
-    return replace(plan.privacy.event, noise_multiplier=0.0), plan.privacy.scores

@@ -91,18 +91,6 @@ def test_a_data_set_fills_in_sizes_and_epochs(name: str) -> None:
     assert (row["sampling_rate"], row["steps"]) == (rate, steps)
 
 
-# Edges
-
-
-def test_no_noise_is_infinite_and_no_privacy() -> None:
-    line = SMALL.replace("--sigma 6", "--sigma 0")
-    assert told(line)["epsilon"] == "infinite"
-    assert "No privacy" in account(line).stdout
-    (row,) = answered(line)
-    assert row["epsilon"] is None
-    assert "No privacy" in row["statement"]
-
-
 # The other way round
 
 

@@ -16,11 +16,11 @@ from dpmac_cli.cli import compare
 from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.settings import SETTINGS
-from dpmac_cli.release.scoring import score
+from dpmac_cli.release.prediction import score
 from dpmac_cli.runs.loop import Progress
 from dpmac_cli.runs.session import Started, Update
-from dpmac_cli.studies.executor import Ended
 from dpmac_cli.studies.grid import plan
+from dpmac_cli.studies.local import Ended
 from tests.digits_runs import SEED, contents, digits_config, train_digits
 from tests.typed import dpmac, process, shell
 
@@ -277,8 +277,6 @@ def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
     grid = plan({"dataset": "digits", "sigma": "1"}, None, Path("runs"))
     console = Console(width=60, file=io.StringIO(), force_terminal=terminal, color_system=None)
     why = " ".join(f"word{i}" for i in range(60))
-    display = compare.StudyDisplay(console, grid, range(len(grid.runs)))
-    with display.bar:
-        display.show(Ended(0, why))
+    list(compare.shown([Ended(0, why)], console, grid, len(grid.runs)))
     assert isinstance(console.file, io.StringIO)
     assert f"failed: {why}" in " ".join(console.file.getvalue().split())
