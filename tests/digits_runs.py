@@ -1,6 +1,7 @@
 """Short runs on digits, for the tests that need one."""
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,8 @@ def of(events: Any) -> tuple[Data, str]:
 
     list(listen())
     return found[0]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -26,8 +26,7 @@ from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.storage import files
-from tests.digits_runs import RATE, SIGMA, after, contents, digits_config
+from tests.digits_runs import RATE, SIGMA, after, contents, digits_config, read_lines
 
 STEPS = 21
 CHECKPOINT, LEDGER = (Path("run/checkpoint", name) for name in ("state.safetensors", ledger.FILE))
@@ -248,7 +247,7 @@ def test_epsilon_covers_every_ancestor_of_a_fork() -> None:
     price = third.report["privacy"]
     assert [TrainingEvent(**event) for event in price["events"]] == list(events)
     assert price["epsilon"] == total_epsilon(events, 1e-5) > second.report["privacy"]["epsilon"]
-    lines = files.read_lines(third.folder / folder.METRICS)
+    lines = read_lines(third.folder / folder.METRICS)
     assert lines[-1]["epsilon"] == price["epsilon"]
     assert all(line["epsilon"] > second.report["privacy"]["epsilon"] for line in lines[-2:])
     assert "noise multiplier 6 and 29" in price["statement"]

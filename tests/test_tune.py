@@ -28,6 +28,7 @@ from dpmac_cli.storage import files
 from dpmac_cli.studies import tune as tuning
 from dpmac_cli.studies.search import RUNNING, Dimension, SearchSpace, events_of_trial, plan_search
 from dpmac_cli.studies.tune import carry_out_search, covered_score
+from tests.digits_runs import read_lines
 from tests.typed import dpmac
 
 pytestmark = pytest.mark.privacy
@@ -230,7 +231,7 @@ def test_the_report_charges_the_whole_search(published: tuple[Path, SearchSpace]
     privacy, whole = report["privacy"], of.epsilon
     one = of.search.trial_epsilon(1e-5)
     assert privacy["epsilon"] == whole > one == privacy["search"]["epsilon_of_a_trial"]
-    lines = files.read_lines(run / folder.METRICS)
+    lines = read_lines(run / folder.METRICS)
     assert {line["epsilon"] for line in lines} == {whole}
     assert lines[-1]["test_accuracy"] == report["test"]["accuracy"]  # the score that decided
     rows, stored, again = recount(run, Question())
@@ -261,7 +262,7 @@ def test_no_measured_time_of_the_winner_is_published(published: tuple[Path, Sear
     run, _ = published
     timings = json.loads((run / folder.REPORT).read_text())["timings"]
     assert timings == {"training_seconds": None}
-    assert {line["seconds"] for line in files.read_lines(run / folder.METRICS)} == {None}
+    assert {line["seconds"] for line in read_lines(run / folder.METRICS)} == {None}
 
 
 def test_the_published_run_cannot_be_trained_further(published: tuple[Path, SearchSpace]) -> None:

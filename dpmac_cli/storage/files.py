@@ -68,15 +68,6 @@ def finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSON lines file, without damaged lines."""
-    records = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, RecursionError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
-
-
 def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """Return a CSV header and one line per row, with only the values of these columns."""
     text = io.StringIO()

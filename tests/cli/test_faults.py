@@ -20,7 +20,13 @@ from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import trainer as assembly
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
-from tests.digits_runs import contents, digits_config, same_weights, train_digits
+from tests.digits_runs import (
+    contents,
+    digits_config,
+    read_lines,
+    same_weights,
+    train_digits,
+)
 from tests.typed import dpmac
 
 LONG = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "9", "--seed", "7")
@@ -293,7 +299,7 @@ def test_a_run_that_diverges_says_how_to_go_on_and_its_steps_are_paid_for(
     said = failed(result, 4, f"Training diverged: after step {step} the parameters")
     assert "last checkpoint: dpmac train --fork run --out NEW --lr LESS" in said
     assert not Path("run/report.json").exists()
-    [line] = files.read_lines(Path("run/metrics.jsonl"))
+    [line] = read_lines(Path("run/metrics.jsonl"))
     assert line == {"step": step, "epoch": step / 12, "diverged": True}
     assert all(t.isfinite().all() for t in checkpoint.read(Path("run")).tensors.values())
     fork = ("train", "--fork", "run", "--lr", "0.001", "--out", "fork")
