@@ -240,7 +240,7 @@ def check_copies(dataset: Any, units: Any = None) -> None:
     if copies := sum(len(owner) - 1 for owner in owners.values()):
         raise InputError(
             f"The training set has {len(owners)} different records, and {copies} copies of them "
-            "in other units: its indices repeat. Epsilon would protect each copy, but not a record "
+            "in other units: its parts or indices repeat. Epsilon would protect each copy, not a record "
             "with all of its copies. Leave out the copies (class weights can replace "
             "oversampling), or protect each record with its copies: make_private(network, "
             'from_torch(..., unit="record")).'
@@ -262,6 +262,8 @@ def _origins(dataset: Any) -> Iterator[Origin]:
 
     A dataset that holds another one of its size, such as one with transforms, has its records.
     """
+    from torch.utils.data import Dataset  # noqa: PLC0415
+
     parts, indices = getattr(dataset, "datasets", None), getattr(dataset, "indices", None)
     inner = getattr(dataset, "dataset", None)
     if isinstance(parts, list | tuple):  # ConcatDataset
@@ -271,16 +273,16 @@ def _origins(dataset: Any) -> Iterator[Origin]:
         known = list(_origins(inner))
         yield from (known[int(index)] for index in indices)
     elif hasattr(dataset, "__len__"):
-        held = filter(_selects, getattr(dataset, "__dict__", {}).values())
-        if (inner := next((v for v in held if len(v) == len(dataset)), None)) is not None:
+        held = (v for v in getattr(dataset, "__dict__", {}).values() if isinstance(v, Dataset))
+        if (inner := next((v for v in held if _length(v) == len(dataset)), None)) is not None:
             yield from _origins(inner)
         else:
             yield from ((id(dataset), row) for row in range(len(dataset)))
 
 
-def _selects(value: Any) -> bool:
-    """Return whether a value has the records of others, as a Subset or ConcatDataset has."""
-    return hasattr(value, "datasets") or (hasattr(value, "dataset") and hasattr(value, "indices"))
+def _length(dataset: Any) -> int | None:
+    """Return the number of records of a dataset, None of one that streams."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def _place(name: str) -> Path:
