@@ -22,6 +22,8 @@ LEAST_TICKS, MOST_TICKS = round(SIGMA_MIN * SIGMA_TICKS), round(SIGMA_MAX * SIGM
 MOST_STEPS = 10_000_000
 #: Relative precision of the epsilon of a trial in a search, and most attempts to find it.
 CLOSE, TRIES = 4e-3, 20
+#: Evaluations after which every other one halves what is left.
+MANY = 8
 
 #: Epsilon as a function of a number of steps, or of a noise multiplier.
 Cost = Callable[[int], float]
@@ -67,10 +69,12 @@ def calibrate_noise(
             f"{by}, sigma {SIGMA_MAX:g} costs {format_epsilon(least)}. Use a larger "
             "epsilon or delta, fewer epochs or a smaller batch."
         )
-    limits = range(LEAST_TICKS, MOST_TICKS + 1)
     coarse = functools.partial(cost, widest=accountants.COARSE)
-    rough = _smallest(coarse, target, SIGMA_TICKS, 2, limits)
-    return _smallest(cost, target, rough, 1.01, limits) / SIGMA_TICKS
+    ends = MOST_TICKS, LEAST_TICKS - 1
+    rough = _last_within(coarse, target, *ends, SIGMA_TICKS, power=-2, close=1e-3)
+    near = rough - rough // 50 if rough > SIGMA_TICKS else rough + rough // 50
+    power = _logarithm(coarse(near) / target) / math.log(near / rough) or -1.0
+    return _last_within(cost, target, *ends, rough, power) / SIGMA_TICKS
 
 
 def calibrate_search(search_of: Callable[[float], Search], delta: float, target: float) -> float:
@@ -123,7 +127,7 @@ def affordable_steps(
 
     if math.isinf(budget):
         return event.steps
-    count = _last_within(cost, budget, 0, event.steps)
+    count = _last_within(cost, budget, 0, event.steps + 1, event.steps, power=0.5)
     if count == 0 < event.steps:
         raise BudgetError(
             f"--max-epsilon {budget:g} allows no further step: with the next one the run costs "
@@ -153,47 +157,51 @@ def longest_run(
             f"{format_epsilon(cost(1))}. Raise the noise or the budget."
         )
     # Start from the answer of RDP, which is fast and an upper bound.
-    start = _last_within(functools.partial(cost, by="rdp"), budget, 1, MOST_STEPS)
-    low = high = start if cost(start) <= budget else 1
-    while high < MOST_STEPS and cost(high) <= budget:
-        low, high = high, min(2 * high, MOST_STEPS)
-    return _last_within(cost, budget, low, high)
+    by_rdp = functools.partial(cost, by="rdp")
+    start = _last_within(by_rdp, budget, 1, MOST_STEPS + 1, guess=1000, power=0.5)
+    return _last_within(cost, budget, 1, MOST_STEPS + 1, start, power=0.5)
 
 
-def _smallest(cost: Cost, target: float, guess: int, factor: float, limits: range) -> int:
-    """Return the smallest number that costs at most ``target``, for a decreasing cost.
-
-    The search starts at ``guess`` and moves by ``factor``. Returns the largest of ``limits`` if no
-    number is found.
-    """
-    high, low, end = guess, guess, limits[-1]
-    while cost(high) > target and high < end:
-        low, high = high, min(math.ceil(high * factor), end)
-    while cost(low) <= target and low > limits[0]:
-        high, low = low, max(math.floor(low / factor), limits[0])
-    return _last_within(cost, target, high, low)
-
-
-def _last_within(cost: Cost, target: float, good: int, bad: int) -> int:
+def _last_within(
+    cost: Cost,
+    target: float,
+    good: int,
+    bad: int,
+    guess: int,
+    power: float,
+    close: float = 0.0,
+) -> int:
     """Return the last number from ``good`` towards ``bad`` that costs at most ``target``.
 
-    Returns ``good`` if none does. Brent's method needs few of the expensive evaluations.
+    Evaluations are expensive, so it follows the secant in logarithms, in which costs are nearly
+    straight, and halves what is left when that takes long.
+
+    Args:
+        cost: monotone function, increasing from ``good`` to ``bad``.
+        target: cost > 0.
+        good, bad: a number that costs at most ``target`` or is returned if none does, and one
+            behind the last that is tried; neither is evaluated.
+        guess: where to start, between them.
+        power: roughly, the derivative of the logarithm of the cost by that of the number.
+        close: relative error of the cost at which the search ends early, on either side.
     """
-    from scipy.optimize import brentq  # noqa: PLC0415  (not needed to report mistakes)
+    number, before, tries = guess, (guess, math.nan), 0
+    while abs(good - bad) > 1:
+        spent = cost(number)
+        excess = _logarithm(spent / target)
+        if abs(excess) <= close:
+            return number
+        good, bad = (number, bad) if spent <= target else (good, number)
+        found = (excess - before[1]) / math.log(number / before[0]) if tries else power
+        power = found if 0.1 < found / power < 10 else power
+        before, tries = (number, excess), tries + 1
+        aim = number * math.exp(min(max(-excess / power, -3.0), 3.0))
+        aim = (good + bad) / 2 if tries > MANY and tries % 2 else aim
+        number = math.floor(aim) if good < bad else math.ceil(aim)
+        number = min(max(number, min(good, bad) + 1), max(good, bad) - 1)
+    return good
 
-    known, above = functools.cache(cost), math.nextafter(target, math.inf)
-    if known(bad) <= target:
-        return bad
-    if known(good) > target:
-        return good
 
-    def excess(number: float) -> float:
-        return min(known(round(number)), 3 * target) - above
-
-    step = 1 if good < bad else -1
-    last: int = round(brentq(excess, good, bad, xtol=0.5))
-    while known(last) > target:
-        last -= step
-    while known(last + step) <= target:
-        last += step
-    return last
+def _logarithm(ratio: float) -> float:
+    """Return the logarithm of a ratio from 0 to infinity, which is limited."""
+    return math.log(min(max(ratio, 1e-3), 1e3))

@@ -240,8 +240,8 @@ def check_copies(dataset: Any, units: Any = None) -> None:
     if copies := sum(len(owner) - 1 for owner in owners.values()):
         raise InputError(
             f"The training set has {len(owners)} different records, and {copies} copies of them "
-            "in other units: its parts or indices repeat. Epsilon would protect each copy, not a record "
-            "with all of its copies. Leave out the copies (class weights can replace "
+            "in other units: its parts or indices repeat. Epsilon would protect each copy, but not "
+            "a record with all of its copies. Leave out the copies (class weights can replace "
             "oversampling), or protect each record with its copies: make_private(network, "
             'from_torch(..., unit="record")).'
         )
