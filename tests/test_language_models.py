@@ -1,7 +1,9 @@
-"""A small causal language model, trained whole and with LoRA: benchmarks/language_model.py."""
+"""Language models: the command, and a causal model in a program (benchmarks/language_model.py)."""
 
 import argparse
 import itertools
+import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -10,10 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from dpmac_cli import ball, clipped_grad
+from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.models.text_encoder import CausalModel, encoder_weights
+from tests.digits_runs import dpmac
 from tests.helpers import without
 from tests.tiers import rest_long
+from tests.tiny_bert import notes, text_inputs, write_network
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from language_model import Gpt, Texts, run, text_loss, with_lora
@@ -89,3 +96,92 @@ def test_the_program_for_hugging_face_runs(
     assert "Poisson-sampled" in capsys.readouterr().out
     sums = step._sums.clipped_sum
     assert all("lora_" in layer.name or "classifier" in layer.name for layer in sums.layers)
+
+
+FAMILIES = ("gpt2", "llama", "qwen2")
+LIMIT = 12
+TEXTS = ("no pain", "severe pain since days and mild fever", "x", "cough\x00 <s> chest")
+
+
+def written(family: str = "gpt2", count: int = 60) -> list[str]:
+    """Write a language model, a table of notes and its schema; return the flags of a short run."""
+    write_network(Path(family), family, causal=True)
+    rows = [f"{text},{row % 20}" for row, (text, _) in enumerate(notes(count))]
+    Path("notes.csv").write_text("\n".join(["note,person", *rows]))
+    Path("notes.yaml").write_text(f"drop: [person]\ncolumns: {{note: {{text: {LIMIT}}}}}")
+    flags = "--dataset notes.csv --schema notes.yaml --task language-model --sigma 1 --steps 2"
+    return ["train", *flags.split(), "--backbone", f"./{family}", "--out", "run"]
+
+
+def causal(family: str, limit: int = LIMIT) -> tuple[CausalModel, Tensor]:
+    """Return a network with the weights of a folder, and the inputs of :data:`TEXTS`."""
+    write_network(Path(family), family, causal=True)
+    encoder = read_encoder(f"./{family}").of(((0, limit),), causal=True)
+    network = CausalModel(encoder)
+    assert list(encoder_weights(encoder).adopted_by(network, None)) == []
+    return network, text_inputs(f"./{family}", TEXTS, limit)[:, :, None, None]
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("gpt2", "lora"), ("llama", "norm"), ("qwen2", "all")]
+)
+def test_a_folder_trains_on_the_texts_of_a_table(family: str, part: str) -> None:
+    shown = dpmac(*written(family), "--train", part)
+    assert shown.exit_code == 0, shown.output
+    report = json.loads(Path("run/report.json").read_text())
+    low, high = report["test"]["perplexity_interval"]
+    assert 1 < low < report["test"]["perplexity"] < high
+    assert report["test"]["perplexity"] == pytest.approx(math.exp(report["test"]["loss"]))
+    assert f"test perplexity {report['test']['perplexity']:,.1f}" in shown.output
+    assert "can memorise" in Path("run/model-card.md").read_text()
+    again = dpmac("eval", "run", "--json")
+    assert json.loads(again.stdout)["perplexity"] == pytest.approx(
+        report["test"]["perplexity"], rel=1e-4
+    )
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_of_a_text_is_the_mean_over_its_own_tokens(family: str) -> None:
+    network, x = causal(family)
+    known = AutoModelForCausalLM.from_pretrained(family)
+    (ids,) = network.inputs.ids(x.flatten(1))
+    for row, found in zip(ids, network(x).flatten(), strict=True):
+        tokens = row[row > 0][None] - 1
+        if tokens.numel() > 1:
+            assert torch.allclose(known(tokens, labels=tokens).loss, found, atol=1e-5)
+    longer, y = causal(family, 40)
+    assert torch.allclose(longer(y)[:1], network(x)[:1], atol=1e-6), "padding has no loss"
+    with torch.no_grad():
+        assert torch.allclose(network(x), torch.cat([network(row) for row in torch.split(x, 1)]))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--train", "head"], "has no separate head. Use --train lora, norm or all."),
+        (["--model", "mlp"], "--model mlp is not for --task language-model"),
+        (["--cover-scores"], "Leave out --cover-scores."),
+        (["--backbone", "./bert"], "are not continued by bert. For --task language-model use a"),
+        (["--dataset", "two.csv", "--schema", "two.yaml"], "declare one column, of text."),
+    ],
+)
+def test_what_a_language_model_cannot_do(more: list[str], said: str) -> None:
+    flags = written()
+    write_network(Path("bert"), "bert")
+    Path("two.csv").write_text("note,age\n" + "no pain,4\nmild pain,5\n" * 9)
+    Path("two.yaml").write_text("columns: {note: {text: 9}, age: {range: [0, 9]}}")
+    shown = dpmac(*flags, *more)
+    assert shown.exit_code == 2
+    assert said in shown.output
+    plain = [flag for flag in flags if flag not in ("--task", "language-model")]
+    assert "declares no label" in dpmac(*plain).output
+
+
+@pytest.mark.privacy
+def test_a_person_with_several_notes_is_a_unit() -> None:
+    shown = dpmac(*written(), "--unit", "person")
+    assert shown.exit_code == 0, shown.output
+    report = json.loads(Path("run/report.json").read_text())
+    assert report["privacy"]["unit"]["told_by"] == "person"
+    assert report["dataset"]["train_size"] + report["dataset"]["test_size"] == 20

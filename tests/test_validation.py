@@ -466,7 +466,7 @@ def test_parameter_counts_of_the_paper(model: str, dataset: str, count: int) -> 
 
 @pytest.mark.parametrize(
     ("name", "dataset"),
-    [(name, "digits") for name in MODELS]
+    [(name, "digits") for name in MODELS if name != "causal"]
     + [(facts.defaults.model, dataset) for dataset, facts in DATASETS.items()],
 )
 def test_models_fit_the_smallest_images_and_their_own_data_set(name: str, dataset: str) -> None:

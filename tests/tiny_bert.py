@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.data.writing import how_written
@@ -106,7 +106,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_network(folder: Path, family: str) -> Path:
+def write_network(folder: Path, family: str, *, causal: bool = False) -> Path:
     """Write a network of a family with random weights, as its authors would.
 
     Its tokenizer knows bytes, as that of most families. BERT and DistilBERT have their own.
@@ -129,7 +129,8 @@ def write_network(folder: Path, family: str) -> Path:
     tokens = {f"{kind}_token_id": None for kind in ("bos", "eos", "pad", "cls", "sep")}
     sizes = tokens | SIZES[family] | {"model_type": family, "vocab_size": found.get_vocab_size()}
     torch.manual_seed(0)
-    network = AutoModel.from_config(AutoConfig.for_model(**sizes))
+    kind: Any = AutoModelForCausalLM if causal else AutoModel
+    network = kind.from_config(AutoConfig.for_model(**sizes))
     for parameter in network.parameters():
         nn.init.normal_(parameter, float(parameter.ndim == 1), 0.3)
     network.save_pretrained(folder)

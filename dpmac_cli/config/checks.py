@@ -69,10 +69,15 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
             f"each. Use {', '.join(chosen)}."
         )
     elif privacy.scores is not None and plan.settings.metric not in known:
+        use = f"Use {' or '.join(known)}, or leave" if known else "Leave"
         yield (
-            f"--metric {plan.settings.metric} cannot be released with --cover-scores. Use "
-            f"{' or '.join(known)}, or leave out --cover-scores."
+            f"--metric {plan.settings.metric} cannot be released with --cover-scores. {use} out "
+            "--cover-scores."
         )
+    if task.network is not None and plan.settings.model != task.network:
+        yield f"--model {plan.settings.model} is not for --task {task.kind}. Leave it out."
+    if task.network is not None and plan.network.trained.part == "head":
+        yield f"--train head: a {task.kind} has no separate head. Use --train lora, norm or all."
     if plan.recipe.augmented and not data.facts.is_images and data.facts.shape[1:] == (1, 1):
         yield f"--augmentations is for images, but {data.dataset} is a table. Leave it out."
     yield from _loss_faults(plan.recipe.loss, data)

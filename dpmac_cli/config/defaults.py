@@ -197,6 +197,9 @@ def completed(given: Settings, facts: Dataset) -> Settings:
     of_task: dict[str, Any] = {"loss": facts.task.losses[0], "metric": facts.task.headline.name}
     if given.augmentations is not None:
         of_task["augment"] = facts.augment
+    if facts.task.network is not None:
+        of_task |= {"model": facts.task.network, "train": "lora"}
+        of_task |= {"lora_rank": Trained.rank} if given.train in (None, "lora") else {}
     found = given.filled(_depending(given, facts.defaults) | of_task)
     return found.filled({"physical_batch": _samples_at_a_time(found, facts)})
 

@@ -118,7 +118,7 @@ def _source(
         schema = in_memory.schema
     elif schema is None and settings.schema is not None:
         schema = read_schema(Path(settings.schema))
-    same = ("test_fraction", "split_seed", "image_size", "levels", "standardise", "unit")
+    same = ("test_fraction", "split_seed", "image_size", "levels", "standardise", "unit", "task")
     low, _, high = (settings.feature_range or "").partition(",")
     names = settings.classes and tuple(name.strip() for name in settings.classes.split(","))
     return Source(
@@ -315,7 +315,7 @@ def _features(settings: Settings, data: DataPlan) -> registry.Features | None:
                 f"{data.dataset} was read with. All runs of a search read it once: search over "
                 "encoders with the same tokenizer, or search for each of them."
             )
-        return encoder.of(data.facts.texts)
+        return encoder.of(data.facts.texts, causal=data.facts.task.network is not None)
     if settings.backbone is not None and settings.backbone_size is not None:
         return registry.Backbone(settings.backbone, settings.backbone_size, settings.backbone_flips)
     return None if settings.features is None else registry.Scattered(settings.features)

@@ -37,6 +37,7 @@ from dpmac_cli.optim.dp_macadam import Kappa
 from dpmac_cli.optim.dp_macadambc import Phi
 from dpmac_cli.optim.optimizer import Decay, Scale, Stability, Variance
 from dpmac_cli.tasks.known import LOSSES, METRICS
+from dpmac_cli.tasks.language_model import LANGUAGE_MODEL
 from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 
 #: Default that depends on the dataset or on other settings: ``completed`` replaces it.
@@ -53,6 +54,7 @@ NOT_BOTH: Mapping[tuple[str, str], str] = {
     ("backbone", "features"): "a network takes only one of them",
     ("schema", "feature_range"): "a schema declares the range of every column",
     ("schema", "classes"): "a schema declares the classes",
+    ("task", "classes"): "a language model has none",
     ("no_dp", "secure"): "without noise there is nothing to secure",
     ("no_dp", "canaries"): "without a privacy guarantee there is nothing to audit",
     ("no_dp", "cover_scores"): "without privacy, scores cannot be covered",
@@ -65,6 +67,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "train": ("pretrained", "backbone"),
     "lora_rank": ("train",),
     "tokens": ("backbone",),
+    "task": ("backbone",),
     "augment": ("augmentations",),
     "score_every": ("cover_scores",),
 }
@@ -190,7 +193,8 @@ class Settings(Priced, frozen=True):
     pretrained: str | Path | None = None
     """Start from the public weights in this safetensors file."""
     train: Annotated[str | None, Choice(tuple(PARTS))] = None
-    """Part of a network with public weights to train. [default: all; with a backbone the head]"""
+    """Part of a network with public weights to train. [default: all; with a backbone the head,
+    for a language model lora]"""
     lora_rank: Annotated[int | None, Field(ge=1, le=1024)] = None
     """With --train lora: rank of the low-rank updates, which are scaled by 16 / rank. [default:
     8]"""
@@ -228,6 +232,9 @@ class Settings(Priced, frozen=True):
     """Public range to clip columns of numbers to, such as 0,1."""
     schema: str | Path | None = None  # type: ignore[assignment]
     """Schema file that declares the columns of your table; see dpmac schema."""
+    task: Annotated[str | None, Choice((LANGUAGE_MODEL,))] = None
+    """Train a language model on the texts themselves, without labels. [default: the task of the
+    labels]"""
     tokens: Annotated[int | None, Field(ge=MIN_TOKENS, le=MAX_TOKENS)] = None
     """Largest number of tokens of a text; in a table, the schema has it. [default: 128]"""
     unit: str | None = None

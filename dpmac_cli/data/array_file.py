@@ -34,9 +34,12 @@ from dpmac_cli.data.targets import (
     faults_together,
     numbers_in,
     targets_in,
+    without_targets,
 )
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.storage.cache import Rows
+from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.language_model import LanguageModel
 from dpmac_cli.tasks.regression import SeveralNumbers
 from dpmac_cli.tasks.task import Task
 
@@ -78,6 +81,8 @@ def read_dataset(
     Raises:
         InputError: for every fault of the arrays; or a unit has training and test records.
     """
+    if source.task is not None:
+        arrays = without_targets(arrays)
     if source.classes is not None:
         arrays[CLASSES] = np.array(source.classes)
     if source.feature_range is not None:
@@ -91,10 +96,14 @@ def read_dataset(
         if f"x{side}" in arrays
     ]
     (x, y, units), held_out = sides[0], len(sides) == 1
-    task: Task = classes_in(arrays, source, found_classes) if not numbers else numbers[0]
+    if source.task is not None:
+        task: Task = LanguageModel()
+    else:
+        task = classes_in(arrays, source, found_classes) if not numbers else numbers[0]
     task = SeveralNumbers.of(numbers) if len(numbers) > 1 else task
     # Classes that are not declared were read from the records; an array's type declares its shape.
-    named, is_numbers = CLASSES in arrays or bool(numbers), _is_numbers(x)
+    named = CLASSES in arrays or not isinstance(task, Classification)
+    is_numbers = _is_numbers(x)
     sizes = {"channels": source.channels, "image size": source.image_size}
     inferred = [n for n, size in sizes.items() if isinstance(x, Rows) and size is None]
     contents = [_contents(part.x, part.y) for part in sides]

@@ -56,6 +56,7 @@ class Source:
     unit: str | None = None  # column, or pattern of paths, that gives the unit of each record
     skip_bad: bool = False  # leave out unusable records instead of rejecting the dataset
     texts: TextReader | None = None  # how texts are read; None for images and numbers
+    task: str | None = None  # the task of records without targets; None for that of their targets
 
     @property
     def layout(self) -> tuple[tuple[int, int], ...]:

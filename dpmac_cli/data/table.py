@@ -136,7 +136,13 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     refuse([*_absent(declared, names), *faults], f" Correct {path} or its schema.")
     used = tuple(name for name in declared if name not in schema.drop or name == unit)
     rows = read_rows(file, used, schema.columns, source.skip_bad, table)
-    of_records = {"y": _targets(schema.labels, rows)}
+    if not schema.labels and source.task is None:
+        refuse(
+            ["The schema declares no label: the column to predict"],
+            " Add it, or train a language model on texts: --task language-model.",
+        )
+    labels = schema.labels if source.task is None else ()
+    of_records = {"y": _targets(labels, rows)} if labels else {}
     if unit is not None:
         cells = rows.cells[unit]
         # Floats have the precision of their type.
@@ -160,8 +166,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
         part = "test" if sides[""].any() else "train"
         refuse([f"{path} has no record left to {part} on", *left_out.reasons])
     arrays: dict[str, NDArray[Any]] = dict(zip(("low", "high"), ends, strict=True))
-    if schema.labels[0].classes:
-        arrays[CLASSES] = np.array(schema.labels[0].classes)
+    if labels and labels[0].classes:
+        arrays[CLASSES] = np.array(labels[0].classes)
     for suffix, some in sides.items():
         kept = slice(None) if some.all() else some
         arrays |= {f"{name}{suffix}": values[kept] for name, values in of_records.items()}

@@ -69,7 +69,8 @@ class TableSchema(Written):
             comma, semicolon, tab and bar in its header.
         decimal, thousands: how all numbers are written whose columns do not declare it.
         missing_words: words for a missing value in all columns that do not list them as values.
-        labels: the column to predict, or several columns of numbers; in a file, ``label``.
+        labels: the column to predict, or several columns of numbers; in a file, ``label``. None for
+            a language model.
         columns: the inputs of the network.
         drop: columns that are not used.
         test: records to test on; None to hold some out.
@@ -78,9 +79,7 @@ class TableSchema(Written):
     encoding: Annotated[str, AfterValidator(_known)] = UTF8
     delimiter: Annotated[str, Field(pattern=r"^[^\w\s\"]$|^[ \t]$")] | None = None
     missing_words: CellValues = ()
-    labels: Annotated[
-        tuple[Label, ...], BeforeValidator(_listed), Field(min_length=1, alias="label")
-    ]
+    labels: Annotated[tuple[Label, ...], BeforeValidator(_listed), Field(alias="label")] = ()
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()
     test: TestSet | None = None

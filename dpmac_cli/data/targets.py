@@ -24,6 +24,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 def numbers_in(arrays: Arrays, source: Source) -> list[Regression]:
     """Return the task of each number to predict, as declared; [] for classes. Raises InputError."""
+    if source.task is not None:
+        check_name(source.path.name)
+        return []
     if source.schema is not None:
         labels = [label for label in source.schema.labels if label.range is not None]
         declared = [(label.name, *label.ends, label.transform) for label in labels]
@@ -67,6 +70,13 @@ def _declared(arrays: Arrays, source: Source) -> list[tuple[str, float, float, A
     faults += [f"{name}: {why}" for name, *form in declared for why in faults_of_range(*form)]
     raise_errors(f"{source.path}: {fault}." for fault in faults)
     return declared
+
+
+def without_targets(arrays: Arrays) -> dict[str, Any]:
+    """Return arrays whose records have no target of their own: y is 0, and nothing is declared."""
+    kept = {name: array for name, array in arrays.items() if name not in (*DECLARED, CLASSES)}
+    sides = [side for side in ("", "_test") if f"x{side}" in arrays]
+    return kept | {f"y{side}": np.zeros(len(arrays[f"x{side}"]), np.int64) for side in sides}
 
 
 def targets_in(y: NDArray[Any], arrays: Arrays, numbers: int) -> NDArray[Any]:

@@ -57,7 +57,7 @@ def inspect(source: Source) -> DataFacts:
     if in_memory is not None and in_memory.arrays is not None:
         arrays = dict(in_memory.arrays)
     elif path.suffix == ".npz" and path.is_file():
-        arrays = read_npz(path)
+        arrays = read_npz(path, ("x", "y") if source.task is None else ("x",))
     elif not path.is_file():
         raise InputError(f"--dataset {path}: no such file or folder.")
     else:

@@ -36,6 +36,11 @@ def returned(outputs: Tensor, _: Any) -> Tensor:
     return outputs
 
 
+def _own(outputs: Tensor, _: Tensor) -> Tensor:
+    """Return the losses that are the only outputs of a language model, shape (samples,)."""
+    return outputs[:, 0]
+
+
 def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
     return mse_loss(outputs, targets, reduction="none")
 
@@ -79,11 +84,14 @@ def build_loss(
     Args:
         name: "cross-entropy"; "focal" (Lin et al. 2017, arXiv 1708.02002); for targets scaled to
             [-1, 1] "mse", "huber", which is linear for errors above :data:`HUBER`, or "quantile:Q",
-            the pinball loss of the Q-quantile (Koenker and Bassett 1978).
+            the pinball loss of the Q-quantile (Koenker and Bassett 1978); "next-token", which a
+            language model computes itself.
         smoothing: label smoothing (Szegedy et al. 2016, arXiv 1512.00567), in [0, 1).
         weights: public weights of each class.
     """
     kind, _, parameter = name.partition(":")
+    if kind == "next-token":
+        return _own
     if kind in OF_NUMBERS:
         each = partial(OF_NUMBERS[kind], **({"level": float(parameter)} if parameter else {}))
         return partial(_of_numbers, each)

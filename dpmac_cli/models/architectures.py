@@ -14,6 +14,11 @@ from dpmac_cli.errors import ModelError
 GROUPS = 16
 
 
+def passed_on(_: Signature) -> nn.Module:
+    """Return a network without weights, whose outputs are its inputs."""
+    return nn.Flatten()
+
+
 def perceptron(signature: Signature, *hidden: int) -> nn.Module:
     """Return linear layers with ReLU between them, of ``hidden`` units each."""
     layers: list[nn.Module] = [nn.Flatten()]

@@ -22,7 +22,7 @@ from dpmac_cli.models.backbones import PublicBackbone, at_a_time
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze, with_features
 from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
-from dpmac_cli.models.text_encoder import TextFeatures, on_texts
+from dpmac_cli.models.text_encoder import CausalModel, TextFeatures, on_texts
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model, form_of
 from dpmac_cli.randomness.layers import forked, seed_all
 from dpmac_cli.torch_errors import what_failed
@@ -95,6 +95,8 @@ def _behind(
         raise ModelError(f"The {features.reads} {fault}")
     head_only = trained is None or trained.part == "head"
     if isinstance(features, TextEncoder):
+        if features.config.causal:
+            return on_texts(CausalModel(features), head)
         texts = TextFeatures(features, trained=not head_only)
         return FrozenFeatures(texts, head, torch.float32) if head_only else on_texts(texts, head)
     if not isinstance(features, Backbone):
@@ -112,9 +114,10 @@ def build_network(name: str, signature: Signature) -> nn.Module:
     kind = MODELS[name]
     network: nn.Module = getattr(architectures, kind.builder)(signature, *kind.arguments)
     if signature.start is not None:
-        *_, last = (layer for layer in network.modules() if isinstance(layer, nn.Linear))
-        nn.init.zeros_(last.weight)
-        nn.init.constant_(last.bias, signature.start)
+        layers = [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
+        for last in layers[-1:]:
+            nn.init.zeros_(last.weight)
+            nn.init.constant_(last.bias, signature.start)
     return network
 
 

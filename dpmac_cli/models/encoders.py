@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
 from dpmac_cli.data.tokens import TextReader, scale_of
+from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.files import table
 
@@ -52,11 +53,13 @@ class Family:
         blocks: list of the blocks.
         lora: layers of a block that LoRA updates: queries, values and the perceptron.
         transposed: ends of the names of weights of linear layers that are stored (in, out).
+        causal: name of the network in one that predicts the next token; "" if there is none.
     """
 
     blocks: str
     lora: tuple[str, ...]
     transposed: tuple[str, ...] = ()
+    causal: str = ""
 
 
 _BERT = Family(
@@ -67,6 +70,7 @@ _LLAMA = Family(
     blocks="layers",
     lora=tuple(f"self_attn.{n}_proj" for n in "qv")
     + tuple(f"mlp.{n}_proj" for n in ("gate", "up", "down")),
+    causal="model",
 )
 #: Families by ``model_type`` of config.json.
 FAMILIES: Mapping[str, Family] = {
@@ -81,6 +85,7 @@ FAMILIES: Mapping[str, Family] = {
         blocks="h",
         lora=("attn.c_attn", "mlp.c_fc", "mlp.c_proj"),
         transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+        causal="transformer",
     ),
     "llama": _LLAMA,
     "qwen2": _LLAMA,
@@ -102,7 +107,8 @@ class EncoderConfig(BaseModel):
         width: number of values of a vector.
         tokens: number of tokens that the network knows.
         longest: largest number of tokens of a text.
-        pooling: how vectors of tokens become one: their mean, or the first.
+        pooling: how vectors of tokens become one: their mean, or the first. "next": there is no
+            vector, but the mean loss of the next tokens.
         vocabulary_bytes, vocabulary_sha256: size and checksum of the tokenizer's file.
     """
 
@@ -112,7 +118,7 @@ class EncoderConfig(BaseModel):
     width: Size
     tokens: Annotated[int, Field(ge=1, le=1 << 23)]  # float32 stores these numbers exactly
     longest: Annotated[int, Field(ge=1)]
-    pooling: Literal["mean", "cls"]
+    pooling: Literal["mean", "cls", "next"]
     vocabulary_bytes: Annotated[int, Field(ge=1, le=1 << 27)]
     vocabulary_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -132,6 +138,11 @@ class EncoderConfig(BaseModel):
     def family(self) -> Family:
         """Return the names of the network's parts."""
         return FAMILIES[self.form["model_type"]]
+
+    @property
+    def causal(self) -> bool:
+        """Return whether the network predicts the next token."""
+        return self.pooling == "next"
 
 
 @dataclass(frozen=True)
@@ -179,11 +190,21 @@ class TextEncoder:
 
     def shape_of(self, inputs: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width) of the features of a record."""
+        if self.config.causal:
+            return 1, 1, 1
         others = inputs[0] - sum(count for _, count in self.texts)
         return len(self.texts) * self.config.width + others, 1, 1
 
-    def fault(self, _: tuple[int, int, int]) -> str | None:
+    def fault(self, inputs: tuple[int, int, int]) -> str | None:
         """Return why records are not supported, as the end of a sentence."""
+        kinds = [name for name, family in FAMILIES.items() if family.causal]
+        if self.config.causal and not self.config.family.causal:
+            return (
+                f"are not continued by {self.config.form['model_type']}. For --task language-model "
+                f"use {FOLDER} of {', '.join(kinds)}."
+            )
+        if self.config.causal and inputs[0] != sum(n + WRITTEN for _, n in self.texts[:1]):
+            return "have other inputs. For --task language-model declare one column, of text."
         most, longest = self.config.longest, max(n for _, n in self.texts)
         if longest <= most:
             return None
@@ -202,9 +223,14 @@ class EncoderFiles:
     config: EncoderConfig
     tokenizer: bytes
 
-    def of(self, texts: tuple[tuple[int, int], ...]) -> TextEncoder:
-        """Return the features of records with these texts; see :class:`TextEncoder`."""
-        return TextEncoder(self.name, self.config, texts, self.folder, self.tokenizer)
+    def of(self, texts: tuple[tuple[int, int], ...], *, causal: bool = False) -> TextEncoder:
+        """Return the features of records with these texts; see :class:`TextEncoder`.
+
+        ``causal``: the network predicts the next token.
+        """
+        changes = {"pooling": "next"} if causal else {}
+        config = self.config.model_copy(update=changes)
+        return TextEncoder(self.name, config, texts, self.folder, self.tokenizer)
 
     def reader(self, limit: int) -> TextReader:
         """Return how texts are read; see :class:`~dpmac_cli.data.tokens.TextReader`."""

@@ -9,13 +9,13 @@ to run the network in which no record rounds others. There is no dropout.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, ModelError
@@ -33,13 +33,19 @@ from dpmac_cli.models.weights import PublicWeights, read_weights
 def network_of(config: EncoderConfig) -> nn.Module:
     """Return a network of transformers, with random weights, that maps tokens to vectors.
 
+    Or to logits of the next token, if it is causal.
+
     Layers that torch has, too, are torch's, so that their per-sample gradients are known. Raises
     ModelError if transformers cannot build it.
     """
-    from transformers import AutoModel  # noqa: PLC0415  (slow to import, and an extra)
+    from transformers import (  # noqa: PLC0415  (slow to import, and an extra)
+        AutoModel,
+        AutoModelForCausalLM,
+    )
 
+    kind: Any = AutoModelForCausalLM if config.causal else AutoModel
     try:
-        network: Any = AutoModel.from_config(
+        network: Any = kind.from_config(
             transformers_config(config.form), attn_implementation="sdpa", dtype=torch.float32
         )
     except Exception as failure:  # each family checks its values in its own way
@@ -217,12 +223,52 @@ class TextFeatures(nn.Module):
         return torch.cat(by_threads(vector, texts))
 
 
-def on_texts(texts: TextFeatures, head: nn.Module) -> WithHead:
+#: Numbers among the logits of texts that are processed at a time if no gradient is needed.
+LOGITS_AT_A_TIME = 1 << 25
+
+
+class CausalModel(nn.Module):
+    """Maps the inputs of a record to the mean loss of its text's tokens, each from those before it.
+
+    The first token has no loss. Padding comes last, so no token is predicted from it, and it has no
+    loss either.
+    """
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        super().__init__()
+        self.network = network_of(encoder.config)
+        size = encoder.config.vocabulary_bytes
+        self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))
+        self.inputs = TextInputs(encoder.texts, encoder.scale, encoder.size)
+        self.family = encoder.config.family
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return losses in nats, shape (records, 1, 1, 1), of inputs (records, inputs, 1, 1)."""
+        (ids,) = self.inputs.ids(x.flatten(1))
+        at_a_time = max(1, LOGITS_AT_A_TIME // (ids.shape[1] * self.inputs.size))
+        parts = [ids] if torch.is_grad_enabled() else torch.split(ids, at_a_time)
+        return torch.cat([self.losses(part) for part in parts])[:, None, None, None]
+
+    def losses(self, ids: Tensor) -> Tensor:
+        """Return the mean loss of each text in nats, shape (texts,).
+
+        Args:
+            ids: numbers of tokens plus 1, int64, shape (texts, tokens); 0 for padding.
+        """
+        mask, tokens = ids[:, 1:] > 0, (ids - 1).clamp(0)
+        logits: Tensor = self.network(input_ids=tokens).logits[:, :-1]
+        losses = cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+        return (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def on_texts(texts: TextFeatures | CausalModel, head: nn.Module) -> WithHead:
     """Apply a head to features of texts whose encoder is trained, too."""
     network, family = WithHead(texts, head), texts.family
-    count = len(list(texts.network.get_submodule(family.blocks).children()))
+    inner = [family.causal] if isinstance(texts, CausalModel) else []
+    path = ".".join(("network", *inner, family.blocks))
+    count = len(list(texts.get_submodule(path).children()))
     network.lora_layers = tuple(
-        f"frozen.network.{family.blocks}.{k}.{name}" for k in range(count) for name in family.lora
+        f"frozen.{path}.{k}.{name}" for k in range(count) for name in family.lora
     )
     return network
 
@@ -248,24 +294,34 @@ def encoder_weights(encoder: TextEncoder) -> PublicWeights:
         )
     given = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     renamed = _renamed(given, encoder.config)
-    tensors = {f"network.{name}": tensor for name, tensor in renamed}
-    tensors["joined.common"] = torch.zeros(encoder.config.width)
+    tensors = {f"network.{name}": tensor for name, tensor in renamed.items()}
+    if not encoder.config.causal:
+        tensors["joined.common"] = torch.zeros(encoder.config.width)
     tensors["vocabulary"] = torch.frombuffer(bytearray(encoder.tokenizer), dtype=torch.uint8)
     return replace(found, tensors=tensors)
 
 
-def _renamed(tensors: Mapping[str, Tensor], config: EncoderConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of files of Hugging Face by their names in :func:`network_of`.
+def _renamed(tensors: Mapping[str, Tensor], config: EncoderConfig) -> dict[str, Tensor]:
+    """Return the tensors of files of Hugging Face by their names in :func:`network_of`.
 
-    Those that are not of the network, such as its pooler and its heads, are left out.
+    Those that are not of the network, such as its pooler and its heads, are left out. A tensor that
+    the network shares with another one need not be in the files.
     """
     with torch.device("meta"):
         network: Any = network_of(config)
     wanted, transposed = network.state_dict(), config.family.transposed
+    inner, found = f"{network.base_model_prefix}." * config.causal, dict[str, Tensor]()
     for given, tensor in tensors.items():
         name = given.removeprefix(f"{network.base_model_prefix}.")
         # as in the first releases of BERT
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
+        name = name if name in wanted else inner + name
         if name in wanted:
-            yield name, tensor.float().T if name.endswith(transposed) else tensor.float()
+            found[name] = tensor.float().T if name.endswith(transposed) else tensor.float()
+    shared = dict[int, str]()
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        first = shared.setdefault(id(parameter), name)
+        if name not in found and first in found:
+            found[name] = found[first]
+    return found

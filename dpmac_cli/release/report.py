@@ -410,6 +410,13 @@ class SeveralTargets(Part):
     """The numbers, in the order of the outputs."""
 
 
+class NextToken(Part):
+    """The next token of a text."""
+
+    kind: Literal["language-model"]
+    """Task."""
+
+
 class Facts(Part):
     """Facts that are published with the weights, in the model file's header."""
 
@@ -427,8 +434,8 @@ class Facts(Part):
     classes: tuple[PrintableText, ...]
     """Names of the classes or labels, in the order of the network's outputs. Empty for a number to
     predict."""
-    target: Target | SeveralTargets | None
-    """The number to predict, or several. Null for classes."""
+    target: Target | SeveralTargets | NextToken | None
+    """The number to predict, or several, or the next token of a text. Null for classes."""
     privacy: Privacy
     """The privacy guarantee, over all parts of the run."""
     statement: dict[str, Any] | None

@@ -72,6 +72,11 @@ class Case:
         return "units" if self.units else "records"
 
     @property
+    def unit(self) -> str:
+        """Return what train_size counts, of which there is one."""
+        return self.counted.removesuffix("s")
+
+    @property
     def tested(self) -> str:
         """Return what the number of tested records counts."""
         return self.counted if self.plan.privacy.scores else "records"
@@ -106,7 +111,13 @@ class Case:
     @property
     def part(self) -> str:
         """Trained part of the network."""
-        return PARTS[self.plan.network.trained.part]
+        found = PARTS[self.plan.network.trained.part]
+        return found.removeprefix("the head, and ") if self.continues else found
+
+    @property
+    def continues(self) -> bool:
+        """Return whether the model continues texts."""
+        return bool(self.plan.data.facts.task.network)
 
     @property
     def limits(self) -> str:
@@ -197,7 +208,16 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ),
     (
         "texts",
-        lambda c: c.data.facts.texts,
+        lambda c: c.continues,
+        "A language model can memorise: continue a text with words of a training record. Epsilon "
+        "bounds how much more probable any continuation is because of the texts of "
+        "one {c.unit}. It does not bound what many of them have in common, such as a name or a "
+        "number that stands in the notes of several people, nor what the public weights knew "
+        "before.",
+    ),
+    (
+        "texts",
+        lambda c: c.data.facts.texts and not c.continues,
         "Predictions and cached features reveal texts: the features of a text are a function of "
         "that text alone, without noise, from which much of it can be reconstructed. Epsilon "
         "covers the model, not what it answers about a text, nor the folder of features (dpmac "
@@ -219,7 +239,13 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     ),
     (
         "public part",
-        lambda c: c.features == "texts",
+        lambda c: c.continues,
+        "The network is a public language model ({c.about}). Texts are truncated to {c.limits} "
+        "tokens of its public vocabulary.",
+    ),
+    (
+        "public part",
+        lambda c: c.features == "texts" and not c.continues,
         "The network takes vectors of texts from a public encoder ({c.about}), and the shares of "
         "capitals, digits, punctuation and symbols of each text. They depend on each text alone. "
         "Texts are truncated to {c.limits} tokens of its public vocabulary.",

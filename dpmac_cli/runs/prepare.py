@@ -141,10 +141,11 @@ def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str,
     network, facts = plan.network, plan.data.facts
     weights = None if network.pretrained is None else read_weights(network.pretrained)
     if isinstance(network.features, TextEncoder):
-        weights, texts = text_encoder.encoder_weights(network.features), _texts_of(model)
-        notes = tuple(weights.adopted_by(texts, None))
+        weights = text_encoder.encoder_weights(network.features)
+        notes = tuple(weights.adopted_by(model.get_submodule("frozen"), None))
         if not isinstance(facts.task, Classification):
             return weights, notes
+        texts = _texts_of(model)
         named = _head_to_name(plan, model)
         begin_at_names(texts, named, network.features, facts.task.names)
         return weights, notes if named is None else (*notes, AT_NAMES)

@@ -148,6 +148,19 @@ class Estimates(Results):
         )
 
 
+class Perplexity(Estimates):
+    """Losses of texts in nats, in ``guess``, of which each is a mean over the text's tokens."""
+
+    def weighted(self, weights: Floats) -> dict[str, Floats]:
+        """Return the perplexity of weighted records, shape (1, sets): of their mean loss."""
+        return {"perplexity": np.exp(self.guess.T @ weights / weights.sum(0))}
+
+    @property
+    def remark(self) -> str:
+        """Return nothing: what a perplexity is worth depends on the texts."""
+        return ""
+
+
 def _around(name: str, value: float, resampled: Floats, reach: float) -> Interval:
     """Return the interval within ``reach`` standard deviations of the resampled metric."""
     if not math.isfinite(value):

@@ -178,6 +178,7 @@ class Task(ABC):
         public: what is declared of the targets, in words.
         weighted: whether classes can have weights, and their labels be smoothed.
         start: output of an untrained built-in network for all records; None for random outputs.
+        network: name of the built-in network that the task needs; None for any network.
     """
 
     names: tuple[str, ...]
@@ -192,6 +193,7 @@ class Task(ABC):
     public: ClassVar[str] = "classes"
     weighted: ClassVar[bool] = True
     start: ClassVar[float | None] = None
+    network: ClassVar[str | None] = None
 
     @property
     def outputs(self) -> int:

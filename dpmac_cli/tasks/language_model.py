@@ -1,0 +1,93 @@
+"""Language models: the tokens of a text, each from those before it.
+
+The network computes its own loss, so its one output for a record is the mean loss of the record's
+tokens, in nats. Imports nothing slow; see :mod:`dpmac_cli.tasks.task`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+#: Name of the task in commands and reports.
+LANGUAGE_MODEL = "language-model"
+
+
+@dataclass(frozen=True)
+class LanguageModel(Task):
+    """The next token, at every place of a text. Targets are 0, shape (records,)."""
+
+    names: tuple[str, ...] = ("next token",)
+
+    kind: ClassVar[str] = LANGUAGE_MODEL
+    of_record: ClassVar[str] = "a text to continue"
+    unknown: ClassVar[str] = "no continuation"
+    losses: ClassVar[tuple[str, ...]] = ("next-token",)
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
+        EvaluationMetric("perplexity", "perplexity", share=False, lower=True),
+    )
+    reported: ClassVar[tuple[str, ...]] = ("noise", "interval", "perplexity_interval")
+    target: ClassVar[str] = "int64"
+    public: ClassVar[str] = "vocabulary"
+    weighted: ClassVar[bool] = False
+    network: ClassVar[str | None] = "causal"
+
+    @property
+    def described(self) -> str:
+        """Return the output in words."""
+        return "the next token of a text"
+
+    @property
+    def summary(self) -> str:
+        """Return the output by name."""
+        return "texts to continue"
+
+    @property
+    def facts(self) -> TaskFacts:
+        """Return the facts of the task in a model file."""
+        return {"classes": [], "target": {"kind": self.kind}}
+
+    @classmethod
+    def of_facts(cls, facts: TaskFacts) -> Task | None:
+        """Return the task with these facts; None if they describe another kind."""
+        target = facts["target"]
+        return None if target is None or target["kind"] != cls.kind else cls()
+
+    @property
+    def usage(self) -> Usage:
+        """Return how a model card names and uses the model."""
+        result = "The result is the perplexity of each text."
+        return Usage("language model", ("predicts", self.names), "", "score", "{}.exp()", result)
+
+    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
+        """Return nothing: there are no classes."""
+        return ()
+
+    def examples(self) -> "tuple[Tensor, Tensor]":
+        """Return made-up outputs and targets."""
+        import torch  # noqa: PLC0415  (help is fast)
+
+        return torch.linspace(0.5, 4, 4)[:, None], torch.zeros(4, dtype=torch.int64)
+
+    def answers(self, outputs: "Tensor") -> "Tensor":
+        """Return the perplexity of each text."""
+        return outputs.exp().float()
+
+    def columns(self, answers: "NDArray[np.float32]") -> dict[str, Sequence[Any]]:
+        """Return the perplexity of each text; NaN if an output is."""
+        return {"perplexity": [float(f"{number:.7g}") for number in answers[:, 0].tolist()]}
+
+    def results(
+        self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
+    ) -> Results:
+        """Return the perplexity of test records."""
+        from dpmac_cli.tasks.estimates import Perplexity  # noqa: PLC0415  (help is fast)
+
+        losses = outputs.double().numpy()
+        return Perplexity(losses * 0, losses, self, (self,), owners)
