@@ -130,7 +130,7 @@ def plan_of(out: str = "run") -> TrainPlan:
 def test_a_run_that_reads_by_row_is_the_run_that_has_all_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With chunks that are read ahead, bit for bit; and it is scored alike."""
+    """Bit for bit; and it is scored alike."""
     photos(Path("photos"))
     _, one = train_events(plan_of())
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
@@ -206,21 +206,3 @@ def test_processes_share_the_work_and_two_runs_share_one_file(
 def full(*_: int) -> None:
     """Find the disk full."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.mark.privacy
-def test_records_that_are_read_ahead_are_those_that_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    photos(Path("photos"))
-    whole = load_data(plan_of().data.source, Path(), CPU).train
-    monkeypatch.setattr(dataset, "IN_MEMORY", 0)
-    split = load_data(plan_of().data.source, Path(), CPU).train
-    some, others = np.array([4, 0, 9]), np.array([1, 2])
-    split.read_ahead(some)
-    for places in (others, some, slice(3, 7)):
-        images, labels = split.at(places)
-        assert torch.equal(images, whole.images[places])
-        assert torch.equal(labels, whole.labels[places])
-    split.read_ahead(some)
-    assert torch.equal(split.at(some)[0], whole.images[some])

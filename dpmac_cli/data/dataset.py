@@ -2,9 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,17 +24,20 @@ class Split:
 
     Attributes:
         images: uint8, shape (records, channels, height, width). Rows of numbers are float32,
-            (records, columns, 1, 1), or have the shape that a network of yours takes.
+            (records, columns, 1, 1), or have the shape that a network of yours takes. On the
+            device "meta" if they are read from a file.
         labels: targets of the task: int64, shape (records,); or with several labels per record
             uint8, (records, labels).
         sha256: checksum of the images, if the file that they come from has one.
         units: units of privacy; None if each record is one.
+        file: rows of a file; None if the images are in memory.
     """
 
     images: Tensor
     labels: Tensor
     sha256: str = ""
     units: Units | None = None
+    file: Rows | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -51,54 +52,14 @@ class Split:
         rows: slice | Tensor = places if isinstance(places, slice) else torch.from_numpy(places)
         if isinstance(rows, Tensor):
             rows = rows.to(self.labels.device, non_blocking=True)
-        return self._images(places, rows), self.labels[rows]
-
-    def _images(self, places: Places, rows: slice | Tensor) -> Tensor:
-        return self.images[rows]
-
-    def read_ahead(self, places: Places) -> None:
-        """Begin to read images that will be asked for next."""
+        if self.file is None:
+            return self.images[rows], self.labels[rows]
+        return torch.from_numpy(self.file.read(places)).to(self.labels.device), self.labels[rows]
 
     def to(self, device: torch.device) -> "Split":
         """Return the same records on a device."""
-        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
-
-
-class StoredSplit(Split):
-    """Images that are read from a file on use; ``images`` is on the device "meta".
-
-    Args:
-        rows: rows of the file. labels: labels, on the device that the images are used on.
-        units: see :class:`Split`.
-    """
-
-    def __init__(self, rows: Rows, labels: Tensor, units: Units | None) -> None:
-        none = torch.from_numpy(np.empty(0, rows.file.dtype))
-        images = none.new_empty((len(rows), *rows.file.shape), device="meta")
-        super().__init__(images, labels, rows.sha256(), units)
-        self._rows, self._reader = rows, ThreadPoolExecutor(1)
-        self._ahead: tuple[Places, Future[Tensor]] | None = None
-
-    def __reduce__(self) -> tuple[type["StoredSplit"], tuple[Any, ...]]:
-        return StoredSplit, (self._rows, self.labels, self.units)
-
-    def _images(self, places: Places, rows: slice | Tensor) -> Tensor:
-        ahead, self._ahead = self._ahead, None
-        known = ahead is not None and np.array_equal(np.asarray(ahead[0]), np.asarray(places))
-        found = ahead[1].result() if ahead is not None and known else self._read(places)
-        return found.to(self.labels.device, non_blocking=True)
-
-    def read_ahead(self, places: Places) -> None:
-        """Begin to read images that will be asked for next."""
-        self._ahead = places, self._reader.submit(self._read, places)
-
-    def _read(self, places: Places) -> Tensor:
-        found = torch.from_numpy(self._rows.read(places))
-        return found.pin_memory() if self.labels.device.type == "cuda" else found
-
-    def to(self, device: torch.device) -> Split:
-        """Return the same records on a device."""
-        return StoredSplit(self._rows, self.labels.to(device), self.units)
+        images = self.images if self.file is not None else self.images.to(device)
+        return replace(self, images=images, labels=self.labels.to(device))
 
 
 def split_of(rows: Rows, labels: Tensor, units: Units | None, device: torch.device) -> Split:
@@ -108,7 +69,8 @@ def split_of(rows: Rows, labels: Tensor, units: Units | None, device: torch.devi
         most = max(most, GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
     if rows.file.values.nbytes <= most:
         return Split(torch.from_numpy(rows.read()), labels, rows.sha256(), units).to(device)
-    return StoredSplit(rows, labels.to(device), units)
+    none = torch.from_numpy(np.empty(0, rows.file.dtype)).new_empty(rows.shape, device="meta")
+    return Split(none, labels, rows.sha256(), units, rows).to(device)
 
 
 @dataclass(frozen=True)

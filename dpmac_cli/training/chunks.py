@@ -121,8 +121,8 @@ class ChunkedSum(ABC):
         self.unchanged.check(DURING)
 
     @abstractmethod
-    def _read(self, drawn: Indices, part: slice, ahead: slice, step: int) -> tuple[Any, Any]:
-        """Return inputs and labels of a part of the drawn samples; begin to read those ahead."""
+    def _read(self, drawn: Indices, part: slice, step: int) -> tuple[Any, Any]:
+        """Return inputs and labels of a part of the drawn samples."""
 
     def _check_dtype(self) -> None:
         """Raise ModelError if the network would cast its inputs."""
@@ -202,9 +202,8 @@ class ChunkedSum(ABC):
         part, total, begin, chunk = self._sum, None, 0, min(chunk, self.chunk)
         while begin < len(drawn):
             end = begin + _evenly(len(drawn) - begin, chunk)
-            ahead = slice(end, end + _evenly(len(drawn) - end, chunk))
             try:
-                inputs, labels = self._read(drawn, slice(begin, end), ahead, step)
+                inputs, labels = self._read(drawn, slice(begin, end), step)
                 rows = self.manner.rows(end - begin, chunk)
                 self._sum_chunk(drawn[begin:end], inputs, labels, step, metric, rows)
             except (RuntimeError, MemoryError) as failure:
@@ -281,7 +280,7 @@ class BatchSum(ChunkedSum):
         del step
         return self._records
 
-    def _read(self, drawn: Indices, part: slice, ahead: slice, step: int) -> tuple[Any, Any]:
+    def _read(self, drawn: Indices, part: slice, step: int) -> tuple[Any, Any]:
         return map_rows(itemgetter(part), self._batch), NOTHING
 
 
@@ -319,12 +318,10 @@ class DataSum(ChunkedSum):
             rowwise=own is None,
         )
 
-    def _read(self, drawn: Indices, part: slice, ahead: slice, step: int) -> tuple[Tensor, Tensor]:
+    def _read(self, drawn: Indices, part: slice, step: int) -> tuple[Tensor, Tensor]:
         """Return the records of units, and their augmented views, standardised, with labels."""
-        recipe, rows, later = self._recipe, self._rows(drawn[part], step), drawn[ahead]
+        recipe, rows = self._recipe, self._rows(drawn[part], step)
         images, labels = self.data.train.at(rows)
-        if len(later):
-            self.data.train.read_ahead(self._rows(later, step))
         if recipe.augmented:
             words = self._words(drawn[part], step, recipe.inputs).reshape(len(rows), -1)
             images = views_of(images, words, recipe.augment)
