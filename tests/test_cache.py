@@ -183,7 +183,7 @@ def test_processes_share_the_work_and_two_runs_share_one_file(
 ) -> None:
     photos(Path("photos"), 300)
     monkeypatch.setattr(decoding, "FEW", 16)
-    monkeypatch.setattr(decoding, "usable_cores", lambda: 3)
+    monkeypatch.setattr(decoding, "usable_cores", lambda: 2)
     seen: list[Computing] = []
     found: list[Any] = []
 

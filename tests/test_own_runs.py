@@ -170,7 +170,7 @@ def interrupted(data: str, *flags: str) -> Finished:
     begun, third = list[RunEvent](), after(3)
 
     def stop() -> bool:
-        """Count from the first step: what decodes images asks as well."""
+        """Count from the first step: what computes features asks as well."""
         return bool(begun) and third()
 
     def events() -> Iterator[RunEvent]:

@@ -1,16 +1,10 @@
-"""Decode image files into a file of rows, in worker processes. Never imports torch.
+"""Decode image files into a file of rows, in worker processes.
 
 Threads would gain half as much, because Pillow holds the GIL during some of the work.
 """
 
-import json
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -35,8 +29,8 @@ ORIENTATION, TURNS = 0x0112, {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 BITS_PER_SAMPLE, WHITE = 258, 65535
 #: Largest number of images that are decoded without worker processes.
 FEW = 128
-#: Seconds between reports of progress.
-PATIENCE = 0.2
+#: Number of images that a process decodes between reports of progress.
+AT_A_TIME = 16
 
 
 def decoded(
@@ -50,51 +44,33 @@ def decoded(
     Returns:
         Why images could not be decoded, by their rows.
     """
-    if len(rows) > FEW:
-        yield from _by_processes(rows, paths, levels)
-    faults = dict[int, str]()
-    for row in rows.missing().tolist():  # few images, or damaged ones, to report why
-        yield _progress(rows)  # a listener may stop here
-        if fault := decode_into(rows, row, paths[row], levels):
-            faults[row] = f"{paths[row]} {fault}"
-    yield _progress(rows)
+    import torch  # noqa: PLC0415  (it takes a second)
+    from torch.utils.data import DataLoader  # noqa: PLC0415
+
+    def decode_some(some: Sequence[int]) -> dict[int, str]:
+        found = {row: decode_into(rows, row, paths[row], levels) for row in some}
+        return {row: f"{paths[row]} {fault}" for row, fault in found.items() if fault}
+
+    several, faults, done = len(rows) > FEW, dict[int, str](), 0
+    loader: Iterable[dict[int, str]] = DataLoader(
+        range(len(rows)),  # type: ignore[arg-type]
+        AT_A_TIME,
+        collate_fn=decode_some,
+        num_workers=usable_cores() if several else 0,
+        multiprocessing_context="fork" if several else None,  # they share the mapped file
+        generator=torch.Generator(),  # not the global one, from which seeds would be drawn
+    )
+    try:
+        for found in loader:
+            faults |= found
+            done = min(done + AT_A_TIME, len(rows))
+            yield Computing(done, len(rows), rows.path.parent, what="images")
+    except RuntimeError as failure:
+        raise RunError(
+            f"A process that decodes images has ended ({failure}). If memory ran out, free some, "
+            "and run the command again."
+        ) from failure
     return faults
-
-
-def _progress(rows: RowFile) -> Computing:
-    done = len(rows) - len(rows.missing())
-    return Computing(done, len(rows), rows.path.parent, what="images")
-
-
-def _by_processes(rows: RowFile, paths: Sequence[str], levels: int | None) -> Iterator[Computing]:
-    """Decode images with one process per core, and skip damaged ones."""
-    job, count, workers = [*enumerate(paths)], usable_cores(), list[subprocess.Popen[str]]()
-    with ExitStack() as stack:
-        for _ in range(count):
-            worker = subprocess.Popen(  # noqa: S603  (this very module)
-                [sys.executable, "-m", __name__, str(rows.path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,  # only this process handles Ctrl-C
-            )
-            stack.callback(worker.wait)
-            stack.callback(worker.kill)
-            workers.append(worker)
-        for number, worker in enumerate(workers):
-            assert worker.stdin is not None  # noqa: S101
-            with suppress(BrokenPipeError), worker.stdin as given:
-                json.dump([levels, job[number::count]], given)
-        while any(worker.poll() is None for worker in workers):
-            yield _progress(rows)
-            time.sleep(PATIENCE)
-    for worker in workers:
-        if worker.returncode:
-            raise RunError(
-                f"A process that decodes images exited with code {worker.returncode}. If memory "
-                "ran out, free some, and run the command again."
-            )
 
 
 def usable_cores() -> int:
@@ -179,17 +155,3 @@ def looked_at(path: str, look: "Callable[[Image], Seen]") -> "Seen | str":
         return "cannot be read as an image (damaged, or of an unknown format)"
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
         return f"cannot be read as an image ({getattr(failure, 'strerror', None) or failure})"
-
-
-def decode_listed() -> None:
-    """Decode the images listed on standard input, and skip damaged ones."""
-    rows, parent = RowFile(Path(sys.argv[1]), writable=True), os.getppid()
-    levels, job = json.load(sys.stdin)
-    for row, path in job:
-        if os.getppid() != parent:  # the parent was killed
-            return
-        decode_into(rows, row, path, levels)
-
-
-if __name__ == "__main__":
-    decode_listed()

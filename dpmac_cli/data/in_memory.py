@@ -13,6 +13,19 @@ from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.errors import InputError
 
 
+class ArrayFacts(TypedDict, total=False):
+    """Keywords of :class:`ArrayData` besides its records and their units."""
+
+    classes: Sequence[str] | None
+    low: ArrayLike | None
+    high: ArrayLike | None
+    target_low: ArrayLike | None
+    target_high: ArrayLike | None
+    target_transform: str | Sequence[str] | None
+    target_names: Sequence[str] | None
+    name: str
+
+
 class ArrayData(InMemoryData):
     """Arrays of records and labels, accepted wherever the name of a dataset is.
 
@@ -52,26 +65,17 @@ class ArrayData(InMemoryData):
         x_test: ArrayLike | None = None,
         y_test: ArrayLike | None = None,
         *,
-        classes: Sequence[str] | None = None,
-        low: ArrayLike | None = None,
-        high: ArrayLike | None = None,
         unit: ArrayLike | None = None,
         unit_test: ArrayLike | None = None,
-        target_low: ArrayLike | None = None,
-        target_high: ArrayLike | None = None,
-        target_transform: str | Sequence[str] | None = None,
-        target_names: Sequence[str] | None = None,
-        name: str = "arrays",
+        **facts: Unpack[ArrayFacts],
     ) -> None:
-        facts = {"low": low, "high": high, "classes": None if classes is None else list(classes)}
-        facts |= {"target_low": target_low, "target_high": target_high}
-        facts |= {"target_transform": target_transform, "target_name": target_names}
+        place = _place(facts.pop("name", "arrays"))
         records = {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
-        records |= {"unit": unit, "unit_test": unit_test}
-        given = {name: array for name, array in (facts | records).items() if array is not None}
-        arrays = {name: as_array(array, name) for name, array in given.items()}
+        given = {**records, "unit": unit, "unit_test": unit_test, **facts}
+        given["target_name"] = given.pop("target_names", None)
+        arrays = {name: as_array(of, name) for name, of in given.items() if of is not None}
         arrays |= {name: arrays[name].copy() for name in ("y", "y_test") if name in arrays}
-        super().__init__(_place(name), arrays)
+        super().__init__(place, arrays)
 
 
 def as_array(values: Any, name: str) -> NDArray[Any]:
@@ -105,19 +109,6 @@ def from_dataframe(
     if isinstance(schema, str | Path):
         schema = read_schema(Path(schema))
     return InMemoryData(_place(name), frame=frame, schema=schema_of(schema, "schema"))
-
-
-class ArrayFacts(TypedDict, total=False):
-    """Keywords of :class:`ArrayData` besides its records and their units."""
-
-    classes: Sequence[str] | None
-    low: ArrayLike | None
-    high: ArrayLike | None
-    target_low: ArrayLike | None
-    target_high: ArrayLike | None
-    target_transform: str | Sequence[str] | None
-    target_names: Sequence[str] | None
-    name: str
 
 
 def from_torch(
