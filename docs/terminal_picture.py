@@ -16,8 +16,7 @@ from rich.text import Text
 from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.release.run import train
-from dpmac_cli.runs.loop import Evaluated
-from dpmac_cli.runs.session import Update
+from dpmac_cli.runs.session import Evaluated, Update
 
 COMMAND = "dpmac train --dataset digits"
 #: Lines of earlier epochs are left out.

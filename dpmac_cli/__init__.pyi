@@ -45,7 +45,7 @@ from .release.run import finish as finish
 from .release.run import fork as fork
 from .release.run import resume as resume
 from .release.run import train as train
-from .runs.loop import Evaluated as Evaluated
+from .runs.session import Evaluated as Evaluated
 from .runs.session import Started as Started
 from .runs.session import Update as Update
 from .step import PrivateStep as PrivateStep

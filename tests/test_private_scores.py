@@ -29,8 +29,7 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import trainer as training
-from dpmac_cli.runs.loop import Evaluated
-from dpmac_cli.runs.session import Update
+from dpmac_cli.runs.session import Evaluated, Update
 from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore, counts, release_score

@@ -17,8 +17,8 @@ from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, e
 from dpmac_cli.release import sentences
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent
-from dpmac_cli.runs import checkpoint, folder, loop
-from dpmac_cli.runs.session import Reduced, Started, Update
+from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs.session import Evaluated, Reduced, Started, Update
 from dpmac_cli.storage.progress import LISTENER, Computing
 from dpmac_cli.tasks import task as results
 from dpmac_cli.tasks.known import METRICS
@@ -106,7 +106,7 @@ class RunDisplay:
             description=f"epoch {math.ceil(step / self._plan.privacy.steps_per_epoch)}",
             figures=spent if self._plan.privacy.private else "no privacy",
         )
-        if isinstance(event.event, loop.Evaluated):
+        if isinstance(event.event, Evaluated):
             result = event.event.result
             if isinstance(result, evaluation.Evaluation):
                 self._doubts = [*doubts(result), *filter(None, [result.results.remark])]
@@ -167,7 +167,7 @@ def _heading(event: Started) -> Iterator[Text]:
     yield Text(f"writing {event.folder}", style="dim")
 
 
-def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Text:
+def _evaluated(event: Evaluated, epsilon: float | None, metric: str) -> Text:
     private, result = epsilon is None or not math.isinf(epsilon), event.result
     line = Text.assemble(
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",

@@ -23,9 +23,8 @@ from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.loop import Evaluated
 from dpmac_cli.runs.prepare import prepare
-from dpmac_cli.runs.session import Session, metrics_line
+from dpmac_cli.runs.session import Evaluated, Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer, unit_of
 from dpmac_cli.step import PrivateProgram
 from dpmac_cli.storage.progress import outcome

@@ -14,7 +14,6 @@ from dpmac_cli.config.sources import by_flag, to_yaml
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.loop import Evaluated, Progress, fit
 from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
@@ -24,6 +23,28 @@ from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore
+
+#: Seconds between progress events.
+PROGRESS_EVERY = 0.1
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps done so far, reported a few times per second."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Scores on the test set after a step."""
+
+    step: int
+    epoch: float  # t / ceil(n/B)
+    seconds: float  # training time so far, without evaluation
+    result: Evaluation | PrivateScore
+    last: bool  # whether no step follows in this session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,44 +160,59 @@ class Session:
         yield self
 
     def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
-        """Train, save checkpoints when they are due, and report progress."""
-        plan, trainer, interval = self.plan, self.trainer, self.plan.checkpoints
-        saved, chunk = time.perf_counter(), trainer.state.chunk
+        """Train to the last step, or until ``stop`` returns True after one.
+
+        The test set is scored after each epoch and at the end. Checkpoints are saved when they are
+        due, and progress is reported.
+        """
+        plan, trainer, state = self.plan, self.trainer, self.trainer.state
+        delta, stopped, chunk = plan.privacy.delta, False, state.chunk
+        saved = shown = mark = time.perf_counter()
         cost = 0.0  # seconds of the last checkpoint
 
         with ThreadPoolExecutor(1) as pool:
             # Privacy costs are computed in the background, so they do not delay training.
             whole = pool.submit(self._epsilon, self.steps)
-            ahead = pool.submit(self._epsilon, self._next(trainer.state.step))
-            for event in fit(trainer, stop, interval.at, self.seconds, self.ledger.before):
-                self.seconds = event.seconds
-                scored = isinstance(event, Evaluated)
+            ahead = pool.submit(self._epsilon, self._next(state.step))
+            while not stopped and state.step < self.steps:
+                self.ledger.before(state.step + 1)
+                trainer.step()
+                step, reduced = state.step, state.chunk < chunk
+                stopped = stop()
+                last = stopped or step == self.steps
+                if scored := last or step % plan.privacy.steps_per_epoch == 0:
+                    trainer.check_finite()  # waits for the device
+                now = time.perf_counter()
+                due = plan.checkpoints.due(step, now - saved, cost)
+                if not (scored or due or reduced or now - shown > PROGRESS_EVERY):
+                    continue
+                self.seconds += now - mark
+                event: Progress | Evaluated = Progress(step, self.seconds)
                 epsilon = ahead.result() if ahead.done() else None
-                if isinstance(event, Evaluated):
+                if scored:
+                    epoch, result = step / plan.privacy.steps_per_epoch, trainer.score()
+                    trainer.check_network()
                     epsilon = ahead.result()
-                    if event.last and plan.search is None:  # like the report
-                        epsilon = total_epsilon(self.spent().events, plan.privacy.delta)
-                    if isinstance(event.result, Evaluation):
-                        self.scored = event.result
+                    if last and plan.search is None:  # like the report
+                        epsilon = total_epsilon(self.spent().events, delta)
+                    event = Evaluated(step, epoch, self.seconds, result, last)
+                    self.scored = result if isinstance(result, Evaluation) else self.scored
                     self.history.append(metrics_line(event, epsilon, plan))
-                    ahead = pool.submit(self._epsilon, self._next(event.step))
-                # Save no step before its score: a run that resumed after it would never score it.
-                scores = event.step % plan.privacy.steps_per_epoch == 0 or event.step == self.steps
-                late = interval.due(event.step, time.perf_counter() - saved, cost)
+                    ahead = pool.submit(self._epsilon, self._next(step))
                 # No other score may be released instead of one that was shown.
-                released = scored and plan.privacy.scores is not None
-                if released or (late and (scored or not scores)):
+                if due or (scored and plan.privacy.scores is not None):
                     began = time.perf_counter()
                     self.save()
                     saved = time.perf_counter()
                     cost = saved - began
                 if scored:
                     self.write_metrics()
-                if trainer.state.chunk < chunk:
-                    chunk = trainer.state.chunk
-                    yield Reduced(event.step, chunk)
+                if reduced:
+                    chunk = state.chunk
+                    yield Reduced(step, chunk)
                 planned = None if epsilon is None else whole.result()
                 yield Update(event=event, epsilon=epsilon, planned=planned)
+                shown = mark = time.perf_counter()  # exclude the handling of events
 
     def _next(self, step: int) -> int:
         """Return the step of the next evaluation."""

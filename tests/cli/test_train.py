@@ -17,8 +17,7 @@ from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.release.prediction import score
-from dpmac_cli.runs.loop import Progress
-from dpmac_cli.runs.session import Started, Update
+from dpmac_cli.runs.session import Progress, Started, Update
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.local import Ended
 from tests.digits_runs import SEED, contents, digits_config, train_digits
