@@ -1,6 +1,7 @@
 """Language models: the command, and a causal model in a program (benchmarks/language_model.py)."""
 
 import argparse
+import csv
 import itertools
 import json
 import math
@@ -134,6 +135,12 @@ def test_a_folder_trains_on_the_texts_of_a_table(family: str, part: str) -> None
     assert report["test"]["perplexity"] == pytest.approx(math.exp(report["test"]["loss"]))
     assert f"test perplexity {report['test']['perplexity']:,.1f}" in shown.output
     assert "can memorise" in Path("run/model-card.md").read_text()
+    Path("prompts.csv").write_text("note\nno pain\nfever and\n")
+    shown = dpmac("predict", "run", "prompts.csv", "--length", "5", "--temperature", "0")
+    assert shown.exit_code == 0, shown.output
+    rows = list(csv.DictReader(Path("predictions.csv").read_text().splitlines()))
+    assert len(rows) == 2
+    assert all(row["predicted"] and float(row["perplexity"]) > 1 for row in rows)
     again = dpmac("eval", "run", "--json")
     assert json.loads(again.stdout)["perplexity"] == pytest.approx(
         report["test"]["perplexity"], rel=1e-4
@@ -152,6 +159,11 @@ def test_the_loss_of_a_text_is_the_mean_over_its_own_tokens(family: str) -> None
             assert torch.allclose(known(tokens, labels=tokens).loss, found, atol=1e-5)
     longer, y = causal(family, 40)
     assert torch.allclose(longer(y)[:1], network(x)[:1], atol=1e-6), "padding has no loss"
+    tokens = ids[:1, : int((ids[0] > 0).sum())] - 1
+    expected = known.generate(tokens, max_new_tokens=20, do_sample=False)[0, tokens.shape[1] :]
+    assert next(network.continued(x, 20, 0.0)) == expected.tolist()
+    drawn = [tuple(next(network.continued(x, 20, 1.0))) for _ in range(9)]
+    assert len(set(drawn)) > 1
     with torch.no_grad():
         assert torch.allclose(network(x), torch.cat([network(row) for row in torch.split(x, 1)]))
 

@@ -80,6 +80,10 @@ class PredictFlags(Flags, frozen=True):
     """Leave out unusable records and files instead of rejecting all."""
     id: str | None = None
     """Column of the table to keep as id beside each prediction. [default: id, if there is one]"""
+    length: Annotated[int | None, Field(ge=1, le=10_000)] = None
+    """Number of tokens that a language model adds to a text. [default: 50]"""
+    temperature: Annotated[float | None, Field(ge=0, le=100)] = None
+    """Of the draws of these tokens; 0 for the most probable ones. [default: 1]"""
     device: Device = "auto"
     quiet: Quiet = False
     debug: Debug = False
@@ -130,7 +134,8 @@ def predict(flags: PredictFlags, run: Path, data: Path) -> None:
     DATA is a folder of images or texts (including subfolders), an .npz with an array x, or a
     table. Records are read like the training records. The output has one row per record: the
     name of the file or the row from 0, a table's column --id, and the predicted class with the
-    probability of each class, or the predicted numbers. It reveals information about these
+    probability of each class, the predicted numbers, or how a language model continues a text,
+    and the perplexity of that text. It reveals information about these
     records, which the run's epsilon does not cover.
 
     Example: dpmac predict runs/photos-dp-macadam-1 new-photos --out predictions.csv
@@ -151,6 +156,8 @@ def predict(flags: PredictFlags, run: Path, data: Path) -> None:
             *(run, data, flags.device, flags.model),
             skip_bad=flags.skip_bad,
             id_column=flags.id,
+            length=flags.length,
+            temperature=flags.temperature,
         )
     found.write(out)
     if found.skipped.records:

@@ -9,7 +9,7 @@ to run the network in which no record rounds others. There is no dropout.
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -240,7 +240,7 @@ class CausalModel(nn.Module):
         size = encoder.config.vocabulary_bytes
         self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))
         self.inputs = TextInputs(encoder.texts, encoder.scale, encoder.size)
-        self.family = encoder.config.family
+        self.family, self.longest = encoder.config.family, encoder.config.longest
 
     def forward(self, x: Tensor) -> Tensor:
         """Return losses in nats, shape (records, 1, 1, 1), of inputs (records, inputs, 1, 1)."""
@@ -259,6 +259,26 @@ class CausalModel(nn.Module):
         logits: Tensor = self.network(input_ids=tokens).logits[:, :-1]
         losses = cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
         return (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+    @torch.no_grad()
+    def continued(self, x: Tensor, length: int, temperature: float) -> Iterator[list[int]]:
+        """Yield the numbers of ``length`` tokens that continue the text of each record.
+
+        Logits are divided by the temperature, and tokens drawn one after the other; with 0 each is
+        the most probable one. For the inputs ``x`` see :meth:`forward`.
+        """
+        draws = torch.Generator(x.device)
+        draws.seed()
+        (ids,) = self.inputs.ids(x.flatten(1))
+        for row, mask in zip(ids, token_mask(ids), strict=True):
+            tokens = prompt = (row[mask] - 1).clamp(0)
+            for _ in range(length):
+                logits = (
+                    self.network(input_ids=tokens[None, -self.longest :]).logits[0, -1].double()
+                )
+                odds = (logits / temperature).softmax(0) if temperature else logits == logits.max()
+                tokens = torch.cat([tokens, torch.multinomial(odds.double(), 1, generator=draws)])
+            yield tokens[len(prompt) :].tolist()
 
 
 def on_texts(texts: TextFeatures | CausalModel, head: nn.Module) -> WithHead:

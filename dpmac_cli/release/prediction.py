@@ -314,6 +314,7 @@ class Predictions:
         records: names of records: file names relative to the folder of images, or rows from 0.
         ids: values of a table's column ``id``, or of another that was named; None without one.
         skipped: records that are left out, and why.
+        texts: how a language model continues each record; None for other models.
     """
 
     answers: NDArray[np.float32]
@@ -321,6 +322,7 @@ class Predictions:
     records: Sequence[str] | Sequence[int]
     ids: Sequence[str] | None = None
     skipped: LeftOut = NONE_LEFT_OUT
+    texts: Sequence[str] | None = None
 
     @property
     def probabilities(self) -> NDArray[np.float32]:
@@ -342,14 +344,20 @@ class Predictions:
         """Prediction for each record, as ``dpmac predict`` writes it.
 
         The name of the most probable class, "" if the output contains NaN; all labels above one
-        half, joined by ";"; a number, NaN if the output is; or several, joined by ";".
+        half, joined by ";"; a number, NaN if the output is; or several, joined by ";"; or how a
+        text continues.
         """
-        return self.task.columns(self.answers)["predicted"]
+        return self._columns["predicted"]
+
+    @property
+    def _columns(self) -> dict[str, Sequence[Any]]:
+        texts = {} if self.texts is None else {"predicted": self.texts}
+        return texts | self.task.columns(self.answers)
 
     def write(self, path: Path) -> None:
         """Write a .csv that only its owner can read. Raises OSError."""
         columns: dict[str, Sequence[Any]] = {} if self.ids is None else {"id": self.ids}
-        columns |= self.task.columns(self.answers)
+        columns |= self._columns
         if isinstance(self.records[0], int):
             columns = {"row": self.records, **columns}
         else:  # names that are not UTF-8 are escaped
@@ -371,8 +379,10 @@ def predict(
     *,
     skip_bad: bool = False,
     id_column: str | None = None,
+    length: int | None = None,
+    temperature: float | None = None,
 ) -> Predictions:
-    """Predict the classes, labels or numbers of new records.
+    """Predict the classes, labels or numbers of new records, or continue texts.
 
     Args:
         run: a run folder or a model file.
@@ -383,6 +393,8 @@ def predict(
         network: instead, a network of the program: see :func:`load_model`.
         skip_bad: leave out unusable records instead of rejecting all.
         id_column: column of a table to keep beside each record; by default ``id``.
+        length: number of tokens to add to a text; by default 50.
+        temperature: of the draws of tokens; 0 for the most probable ones, by default 1.
 
     Raises:
         InputError: a file is missing or damaged, or records do not match the training data.
@@ -393,36 +405,70 @@ def predict(
     records = read_unlabelled(data, released, skip_bad=skip_bad, id_column=id_column)
     _check_some_left(records.path, len(records.names), records.skipped)
     answers = torch.cat([*_answers(released, records, where)]).numpy()
+    texts = _continued(released, records, where, length, temperature)
     if not skip_bad:  # only now, because images are decoded one batch after another
         strays, faults = records.skipped.records, records.faults.values()
         raise_errors([*complaints(strays, REMOVE), *complaints([*faults], REMEDY)])
-    return _usable(records, answers, released.header.task)
+    return _usable(records, answers, released.header.task, texts)
 
 
-def _answers(released: Released, records: Unlabelled, device: torch.device) -> Iterator[Tensor]:
-    """Yield what the model's outputs mean for some records after the other, and report progress."""
-    known, task = released.header.input, released.header.task
+#: Tokens that a language model adds to a text by default.
+LENGTH = 50
+
+
+def _continued(
+    released: Released,
+    records: Unlabelled,
+    device: torch.device,
+    length: int | None,
+    temperature: float | None,
+) -> list[str] | None:
+    """Return how a language model continues texts; None for other models."""
+    if released.reader is None or released.header.task.network is None:
+        if (length, temperature) != (None, None):
+            raise InputError(
+                "--length and --temperature are for language models, but "
+                f"{released.path} predicts {released.header.task.described}. Leave them out."
+            )
+        return None
+    model: Any = released.model.get_submodule("frozen")
+    settings = length or LENGTH, 1.0 if temperature is None else temperature
+    batches = _inputs(released, records, device)
+    found = (tokens for x in batches for tokens in model.continued(x, *settings))
+    return [released.reader.tokenizer.decode(tokens) for tokens in found]
+
+
+def _inputs(released: Released, records: Unlabelled, device: torch.device) -> Iterator[Tensor]:
+    """Yield some records after the other as the network takes them."""
+    known = released.header.input
     gain, offset = standardisation(known.levels, known.mean, known.std, device)
     some = places(len(records.names), known.shape)
     batches = (torch.from_numpy(records.at(rows)).to(device) for rows in some)
     inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
-    formed = (each.reshape(len(each), *known.record) for each in inputs)
+    return (each.reshape(len(each), *known.record) for each in inputs)
+
+
+def _answers(released: Released, records: Unlabelled, device: torch.device) -> Iterator[Tensor]:
+    """Yield what the model's outputs mean for some records after the other, and report progress."""
     done = 0
-    for logits in outputs(released.model, formed):
-        found = task.answers(logits).cpu()
+    for logits in outputs(released.model, _inputs(released, records, device)):
+        found = released.header.task.answers(logits).cpu()
         yield found
         done += len(found)
         LISTENER.get()(Computing(done, len(records.names), released.path, what="predictions"))
 
 
-def _usable(records: Unlabelled, answers: NDArray[np.float32], task: Task) -> Predictions:
+def _usable(
+    records: Unlabelled, answers: NDArray[np.float32], task: Task, texts: Sequence[str] | None
+) -> Predictions:
     """Return the predictions of records without a fault."""
     kept = [row for row in range(len(records.names)) if row not in records.faults]
     skipped = records.skipped + left_out([*records.faults.values()])
     _check_some_left(records.path, len(kept), skipped)
     ids = None if records.ids is None else [records.ids[row] for row in kept]
     names: Any = [records.names[row] for row in kept]
-    return Predictions(answers[kept], task, names, ids, skipped)
+    texts = None if texts is None else [texts[row] for row in kept]
+    return Predictions(answers[kept], task, names, ids, skipped, texts)
 
 
 def _check_some_left(path: Path, count: int, skipped: LeftOut) -> None:
