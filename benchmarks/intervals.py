@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from dpmac_cli.data.units import units_of
+from dpmac_cli.tasks.classified import Classified
 from dpmac_cli.tasks.intervals import clopper_pearson, size_of_shares
-from dpmac_cli.tasks.metrics import Answers, all_metrics, intervals
 
 LARGEST, RESAMPLES = 10, 100
 
@@ -37,7 +37,7 @@ def accuracy(runs: int, units: int, share: float, icc: float | None) -> float:
     return inside / runs
 
 
-def drawn(draws: np.random.Generator, units: int, positives: float, shift: float) -> Answers:
+def drawn(draws: np.random.Generator, units: int, positives: float, shift: float) -> Classified:
     """Return answers to two classes; each unit has 1 to 4 records and a shift of its scores."""
     owners = np.repeat(np.arange(units), draws.integers(1, 5, units))
     labels = draws.random(owners.size) < positives
@@ -46,17 +46,17 @@ def drawn(draws: np.random.Generator, units: int, positives: float, shift: float
     scores = np.stack([1 - score, score], 1).astype(np.float32)
     truth = np.stack([~labels, labels], 1)
     guess = np.stack([score <= 0.5, score > 0.5], 1)
-    return Answers(truth, guess, scores, unit_of=units_of(owners).owners)
+    return Classified(truth, guess, scores, unit_of=units_of(owners).owners)
 
 
 def others(runs: int, units: int, positives: float, shift: float) -> dict[str, float]:
     """Return the coverage of the other metrics."""
     names = ("balanced-accuracy", "f1", "auroc")
-    true = all_metrics(drawn(np.random.default_rng(0), 200_000, positives, shift))
+    true = drawn(np.random.default_rng(0), 200_000, positives, shift).metrics()
     draws, inside = np.random.default_rng(units), dict.fromkeys(names, 0)
     for _ in range(runs):
         answers = drawn(draws, units, positives, shift)
-        found = intervals(answers, all_metrics(answers), RESAMPLES)
+        found = answers.intervals(answers.metrics(), RESAMPLES)
         for name in names:
             # A metric that is not defined is shown without an interval.
             inside[name] += not found[name][0] > true[name] and not found[name][1] < true[name]

@@ -30,7 +30,6 @@ from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage.cache import Rows
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.classified import Classified
-from dpmac_cli.tasks.metrics import Answers
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
@@ -90,10 +89,10 @@ def tiny_data(dtype: torch.dtype = torch.float64, *, records: int = 40, seed: in
     return Data(split(records), split(records // 2), *constants, class_task(CLASSES))
 
 
-def answers_of(result: Evaluation) -> Answers:
+def answers_of(result: Evaluation) -> Classified:
     """The answers of a classifier as arrays."""
     assert isinstance(result.results, Classified)
-    return result.results.answers
+    return result.results
 
 
 def class_task(count: int) -> Classification:

@@ -19,15 +19,8 @@ from torch.nn.functional import one_hot
 
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.classified import Classified
 from dpmac_cli.tasks.intervals import clopper_pearson, widened
-from dpmac_cli.tasks.metrics import (
-    Answers,
-    all_metrics,
-    as_values,
-    intervals,
-    rates_as_values,
-    sensitivity_and_specificity,
-)
 from dpmac_cli.training.evaluation import Evaluation
 from tests.helpers import answers_of, class_task
 from tests.helpers import class_task as as_task
@@ -36,7 +29,7 @@ from tests.typed import dpmac
 CHOSEN = [metric.name for metric in Classification.metrics if metric.chosen]
 
 
-def scored(labels: Tensor, logits: Tensor) -> Answers:
+def scored(labels: Tensor, logits: Tensor) -> Classified:
     return answers_of(Evaluation(0.0, logits, labels, class_task(logits.shape[1])))
 
 
@@ -53,7 +46,7 @@ def drawn(classes: int, records: int = 400, share: float | None = None) -> tuple
 @pytest.mark.parametrize(("classes", "share"), [(2, None), (2, 0.02), (3, None), (10, None)])
 def test_metrics_are_scikit_learns(classes: int, share: float | None) -> None:
     labels, logits = drawn(classes, share=share)
-    found = all_metrics(scored(labels, logits))
+    found = scored(labels, logits).metrics()
     truth, guess, shares = labels.numpy(), logits.argmax(1).numpy(), logits.softmax(1).numpy()
     hot = np.eye(classes)[truth]
     if classes == 2:
@@ -65,7 +58,7 @@ def test_metrics_are_scikit_learns(classes: int, share: float | None) -> None:
     assert found["f1"] == pytest.approx(sklearn.f1_score(truth, guess, average="macro"))
     assert found["auroc"] == pytest.approx(sklearn.roc_auc_score(hot, shares))
     assert found["average-precision"] == pytest.approx(sklearn.average_precision_score(hot, shares))
-    sensitivity, specificity = sensitivity_and_specificity(scored(labels, logits))
+    sensitivity, specificity = scored(labels, logits).rates
     assert sensitivity == pytest.approx(sklearn.recall_score(truth, guess, average=None).tolist())
     matrix = sklearn.multilabel_confusion_matrix(truth, guess)
     assert specificity == pytest.approx((matrix[:, 0, 0] / matrix[:, 0].sum(1)).tolist())
@@ -76,13 +69,13 @@ def test_an_output_that_is_no_number_is_wrong_in_every_metric() -> None:
     spoiled = logits.clone()
     spoiled[::5] = torch.nan
     whole, found = (scored(labels, some) for some in (logits, spoiled))
-    before, after = all_metrics(whole), all_metrics(found)
+    before, after = whole.metrics(), found.metrics()
     for name in CHOSEN:
         assert after[name] < before[name], name
     lost = torch.arange(len(labels)) % 5 == 0
     right = (logits.argmax(1) == labels) & ~lost
     assert after["accuracy"] == pytest.approx(right.double().mean().item())
-    nothing = all_metrics(scored(labels, torch.full_like(logits, torch.nan)))
+    nothing = scored(labels, torch.full_like(logits, torch.nan)).metrics()
     assert nothing.pop("average-precision") == pytest.approx(1 / 3, abs=0.05)  # all rank last
     assert {nothing[name] for name in CHOSEN if name in nothing} == {0.0}
     assert nothing["calibration-error"] == 1.0
@@ -93,8 +86,8 @@ def test_test_records_of_one_class_have_no_ranking() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found, ends = (
-            as_values(all_metrics(answers)) | rates_as_values(answers),
-            intervals(answers, all_metrics(answers), 50),
+            answers.values(),
+            answers.intervals(answers.metrics(), 50),
         )
     assert found["auroc"] is found["average_precision"] is None
     assert found["specificity"][0] is found["sensitivity"][1] is None
@@ -106,14 +99,14 @@ def test_test_records_of_one_class_have_no_ranking() -> None:
 def test_intervals_are_those_of_scikit_learn_on_resamples(classes: int) -> None:
     labels, logits = drawn(classes)
     answers = scored(labels, logits)
-    points = all_metrics(answers)
-    found = intervals(answers, points, 1000)
-    assert found == intervals(answers, points, 1000)
+    points = answers.metrics()
+    found = answers.intervals(points, 1000)
+    assert found == answers.intervals(points, 1000)
     assert found.keys() == points.keys()
     generator, slow = np.random.default_rng(7), []
     for _ in range(100):
         rows = torch.from_numpy(generator.integers(len(labels), size=len(labels)))
-        slow.append(all_metrics(scored(labels[rows], logits[rows])))
+        slow.append(scored(labels[rows], logits[rows]).metrics())
     for name, (low, high) in found.items():
         values = np.array([some[name] for some in slow])
         centred = np.percentile(values, [2.5, 97.5]) - values.mean() + points[name]
@@ -137,7 +130,7 @@ def evaluated(
 def test_independent_records_have_the_exact_interval(right: int, wrong: int) -> None:
     wanted = binomtest(right, right + wrong).proportion_ci()
     answers = answers_of(evaluated(right, wrong))
-    found = intervals(answers, all_metrics(answers), 100)["accuracy"]
+    found = answers.intervals(answers.metrics(), 100)["accuracy"]
     assert found == pytest.approx((wanted.low, wanted.high), abs=1e-9)
     assert found[0] < found[1]
 
@@ -148,8 +141,8 @@ def test_no_interval_has_width_zero(classes: int, persons: int | None) -> None:
     """Not even of 65 of 65 right: what was never seen may still happen."""
     units = None if persons is None else units_of(np.arange(65) % persons)
     answers = answers_of(evaluated(65, 0, classes=classes, units=units))
-    values = all_metrics(answers)
-    for name, (low, high) in intervals(answers, values, 100).items():
+    values = answers.metrics()
+    for name, (low, high) in answers.intervals(values, 100).items():
         assert low <= values[name] <= high, name
         assert high - low > 0.04, name
 
@@ -164,7 +157,7 @@ def test_records_of_one_person_are_not_independent() -> None:
         answers_of(Evaluation(0.0, logits, labels, as_task(2), units))
         for units in (None, units_of(owners))
     ]
-    alone, grouped = (intervals(one, all_metrics(one), 300) for one in both)
+    alone, grouped = (one.intervals(one.metrics(), 300) for one in both)
     single = clopper_pearson(0.75, 60)
     assert grouped["accuracy"] == pytest.approx(single, abs=0.02)
     for name in ("accuracy", "balanced-accuracy", "f1"):
@@ -204,7 +197,7 @@ def test_no_interval_is_narrow_beside_a_wide_one_of_the_accuracy() -> None:
     wrong = torch.from_numpy((owners == 4) & (np.arange(len(owners)) % 14 < 10))
     logits = 3.0 * one_hot(torch.where(wrong, 1 - labels, labels), 2)
     answers = answers_of(Evaluation(0.0, logits, labels, as_task(2), units_of(owners)))
-    found = intervals(answers, all_metrics(answers), 300)
+    found = answers.intervals(answers.metrics(), 300)
     low, high = found["accuracy"]
     least, most = found["balanced-accuracy"]
     assert most - least >= 0.99 * (high - low) > 0.1

@@ -108,11 +108,10 @@ class Classification(Task):
         from torch.nn.functional import one_hot  # noqa: PLC0415  (help is fast)
 
         from dpmac_cli.tasks.classified import Classified  # noqa: PLC0415  (help is fast)
-        from dpmac_cli.tasks.metrics import Answers  # noqa: PLC0415  (help is fast)
 
         lost = outputs.isnan().any(1, keepdim=True)
         truth = one_hot(targets, self.outputs).bool()
         guess = one_hot(outputs.argmax(1), self.outputs).bool() & ~lost
         # Scores that are worse than all others.
         scores = (2 - 3 * truth.float()).where(lost, self.answers(outputs))
-        return Classified(Answers(truth.numpy(), guess.numpy(), scores.numpy(), owners), self.names)
+        return Classified(truth.numpy(), guess.numpy(), scores.numpy(), owners, self.names)

@@ -1,5 +1,10 @@
-"""Results of a classifier on test records."""
+"""Results of a classifier on test records: metrics and their intervals.
 
+Macro averages leave out classes for which a metric is not defined. A metric that is not defined for
+any class, such as the AUROC of a test set with a single class, is nan.
+"""
+
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,51 +14,208 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpmac_cli.tasks import metrics
+from dpmac_cli.storage.files import finite_or_none
+from dpmac_cli.tasks.intervals import (
+    Floats,
+    Sizes,
+    clopper_pearson,
+    effective_size,
+    resampled,
+    size_of_shares,
+)
 from dpmac_cli.tasks.task import Interval, Results, Table, percent_or_dash
 
 #: Accuracy in a class below which it is almost never predicted.
 RARELY = 0.05
+#: Number of equal-width bins of the calibration error.
+BINS = 15
+#: Minimum and maximum default number of bootstrap resamples, and their largest total size.
+RESAMPLES, NUMBERS = (100, 1000), 200_000_000
+#: Ranking metrics of the scores of one column.
+RANKINGS = ("auroc", "average-precision")
+#: Means over all answers; the other metrics are means over classes.
+OVER_ANSWERS = ("accuracy", "calibration-error")
 
 
 @dataclass(frozen=True, eq=False)
 class Classified(Results):
-    """Predicted and true classes of test records.
+    """Classes and predictions of test records, one column per class.
 
     Attributes:
-        answers: classes and predictions as arrays. names: names of the classes.
+        truth: true classes, bool, shape (records, columns). guess: predictions, like ``truth``.
+        scores: probabilities, float32, shape (records, columns). If a record's output contains
+            NaN, they are worse than all others: below 0 if ``truth`` is true, otherwise above 1.
+        unit_of: index of each record's unit of privacy, shape (records,); None if each record is
+            one.
+        names: names of the classes.
     """
 
-    answers: metrics.Answers
-    names: tuple[str, ...]
+    truth: NDArray[np.bool_]
+    guess: NDArray[np.bool_]
+    scores: NDArray[np.float32]
+    unit_of: NDArray[np.int64] | None = None
+    names: tuple[str, ...] = ()
 
-    def metric(self, name: str) -> float:
-        """Return a metric by its name, 0 to 1; nan if it is not defined."""
-        return metrics.metric(name, self.answers)
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """Index of each record's unit, shape (records,)."""
+        return np.arange(len(self.truth)) if self.unit_of is None else self.unit_of
 
-    def metrics(self) -> dict[str, float]:
-        """Return all metrics by name, 0 to 1."""
-        return metrics.all_metrics(self.answers)
+    @property
+    def ranked(self) -> list[int]:
+        """Columns with both positives and negatives; only the last one of two classes."""
+        both = np.flatnonzero(self.truth.any(0) & ~self.truth.all(0)).tolist()
+        return both[-1:] if self.truth.shape[1] == 2 else both
 
-    def intervals(self, values: Mapping[str, float]) -> dict[str, Interval]:
-        """Return the 95% interval of each metric."""
-        return metrics.intervals(self.answers, values)
+    @property
+    def judged(self) -> tuple[Floats, NDArray[np.bool_]]:
+        """Confidence in the predicted class, and whether it is correct, shape (records,)."""
+        return self.scores.max(1).clip(0, 1), np.logical_or.reduce(self.truth & self.guess, 1)
 
-    def values(self) -> dict[str, Any]:
-        """Return all metrics, the accuracy's interval and per-class rates as JSON values."""
-        found = metrics.as_values(self.metrics()) | metrics.rates_as_values(self.answers)
-        return found | {"accuracy_interval": list(metrics.accuracy_interval(self.answers))}
+    @property
+    def once(self) -> Floats:
+        """Weights of 1, shape (records, 1)."""
+        return np.ones((len(self.truth), 1))
 
-    def details(self) -> dict[str, Any]:
-        """Return per-class rates and the confusion matrix as JSON values."""
-        rates = metrics.rates_as_values(self.answers)
-        per_class = dict(zip(self.names, rates["sensitivity"], strict=True))
-        return {**rates, "per_class": per_class, "confusion": self.confusion.tolist()}
+    @property
+    def rates(self) -> list[list[float]]:
+        """Sensitivity and specificity per column; nan without positives or negatives."""
+        rates = _rates(self.once.sum(0), *self._sums(self.once))
+        return [rate[:, 0].tolist() for rate in rates]
 
     @property
     def per_class(self) -> list[float]:
         """Accuracy in each true class, 0 to 1; nan without records."""
-        return metrics.sensitivity_and_specificity(self.answers)[0]
+        return self.rates[0]
+
+    def metric(self, name: str) -> float:
+        """Return a metric by its name, 0 to 1; nan if it is not defined."""
+        found = self._ranked if name in RANKINGS else self._counted
+        return float(found(self.once)[name].item())
+
+    def metrics(self) -> dict[str, float]:
+        """Return accuracy, balanced accuracy, F1, calibration error, AUROC, average precision."""
+        found = self._counted(self.once) | self._ranked(self.once)
+        return {name: value.item() for name, value in found.items()}
+
+    def values(self) -> dict[str, Any]:
+        """Return all metrics, the accuracy's interval and per-class rates as JSON values."""
+        metrics = self.metrics().items()
+        found = {name.replace("-", "_"): finite_or_none(value) for name, value in metrics}
+        interval = list(clopper_pearson(*self._accuracy()))
+        return found | self._rates_as_values() | {"accuracy_interval": interval}
+
+    def _rates_as_values(self) -> dict[str, list[float | None]]:
+        rates = zip(("sensitivity", "specificity"), self.rates, strict=True)
+        return {name: [*map(finite_or_none, values)] for name, values in rates}
+
+    def details(self) -> dict[str, Any]:
+        """Return per-class rates and the confusion matrix as JSON values."""
+        rates = self._rates_as_values()
+        per_class = dict(zip(self.names, rates["sensitivity"], strict=True))
+        return {**rates, "per_class": per_class, "confusion": self.confusion.tolist()}
+
+    def _accuracy(self) -> tuple[float, float]:
+        """Return the accuracy, and its effective number of answers."""
+        right, owners = self.judged[1], self.owners
+        return size_of_shares(*(np.bincount(owners, of).astype(float) for of in (right, None)))
+
+    def intervals(
+        self, metrics: Mapping[str, float], resamples: int | None = None
+    ) -> dict[str, Interval]:
+        """Return a 95% interval of each metric, see :mod:`~dpmac_cli.tasks.intervals`.
+
+        Variances other than that of the accuracy are by bootstrap over units with a fixed seed: by
+        default 1,000 resamples, and fewer for large test sets.
+        """
+        owners = self.owners
+        units = int(owners.max()) + 1
+        drawn = resampled(
+            lambda weights: self._counted(weights) | self._ranked(weights),
+            owners,
+            resamples or int(np.clip(NUMBERS // self.truth.size, *RESAMPLES)),
+        )
+        accuracy = self._accuracy()
+        found = dict[str, Interval]()
+        for name, value in metrics.items():
+            some = drawn[name]
+            variance = np.var(some[~np.isnan(some)]) if np.isfinite(some).sum() > 1 else 0.0
+            variance = float(variance) * units / max(units - 1, 1)
+            size = effective_size(value, variance, self._sizes(name))
+            found[name] = clopper_pearson(value, min(size, accuracy[1]))
+        return found | {"accuracy": clopper_pearson(*accuracy)}
+
+    def _sizes(self, name: str) -> Sizes:
+        """Return what limits the precision of a metric.
+
+        The variance of a mean of K rates of the same size is that of K^2 / (1/n_1 + ... + 1/n_K)
+        self. All wrong answers may be in one class, whose rate is a K-th of the mean. The variance
+        of an AUROC A is at most A (1 - A) over the smaller number of positives and negatives.
+        """
+        owners, truth = self.owners, self.truth
+        units = int(owners.max()) + 1
+        if name in OVER_ANSWERS:
+            return Sizes(self.judged[1].size, units, units - 1)
+        columns = self.ranked if name in RANKINGS else np.flatnonzero(truth.any(0)).tolist()
+        sides = truth[:, columns]
+        if name in RANKINGS:  # negatives count as well
+            sides = np.concatenate([sides, ~sides], 1)
+        counts = [(int(side.sum()), len(np.unique(owners[side]))) for side in sides.T if side.any()]
+        if not counts:
+            return Sizes(1, 1, units - 1)
+        records, owned = np.array(counts).T
+        return Sizes(len(counts) ** 2 / (1 / records).sum(), len(columns) * owned.min(), units - 1)
+
+    def _sums(self, weights: Floats) -> list[Floats]:
+        """Return weights of hits, positives and predictions, each of shape (columns, sets).
+
+        Args:
+            weights: weights of the records, shape (records, sets of weights).
+        """
+        truth, guess = self.truth, self.guess
+        parts = (truth & guess, truth, guess)
+        return [(part.T.astype(np.float32) @ weights).astype(float) for part in parts]
+
+    def _counted(self, weights: Floats) -> dict[str, Floats]:
+        """Return metrics of predictions and confidences, each of shape (sets,)."""
+        records, total = len(weights), weights.sum(0, dtype=float)
+        hits, true, guessed = sums = self._sums(weights)
+        sensitivity, _ = _rates(total, *sums)
+        with np.errstate(invalid="ignore"):
+            f1 = 2 * hits / (true + guessed)
+        confidence, hit = self.judged
+        gaps = np.zeros((records, BINS))
+        place = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+        gaps[np.arange(records), place] = hit - confidence.astype(float)
+        error = np.abs(gaps.T @ weights).sum(0) / total
+        return {
+            "accuracy": hits.sum(0) / total,
+            "balanced-accuracy": _mean(sensitivity),
+            "f1": _mean(f1),
+            "calibration-error": error,
+        }
+
+    def _ranked(self, weights: Floats) -> dict[str, Floats]:
+        """Return ranking metrics, each of shape (sets,), as in scikit-learn, for many weights."""
+        values = np.full((len(RANKINGS), max(1, len(self.ranked)), weights.shape[1]), np.nan)
+        for place, k in enumerate(self.ranked):
+            order = np.argsort(-self.scores[:, k], kind="stable")
+            truth, scores, chosen = self.truth[order, k], self.scores[order, k], weights[order]
+            ties = np.cumsum(
+                np.diff(scores, prepend=scores[:1]) != 0
+            )  # index of each distinct score
+            which, begin = np.unique(ties[truth], return_index=True)  # distinct scores of positives
+            first, last = np.searchsorted(ties, which), np.searchsorted(ties, which, "right") - 1
+            seen = np.cumsum(chosen, 0)
+            found = np.add.reduceat(chosen[truth], begin, axis=0)
+            hits = np.cumsum(found, 0)
+            missed = seen[last] - seen[first] + chosen[first] - found
+            negatives = seen[-1] - hits[-1]
+            below = negatives - (seen[last] - hits) + missed / 2
+            with np.errstate(invalid="ignore"):
+                values[0, place] = (found * below).sum(0) / (hits[-1] * negatives)
+                values[1, place] = (found * hits / np.maximum(seen[last], 1)).sum(0) / hits[-1]
+        return dict(zip(RANKINGS, map(_mean, values), strict=True))
 
     @property
     def confusion(self) -> Tensor:
@@ -61,12 +223,12 @@ class Classified(Results):
 
         Records whose output contains NaN are left out.
         """
-        truth, guess = (torch.from_numpy(part) for part in (self.answers.truth, self.answers.guess))
+        truth, guess = (torch.from_numpy(part) for part in (self.truth, self.guess))
         return (truth.double().T @ guess.double()).long()
 
     def table(self) -> Table:
         """Return counts with sensitivity and specificity, one row per true class."""
-        rates = metrics.sensitivity_and_specificity(self.answers)
+        rates = self.rates
         rows = tuple(
             (name, *map(str, row), *map(percent_or_dash, both))
             for name, row, *both in zip(self.names, self.confusion.tolist(), *rates, strict=True)
@@ -76,7 +238,7 @@ class Classified(Results):
 
     def cells(self, *, by_class: bool) -> tuple[NDArray[np.int64], int]:
         """Count correct records; with ``by_class``, correct and wrong ones by class."""
-        truth, guess = self.answers.truth, self.answers.guess
+        truth, guess = self.truth, self.guess
         if by_class:
             return np.concatenate([truth & guess, truth & ~guess], 1).astype(np.int64), 1
         return (truth & guess).sum(1, keepdims=True), 1
@@ -84,7 +246,7 @@ class Classified(Results):
     @property
     def remark(self) -> str:
         """Return a note on a model that is no better than one class, or that omits some."""
-        truth, guess = self.answers.truth, self.answers.guess
+        truth, guess = self.truth, self.guess
         right, most, records = int((truth & guess).sum()), int(truth.sum(0).max()), len(truth)
         if most == records:
             return ""
@@ -103,3 +265,16 @@ class Classified(Results):
             f"almost no test sample of {', '.join(rare)} is classified correctly: balanced "
             f"accuracy {balanced}. --class-weights can give such classes more weight."
         )
+
+
+def _rates(records: Floats, hits: Floats, true: Floats, guessed: Floats) -> tuple[Floats, Floats]:
+    with np.errstate(invalid="ignore"):
+        return hits / true, (records - true - guessed + hits) / (records - true)
+
+
+def _mean(values: Floats) -> Floats:
+    """Return means over the first axis, ignoring nan; nan if all values are nan."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        means: Floats = np.asarray(np.nanmean(values, 0))
+        return means
