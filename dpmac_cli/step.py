@@ -23,7 +23,7 @@ from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.sampling import BatchSampling
 from dpmac_cli.accounting.statements import format_epsilon, statement
-from dpmac_cli.config.plan import PrivacyPlan, StepsPlan
+from dpmac_cli.config.plan import PrivacyPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.in_memory import check_copies
@@ -254,7 +254,7 @@ def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
         )
 
 
-def steps_of(plan: StepsPlan, steps: int, device: torch.device) -> StepPlan:
+def steps_of(plan: TrainPlan, steps: int, device: torch.device) -> StepPlan:
     """Return what is fixed about every step up to the last one, ``steps``."""
     return StepPlan(
         steps=steps,
@@ -273,7 +273,7 @@ def mechanism_of(privacy: PrivacyPlan, *, secure: bool) -> GaussianMechanism:
     return kind(privacy.sigma, privacy.batch_size)
 
 
-def carry(network: nn.Module, plan: StepsPlan, unit: tuple[str, str]) -> Training:
+def carry(network: nn.Module, plan: TrainPlan, unit: tuple[str, str]) -> Training:
     """Return the training that a network carries from now on, with no step yet."""
     privacy = plan.privacy
     training = Training(
@@ -293,7 +293,7 @@ class PrivateProgram(Unshared):
     __slots__ = ("_base", "_earlier", "_keys", "_notes", "_plan", "_step", "_steps")
 
     def _begin(
-        self, plan: StepsPlan, earlier: tuple[Training, ...], notes: tuple[str, ...]
+        self, plan: TrainPlan, earlier: tuple[Training, ...], notes: tuple[str, ...]
     ) -> None:
         """Plan the steps that the budget allows after earlier training. Raises BudgetError."""
         check_single_process()
@@ -436,7 +436,7 @@ class PrivateStep(PrivateProgram):
     """
 
     __slots__ = ("_drawn", "_loss", "_model", "_sampling", "_structure", "_sums")
-    _plan: StepsPlan
+    _plan: TrainPlan
 
     def __init__(
         self,

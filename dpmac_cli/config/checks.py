@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.flags import flag_name
-from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, StepsPlan, TrainPlan
+from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import DATA, NEEDS, OPTIMIZER, SETTINGS
 from dpmac_cli.data.schema import DataFacts, LeftOut, listed
 from dpmac_cli.errors import counted
@@ -34,27 +34,21 @@ def lonely(given: Mapping[str, object]) -> Iterator[str]:
             yield f"--{flag_name(name)} has no effect alone: add {remedy}, or leave it out."
 
 
-def faults_of_steps(plan: StepsPlan, records: int, of: str, epochs: int | None) -> Iterator[str]:
-    """Yield faults in combinations of settings of private steps on a number of records.
+def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
+    """Yield faults in combinations of settings, each a sentence with a remedy.
 
-    Each is a sentence with a remedy. ``of`` names the records. ``epochs`` is None if a number of
-    steps was given instead.
+    ``epochs`` is None if a number of steps was given instead.
     """
-    privacy, optimizer = plan.privacy, plan.optimizer
+    data, privacy, optimizer = plan.data, plan.privacy, plan.optimizer
     if isinstance(optimizer, AdaClip | InEllipsoid) and optimizer.h1 > optimizer.h2:
         yield f"--h1 ({optimizer.h1:g}) must not be above --h2 ({optimizer.h2:g})."
-    yield from misfits(of, records, privacy.batch_size, [] if epochs is None else [epochs])
+    lengths = [] if epochs is None else [epochs]
+    yield from misfits(data.dataset, data.facts.train_size, privacy.batch_size, lengths)
     if plan.recipe.warmup >= privacy.steps:
         yield (
             f"--warmup-steps ({plan.recipe.warmup:,}) must be below the steps of the run, "
             f"{privacy.steps:,}."
         )
-
-
-def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
-    """Yield faults in combinations of settings: see :func:`faults_of_steps`."""
-    data, privacy = plan.data, plan.privacy
-    yield from faults_of_steps(plan, data.facts.train_size, data.dataset, epochs)
     if privacy.canaries and privacy.event.sampler != "poisson":
         yield (
             f"--canaries: only poisson sampling can be audited, not {privacy.event.sampler}. Leave "
@@ -146,12 +140,6 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
         )
 
 
-def notes_on_steps(plan: StepsPlan, records: int, flags: Collection[str]) -> Iterator[str]:
-    """Yield notes on valid settings of private steps that are probably mistakes."""
-    yield from _idle(plan, flags)
-    yield from _notes_on_privacy(plan.privacy, records)
-
-
 def notes_on_plan(plan: TrainPlan, flags: Collection[str]) -> Iterator[str]:
     """Yield notes on valid settings that are probably mistakes."""
     yield from _idle(plan, flags)
@@ -228,15 +216,13 @@ def _declaration(found: DataFacts) -> str:
     return " ".join(flags[part] for part in found.inferred if part in flags)
 
 
-def _idle(plan: StepsPlan, flags: Collection[str]) -> Iterator[str]:
+def _idle(plan: TrainPlan, flags: Collection[str]) -> Iterator[str]:
     """Yield a note on each given setting that has no effect, with the reason."""
     used = {*plan.optimizer.used(), "optimizer"}
     for name in flags:
         group, why = SETTINGS[name].group, ""
         if group == OPTIMIZER and name not in used:
             why = plan.optimizer.name
-        elif not isinstance(plan, TrainPlan):
-            continue
         elif name == "fix_norm" and not isinstance(plan.network.model, UserModel):
             why = plan.network.model.name
         elif name == "lora_rank" and plan.network.trained.part != "lora":

@@ -70,11 +70,6 @@ def best(given: Settings, facts: Dataset) -> dict[str, Any]:
     return chosen | batch | _of_regime(given, regime)
 
 
-def best_for_batches(given: Settings) -> dict[str, Any]:
-    """Return the settings of the best recipe for any network on batches of a given size."""
-    return _budget(given) | _of_regime(given, ANY)
-
-
 def _of_regime(given: Settings, regime: Regime) -> dict[str, Any]:
     """Return the optimizer and settings that depend on it, in a regime."""
     optimizer = given.optimizer if "optimizer" in given.explicit else "dp-adam"
@@ -183,8 +178,6 @@ GAMMA_PRIME = 1e-8
 PIXELS_AT_A_TIME = 16 * 224**2
 #: Tokens to process at a time if a text encoder is trained. LoRA on MiniLM then takes 2 GB.
 TOKENS_AT_A_TIME = 4096
-#: Name of the batches of a program in place of a dataset, and records of them to process at a time.
-BATCHES, RECORDS_AT_A_TIME = "<batches>", 256
 
 
 def completed(given: Settings, facts: Dataset) -> Settings:
@@ -202,18 +195,6 @@ def completed(given: Settings, facts: Dataset) -> Settings:
         of_task |= {"lora_rank": Trained.rank} if given.train in (None, "lora") else {}
     found = given.filled(_depending(given, facts.defaults) | of_task)
     return found.filled({"physical_batch": _samples_at_a_time(found, facts)})
-
-
-def completed_for_batches(given: Settings, records: int) -> Settings:
-    """Return settings of steps on a program's batches with every default.
-
-    ``given`` has the name of the network and the size of a batch.
-    """
-    given = given.replace(dataset=BATCHES).filled({"recipe": BEST, **best_for_batches(given)})
-    given = given.filled({"delta": _delta(records)})
-    defaults = Defaults(given.model, given.batch_size, physical_batch=RECORDS_AT_A_TIME)
-    found = given.filled(_depending(given, defaults))
-    return found.filled({"physical_batch": defaults.physical_batch})
 
 
 def _delta(records: int) -> float:

@@ -3,16 +3,14 @@
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.selection import Search
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
-from dpmac_cli.config.defaults import BATCHES
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
-from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import DataFacts, Source
-from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.registry import (
@@ -25,6 +23,9 @@ from dpmac_cli.models.registry import (
 )
 from dpmac_cli.optim import Optimizer
 from dpmac_cli.training.schedules import Recipe
+
+if TYPE_CHECKING:
+    from dpmac_cli.data.table_schema import TableSchema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class DataPlan:
         return isinstance(self.source, Source)
 
     @property
-    def schema(self) -> TableSchema | None:
+    def schema(self) -> "TableSchema | None":
         """Return the declared schema of its table; None for other data."""
         return self.source.schema if isinstance(self.source, Source) else None
 
@@ -194,21 +195,28 @@ NOT_RECORDED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepsPlan:
-    """Plan of private steps, wherever their records come from.
+class TrainPlan:
+    """Complete plan of a run. Nothing is looked up again on disk or in a registry.
 
     Attributes:
         settings: completed settings, with the noise that was calibrated.
         recipe: training settings besides the optimizer.
         gpu_batch: number of samples to process at a time on a GPU; it differs from the physical
             batch only if that was not given.
+        device: as typed, or the one that it is trained on.
+        search: search that the run is one trial of; None if it is a run by itself.
     """
 
     settings: Settings
+    data: DataPlan
+    network: NetworkPlan
     privacy: PrivacyPlan
     optimizer: Optimizer
     recipe: Recipe
     gpu_batch: int
+    device: str
+    checkpoints: CheckpointInterval
+    search: SearchPlan | None = None
 
     def physical_batch_on(self, device: str) -> int:
         """Return the number of samples to process at a time on a type of device, such as "cuda"."""
@@ -220,35 +228,18 @@ class StepsPlan:
 
         Those of a dataset are among them if it is your own.
         """
-        own = self.settings.dataset not in (*DATASETS, BATCHES)
         kept: dict[str, Any] = {
             name: value
             for name, option in SETTINGS.items()
             if (value := getattr(self.settings, name)) is not None
             and name not in NOT_RECORDED
-            and (own or option.group != DATA)
+            and (self.data.own or option.group != DATA)
         }
         if not isinstance(parse_model(self.settings.model), UserModel):
             kept.pop("fix_norm")
         if self.gpu_batch != self.settings.physical_batch:  # not given: the device decides
             kept.pop("physical_batch")
         return kept
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainPlan(StepsPlan):
-    """Complete plan of a run. Nothing is looked up again on disk or in a registry.
-
-    Attributes:
-        device: as typed, or the one that it is trained on.
-        search: search that the run is one trial of; None if it is a run by itself.
-    """
-
-    data: DataPlan
-    network: NetworkPlan
-    device: str
-    checkpoints: CheckpointInterval
-    search: SearchPlan | None = None
 
     @property
     def stem(self) -> str:

@@ -6,18 +6,14 @@ Those of a dataset can be resolved alone.
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import Scores, TrainingEvent
-from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import (
-    BATCHES,
-    ON_GPU,
     completed,
-    completed_for_batches,
     recipe_notes,
     samples_on_gpu,
 )
@@ -27,14 +23,13 @@ from dpmac_cli.config.plan import (
     DataPlan,
     NetworkPlan,
     PrivacyPlan,
-    StepsPlan,
     TrainPlan,
     unit_of_privacy,
 )
 from dpmac_cli.config.settings import DATA, SETTINGS, Settings
 from dpmac_cli.config.sources import Values, given_settings, over, read_yaml
 from dpmac_cli.data.column_schema import TOKENS
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.data.registry import DATASETS, Dataset, Defaults
 from dpmac_cli.data.schema import DataFacts, InMemoryData, Source
 from dpmac_cli.data.table_schema import TableSchema, read_schema
 from dpmac_cli.data.tokens import TextReader
@@ -44,6 +39,7 @@ from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.registry import BACKBONES
 from dpmac_cli.optim import OPTIMIZERS, Optimizer
 from dpmac_cli.storage.paths import data_folder
+from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.schedules import LossKind, Recipe
 
@@ -133,8 +129,8 @@ def _source(
     )
 
 
-#: A plan of private steps.
-Plan = TypeVar("Plan", bound=StepsPlan)
+#: Name of the batches of a program in place of a dataset, and records of them to process at a time.
+BATCHES, RECORDS_AT_A_TIME = "<batches>", 256
 
 
 @dataclass(frozen=True)
@@ -194,7 +190,7 @@ def resolve(
 
 def resolve_batches(
     records: int, keywords: dict[str, Any], earlier: tuple[TrainingEvent, ...] = ()
-) -> tuple[StepsPlan, tuple[str, ...]]:
+) -> tuple[TrainPlan, tuple[str, ...]]:
     """Resolve the settings of a training whose batches a program supplies.
 
     Args:
@@ -209,22 +205,24 @@ def resolve_batches(
         InputError: lists every fault found.
         BudgetError: no noise meets the target epsilon.
     """
-    given = Settings.model_validate(keywords)
-    settings = completed_for_batches(given, records)
-    on_gpu = given.physical_batch or ON_GPU
-    plan = StepsPlan(
-        settings=settings,
-        privacy=_privacy(settings, records, RECORD),
-        optimizer=_optimizer(settings),
-        recipe=_recipe(settings),
-        gpu_batch=on_gpu,
+    size = keywords["batch_size"]
+    facts = Dataset(
+        train_size=records,
+        test_size=0,
+        shape=(1, 1, 1),
+        task=Classification(("0", "1")),  # no setting of a step depends on it
+        mean=(),
+        std=(),
+        defaults=Defaults(keywords["model"], size, physical_batch=RECORDS_AT_A_TIME),
+        about="",
     )
-    raise_errors(checks.faults_of_steps(plan, records, BATCHES, settings.epochs))
-    plan = _calibrated(plan, earlier)
-    return plan, tuple(map(named, checks.notes_on_steps(plan, records, given.explicit)))
+    found = DataFacts(facts, BATCHES)
+    data = DataPlan(dataset=BATCHES, source=BATCHES, found=found, folder=Path())
+    resolved = resolve(keywords, earlier=earlier, data=data)
+    return resolved.plan, resolved.notes
 
 
-def _calibrated(plan: Plan, earlier: tuple[TrainingEvent, ...]) -> Plan:
+def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPlan:
     """Return a plan with the least noise for which the whole run costs at most the target epsilon.
 
     It also covers ``earlier`` events. Covered test scores cost at most as much as training.

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dpmac_cli.config.flags import (
+    NUMBER,
     Choice,
     Flags,
     Model,
@@ -34,6 +36,8 @@ from dpmac_cli.optim import OPTIMIZERS
 
 #: Settings whose values may have commas.
 WITH_COMMAS = ("classes", "feature_range", "unit", "class_weights")
+#: A range to draw numbers from.
+RANGE = re.compile(rf"({NUMBER}):({NUMBER})")
 #: Most combinations of values, each of which is validated before anything is trained.
 MOST = 10_000
 #: Values of each setting, by its name.
@@ -78,12 +82,14 @@ def listed_values(value: Any, option: Option) -> list[Any]:
     return [text] if option.name in WITH_COMMAS else [part.strip() for part in text.split(",")]
 
 
-def faults_of_values(given: Mapping[str, Sequence[Any]]) -> Iterator[str]:
-    """Yield the faults of single values of settings of a run."""
-    for name, value in ((name, value) for name, values in given.items() for value in values):
-        errors = list[str]()
-        valid(Settings, {name: value}, errors)
-        yield from errors
+def faults_of_values(given: Mapping[str, Sequence[Any]]) -> Iterable[str]:
+    """Return the faults of single values of settings of a run, without ranges to draw from."""
+    errors = list[str]()
+    for name, values in given.items():
+        for value in values:
+            if not RANGE.fullmatch(str(value)):
+                valid(Settings, {name: value}, errors)
+    return dict.fromkeys(errors)
 
 
 def resolved(
@@ -224,11 +230,10 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
         if name in given:
             errors.append(f"--{flag_name(name)} is of a single run, not of a study: leave it out.")
     errors += _faults_of_several(given)
-    if errors:
-        raise InputError([*errors, *faults_of_values(given)])
     known = {"paper": PAPERS, "all": tuple(OPTIMIZERS)}
     named = given.pop("optimizer", None) if "optimizers" not in own.explicit else None
     given.pop("optimizer", None)
+    raise_errors([*errors, *faults_of_values(given)])
     names = [one for name in named or own.optimizers for one in known.get(name, (name,))]
     few = len(own.seeds) == 1
     seeds = tuple(range(own.seeds[0])) if few else tuple(dict.fromkeys(own.seeds))

@@ -6,7 +6,6 @@ Every value is validated before anything is trained, and so is every combination
 import itertools
 import math
 import random
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +15,12 @@ from dpmac_cli.accounting.calibration import calibrate_search
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.config.defaults import EPSILON
-from dpmac_cli.config.flags import NUMBER, Flags, Option, flag_name
+from dpmac_cli.config.flags import Flags, Option, flag_name
 from dpmac_cli.config.plan import DataPlan, SearchPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, RECIPE, SETTINGS, TASK, MeanTrials
 from dpmac_cli.errors import InputError, raise_errors
-from dpmac_cli.studies.grid import MOST, faults_of_values, read_values, resolved
+from dpmac_cli.studies.grid import MOST, RANGE, faults_of_values, read_values, resolved
 
 #: Mean number of trials: of a search over given settings, and of one near the default.
 MEAN, MEAN_NEAR = 20, 4
@@ -53,7 +52,6 @@ SEARCHED: Mapping[str, Option] = {
     and name not in ("dataset", "recipe", "class_weights")
     and not option.switch
 }
-_RANGE = re.compile(rf"({NUMBER}):({NUMBER})")
 
 
 class SearchFlags(Flags, frozen=True):
@@ -164,10 +162,7 @@ def plan_search(
     drawn = tuple(_dimensions(values, errors))
     names = {dimension.name for dimension in drawn}
     shared = {n: of[0] for n, of in values.items() if n not in names} | {"cover_scores": True}
-    if errors:  # report faults of other settings, too
-        ranges = {dimension.name for dimension in drawn if dimension.between}
-        rest = {name: of for name, of in values.items() if name not in {*DECIDED, *ranges}}
-        raise_errors(dict.fromkeys([*errors, *faults_of_values(rest)]))
+    raise_errors(dict.fromkeys([*errors, *faults_of_values(values)]))
     mean = flags.trials
     if not drawn:
         drawn = (near_default(shared),)
@@ -196,7 +191,7 @@ def _dimensions(values: Mapping[str, list[Any]], errors: list[str]) -> Iterator[
     """Yield settings to draw, and add their faults to ``errors``."""
     for name, of in values.items():
         said = f"--{flag_name(name)} {','.join(map(str, of))}"
-        found = _RANGE.fullmatch(str(of[0])) if len(of) == 1 else None
+        found = RANGE.fullmatch(str(of[0])) if len(of) == 1 else None
         found = found if SETTINGS[name].kind in (int, float) else None
         if found is None and len(of) == 1:
             continue
