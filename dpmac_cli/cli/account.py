@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import StrictBool
@@ -70,14 +71,12 @@ class Question(Priced, frozen=True):
     """Target epsilon: solve for a setting that meets it."""
     accountant: Annotated[str, Choice(tuple(USED))] = DEFAULT_ACCOUNTANT
     """Accounting method."""
+    exclusive = (("epochs", "steps"), ("dataset", "dataset_size"))
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield the faults of flags that exclude each other."""
-        for one, other in (("epochs", "steps"), ("dataset", "dataset_size")):
-            if one in given and other in given:
-                flags = f"--{flag_name(one)} and --{flag_name(other)}"
-                yield f"{flags} contradict each other: give one."
+        yield from super().contradictions(given)
         if "dataset_size" in given and "dataset" not in given:
             yield from (f"--{n} needs --dataset." for n in ("recipe", "model") if n in given)
         lengths = given.keys() & {"epochs", "steps"}
@@ -186,13 +185,12 @@ class AccountFlags(Question, frozen=True):
     """Draw the trade-off curve of --risk (.png, .svg or .pdf). An existing file is replaced."""
     json: PrintJson = False  # type: ignore[assignment]
     debug: Debug = False
+    needs = MappingProxyType({"plot": ("risk",)})
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield the faults of flags that exclude each other."""
         yield from super().contradictions(given)
-        if "plot" in given and "risk" not in given:
-            yield "--plot draws the trade-off curve of --risk: add --risk."
         if "risk" in given and given.get("accountant") in ("rdp", "all"):
             yield "--risk needs privacy loss distributions: add --accountant pld."
 

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,6 +59,8 @@ class CompareFlags(Flags, frozen=True):
     json: PrintJson = False
     quiet: Quiet = False
     debug: Debug = False
+    not_both = MappingProxyType({("dry_run", "json"): "a plan has no table"})
+    needs = MappingProxyType({"cluster": ("executor",)})
 
 
 @with_options(
@@ -78,8 +81,8 @@ def compare(flags: CompareFlags, **given: Any) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible, 4 some
     run failed (the others are in the table), 130 interrupted (run the same command to resume).
     """
-    both = "--dry-run and --json contradict each other: a plan has no table. Give one."
-    raise_errors([*_faults_of_ray(flags), *[both] * (flags.dry_run and flags.json)])
+    if flags.executor == "ray":
+        raise_errors(fault_of_package("ray", "ray", "--executor ray"))
     with console.waiting(flags.quiet, "settings"):
         grid = plan(given, flags.config, flags.out / RUNS)
         planned = planned_runs(grid) if flags.dry_run else None
@@ -107,13 +110,6 @@ def compare(flags: CompareFlags, **given: Any) -> None:
         stop("interrupted; run the same command to resume.", INTERRUPTED)
     if failures:
         raise typer.Exit(MISFIT)
-
-
-def _faults_of_ray(flags: CompareFlags) -> Iterator[str]:
-    if flags.executor == "ray":
-        yield from fault_of_package("ray", "ray", "--executor ray")
-    elif flags.cluster is not None:
-        yield "--cluster is the address of a Ray cluster. Add --executor ray, or leave it out."
 
 
 def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[int, str], bool]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -67,6 +68,12 @@ class EvalFlags(Flags, frozen=True):
     data_dir: DataDir = None
     device: Device = "auto"
     debug: Debug = False
+    not_both = MappingProxyType(
+        dict.fromkeys(
+            (("audit", "dataset"), ("audit", "data_dir")),
+            "an audit scores guesses, not test samples",
+        )
+    )
 
 
 class PredictFlags(Flags, frozen=True):
@@ -103,9 +110,6 @@ def evaluate(flags: EvalFlags, run: Path) -> None:
     or the audit contradicts the guarantee.
     """
     if flags.audit:  # only reads files of the run
-        others = {"dataset": flags.dataset, "data-dir": flags.data_dir}
-        what = "--audit scores guesses, not test samples: leave out"
-        raise_errors(f"{what} --{name}." for name, value in others.items() if value is not None)
         with console.waiting(flags.json, "bounds"):
             from dpmac_cli.release.audit import read_audit  # noqa: PLC0415  (loads numpy)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.cli import console
@@ -10,7 +10,7 @@ from dpmac_cli.cli.options import stop, stop_request, take, with_options
 from dpmac_cli.config.flags import Flags, SomePath
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, Settings
 from dpmac_cli.config.sources import parse_settings
-from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
+from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, RunError
 from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.storage.files import to_json
 
@@ -32,6 +32,10 @@ class Start(Flags, frozen=True):
     network."""
     fork: SomePath | None = None
     """Continue from the run in this folder with other settings, in a new folder --out."""
+    exclusive = (("resume", "fork"),)
+    not_both = MappingProxyType(
+        dict.fromkeys((("resume", "config"), ("fork", "config")), "a run has its settings")
+    )
 
 
 @with_options(Start, SETTINGS)
@@ -71,7 +75,9 @@ def train(start: Start, **flags: Any) -> None:
 def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     resolved = None
     if run := start.resume or start.fork:
-        _check(start, run)
+        from dpmac_cli.runs.folder import check_run_folder  # noqa: PLC0415  (help need not wait)
+
+        check_run_folder(run, "--resume" if start.resume else "--fork")
         settings = Settings.model_validate(flags)
     else:
         shown = take(DisplayFlags, dict(flags))
@@ -101,18 +107,6 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     if json:
         console.print_result(to_json(finished.report))
     _end(finished)
-
-
-def _check(start: Start, run: Path) -> None:
-    """Reject flags that contradict the run to resume or fork, or a folder that has none."""
-    from dpmac_cli.runs import folder  # noqa: PLC0415  (help need not wait for it)
-
-    if start.resume and start.fork:
-        raise InputError("--resume and --fork contradict each other: give one.")
-    way = "--resume" if start.resume else "--fork"
-    if start.config:
-        raise InputError(f"{way} uses the settings of the run: leave out --config.")
-    folder.check_run_folder(run, way)
 
 
 def _end(finished: "Finished") -> None:

@@ -3,13 +3,13 @@
 import importlib.util
 import math
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
-from dpmac_cli.config.settings import DATA, NEEDS, OPTIMIZER, SETTINGS
+from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.data.schema import DataFacts, LeftOut, listed
 from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
@@ -24,14 +24,6 @@ MOST = 0.5
 DECLARE = "Declare a column of texts in the schema (NAME: {text: 128}), or leave it out."
 #: Number of classes to list in a note; the rest are counted.
 NAMED = 5
-
-
-def lonely(given: Mapping[str, object]) -> Iterator[str]:
-    """Yield faults of settings that need another setting."""
-    for name, needs in NEEDS.items():
-        if name in given and given.keys().isdisjoint(needs):
-            remedy = " or ".join(f"--{flag_name(other)}" for other in needs)
-            yield f"--{flag_name(name)} has no effect alone: add {remedy}, or leave it out."
 
 
 def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:

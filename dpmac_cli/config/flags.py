@@ -223,6 +223,12 @@ class Flags(BaseModel, frozen=True):
     )
     #: Groups of the help, each by its first field.
     sections: ClassVar[Mapping[str, str]] = {}
+    #: Groups of which one may be given.
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    #: Flags that contradict each other, and why.
+    not_both: ClassVar[Mapping[tuple[str, str], str]] = {}
+    #: Flags that need another one: one of these.
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     if TYPE_CHECKING:
         json = schema = cast("Any", None)
     else:
@@ -249,14 +255,29 @@ class Flags(BaseModel, frozen=True):
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults of flags that exclude each other, from given values by name."""
-        del given
-        yield from ()
+        """Yield the faults of flags that exclude or need each other, from given values by name."""
+        for group in cls.exclusive:
+            flags = [f"--{flag_name(name)}" for name in group if name in given]
+            if len(flags) > 1:
+                yield f"{' and '.join(flags)} contradict each other: give one."
+        for both, why in cls.not_both.items():
+            if given.keys() >= {*both}:
+                flags = [f"--{flag_name(name)}" for name in both]
+                yield f"{' and '.join(flags)} contradict each other: {why}. Give one."
+        yield from lonely(given, cls.needs)
 
     @property
     def explicit(self) -> Mapping[str, Any]:
         """Return the values that were set explicitly, by name."""
         return {n: getattr(self, n) for n in type(self).model_fields if n in self.model_fields_set}
+
+
+def lonely(given: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yield faults of settings that need another setting."""
+    for name, others in needs.items():
+        if name in given and given.keys().isdisjoint(others):
+            remedy = " or ".join(f"--{flag_name(other)}" for other in others)
+            yield f"--{flag_name(name)} has no effect alone: add {remedy}, or leave it out."
 
 
 def is_given(value: object) -> bool:

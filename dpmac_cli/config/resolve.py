@@ -17,7 +17,7 @@ from dpmac_cli.config.defaults import (
     recipe_notes,
     samples_on_gpu,
 )
-from dpmac_cli.config.flags import valid
+from dpmac_cli.config.flags import lonely, valid
 from dpmac_cli.config.plan import (
     CheckpointInterval,
     DataPlan,
@@ -26,7 +26,7 @@ from dpmac_cli.config.plan import (
     TrainPlan,
     unit_of_privacy,
 )
-from dpmac_cli.config.settings import DATA, SETTINGS, Settings
+from dpmac_cli.config.settings import DATA, NEEDS, SETTINGS, Settings
 from dpmac_cli.config.sources import Values, given_settings, over, read_yaml
 from dpmac_cli.data.column_schema import TOKENS
 from dpmac_cli.data.registry import DATASETS, Dataset, Defaults
@@ -181,7 +181,7 @@ def resolve(
     on_gpu = given.physical_batch or samples_on_gpu(completed_settings, data.facts)
     plan = make_plan(completed_settings, data, on_gpu)
     faults = checks.faults(plan, completed_settings.epochs)
-    raise_errors([*checks.lonely(given.explicit), *faults])
+    raise_errors([*lonely(given.explicit, NEEDS), *faults])
     plan = _calibrated(plan, earlier)
     notes = checks.notes_on_plan(plan, Settings.model_validate(flags).explicit)
     chosen = recipe_notes(given, data.facts)

@@ -4,7 +4,7 @@ A setting has the same name as a flag, as a YAML key and as a keyword. Imports n
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Self, get_args
@@ -22,7 +22,6 @@ from dpmac_cli.config.flags import (
     Option,
     Pattern,
     SomePath,
-    flag_name,
     options,
 )
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
@@ -163,6 +162,8 @@ class Settings(Priced, frozen=True):
         InputError: lists every invalid value and contradiction.
     """
 
+    exclusive = EXCLUSIVE
+    not_both = NOT_BOTH
     sections = MappingProxyType(
         {
             "dataset": TASK,
@@ -369,18 +370,6 @@ class Settings(Priced, frozen=True):
     """Print the report as JSON."""
     quiet: Quiet = False
     debug: Debug = False
-
-    @classmethod
-    def contradictions(cls, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the faults of settings that exclude each other."""
-        for group in EXCLUSIVE:
-            flags = [f"--{flag_name(name)}" for name in group if name in given]
-            if len(flags) > 1:
-                yield f"{' and '.join(flags)} contradict each other: give one."
-        for both, why in NOT_BOTH.items():
-            if given.keys() >= {*both}:
-                flags = [f"--{flag_name(name)}" for name in both]
-                yield f"{' and '.join(flags)} contradict each other: {why}. Give one."
 
     def replace(self, **changes: Any) -> Self:
         """Return these settings with others of the same type, which are not validated."""

@@ -152,7 +152,10 @@ def test_a_fork_goes_to_a_new_folder_and_says_what_it_is_of() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--config", "my.yaml"), "--fork uses the settings of the run: leave out --config"),
+        (
+            ("--config", "my.yaml"),
+            "--fork and --config contradict each other: a run has its settings",
+        ),
         (("--resume", "parent"), "--resume and --fork contradict each other: give one"),
         ((), "parent has already taken 3 steps, but 3 are requested. Set --epochs"),
         (("--lr", "0.01"), "or --steps (above 3)"),
