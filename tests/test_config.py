@@ -18,7 +18,7 @@ from dpmac_cli.config import resolve as resolving
 from dpmac_cli.config.flags import Option, flag_name, options
 from dpmac_cli.config.resolve import Resolved
 from dpmac_cli.config.settings import Count, Settings
-from dpmac_cli.config.sources import by_flag, by_setting, parse_settings, to_yaml
+from dpmac_cli.config.sources import by_flag, by_setting, given_settings, parse_settings, to_yaml
 from dpmac_cli.errors import InputError
 from dpmac_cli.optim import OPTIMIZERS
 from tests.conftest import OPTIMIZER_NAMES
@@ -541,5 +541,5 @@ def test_hyperparameters_have_the_types_of_the_settings(name: str) -> None:
 
 
 def test_a_recorded_setting_that_is_gone_is_named() -> None:
-    with pytest.raises(InputError, match="no-isolate in the checkpoint: this version of dpmac has"):
-        by_setting({"dataset": "digits", "no-isolate": True})
+    with pytest.raises(InputError, match="There is no setting 'no_isolate'"):
+        given_settings({}, by_setting({"dataset": "digits", "no-isolate": True}))

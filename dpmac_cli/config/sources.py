@@ -7,8 +7,8 @@ from typing import Any
 
 from dpmac_cli.config.flags import flag_name, is_given, valid
 from dpmac_cli.config.named import RECIPES, file_of
-from dpmac_cli.config.settings import EXCLUSIVE, OWN_MODEL, SETTINGS, Settings
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.config.settings import EXCLUSIVE, OWN_MODEL, Settings
+from dpmac_cli.errors import raise_errors
 
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
@@ -77,19 +77,8 @@ def by_flag(settings: Values) -> dict[str, Any]:
 
 
 def by_setting(recorded: Values) -> dict[str, Any]:
-    """Return the settings of a file, which has them by the names of their flags.
-
-    Raises:
-        InputError: a setting of another version is not known.
-    """
-    named = {name.replace("-", "_"): value for name, value in recorded.items()}
-    gone = [name for name, value in named.items() if name not in SETTINGS and value is not False]
-    if gone:
-        raise InputError(
-            f"{' and '.join(map(flag_name, gone))} in the checkpoint: this version of dpmac has no "
-            "such setting. Resume with the version that started the run, or start a new run."
-        )
-    return {name: value for name, value in named.items() if name in SETTINGS}
+    """Return the settings of a file, which has them by the names of their flags."""
+    return {name.replace("-", "_"): value for name, value in recorded.items()}
 
 
 def given_settings(flags: Values, below: Path | Values | None = None) -> Settings:
