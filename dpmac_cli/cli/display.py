@@ -246,20 +246,6 @@ def as_table(found: results.Table) -> Table:
     return table
 
 
-def metrics_table(
-    values: Mapping[str, float], intervals: Mapping[str, tuple[float, float]]
-) -> Table:
-    """Return test metrics, one per row, with their intervals."""
-    table = Table("metric")
-    table.add_column("value", justify="right", style="bold")
-    table.add_column("95% interval", justify="right")
-    for name, value in values.items():
-        metric = METRICS[name]
-        ends = " to ".join(map(metric.text, intervals.get(name, (math.nan,))))
-        table.add_row(metric.title, metric.text(value), ends)
-    return table
-
-
 def follow(
     events: Iterator[RunEvent],
     display: RunDisplay,

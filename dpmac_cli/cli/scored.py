@@ -32,6 +32,7 @@ from dpmac_cli.errors import MISFIT, counted, raise_errors
 from dpmac_cli.runs.folder import CARD, WANTED_MODEL
 from dpmac_cli.storage.files import finite_or_none, to_json
 from dpmac_cli.tasks.known import METRICS
+from dpmac_cli.tasks.task import Table
 
 if TYPE_CHECKING:
     from dpmac_cli.release.audit import Audit
@@ -206,9 +207,16 @@ def _show(scored: "Scored", json: bool) -> None:
         f"{headline.text(values[headline.name])}, loss {result.loss:.4f}, "
         f"{result.samples:,} {'held-out ' * scored.held_out}samples"
     )
-    out.print(display.metrics_table(values, intervals))
-    if (table := results.table()) is not None:
-        out.print(display.as_table(table))
+    cells = (
+        (
+            METRICS[name].title,
+            METRICS[name].text(value),
+            " to ".join(map(METRICS[name].text, intervals.get(name, (math.nan,)))),
+        )
+        for name, value in values.items()
+    )
+    metrics = Table("", ("value", "95% interval"), tuple(cells), bold=("value",))
+    out.print(*map(display.as_table, filter(None, (metrics, results.table()))), sep="\n")
     if card.is_file():
         out.print(f"model card, with the privacy guarantee: {card}")
 
