@@ -50,6 +50,8 @@ ADVICE = {
     "category": "declare it, or a range of numbers, or missing_words in the schema",
 }
 Cells = dict[str, pa.Array]
+#: Range of inputs that are 0 or 1, which standardisation does not change.
+FLAG = (-1.0, 1.0)
 
 
 class TableRows:
@@ -224,80 +226,65 @@ def _inputs(
         [f"The column {name} contains numbers" for name in texts if not has_text(rows.cells[name])],
         " Declare their range in the schema instead of text: {range: [LOW, HIGH]}.",
     )
-    x = np.zeros((len(rows), sum(column.inputs for column in columns)))
-    low, high, first = np.full(x.shape[1], -1.0), np.ones(x.shape[1]), 0
+    x, ends = list[NDArray[Any]](), list[tuple[float, float]]()
     for column in columns:
-        here = slice(first, first + column.inputs)
-        first += column.inputs
-        if column.type == "text" and reader is not None:
-            missing = _add_tokens(column, rows.cells[column.name], reader, x[:, here])
-            low[here], high[here] = reader.ends
-        else:
-            missing, (low[here.start], high[here.start]) = _add_values(column, rows, x[:, here])
+        block, of_block, missing = _block(column, rows, reader)
+        x.append(block)
+        ends += [of_block] * block.shape[1]
         if column.missing == "input":
-            x[:, here.stop - 1], low[here.stop - 1], high[here.stop - 1] = missing, -1, 1
+            x.append(missing[:, None])
+            ends.append(FLAG)
         else:
             rows.add(f"no {'text' if column.type == 'text' else 'value'} in {column.name}", missing)
-    return x, low, high
+    low, high = np.array(ends, np.float64).T
+    return np.column_stack(x).astype(np.float64, copy=False), low, high
 
 
-def _add_values(
-    column: Column, rows: TableRows, x: CellNumbers
-) -> tuple[BoolArray, tuple[float, float]]:
-    """Write the inputs of a column; return where there is no value, and the ends of the first.
-
-    Flags are in [-1, 1], so that standardisation does not change them.
-    """
-    values, missing = values_in(rows.cells[column.name], column)
-    unread = np.isnan(values) & ~missing
+def _block(
+    column: Column, rows: TableRows, reader: TextReader | None
+) -> tuple[NDArray[Any], tuple[float, float], BoolArray]:
+    """Return a column as inputs, shape (records, inputs), their ends, and where it has no value."""
+    cells = rows.cells[column.name]
+    if column.type == "text" and reader is not None:
+        texts = [text or "" for text in decoded_cells(cells)]
+        missing = np.array([is_blank(text) for text in texts], np.bool_)
+        missing |= is_one_of(text_cells(cells), column.missing_words)
+        kept = ("" if m else text for m, text in zip(missing, texts, strict=True))
+        return as_inputs(kept, reader, column.text), reader.ends, missing
     if column.type == "category":
-        count = len(column.categories)
-        x[:, :count] = values[:, None] == np.arange(count)
-        x[:, count] = unread
-        return missing, (-1, 1)
-    rows.add(f"{_expected(column)} in {column.name}", unread, column)
+        values, missing = values_in(cells, column)
+        known = values[:, None] == np.arange(len(column.categories))
+        return np.column_stack([known, np.isnan(values) & ~missing]), FLAG, missing
+    values, missing = _values(column, rows)
     ends = (0.0, 1.0) if column.type == "boolean" else column.ends
     if column.type == "date":  # years until the last day
         values, ends = (ends[1] - values) / YEAR, (0, (ends[1] - ends[0]) / YEAR)
-    x[:, 0] = np.where(np.isnan(values), sum(ends) / 2, values)
-    return missing, ends
+    return np.where(np.isnan(values), sum(ends) / 2, values)[:, None], ends, missing
 
 
-def _expected(column: Column) -> str:
-    """Return what a cell is not that cannot be read."""
-    if column.type == "boolean":
-        return f"neither {' nor '.join(column.categories)}"
-    if column.type == "number":
-        return "no number"
-    written = "as in 2024-12-31" if column.format is None else f"in the format {column.format}"
-    return f"no date {written}"
-
-
-def _add_tokens(column: Column, cells: pa.Array, reader: TextReader, x: CellNumbers) -> BoolArray:
-    """Write the inputs of texts, and return where there is none."""
-    texts = [text or "" for text in decoded_cells(cells)]
-    missing = np.array([is_blank(text) for text in texts], np.bool_)
-    missing |= is_one_of(text_cells(cells), column.missing_words)
-    kept = ("" if m else text for m, text in zip(missing, texts, strict=True))
-    inputs = as_inputs(kept, reader, column.text)
-    x[:, : inputs.shape[1]] = inputs
-    return missing
+def _values(of: Column | Label, rows: TableRows) -> tuple[CellNumbers, BoolArray]:
+    """Return :func:`values_in`, and add where they cannot be read to ``rows``."""
+    values, missing = values_in(rows.cells[of.name], of)
+    expected = {"number": "no number", "category": "no class of the schema"}
+    if of.type == "boolean":
+        expected["boolean"] = f"neither {' nor '.join(of.values)}"
+    if isinstance(of, Column):
+        written = "as in 2024-12-31" if of.format is None else f"in the format {of.format}"
+        expected["date"] = f"no date {written}"
+    rows.add(f"{expected[of.type]} in {of.name}", np.isnan(values) & ~missing, of)
+    return values, missing
 
 
 def _targets(labels: Sequence[Label], rows: TableRows) -> NDArray[Any]:
     """Return classes, shape (records,), or numbers, shape (records, numbers)."""
     columns = []
     for label in labels:
-        values, missing = values_in(rows.cells[label.column], label)
-        unread = np.isnan(values) & ~missing
-        if label.range is None:
-            rows.add(f"no class of the schema in {label.column}", missing)
-            rows.add(f"no class of the schema in {label.column}", unread, label)
-            return np.where(np.isnan(values), NO_LABEL, values).astype(np.int64)
-        rows.add(f"no number in {label.column}", unread, label)
-        rows.add(f"no value in {label.column}", missing)
-        columns.append(np.where(np.isnan(values), sum(label.ends) / 2, values))
-    return np.stack(columns, 1)
+        values, missing = _values(label, rows)
+        rows.add(f"no value in {label.name}", missing)
+        unknown = NO_LABEL if label.range is None else sum(label.ends) / 2
+        columns.append(np.where(np.isnan(values), unknown, values))
+    y = np.stack(columns, 1)
+    return y[:, 0].astype(np.int64) if labels[0].range is None else y
 
 
 def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:
