@@ -147,8 +147,10 @@ class Step(Unshared):
             batch = self._draw()
             clipped = self._clip_and_sum(batch)
             noise = self._begin()
-            private = (self._release(clipped, block, noise) for block in self._blocks)
-            self._end(list(map(self._update, private, self._blocks)))
+            if noise is not None:  # at the first rank
+                private = (self._release(clipped, block, noise) for block in self._blocks)
+                self._end(list(map(self._update, private, self._blocks)))
+            self.share_state()
 
     def take(self) -> int:
         """Take a step and return its number; compare the network at the end of each epoch.
@@ -193,14 +195,10 @@ class Step(Unshared):
         self.geometry.begin(state.step, state.spread)
         return None if self.noise is None else self.noise.at(state.step)
 
-    def _release(self, clipped: Tensor, block: slice, noise: SeededNormals | None) -> PrivateMean:
-        """Return the private mean of some coordinates, from the rank with noise: lines 9 to 11."""
+    def _release(self, clipped: Tensor, block: slice, noise: SeededNormals) -> PrivateMean:
+        """Return the private mean of some coordinates: lines 9 to 11."""
         region = part_of(self.state.region, block)
-        if noise is not None:
-            private = self.mechanism.release(clipped[block], region, noise)
-        else:
-            private = self.mechanism.placeholder(region, clipped[block])
-        self._ranks.broadcast(private.value)
+        private = self.mechanism.release(clipped[block], region, noise)
         for hook in self.hooks:
             hook.hear(private, region, block)
         return private
@@ -225,8 +223,12 @@ class Step(Unshared):
         state.region = joined(state.region, parts)
         for hook in self.hooks:
             hook.end()
-        if state.step % self.plan.steps_per_epoch == 0:
-            self._ranks.agree([state.theta, state.region.centre, state.region.inverse])
+
+    def share_state(self) -> None:
+        """Give all ranks the first one's parameters and region, so that they clip to the same."""
+        region = self.state.region
+        for tensor in (self.state.theta, region.centre, region.inverse, region.factor):
+            self._ranks.broadcast(tensor)
 
     def check_finite(self) -> None:
         """Raise DivergedError if a parameter is not finite. Synchronises with the device."""
@@ -737,7 +739,13 @@ class ClippedGrad:
 
     def by_parameter(self, vector: Tensor) -> Mapping[str, Tensor]:
         """Return views of a vector, shape (d,), by the names of parameters, in their shapes."""
-        return dict(self._parts(vector))
+        named = self._objective.named_parameters()
+        names = {id(p): name.removeprefix("network.") for name, p in named}
+        return {
+            names[id(p)]: vector[layer.start : layer.stop][layer.slices[key]].view(p.shape)
+            for layer in self._ready.clipped_sum.layers
+            for key, p in layer.parameters.items()
+        }
 
     def prepare(self, example: Batch) -> BatchSum:
         """Validate the network on the structure of a batch, whose values are not used."""
@@ -756,14 +764,6 @@ class ClippedGrad:
         if self._sums is None:
             raise ModelError("The network is validated on the first batch: call prepare(batch).")
         return self._sums
-
-    def _parts(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
-        named = self._objective.named_parameters()
-        names = {id(p): name.removeprefix("network.") for name, p in named}
-        for layer in self._ready.clipped_sum.layers:
-            for key, slot in layer.slices.items():
-                p = layer.parameters[key]
-                yield names[id(p)], vector[layer.start : layer.stop][slot].view(p.shape)
 
 
 def clipped_grad(

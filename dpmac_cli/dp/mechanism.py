@@ -113,12 +113,6 @@ class GaussianMechanism:
         mean = torch.add(region.centre, value, alpha=1 / self.expected_batch)
         return PrivateMean(mean.to(b.dtype), b, self.noise_multiplier / self.expected_batch)
 
-    def placeholder(self, region: Ellipsoid, like: Tensor) -> PrivateMean:
-        """Return a private mean to receive a value that another process released."""
-        b = region.scale
-        ratio = self.noise_multiplier / self.expected_batch
-        return PrivateMean(torch.empty_like(like, dtype=b.dtype), b, ratio)
-
     def _add_noise(self, value: Tensor, b: Tensor, noise: SeededNormals) -> None:
         """Add sigma b z to the sum in place: line 9 in gradient space."""
         if self.noise_multiplier > 0:

@@ -99,8 +99,7 @@ def _agree(ranks: Ranks, plan: TrainPlan, task: PreparedRun, trainer: Trainer) -
             "devices, libraries, threads and environment variables on every machine, and run the "
             "command again."
         )
-    for _, tensor in sorted(trainer.state.tensors().items()):
-        ranks.broadcast(tensor)
+    trainer.share_state()
 
 
 def _records(plan: TrainPlan, data: Data) -> str:

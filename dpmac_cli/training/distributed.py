@@ -2,15 +2,15 @@
 
 Only rank 0 has the run's secrets: it draws batches and noise, writes files and prints. In every
 step, each rank gets its share of one global batch, the clipped sums are added up at rank 0, noise
-is added there once, and the private mean is sent to all ranks. Every rank computes the same next
-parameters and ellipsoid from it, so the guarantee does not depend on the number of ranks.
+is added there once, and the next parameters and ellipsoid are sent to all ranks. So the guarantee
+does not depend on the number of ranks.
 """
 
 import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -90,20 +90,6 @@ class Ranks:
         said = torch.tensor([number])
         self._meet(dist.all_reduce, said, dist.ReduceOp.MIN)
         return int(said)
-
-    def agree(self, tensors: Iterable[Tensor]) -> None:
-        """Raise RunError unless tensors are bitwise equal at every rank.
-
-        Otherwise samples could be clipped to other regions than the noise is scaled for.
-        """
-        if self.size == 1:
-            return
-        sums = torch.stack([t.detach().reshape(-1).view(torch.int32).sum().cpu() for t in tensors])
-        if not self.alike(sums).all():
-            raise RunError(
-                "The processes of this run diverged: they computed different parameters from the "
-                "same private means. Use the same hardware and the same torch for all of them."
-            )
 
     def alike(self, numbers: Tensor) -> Tensor:
         """Return a mask of the integers that are the same at every rank."""
