@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.data import dataset, decoding
+from dpmac_cli.data import dataset, image_folder
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
@@ -115,9 +115,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(row)
         return plain(file, row, path, levels)
 
-    plain = decoding.decode_into
-    monkeypatch.setattr(decoding, "decode_into", watched)
-    monkeypatch.setattr(decoding, "FEW", 1000)
+    plain = image_folder.decode_into
+    monkeypatch.setattr(image_folder, "decode_into", watched)
+    monkeypatch.setattr(image_folder, "FEW", 1000)
     return seen
 
 
@@ -182,8 +182,8 @@ def test_processes_share_the_work_and_two_runs_share_one_file(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     photos(Path("photos"), 300)
-    monkeypatch.setattr(decoding, "FEW", 16)
-    monkeypatch.setattr(decoding, "usable_cores", lambda: 2)
+    monkeypatch.setattr(image_folder, "FEW", 16)
+    monkeypatch.setattr(image_folder, "usable_cores", lambda: 2)
     seen: list[Computing] = []
     found: list[Any] = []
 

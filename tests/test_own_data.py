@@ -33,10 +33,10 @@ from dpmac_cli import (
     train,
 )
 from dpmac_cli.data import user_data
-from dpmac_cli.data.canonical import units_in
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.table_schema import schema_of
+from dpmac_cli.data.units import units_in
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.storage.cache import Rows
 from tests.helpers import load

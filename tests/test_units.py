@@ -18,10 +18,9 @@ from torch import nn
 from dpmac_cli import ArrayData
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data import user_data
-from dpmac_cli.data.canonical import units_in
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.units import units_of
+from dpmac_cli.data.units import units_in, units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from dpmac_cli.optim import OPTIMIZERS

@@ -13,11 +13,10 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import ArrayLike, NDArray
 
-from dpmac_cli.data.canonical import units_in
-from dpmac_cli.data.complaints import NAMED, escaped, refuse
 from dpmac_cli.data.ranges import remarks_on_ranges
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import (
+    NAMED,
     NONE_LEFT_OUT,
     STANDARDS,
     DataFacts,
@@ -25,6 +24,8 @@ from dpmac_cli.data.schema import (
     Records,
     Signs,
     Source,
+    escaped,
+    refuse,
 )
 from dpmac_cli.data.targets import (
     CLASSES,
@@ -36,6 +37,7 @@ from dpmac_cli.data.targets import (
     targets_in,
     without_targets,
 )
+from dpmac_cli.data.units import units_in
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.storage.cache import Rows
 from dpmac_cli.tasks.classification import Classification

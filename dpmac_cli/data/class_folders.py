@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.canonical import unit_name
-from dpmac_cli.data.complaints import complaints, some_of
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.schema import Source, complaints, some_of
 from dpmac_cli.data.targets import check_classes
+from dpmac_cli.data.units import unit_name
 from dpmac_cli.errors import InputError, raise_errors
 
 TRAIN, TESTS = "train", ("test", "validation", "val")

@@ -1,26 +1,43 @@
-"""Datasets of images in folders named after their classes, at any depth."""
+"""Datasets of images in folders named after their classes, decoded into a file of rows."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dpmac_cli.data.class_folders import UNLESS_SKIPPED, ClassFolders, FoundFile
-from dpmac_cli.data.complaints import complaints
-from dpmac_cli.data.decoding import decoded, looked_at, size_of, usable_cores
-from dpmac_cli.data.schema import Source
-from dpmac_cli.errors import raise_errors
-from dpmac_cli.storage.cache import WHOLE, Rows, complete, kept_file
+from dpmac_cli.data.schema import Source, complaints
+from dpmac_cli.errors import RunError, raise_errors
+from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, complete, kept_file
 from dpmac_cli.storage.paths import cache_folder
-from dpmac_cli.storage.progress import outcome
+from dpmac_cli.storage.progress import Computing, outcome
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Seen = TypeVar("Seen")
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 #: Pillow's modes without colour. Modes such as I;16 are matched by the part before the semicolon.
 GREY = ("1", "L", "LA", "I", "F")
+#: Formats whose 16-bit images Pillow opens as 32 bits per pixel.
+DEEP = ("PNG", "PPM")
+#: Formats in which further pictures belong to the first one, such as its depth.
+COMPANIONS = ("MPO",)
+#: EXIF's tag of the orientation, and the turns of its values as numbers of Image.Transpose. Pillow
+#: turns TIFF itself.
+ORIENTATION, TURNS = 0x0112, {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+BITS_PER_SAMPLE, WHITE = 258, 65535
+#: Largest number of images that are decoded without worker processes.
+FEW = 128
+#: Number of images that a process decodes between reports of progress.
+AT_A_TIME = 16
 #: Version of the decoding, which is part of the cached file's name.
 VERSION = 3
 
@@ -94,3 +111,127 @@ def _survey(source: Source, images: Sequence[FoundFile], said: list[str]) -> tup
         )
     height, width = next(iter(sizes), (0, 0))
     return channels, height, width
+
+
+def decoded(
+    rows: RowFile, paths: Sequence[str], levels: int | None = None
+) -> Generator[Computing, None, dict[int, str]]:
+    """Decode images into a file with one row per image.
+
+    Args:
+        levels: see :func:`decode`.
+
+    Returns:
+        Why images could not be decoded, by their rows.
+    """
+    import torch  # noqa: PLC0415  (it takes a second)
+    from torch.utils.data import DataLoader  # noqa: PLC0415
+
+    def decode_some(some: Sequence[int]) -> dict[int, str]:
+        found = {row: decode_into(rows, row, paths[row], levels) for row in some}
+        return {row: f"{paths[row]} {fault}" for row, fault in found.items() if fault}
+
+    several, faults, done = len(rows) > FEW, dict[int, str](), 0
+    loader: Iterable[dict[int, str]] = DataLoader(
+        range(len(rows)),  # type: ignore[arg-type]
+        AT_A_TIME,
+        collate_fn=decode_some,
+        num_workers=usable_cores() if several else 0,
+        multiprocessing_context="fork" if several else None,  # they share the mapped file
+        generator=torch.Generator(),  # not the global one, from which seeds would be drawn
+    )
+    try:
+        for found in loader:
+            faults |= found
+            done = min(done + AT_A_TIME, len(rows))
+            yield Computing(done, len(rows), rows.path.parent, what="images")
+    except RuntimeError as failure:
+        raise RunError(
+            f"A process that decodes images has ended ({failure}). If memory ran out, free some, "
+            "and run the command again."
+        ) from failure
+    return faults
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def decode_into(rows: RowFile, row: int, path: str, levels: int | None = None) -> str | None:
+    """Decode an image into its row, or return why it cannot be decoded. Raises OSError."""
+    found = looked_at(path, lambda opened: decode(opened, rows.shape, levels))
+    if isinstance(found, str):
+        return found
+    rows.write(row, found)
+    return None
+
+
+def decode(opened: "Image", shape: tuple[int, ...], levels: int | None = None) -> NDArray[np.uint8]:
+    """Return an image upright as (channels, height, width), resized if its size differs.
+
+    Args:
+        levels: value of white in grey images with 16 bits per pixel; None for the largest one that
+            the file's format can hold.
+
+    Raises:
+        ValueError: ``levels`` cannot be applied to a colour image with 16 bits per channel.
+    """
+    from PIL import Image  # noqa: PLC0415  (only pictures need it)
+
+    (channels, height, width), turn = shape, turn_of(opened)
+    if opened.mode.startswith("I"):  # 16 bits: map white to 255; Pillow would clip at 255
+        pixels = np.rint(np.asarray(opened) / ((levels or _white(opened)) / 255))
+        opened = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    elif levels is not None and any("16" in str(tile[3]) for tile in getattr(opened, "tile", ())):
+        raise ValueError("--levels is for grey images; save colours with 8 bits per channel")
+    mode = "L" if channels == 1 else "RGB"
+    image = opened if opened.mode == mode else opened.convert(mode)
+    if turn is not None:
+        image = image.transpose(Image.Transpose(turn))
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    result: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
+    return result.transpose(2, 0, 1)
+
+
+def _white(opened: "Image") -> int:
+    """Return the largest value of a grey image: TIFF also stores 12 bits per pixel."""
+    bits = getattr(opened, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))
+    return min(WHITE, (1 << int(max(bits))) - 1)
+
+
+def turn_of(opened: "Image") -> int | None:
+    """Return how to turn an image upright, as its EXIF says; None if it is upright."""
+    from PIL import Image  # noqa: PLC0415  (only pictures need it)
+
+    if opened.format == "TIFF":
+        return None
+    try:  # not opened.getexif(), which decodes a PNG to look for EXIF behind its pixels
+        return TURNS.get(Image.Image.getexif(opened).get(ORIENTATION, 1))
+    except Exception:  # noqa: BLE001  (malformed EXIF says nothing)
+        return None
+
+
+def size_of(opened: "Image") -> tuple[int, int]:
+    """Return the width and height of an image once it is upright."""
+    width, height = opened.size
+    return (height, width) if turn_of(opened) in (2, 4, 5, 6) else (width, height)
+
+
+def looked_at(path: str, look: "Callable[[Image], Seen]") -> "Seen | str":
+    """Open an image and return the result of ``look``, or why it cannot be read."""
+    from PIL import Image, UnidentifiedImageError  # noqa: PLC0415  (only pictures need it)
+
+    try:
+        with open(path, "rb") as file, Image.open(file) as image:
+            if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
+                fault = "has 32 bits per pixel, for which there is no public range"
+                return f"{fault} (save it with 8 or 16 bits)"
+            if getattr(image, "is_animated", False) and image.format not in COMPANIONS:
+                return "has several frames or pages (save each as a file of its own)"
+            return look(image)
+    except UnidentifiedImageError:  # its message names an object of Python
+        return "cannot be read as an image (damaged, or of an unknown format)"
+    except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
+        return f"cannot be read as an image ({getattr(failure, 'strerror', None) or failure})"

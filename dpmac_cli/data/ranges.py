@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.complaints import NAMED, escaped
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.schema import NAMED, Source, escaped
 from dpmac_cli.tasks.regression import Regression
 
 #: Share of the values of a column that counts as nearly all.

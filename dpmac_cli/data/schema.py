@@ -1,4 +1,4 @@
-"""Description of your own dataset: its path, how to read it, and its facts. Loads nothing."""
+"""Your own dataset: how to read it, its facts, and messages about its faults. Loads nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.tokens import TextReader
-from dpmac_cli.errors import counted
+from dpmac_cli.errors import counted, raise_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 #: File name suffixes of tables.
 TABLES = (".csv", ".tsv", ".parquet")
 
+#: Number of faults of one kind to list.
+NAMED = 5
 #: Public constants that images in [0, 1] may be standardised with: means and deviations.
 STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "half": ((0.5,), (0.5,)),  # [0, 1] to [-1, 1]
@@ -148,3 +150,30 @@ class DataFacts:
 def listed(parts: Sequence[str]) -> str:
     """Return names as a phrase: "channels, image size and classes"."""
     return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
+
+
+def escaped(text: str) -> str:
+    """Return text with escapes for characters that a terminal may take for commands."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def some_of(faults: Sequence[str]) -> list[str]:
+    """Return a text that lists some faults of one kind and counts the rest; [] for none."""
+    faults = [escaped(fault) for fault in faults]
+    more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
+    return [f"{'; '.join(faults[:NAMED])}{more}"] if faults else []
+
+
+def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
+    """Return a sentence like :func:`some_of`, with what to do; [] for none."""
+    return [f"{text}.{remedy}" for text in some_of(faults)]
+
+
+def refuse(faults: Sequence[str], remedy: str = "") -> None:
+    """Raise for faults of one kind."""
+    raise_errors(complaints(faults, remedy))
+
+
+def left_out(descriptions: Sequence[str]) -> LeftOut:
+    """Return records that are left out, given a description of each that says why."""
+    return LeftOut(tuple(descriptions), tuple(some_of(descriptions)))

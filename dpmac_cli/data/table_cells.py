@@ -12,8 +12,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import compute
 
-from dpmac_cli.data.canonical import MISSING
 from dpmac_cli.data.column_schema import EPOCH, ISO_DATE, Column, Label, Written
+from dpmac_cli.data.units import MISSING
 
 CellNumbers = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.column_schema import faults_of_range
-from dpmac_cli.data.complaints import NAMED, refuse
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.schema import NAMED, Source, refuse
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.regression import Regression

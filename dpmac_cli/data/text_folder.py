@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.canonical import Faults
 from dpmac_cli.data.class_folders import ClassFolders
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.texts import as_inputs, is_blank
 from dpmac_cli.data.tokens import TextReader
+from dpmac_cli.data.units import Faults
 
 SUFFIX = ".txt"
 

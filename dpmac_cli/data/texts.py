@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.complaints import refuse
+from dpmac_cli.data.schema import refuse
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.data.writing import WRITTEN, how_written
 from dpmac_cli.errors import InputError

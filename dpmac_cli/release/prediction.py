@@ -17,14 +17,20 @@ from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.resolve import resolve_data
 from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
 from dpmac_cli.data.class_folders import is_hidden
-from dpmac_cli.data.complaints import complaints, left_out, refuse
 from dpmac_cli.data.dataset import Data, standardisation
-from dpmac_cli.data.decoding import decode, looked_at, size_of, usable_cores
-from dpmac_cli.data.image_folder import GREY, SUFFIXES
+from dpmac_cli.data.image_folder import GREY, SUFFIXES, decode, looked_at, size_of, usable_cores
 from dpmac_cli.data.in_memory import as_array
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import Dataset
-from dpmac_cli.data.schema import NONE_LEFT_OUT, TABLES, InMemoryData, LeftOut
+from dpmac_cli.data.schema import (
+    NONE_LEFT_OUT,
+    TABLES,
+    InMemoryData,
+    LeftOut,
+    complaints,
+    left_out,
+    refuse,
+)
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.text_folder import SUFFIX, read_new_files
 from dpmac_cli.data.texts import read_arrays

@@ -21,7 +21,7 @@ import torch
 import torch.multiprocessing as processes
 
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.data.decoding import usable_cores
+from dpmac_cli.data.image_folder import usable_cores
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import DpmacError, InputError, explain_os_error, named_as_flags
