@@ -158,14 +158,12 @@ def _solved(
     return event
 
 
-def account_notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
+def account_notes(row: Row, accountant: str) -> Iterator[str]:
     """Yield what is legal, but probably not what was meant; ``accountant`` was asked for."""
-    for delta, size in dict.fromkeys((row.delta, row.dataset_size) for row in rows):
-        if size is not None:
-            yield from delta_note(delta, size)
+    if row.dataset_size is not None:
+        yield from delta_note(row.delta, row.dataset_size)
     if DEFAULT_ACCOUNTANT in USED[accountant]:
-        by_rdp = (accountant_note(row.events, row.delta) for row in rows)
-        yield from dict.fromkeys(itertools.chain.from_iterable(by_rdp))
+        yield from accountant_note(row.events, row.delta)
 
 
 #: Relative difference of epsilon that is allowed between versions of an accountant.
@@ -237,7 +235,8 @@ def account(run: Path | None, **given: Any) -> None:
             rows = [_with_risk(row) for row in rows]
         if flags.plot:
             write_figure(trade_offs(rows), flags.plot)
-    console.print_notes([*notes, *account_notes(rows, flags.accountant)])
+    of_rows = (note for row in rows for note in account_notes(row, flags.accountant))
+    console.print_notes(dict.fromkeys([*notes, *of_rows]))
     if flags.json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
     else:

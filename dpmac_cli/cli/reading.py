@@ -1,7 +1,7 @@
 """Commands that only read: card, report, recipes, env, schema and cache."""
 
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from dpmac_cli.cli.options import (
     faults_of_file,
     with_options,
 )
-from dpmac_cli.config.flags import Choice, Flags, SomePath, near
+from dpmac_cli.config.flags import Choice, Flags, Several, SomePath, near
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
 from dpmac_cli.config.settings import (
     Debug,
@@ -175,7 +175,7 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-Named = str | None
+Named = Several[str] | None
 
 
 class Columns(Flags, frozen=True):
@@ -227,24 +227,13 @@ def schema(flags: Columns, file: Path) -> None:
     from dpmac_cli.data.table import column_kinds  # noqa: PLC0415
 
     kinds = column_kinds(CsvFile(file, flags.encoding))
-    typed = {
-        **{"label": flags.label, "drop": flags.drop, "text": flags.text, "date": flags.date},
-        "boolean": flags.boolean,
-    }
-    named = {flag: _names_in(text, kinds) for flag, text in typed.items()}
+    named = {n: [*of] for n, of in flags.explicit.items() if isinstance(of, tuple)}
     raise_errors(_faults_of_columns(named, kinds, file))
-    labels, drop = named.pop("label"), named.pop("drop")
+    labels, drop = named.pop("label", []), named.pop("drop", [])
     kinds |= {name: flag for flag, names in named.items() for name in names}
     # A schema is read as UTF-8, whatever the encoding of the terminal that wrote it.
     escaped = (sys.stdout.encoding or "").lower() != "utf-8"
     console.print_result(draft(file, kinds, labels, drop, escaped, flags.encoding))
-
-
-def _names_in(text: str | None, columns: Container[str]) -> list[str]:
-    """Return the columns that a flag names; a single one may have commas in its name."""
-    if text is None or text in columns:
-        return [] if text is None else [text]
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _faults_of_columns(

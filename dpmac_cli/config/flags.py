@@ -100,7 +100,7 @@ def _not_empty(value: object) -> object:
 
 
 def _split(value: object) -> object:
-    return value.split(",") if isinstance(value, str) else value
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
 #: A path that is not empty.
