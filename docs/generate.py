@@ -24,9 +24,8 @@ from dpmac_cli.config.flags import Option, flag_name
 from dpmac_cli.config.plan import NOT_RECORDED
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import EXCLUSIVE, NOT_BOTH, SETTINGS, Settings
-from dpmac_cli.data.array_file import dataset_of
 from dpmac_cli.data.registry import DATASETS, Dataset
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.schema import Source, dataset_of
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report

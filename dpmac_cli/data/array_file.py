@@ -14,36 +14,32 @@ from numpy.lib import format as npy
 from numpy.typing import ArrayLike, NDArray
 
 from dpmac_cli.data.ranges import remarks_on_ranges
-from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import (
     NAMED,
     NONE_LEFT_OUT,
-    STANDARDS,
     DataFacts,
     LeftOut,
     Records,
     Signs,
     Source,
+    dataset_of,
     escaped,
     refuse,
 )
 from dpmac_cli.data.targets import (
     CLASSES,
     DECLARED,
-    classes_in,
     faults_of_array,
     faults_together,
     numbers_in,
     targets_in,
+    task_in,
     without_targets,
 )
 from dpmac_cli.data.units import units_in
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.storage.cache import Rows
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.language_model import LanguageModel
-from dpmac_cli.tasks.regression import SeveralNumbers
-from dpmac_cli.tasks.task import Task
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
@@ -58,12 +54,6 @@ ARRAYS = (
     *("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high"),
     *DECLARED,
 )
-
-
-#: Smallest height and width that the convolutional network can halve twice.
-LEAST_CNN = 8
-#: Height and width from which fewer images are processed at a time, to save memory.
-LARGE = 128
 
 
 def read_dataset(
@@ -92,35 +82,13 @@ def read_dataset(
     numbers = numbers_in(arrays, source)
     _check(arrays, source, len(numbers))
     left_out += _without_tested_units(arrays, source)
-    sides = [
-        Records(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
-        for side in SIDES
-        if f"x{side}" in arrays
-    ]
-    (x, y, units), held_out = sides[0], len(sides) == 1
-    if source.task is not None:
-        task: Task = LanguageModel()
-    else:
-        task = classes_in(arrays, source, found_classes) if not numbers else numbers[0]
-    task = SeveralNumbers.of(numbers) if len(numbers) > 1 else task
+    task = task_in(arrays, source, numbers, found_classes)
     # Classes that are not declared were read from the records; an array's type declares its shape.
     named = CLASSES in arrays or not isinstance(task, Classification)
-    is_numbers = _is_numbers(x)
     sizes = {"channels": source.channels, "image size": source.image_size}
+    x, units, is_numbers = arrays["x"], arrays.get("unit"), _is_numbers(arrays["x"])
     inferred = [n for n, size in sizes.items() if isinstance(x, Rows) and size is None]
-    contents = [_contents(part.x, part.y) for part in sides]
-    if held_out:
-        named_by = arrays.get("key") if units is None else units
-        keys = _keys(contents[0]) if named_by is None else map(os.fsencode, named_by.tolist())
-        tests = split(y, keys, None if named else task.names, source)
-        sides = [sides[0].at(~tests), sides[0].at(tests)]
-        contents = [np.array(contents[0], object)[some].tolist() for some in (~tests, tests)]
-    elif units is not None and (both := set(units.tolist()) & set(arrays["unit_test"].tolist())):
-        raise InputError(
-            f"{source.path}: {counted(len(both), 'unit')}, such as {min(both)}, "
-            f"{'has' if len(both) == 1 else 'have'} training and test records: use different units "
-            "for testing."
-        )
+    sides, contents = _sides(arrays, None if named else task.names, source)
     copies, tested = copies_among(contents)
     remarks = remarks_on_ranges(channels_first(x), arrays, source, numbers) if is_numbers else ()
     ends = _ends(arrays) if is_numbers else None
@@ -129,7 +97,7 @@ def read_dataset(
     return DataFacts(
         dataset_of(source, (train, test), _shape_of(x, source), task, ends, own),
         source.path.resolve().stem.strip("<>"),
-        held_out=held_out,
+        held_out="x_test" not in arrays,
         unit="" if units is None else source.unit or "unit",
         inferred=(*inferred, *["classes"] * (not named)),
         skipped=tuple(map(escaped, left_out.records)),
@@ -140,32 +108,33 @@ def read_dataset(
     )
 
 
-def dataset_of(
-    source: Source,
-    sizes: tuple[int, int],
-    shape: tuple[int, int, int],
-    task: Task,
-    ends: NDArray[np.float64] | None = None,
-    own: tuple[int, ...] = (),
-) -> Dataset:
-    """Return facts like those of the registry, with conservative defaults. Raises InputError.
+def _sides(
+    arrays: ArrayDict, classes: Sequence[str] | None, source: Source
+) -> tuple[list[Records], list[list[bytes]]]:
+    """Return training and test records, and their contents; some are held out if none are to test.
 
     Args:
-        sizes: numbers of units to train on and to test on.
-        ends: limits of the range of numbers, shape (2, columns); None for images.
-        own: shape of numbers in their array; () for images.
+        classes: class names; None if they are declared and need no record to train on.
     """
-    if ends is None:
-        constants = _constants(source, shape[0])
-    else:  # that scale numbers to [-1, 1], one per column
-        low, high = ends
-        constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
-    return Dataset(
-        *(*sizes, shape, task, *constants, _defaults(sizes[0], shape), "your own"),
-        levels=255 if ends is None else 1,
-        texts=source.layout,
-        own=own,
-    )
+    sides = [
+        Records(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
+        for side in SIDES
+        if f"x{side}" in arrays
+    ]
+    (_, y, units), contents = sides[0], [_contents(part.x, part.y) for part in sides]
+    if len(sides) == 1:
+        named_by = arrays.get("key") if units is None else units
+        keys = _keys(contents[0]) if named_by is None else map(os.fsencode, named_by.tolist())
+        tests = split(y, keys, classes, source)
+        sides = [sides[0].at(~tests), sides[0].at(tests)]
+        contents = [np.array(contents[0], object)[some].tolist() for some in (~tests, tests)]
+    elif units is not None and (both := set(units.tolist()) & set(arrays["unit_test"].tolist())):
+        raise InputError(
+            f"{source.path}: {counted(len(both), 'unit')}, such as {min(both)}, "
+            f"{'has' if len(both) == 1 else 'have'} training and test records: use different units "
+            "for testing."
+        )
+    return sides, contents
 
 
 def _shape_of(x: Any, source: Source) -> tuple[int, int, int]:
@@ -419,25 +388,3 @@ def channels_first(x: Any) -> Any:
     if x.shape[3] not in (1, 3):
         return x
     return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
-
-
-def _defaults(train: int, shape: tuple[int, int, int]) -> Defaults:
-    """Return the default settings for ``train`` units with records of a shape."""
-    batch = -(-train // STEPS_PER_EPOCH)
-    if min(shape[1:]) < LEAST_CNN:
-        return Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
-    physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
-    return Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
-
-
-def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the chosen mean and standard deviation per channel. Raises InputError."""
-    mean, std = STANDARDS[source.standardise]
-    if len(mean) == 1:
-        return mean * channels, std * channels
-    if len(mean) != channels:
-        raise InputError(
-            f"--standardise {source.standardise} is for {len(mean)} channels, but the images of "
-            f"{source.path} have {channels}. Use --standardise half."
-        )
-    return mean, std

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.tokens import TextReader
-from dpmac_cli.errors import counted, raise_errors
+from dpmac_cli.errors import InputError, counted, raise_errors
+from dpmac_cli.tasks.task import Task
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,6 +20,10 @@ TABLES = (".csv", ".tsv", ".parquet")
 
 #: Number of faults of one kind to list.
 NAMED = 5
+#: Smallest height and width that the convolutional network can halve twice.
+LEAST_CNN = 8
+#: Height and width from which fewer images are processed at a time, to save memory.
+LARGE = 128
 #: Public constants that images in [0, 1] may be standardised with: means and deviations.
 STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "half": ((0.5,), (0.5,)),  # [0, 1] to [-1, 1]
@@ -177,3 +182,53 @@ def refuse(faults: Sequence[str], remedy: str = "") -> None:
 def left_out(descriptions: Sequence[str]) -> LeftOut:
     """Return records that are left out, given a description of each that says why."""
     return LeftOut(tuple(descriptions), tuple(some_of(descriptions)))
+
+
+def dataset_of(
+    source: Source,
+    sizes: tuple[int, int],
+    shape: tuple[int, int, int],
+    task: Task,
+    ends: "NDArray[Any] | None" = None,
+    own: tuple[int, ...] = (),
+) -> Dataset:
+    """Return facts like those of the registry, with conservative defaults. Raises InputError.
+
+    Args:
+        sizes: numbers of units to train on and to test on.
+        ends: limits of the range of numbers, shape (2, columns); None for images.
+        own: shape of numbers in their array; () for images.
+    """
+    if ends is None:
+        constants = _constants(source, shape[0])
+    else:  # that scale numbers to [-1, 1], one per column
+        low, high = ends
+        constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
+    return Dataset(
+        *(*sizes, shape, task, *constants, _defaults(sizes[0], shape), "your own"),
+        levels=255 if ends is None else 1,
+        texts=source.layout,
+        own=own,
+    )
+
+
+def _defaults(train: int, shape: tuple[int, int, int]) -> Defaults:
+    """Return the default settings for ``train`` units with records of a shape."""
+    batch = -(-train // STEPS_PER_EPOCH)
+    if min(shape[1:]) < LEAST_CNN:
+        return Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
+    physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
+    return Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
+
+
+def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the chosen mean and standard deviation per channel. Raises InputError."""
+    mean, std = STANDARDS[source.standardise]
+    if len(mean) == 1:
+        return mean * channels, std * channels
+    if len(mean) != channels:
+        raise InputError(
+            f"--standardise {source.standardise} is for {len(mean)} channels, but the images of "
+            f"{source.path} have {channels}. Use --standardise half."
+        )
+    return mean, std

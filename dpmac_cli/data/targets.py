@@ -11,7 +11,9 @@ from dpmac_cli.data.column_schema import faults_of_range
 from dpmac_cli.data.schema import NAMED, Source, refuse
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.tasks.classification import Classification
-from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.tasks.language_model import LanguageModel
+from dpmac_cli.tasks.regression import Regression, SeveralNumbers
+from dpmac_cli.tasks.task import Task
 
 #: Arrays that declare numbers to predict.
 DECLARED = ("target_low", "target_high", "target_transform", "target_name")
@@ -139,8 +141,14 @@ def faults_together(arrays: Arrays) -> Iterator[str]:
         yield f"y_test contains the label {min(tested - labels)}, which is not in y"
 
 
-def classes_in(arrays: Arrays, source: Source, found: Sequence[str]) -> Classification:
-    """Return the task of classes; names that were found are used if none are declared."""
+def task_in(
+    arrays: Arrays, source: Source, numbers: Sequence[Regression], found: Sequence[str]
+) -> Task:
+    """Return the task; names that were found are used if no classes are declared."""
+    if source.task is not None:
+        return LanguageModel()
+    if numbers:
+        return SeveralNumbers.of(numbers) if len(numbers) > 1 else numbers[0]
     numbered = [*map(str, range(1 + int(arrays["y"].max())))]
     names = tuple(map(str, arrays.get(CLASSES, found or numbered)))
     check_classes(names, source)
