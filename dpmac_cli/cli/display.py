@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -47,13 +47,14 @@ class RunDisplay:
         self._doubts = list[str]()
         self._warned = self._paced = False
         self._begun: tuple[int, float] | None = None
-        columns: list[str | ProgressColumn] = [
+        self._bar = bar(
             "{task.description}",
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-        ]
-        columns.append(TextColumn("{task.fields[figures]}", style="bold"))
-        self._bar = bar(*columns, console=console, expand=True)
+            TextColumn("{task.fields[figures]}", style="bold"),
+            console=console,
+            expand=True,
+        )
 
     def show(self, event: RunEvent) -> None:
         """Print a line for important events, and update the bar below."""

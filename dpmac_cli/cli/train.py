@@ -98,11 +98,9 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
             events = train(resolved.plan, asked, ranks=ranks)
-        elif start.resume:
-            events = resume(start.resume, settings, asked, ranks=ranks)
-        else:
-            assert start.fork is not None  # noqa: S101
-            events = fork(start.fork, settings, asked, ranks=ranks)
+        elif run:
+            way = resume if start.resume else fork
+            events = way(run, settings, asked, ranks=ranks)
         finished = follow(events, display, asked)
     if json:
         console.print_result(to_json(finished.report))
