@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from dpmac_cli import ball, clipped_grad
+from dpmac_cli import ball, clipped_grad, load_model
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.text_encoder import CausalModel, encoder_weights
 from tests.digits_runs import dpmac
@@ -123,6 +123,7 @@ def causal(family: str, limit: int = LIMIT) -> tuple[CausalModel, Tensor]:
     return network, text_inputs(f"./{family}", TEXTS, limit)[:, :, None, None]
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # of peft
 @pytest.mark.parametrize(
     ("family", "part"), [("gpt2", "lora"), ("llama", "norm"), ("qwen2", "all")]
 )
@@ -142,6 +143,14 @@ def test_a_folder_trains_on_the_texts_of_a_table(family: str, part: str) -> None
     assert len(rows) == 2
     assert all(row["predicted"] and float(row["perplexity"]) > 1 for row in rows)
     again = dpmac("eval", "run", "--json")
+    if part == "lora":
+        model = pytest.importorskip("peft").PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(family), "run"
+        )
+        own: Any = load_model("run").model.get_submodule("frozen")
+        ids = torch.tensor(read_encoder(f"./{family}").reader(LIMIT).tokens(["no pain"], LIMIT))
+        tokens = ids[ids > 0][None] - 1
+        assert torch.allclose(model(tokens, labels=tokens).loss, own.losses(ids), atol=1e-4)
     assert json.loads(again.stdout)["perplexity"] == pytest.approx(
         report["test"]["perplexity"], rel=1e-4
     )

@@ -217,7 +217,7 @@ def summary(event: Finished, metric: str) -> Iterator[Text]:
         yield NO_PRIVACY
     if report["audit"]:
         yield Text(sentences.AUDIT_RUN, style="bold red")
-    names = (*folder.PUBLISHED, folder.SUMS, folder.AUDIT)
+    names = (*folder.PUBLISHED, folder.SUMS, folder.AUDIT, folder.ADAPTER)
     yield Text(f"{where}: {', '.join(name for name in names if (where / name).exists())}")
     if event.state == "finished":
         # Exact scores of records that covered scores protect would undo that.

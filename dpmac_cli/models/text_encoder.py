@@ -26,8 +26,8 @@ from dpmac_cli.models.encoders import (
     transformers_config,
     weight_files,
 )
-from dpmac_cli.models.features import WithHead, by_threads
-from dpmac_cli.models.weights import PublicWeights, read_weights
+from dpmac_cli.models.features import LoraLinear, WithHead, by_threads
+from dpmac_cli.models.weights import PublicWeights, read_weights, stored
 
 
 def network_of(config: EncoderConfig) -> nn.Module:
@@ -279,6 +279,30 @@ class CausalModel(nn.Module):
                 odds = (logits / temperature).softmax(0) if temperature else logits == logits.max()
                 tokens = torch.cat([tokens, torch.multinomial(odds.double(), 1, generator=draws)])
             yield tokens[len(prompt) :].tolist()
+
+
+def adapter_of(network: WithHead, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the LoRA updates of a language model by their names in peft, and its configuration.
+
+    Both are empty without updates. ``kind`` is the name of the network that they are added to.
+    """
+    causal = network.frozen
+    layers = {n: of for n, of in causal.named_modules() if isinstance(of, LoraLinear)}
+    if not layers or not isinstance(causal, CausalModel):
+        return {}, {}
+    names = {n: n.removeprefix("network.") for n in layers}
+    tensors = {
+        f"base_model.model.{names[n]}.lora_{side}.weight": stored(part.weight)
+        for n, layer in layers.items()
+        for side, part in (("A", layer.down), ("B", layer.up))
+    }
+    (rank, alpha), *_ = ((of.down.out_features, of.scale) for of in layers.values())
+    return tensors, {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": kind},
+        **{"r": rank, "lora_alpha": alpha * rank, "lora_dropout": 0.0, "bias": "none"},
+        **{"target_modules": list(causal.family.lora), "inference_mode": True},
+        "fan_in_fan_out": bool(causal.family.transposed),
+    }
 
 
 def on_texts(texts: TextFeatures | CausalModel, head: nn.Module) -> WithHead:

@@ -8,10 +8,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+import safetensors.torch
+
 from dpmac_cli import __version__
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.models.encoders import TextEncoder
+from dpmac_cli.models.features import WithHead
+from dpmac_cli.models.text_encoder import adapter_of
 from dpmac_cli.release import audit, report
 from dpmac_cli.release.card import model_card
 from dpmac_cli.release.model_file import save_model
@@ -50,6 +54,7 @@ def publish(session: Session) -> Finished:
     facts = public_facts(plan, session.spent(), task, trainer.state.theta.numel())
     with trainer.published():
         save_model(where / folder.MODEL, task.model, facts.values())
+        _write_adapter(task, plan, where)
     exact = {} if scored is None else scored.values()
     written = _report(session, facts, exact)
     files.write_atomically(where / folder.CARD, model_card(written, task.model).encode())
@@ -58,6 +63,16 @@ def publish(session: Session) -> Finished:
     files.write_atomically(where / folder.REPORT, files.to_json(written.values()).encode())
     folder.seal(where)
     return Finished(written.values(), where, _state_of(session))
+
+
+def _write_adapter(task: PreparedRun, plan: TrainPlan, where: Path) -> None:
+    """Write the LoRA updates of a language model; nothing for other runs."""
+    if plan.data.facts.task.network is None or not isinstance(task.model, WithHead):
+        return
+    tensors, config = adapter_of(task.model, str(plan.recorded["backbone"]))
+    if tensors:
+        files.write_atomically(where / folder.ADAPTER, safetensors.torch.save(tensors))
+        files.write_atomically(where / folder.ADAPTER_CONFIG, files.to_json(config).encode())
 
 
 def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int) -> report.Facts:

@@ -35,7 +35,9 @@ LOCK = ".lock"
 LEDGER = "spent.json"
 #: Public files of a run, those for readers first.
 PUBLISHED = (MODEL, CARD, REPORT, METRICS, CONFIG)
-SEALED = (*PUBLISHED, AUDIT)
+#: LoRA updates of a language model, in the format of peft.
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+SEALED = (*PUBLISHED, AUDIT, ADAPTER, ADAPTER_CONFIG)
 #: Checksums of the public files, in the format of sha256sum.
 SUMS = "SHA256SUMS"
 
@@ -71,7 +73,7 @@ def is_published(run: Path) -> bool:
 
 def unpublish(run: Path) -> None:
     """Remove the files about a run's model, before that changes. Raises OSError."""
-    for name in (SUMS, REPORT, CARD, AUDIT):
+    for name in (SUMS, REPORT, CARD, AUDIT, ADAPTER, ADAPTER_CONFIG):
         (run / name).unlink(missing_ok=True)
 
 
