@@ -41,8 +41,8 @@ from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, joined, part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import BudgetError, DivergedError, InputError, ModelError, raise_errors
-from dpmac_cli.models.trial import BatchLoss, Objective, trained_parts
-from dpmac_cli.models.validation import validate_objective
+from dpmac_cli.models.trial import BatchLoss, Objective, Trial, trained_parts
+from dpmac_cli.models.validation import check_trial
 from dpmac_cli.optim import Optimizer
 from dpmac_cli.randomness.keystream import KEY_BYTES, Unshared, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
@@ -605,7 +605,7 @@ class PrivateStep(PrivateProgram):
         self.check_process()
         check_counted(self._model, self._loss, self._earlier)
         plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
-        validate_objective(objective, structure, isolated=plan.settings.isolate)
+        check_trial(objective, Trial(structure, None), isolated=plan.settings.isolate)
         steps = steps_of(plan, self._steps, _device_of(objective))
         secure = plan.settings.secure
         with full_float32():
@@ -751,7 +751,7 @@ class ClippedGrad:
         """Validate the network on the structure of a batch, whose values are not used."""
         check_rows(example, None)
         structure = Structure.of(example)
-        validate_objective(self._objective, structure, isolated=self._isolate)
+        check_trial(self._objective, Trial(structure, None), isolated=self._isolate)
         draws = LayerDraws(secrets.token_bytes(KEY_BYTES))
         with full_float32():
             self._sums = BatchSum(self._objective, structure, draws, self._physical, self._batch)

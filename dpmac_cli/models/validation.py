@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, tensors_in
+from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
 from dpmac_cli.dp.clipping.per_sample import constant_draws
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.fingerprint import Fingerprint
@@ -98,7 +98,7 @@ def check_trial(
     isolated: bool = False,
     built_in: bool = False,
 ) -> None:
-    """Reject a model on any samples: see :func:`check_model`."""
+    """Reject a model on any samples; it may return its own losses. See :func:`check_model`."""
     _check_parts(model, frozen)
     try:
         probe = copy.deepcopy(model)
@@ -381,14 +381,3 @@ def _mixed(model: nn.Module, name: str) -> ModelError:
         "dpmac trains on each sample alone, which bounds its influence. So it would be trained on "
         f"other values than you meant. {remedy}. If you mean it, add --isolate."
     )
-
-
-def validate_objective(objective: nn.Module, inputs: Structure, *, isolated: bool = False) -> None:
-    """Reject a network that returns its own losses: see :func:`check_model`.
-
-    Args:
-        objective: maps a batch to one loss per sample, shape (samples,). It is not changed.
-        inputs: structure of a sample.
-        isolated: the network may compute something else for a batch than for each sample alone.
-    """
-    check_trial(objective, Trial(inputs, None), isolated=isolated)

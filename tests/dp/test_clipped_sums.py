@@ -27,9 +27,9 @@ from dpmac_cli.dp.clipping.clipped_sum import (
     clip_limit,
     clip_weights,
 )
-from dpmac_cli.dp.clipping.forms import PerSampleGradients, held, in_pieces
+from dpmac_cli.dp.clipping.forms import Instantiated, PerSampleGradients
 from dpmac_cli.dp.clipping.ghost_clipping import UseSizes
-from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
+from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
@@ -284,7 +284,9 @@ def forms_with(a: Tensor, delta: Tensor) -> list[PerSampleGradients]:
     [layer] = find_layers(linear)
     g = torch.cat([(delta.unsqueeze(2) * a.unsqueeze(1)).flatten(1), delta], 1)
     outer = OuterProducts(delta.unsqueeze(1), a.unsqueeze(1), True)
-    return [outer, held([g]), in_pieces(layer, [Use.of(linear, a, delta)])]
+    groups = list(in_groups([Use.of(linear, a, delta)], 2))
+    pieces = Instantiated(lambda: (instantiate(layer, some) for some in groups))
+    return [outer, Instantiated(lambda: [[g]]), pieces]
 
 
 @pytest.mark.privacy

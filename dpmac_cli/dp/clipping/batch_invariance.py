@@ -155,20 +155,16 @@ def rows_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
     """
     few = [n for n in numbers if n <= 2 * LEAST_ROWS + 1] or numbers[-1:]
     trials = zip(range(0, TRIED, PERIOD), (numbers, *[few] * (TRIALS - 1)), strict=True)
-    return all(
-        _rows_alike(run, map_rows(itemgetter(slice(begin, begin + PERIOD)), base), some)
-        for begin, some in trials
-    )
-
-
-def _rows_alike(run: RunNetwork, base: Batch, numbers: list[int]) -> bool:
-    first: dict[tuple[int, int], Tensor] = {}
-    return all(_alike(first, run, base, n, shift) for n in numbers for shift in _shifts(n))
-
-
-def _shifts(number: int) -> range:
-    """Return how far to move the rows of a trial, so that a few rows are at several places, too."""
-    return range(PERIOD if number <= LEAST_ROWS else 1)
+    for begin, some in trials:
+        rows, first = (
+            map_rows(itemgetter(slice(begin, begin + PERIOD)), base),
+            dict[tuple[int, int], Tensor](),
+        )
+        # A few rows are at several places, too.
+        moved = ((n, shift) for n in some for shift in range(PERIOD if n <= LEAST_ROWS else 1))
+        if not all(_alike(first, run, rows, *each) for each in moved):
+            return False
+    return True
 
 
 def _alike(
@@ -176,7 +172,7 @@ def _alike(
     run: RunNetwork,
     base: Batch,
     number: int,
-    shift: int = 0,
+    shift: int,
 ) -> bool:
     """Run on a number of rows, moved by ``shift``; return whether results are the first ones."""
     same = True

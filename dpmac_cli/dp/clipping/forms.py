@@ -118,17 +118,6 @@ def _few(column: Tensor) -> Sequence[Tensor]:
     return torch.split(column, _at_a_time(column, column.shape[1]))
 
 
-def held(columns: ByParameter) -> Instantiated:
-    """Return the form of gradients that are all in memory."""
-    return Instantiated(lambda: [columns])
-
-
-def in_pieces(layer: Layer, uses: Sequence[Use]) -> Instantiated:
-    """Return the form of gradients that are instantiated again whenever they are read."""
-    step = _at_a_time(uses[0].delta, layer.stop - layer.start)
-    return Instantiated(lambda: (instantiate(layer, some) for some in in_groups(uses, step)))
-
-
 def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> PerSampleGradients:
     """Return the cheapest form that the layer's type, its shapes and its uses allow.
 
@@ -136,7 +125,8 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
     d_layer). ``ball``: norms are taken in a ball.
     """
     if isinstance(uses, Tensor):
-        return held([uses])
+        whole = [uses]
+        return Instantiated(lambda: [whole])
     if all(type(use.module) is nn.Linear for use in uses):
         uses = [_one_after_another(uses)]
     delta = uses[0].delta
@@ -152,9 +142,11 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
     elif ball and (products := tied_products(uses)) is not None:
         return products
     elif samples * size > HELD:
-        return in_pieces(layer, uses)
+        step = _at_a_time(delta, size)
+        return Instantiated(lambda: (instantiate(layer, some) for some in in_groups(uses, step)))
     # A few samples at a time, whose gradients stay in the cache while they are written.
-    return held(instantiate(layer, uses, max(2, _piece(delta) // 4 // size)))
+    columns = instantiate(layer, uses, max(2, _piece(delta) // 4 // size))
+    return Instantiated(lambda: [columns])
 
 
 def _one_after_another(uses: Sequence[Use]) -> Use:
