@@ -8,6 +8,7 @@ Norms are computed from Gram matrices, pairs of positions, or temporary pieces o
 cache. The clipped sum is one product, that of a plain weight gradient, with c_i delta_it.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -77,8 +78,18 @@ def sizes(layer: Layer, uses: Sequence[Use]) -> UseSizes | None:
     outputs = len(module.weight)
     k = module.weight.numel() // outputs
     t = sum(use.delta[0].numel() * use.rows for use in uses) // outputs
-    gram = DOUBLE * t * t * (k + outputs)
+    by_inputs = t * t * k
+    if convolution and _single(uses):
+        channels, *image = uses[0].inputs.shape[1:]
+        taps = math.prod(module.kernel_size)
+        by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
+    gram = DOUBLE * (by_inputs + t * t * outputs)
     return UseSizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs)
+
+
+def _single(uses: Sequence[Use]) -> bool:
+    """Return whether a sample has one row of one use."""
+    return len(uses) == 1 and uses[0].rows == 1
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ class PositionProducts:
             return SquaredNorms.of(self._by_pieces(uses, metric) for uses in self._groups(factors))
         if not ball:
             return SquaredNorms.of(self._by_pairs(uses, metric) for uses in self._groups(factors))
-        numbers = max(factors, 4 * DOUBLE * sizes.positions**2)
+        numbers = 4 * sizes.gram / (sizes.inputs + sizes.outputs)
         return SquaredNorms.of(self._by_gram(uses, metric) for uses in self._groups(numbers))
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
@@ -128,10 +139,17 @@ class PositionProducts:
 
     def _factors(self, uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
         """Return delta, (samples, T, O), and a, (samples, T, K)."""
+        return self._deltas(uses), self._inputs(uses)
+
+    def _deltas(self, uses: Sequence[Use]) -> Tensor:
+        """Return output gradients by position, (samples, T, O)."""
         module = self.layer.module
-        delta = [unfold.gradients_by_position(module, u.delta, u.rows) for u in uses]
-        a = [unfold.inputs_by_position(module, u.inputs, u.rows) for u in uses]
-        return join_positions(delta), join_positions(a)
+        return join_positions([unfold.gradients_by_position(module, u.delta, u.rows) for u in uses])
+
+    def _inputs(self, uses: Sequence[Use]) -> Tensor:
+        """Return inputs by position, (samples, T, K)."""
+        module = self.layer.module
+        return join_positions([unfold.inputs_by_position(module, u.inputs, u.rows) for u in uses])
 
     def _reach(self, metric: LayerMetric, delta: Tensor, squares: Tensor) -> Tensor:
         """Return R_i^2 or an upper bound, float64, shape (samples,).
@@ -156,9 +174,12 @@ class PositionProducts:
 
     def _by_gram(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
-        delta, a = self._factors(uses)
-        a = a.double()
-        gram = a @ a.mT
+        module, delta = self.layer.module, self._deltas(uses)
+        if _single(uses) and type(module) in CONVOLUTIONS:
+            gram = unfold.gram_by_position(module, uses[0].inputs)
+        else:
+            a = self._inputs(uses).double()
+            gram = a @ a.mT
         reach = self._reach(metric, delta, gram.diagonal(dim1=1, dim2=2))
         slack = 2 * roundoff(sum(self.sizes[:3]), torch.float64) * reach
         delta = delta.double()

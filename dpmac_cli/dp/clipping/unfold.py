@@ -1,9 +1,10 @@
-"""Unfolded inputs of a layer: patches of a convolution, and their norms.
+"""Unfolded inputs of a layer: patches of a convolution, their norms and inner products.
 
 A convolution has one, two or three dimensions of space. Its padding may have any mode.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,8 +29,12 @@ def _padded(conv: Any, a: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def _with_zeros(conv: Any, a: Tensor) -> Tensor:
     """Return a convolution's inputs with all of their padding."""
     a, zeros = _padded(conv, a)
-    sides = [n for zero in reversed(zeros) for n in (zero, zero)]  # the last dimension first
-    return pad(a, sides) if any(zeros) else a
+    return pad(a, _both_sides(zeros)) if any(zeros) else a
+
+
+def _both_sides(zeros: Sequence[int]) -> list[int]:
+    """Return numbers of zeros as torch's ``pad`` takes them, the last dimension first."""
+    return [n for zero in reversed(zeros) for n in (zero, zero)]
 
 
 def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
@@ -81,3 +86,28 @@ def squares_by_position(module: Any, a: Tensor) -> Tensor:
     ones, convolve = pixels.new_ones(1, 1, *module.kernel_size), _CONVOLVE[len(module.kernel_size)]
     sums: Tensor = convolve(pixels, ones, None, module.stride, zeros, module.dilation)
     return sums.flatten(1)
+
+
+def gram_by_position(conv: Any, a: Tensor) -> Tensor:
+    """Return inner products of the patches of any two positions, float64, (rows, T, T).
+
+    They are sums over the kernel's taps of products of two pixels. Each pair of pixels is
+    multiplied once, not once per tap.
+    """
+    a, zeros = _padded(conv, a)
+    flat, dims = a.double().flatten(2), len(conv.kernel_size)
+    pairs = (flat.mT @ flat).view(len(a), *a.shape[2:], *a.shape[2:])
+    pairs = pad(pairs, _both_sides(zeros) * 2)
+    taps = (_taps(conv, axis, size) for axis, size in enumerate(pairs.shape[1 : 1 + dims]))
+    first, *others = (pairs[:, *tap, *tap] for tap in product(*taps))
+    out = first.clone()
+    for products in others:
+        out += products
+    return out.flatten(1 + dims).flatten(1, dims)
+
+
+def _taps(conv: Any, axis: int, size: int) -> list[slice]:
+    """Return the padded pixels that each tap of a kernel reads along an axis, one per output."""
+    kernel, stride, dilation = (of[axis] for of in (conv.kernel_size, conv.stride, conv.dilation))
+    reach = size - dilation * (kernel - 1)
+    return [slice(tap, tap + reach, stride) for tap in range(0, dilation * kernel, dilation)]
