@@ -41,6 +41,7 @@ from dpmac_cli.models.fingerprint import DURING, Fingerprint
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Indices
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
+from dpmac_cli.training.recorded_sum import RecordedChunkSum
 from dpmac_cli.training.schedules import StepPlan
 
 #: Reason for running a network whose records round others in a loop.
@@ -112,7 +113,12 @@ class ChunkedSum(ABC):
         self._check_dtype()
         for p in self._parameters:
             p.requires_grad_(True)
-        self.clipped_sum = ClippedChunkSum(self.per_sample, rounded_up(self.chunk), batch)
+        capacity = rounded_up(self.chunk)
+        self.clipped_sum = (
+            RecordedChunkSum(self.per_sample, capacity, batch, self._made_up)
+            if self.theta.is_cuda
+            else ClippedChunkSum(self.per_sample, capacity, batch)
+        )
         self._sum = torch.empty_like(self.theta)
         self.unchanged = Fingerprint(model, self.trained)
         self.manner, self.notes = self._manner()
@@ -123,6 +129,10 @@ class ChunkedSum(ABC):
     @abstractmethod
     def _read(self, drawn: Indices, part: slice, step: int) -> tuple[Any, Any]:
         """Return inputs and labels of a part of the drawn samples."""
+
+    def _made_up(self, rows: int) -> tuple[Any, Any]:
+        """Return made-up rows and their labels."""
+        return self._inputs.made_up(rows), self._labels.made_up(rows)
 
     def _check_dtype(self) -> None:
         """Raise ModelError if the network would cast its inputs."""

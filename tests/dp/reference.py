@@ -16,6 +16,15 @@ from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.dp.mechanism import Ellipsoid, ball, ellipsoid
 
 
+def norms_of(
+    clipped_sum: ClippedChunkSum, gradients: ByLayer, metric: RegionMetric, samples: int
+) -> SquaredNorms:
+    """The norms by which some samples are clipped, all of which count."""
+    counted = torch.ones(samples, dtype=torch.bool)
+    squared, doubtful = clipped_sum.norms(gradients, metric, counted)
+    return clipped_sum.precise_norms(gradients, metric)[1] if doubtful else squared
+
+
 class Subject:
     """A model as the engine prepares it, for chunks up to ``capacity``, its oracle beside it.
 
@@ -78,7 +87,7 @@ class Subject:
     def squared_norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> SquaredNorms:
         """The norms that the program clips by."""
         gradients = self.gradients(x, y, ball=region.is_ball)
-        return self.clipped_sum.norms(gradients, RegionMetric(region), len(x))[1]
+        return norms_of(self.clipped_sum, gradients, RegionMetric(region), len(x))
 
     def weights(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
         """c_i as the program chooses them, float64, shape (samples,)."""

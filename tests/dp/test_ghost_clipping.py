@@ -34,7 +34,7 @@ from tests.helpers import in_chunks_of, make_trainer
 from tests.pairwise import all_pairs
 from tests.tiers import pairs_short
 
-from .reference import whiten
+from .reference import norms_of, whiten
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 KINDS = ("ball", "ellipsoid")
@@ -495,7 +495,7 @@ def test_samples_beyond_reach_are_added_in_float64(
 
     def error() -> float:
         form = given.gradients(rows, rows)
-        _, found, _ = given.clipped_sum.norms(form, RegionMetric(region), 40)
+        found = norms_of(given.clipped_sum, form, RegionMetric(region), 40)
         c = clipping.clip_weights(found, given.limit)[0]
         assert torch.equal(c * found.reach.sqrt() > 8, far)
         assert (c * whiten(g, region).norm(dim=1) <= given.limit * (1 + 1e-9)).all()

@@ -33,7 +33,7 @@ from dpmac_cli.randomness.noise import SeededNormals
 from tests.helpers import Batches, in_chunks_of, make_trainer
 from tests.tiers import pairs_short, rest_long
 
-from .reference import Subject, whiten
+from .reference import Subject, norms_of, whiten
 
 #: ||m/b||. Near 20 in real runs; 1000 is what a gradient that never moves would give.
 RATIOS = (0.0, 1.0, 20.0, 1000.0)
@@ -429,7 +429,7 @@ def test_no_last_bit_of_a_bound_decides_how_a_norm_is_computed(
 
     monkeypatch.setattr(per_sample, "total_squared_norms", norms)
     gradients: Any = [(None, Form())]
-    _, found, _ = subject.clipped_sum.norms(gradients, rough, len(shares))
+    found = norms_of(subject.clipped_sum, gradients, rough, len(shares))
     upper = (found.value + found.slack).tolist()
     assert upper[0] == pytest.approx(upper[1], abs=1e-6)
     assert upper[2] == pytest.approx(upper[3], abs=1e-6)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dpmac_cli.dp.clipping.batches import Batch, samples_in
 from dpmac_cli.dp.clipping.forms import ByLayer, choose_form, total_squared_norms
-from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
+from dpmac_cli.dp.clipping.norms import Mask, RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample import PerSample
+from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.torch_errors import code_of_network
 
 #: Number of samples that a step may add up before the margin for rounding grows.
@@ -73,25 +74,57 @@ class ClippedChunkSum:
         rows = samples_in(x)
         if rows > self._capacity:
             raise ValueError(f"{rows} samples, but the capacity is {self._capacity}")
+        counted = self.counted(x, samples, out)
         with code_of_network(x):  # norms and sums may run the network's code again
-            self._sum(x, y, rows if samples is None else samples, metric, out)
+            gradients = self.gradients(x, y, ball=metric.region.is_ball)
+            if bool(self.sum_up(gradients, metric, counted, out)):
+                self.sum_up_precisely(gradients, metric, counted, out)
 
-    def _sum(self, x: Batch, y: Batch, samples: int, metric: RegionMetric, out: Tensor) -> None:
-        region = metric.region
-        gradients = self.gradients(x, y, ball=region.is_ball)
-        gradients, squared, precise = self.norms(gradients, metric, samples)
+    @staticmethod
+    def counted(x: Batch, samples: int | None, out: Tensor) -> Tensor:
+        """Return which rows of a chunk count, the first ``samples`` or all; bool, (rows,)."""
+        rows = samples_in(x)
+        return torch.arange(rows, device=out.device) < (rows if samples is None else samples)
+
+    def sum_up(
+        self, gradients: ByLayer, metric: RegionMetric, counted: Tensor, out: Tensor
+    ) -> Tensor:
+        """Write the sum of the samples that count; return whether float64 is needed, bool, ().
+
+        Nothing in it waits for a device, or has a shape that depends on values.
+        """
+        squared, doubtful = self.norms(gradients, metric, counted)
+        self._add_up(gradients, squared, metric.region, counted, out)
+        return doubtful
+
+    def sum_up_precisely(
+        self, gradients: ByLayer, metric: RegionMetric, counted: Tensor, out: Tensor
+    ) -> None:
+        """Write the sum of the samples that count, in float64."""
+        gradients, squared = self.precise_norms(gradients, metric)
+        total = torch.empty_like(out, dtype=torch.float64)
+        self._add_up(gradients, squared, metric.region, counted, total)
+        out.copy_(total)
+
+    def _add_up(
+        self,
+        gradients: ByLayer,
+        squared: SquaredNorms,
+        region: Ellipsoid,
+        counted: Tensor,
+        out: Tensor,
+    ) -> None:
         c, valid = clip_weights(squared, self._limit)
-        c[samples:] = 0
-        # On CUDA, this check would wait for the device.
-        kept = None if not valid.is_cuda and bool(valid.all()) else valid
-        result = torch.empty_like(out, dtype=torch.float64) if precise else out
-        total, c = c.sum(), c.to(result.dtype)
+        c = torch.where(counted, c, 0)
+        total, c, kept = c.sum(), c.to(out.dtype), self._mask(valid)
         for layer, form in gradients:
-            form.weighted_sum(c, kept, result[layer.start : layer.stop])
+            form.weighted_sum(c, kept, out[layer.start : layer.stop])
         if not region.is_ball:
-            result.addcmul_(region.centre.to(result.dtype), -total.to(result.dtype))
-        if precise:
-            out.copy_(result)
+            out.addcmul_(region.centre.to(out.dtype), -total.to(out.dtype))
+
+    def _mask(self, valid: Tensor) -> Mask:
+        """Return the mask of samples to keep, None if there is no other."""
+        return None if bool(valid.all()) else valid
 
     def gradients(self, x: Batch, y: Batch, *, ball: bool) -> ByLayer:
         """Return every layer's per-sample gradients, in the form for a ball or an ellipsoid."""
@@ -105,29 +138,33 @@ class ClippedChunkSum:
         return clip_weights(SquaredNorms(squares, nothing, nothing), self._limit)[0]
 
     def norms(
-        self, gradients: ByLayer, metric: RegionMetric, samples: int
-    ) -> tuple[ByLayer, SquaredNorms, bool]:
-        """Return gradients, squared norms, and whether both are in float64.
+        self, gradients: ByLayer, metric: RegionMetric, counted: Tensor
+    ) -> tuple[SquaredNorms, Tensor]:
+        """Return squared norms, and whether float32 may not do for one that counts, or the sum."""
+        squared = total_squared_norms(gradients, metric)
+        c = torch.where(counted, clip_weights(squared, self._limit)[0], 0)
+        doubtful = (self._share(squared) > 0).any() | (c * squared.reach.sqrt() > REACH).any()
+        if not metric.region.is_ball:
+            most = cancellation_limit(1, self._batch or len(counted)) * counted.sum()
+            doubtful |= c.sum() * metric.centre_norm(self.layers) > most
+        return squared, doubtful
 
-        They are if float32 may not do for one of the first ``samples`` samples or their sum. The
-        norm of a sample changes only if it needs that itself, so that none changes the others'.
+    def precise_norms(
+        self, gradients: ByLayer, metric: RegionMetric
+    ) -> tuple[ByLayer, SquaredNorms]:
+        """Return gradients in float64, and squared norms.
+
+        The norm of a sample changes only if it needs that itself, so that none changes the others'.
         """
         squared = total_squared_norms(gradients, metric)
         share = self._share(squared)
-        c = clip_weights(squared, self._limit)[0][:samples]
-        doubtful = (share > 0).any() | (c * squared.reach[:samples].sqrt() > REACH).any()
-        if not metric.region.is_ball:
-            most = cancellation_limit(samples, self._batch or samples)
-            doubtful |= c.sum() * metric.centre_norm(self.layers) > most
-        if not bool(doubtful):
-            return gradients, squared, False
         gradients = [(layer, form.double()) for layer, form in gradients]
         exact = total_squared_norms(gradients, RegionMetric(metric.region, torch.float64))
         value, slack, reach = (
             torch.where(share == 1, fine, rough + share * (fine - rough))
             for rough, fine in zip(vars(squared).values(), vars(exact).values(), strict=True)
         )
-        return gradients, SquaredNorms(value, slack, reach), True
+        return gradients, SquaredNorms(value, slack, reach)
 
     def _share(self, squared: SquaredNorms) -> Tensor:
         """Return the share of the precise norm in that of each sample, from 0 to 1.

@@ -1,0 +1,133 @@
+"""The clipped sum of a chunk as a CUDA graph: recorded once, then replayed without Python.
+
+A step of a small network starts hundreds of kernels, and a GPU waits for the CPU between them. A
+replay starts them at once. Noise and the optimizer's rule are not part of it.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpmac_cli.dp.clipping.batches import Batch, samples_in, tensors_in
+from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
+from dpmac_cli.dp.clipping.norms import Mask, RegionMetric
+from dpmac_cli.dp.clipping.per_sample import PerSample
+from dpmac_cli.dp.mechanism import Ellipsoid
+from dpmac_cli.randomness.layers import forked
+from dpmac_cli.torch_errors import out_of_memory
+
+#: Times that a chunk is computed before it is recorded: libraries allocate their workspaces then.
+BEFORE = 2
+
+#: Runs a function while it records what is computed; returns its result, and what computes it again
+#: from what then lies in the same memory.
+Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
+
+
+def cuda_graph(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """Record a function as a CUDA graph. Raises RuntimeError if it reads a value of a tensor."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = function()
+    return found, graph.replay
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """A recorded chunk, and the memory that it reads and writes."""
+
+    given: list[Tensor]  # rows, labels, which rows count, and the region
+    doubtful: Tensor  # whether float64 is needed, bool, ()
+    replay: Callable[[], None]
+
+
+class RecordedChunkSum(ClippedChunkSum):
+    """A clipped sum of chunks that is recorded once for each of their shapes.
+
+    It is recorded with made-up rows. Chunks are computed as by :class:`.ClippedChunkSum` where that
+    fails, because the network reads values; where the network draws random numbers, which a replay
+    would repeat; and where a replay gives other bits.
+
+    Args:
+        per_sample, capacity, batch: see :class:`.ClippedChunkSum`.
+        made_up: returns a number of made-up rows, and their labels.
+        record: how to record; by default a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        per_sample: PerSample,
+        capacity: int,
+        batch: float,
+        made_up: Callable[[int], tuple[Batch, Batch]],
+        record: Record = cuda_graph,
+    ) -> None:
+        super().__init__(per_sample, capacity, batch)
+        self._made_up, self._record = made_up, record
+        self.recordings: dict[Any, _Recording | None] = {}
+
+    def of(
+        self, x: Batch, y: Batch, metric: RegionMetric, out: Tensor, samples: int | None = None
+    ) -> None:
+        """Write the sum of a chunk: see :class:`.ClippedChunkSum`; ``out`` is always the same."""
+        shape = metric.region.is_ball, *((t.shape, t.dtype) for t in tensors_in((x, y)))
+        if shape not in self.recordings:
+            self.recordings[shape] = self._recorded(samples_in(x), metric.region, out)
+        recording = self.recordings[shape]
+        if recording is not None:
+            given = _given(x, y, self.counted(x, samples, out), metric.region)
+            for to, one in zip(recording.given, given, strict=True):
+                to.copy_(one, non_blocking=True)
+            recording.replay()
+        if recording is None or bool(recording.doubtful):
+            super().of(x, y, metric, out, samples)
+
+    def _mask(self, valid: Tensor) -> Mask:
+        return valid  # to ask whether all are would wait for the device
+
+    def _recorded(self, rows: int, like: Ellipsoid, out: Tensor) -> _Recording | None:
+        """Record a chunk of made-up rows, if its replay is what is computed, bit for bit."""
+        if not self._per_sample.vmapped:
+            return None
+        x, y = self._made_up(rows)
+        counted = self.counted(x, rows - 1, out)
+        region = Ellipsoid(like.centre.clone(), like.inverse.clone(), like.factor.clone())
+
+        def sum_up() -> Tensor:
+            gradients = self.gradients(x, y, ball=region.is_ball)
+            return self.sum_up(gradients, RegionMetric(region), counted, out)
+
+        with forked():
+            before = _generators(out)
+            for _ in range(BEFORE):
+                doubtful = sum_up()
+            computed, untouched = out.clone(), _generators(out) == before
+            try:
+                found, replay = self._record(sum_up)
+            except RuntimeError as failure:
+                if out_of_memory(failure):
+                    self.recordings.clear()  # they keep the memory of their chunks
+                    raise
+                return None
+            out.zero_()
+            replay()
+            untouched &= _generators(out) == before
+        if not (untouched and out.equal(computed) and found.equal(doubtful)):
+            return None
+        return _Recording(_given(x, y, counted, region), found, replay)
+
+
+def _given(x: Batch, y: Batch, counted: Tensor, region: Ellipsoid) -> list[Tensor]:
+    return [*tensors_in((x, y)), counted, region.centre, region.inverse, region.factor]
+
+
+def _generators(out: Tensor) -> tuple[bytes, ...]:
+    """Return the states of the generators that a network may draw from."""
+    state = torch.cuda.get_rng_state(out.device) if out.is_cuda else torch.get_rng_state()
+    numpy: Any = np.random.get_state()
+    return state.numpy().tobytes(), numpy[1].tobytes(), repr(random.getstate()).encode()
