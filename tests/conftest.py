@@ -21,6 +21,7 @@ from dpmac_cli.runs import prepare
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.studies import search
 from dpmac_cli.training.chunks import ChunkedSum
+from tests.promises import PROMISES
 
 OPTIMIZER_NAMES = tuple(OPTIMIZERS)
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
@@ -43,7 +44,9 @@ def name_of(item: pytest.Item) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked as long, except with ``--long`` or if a test is named by its id."""
-    private = [item for item in items if item.get_closest_marker("privacy")]
+    for (name,) in {mark.args for item in items for mark in item.iter_markers("promise")}:
+        assert name in PROMISES, f"tests/promises.py has no promise {name}"
+    private = [item for item in items if item.get_closest_marker("promise")]
     short = {name_of(item) for item in private if not item.get_closest_marker("long")}
     config.stash[LONG_ALONE] = {name_of(item) for item in private} - short
     named = any("::" in name for name in config.invocation_params.args)

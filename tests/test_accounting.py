@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from opacus.accountants import PRVAccountant
 
-pytestmark = pytest.mark.privacy
+pytestmark = pytest.mark.promise("price")
 
 DELTA = 1e-5
 MNIST_RATE = 256 / 60_000
@@ -80,7 +80,7 @@ def test_what_the_samplers_cost(sampler: str, price: float) -> None:
     assert total_epsilon((event,), DELTA) == total_epsilon((event,), DELTA, "pld")
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("allocation")
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize(("steps", "epochs"), [(1, 1), (235, 1), (236, 2), (1175, 5)])
 def test_cyclic_batches_cost_a_step_on_all_records_per_epoch(
@@ -186,7 +186,7 @@ def test_one_sampled_step_costs_what_the_closed_form_says(rate: float, sigma: fl
     assert epsilon <= exact * 1.003 + 1e-3
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("allocation")
 def test_what_runs_of_other_epochs_cost_is_added_up() -> None:
     """Epochs of one kind are not priced as those of another."""
     long, short = mnist("random-allocation", 2.0), digits("random-allocation", 2.0)
@@ -353,7 +353,7 @@ def expected(steps: int, strike: float, sigma: float) -> float:
     return float(sum(parts))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("allocation")
 @pytest.mark.parametrize(
     ("steps", "sigma", "epsilon"),
     rest_long(
@@ -378,7 +378,7 @@ def test_delta_of_an_epoch_is_that_of_quadrature(steps: int, sigma: float, epsil
         assert add[0] == pytest.approx(other, rel=1e-3, abs=1e-7)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("allocation")
 @pytest.mark.parametrize(
     ("steps", "sigma", "epsilon"),
     [*itertools.product([2], [0.4, 0.6, 1.0, 3.0], [0.0, 0.5, 1.5, 4.0])],
@@ -409,7 +409,7 @@ def shortfall(steps: int, strike: float, sigma: float) -> float:
     return float(found[0])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("allocation")
 def test_below_epsilon_0_each_direction_follows_from_the_other() -> None:
     epoch = allocated_gaussian(3, 0.7, WIDTH)
     epsilons = WIDTH * np.array([100.0, 1000.0, 3000.0])
@@ -419,7 +419,7 @@ def test_below_epsilon_0_each_direction_follows_from_the_other() -> None:
         assert below == pytest.approx(-np.expm1(-epsilons) + np.exp(-epsilons) * above, abs=1e-7)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("allocation")
 @pytest.mark.parametrize(
     ("steps", "sigma"),
     one_in(4, itertools.product([1, 2, 1000], [0.05, 0.3, LEAST_NOISE, 1.0, 50.0])),
@@ -433,7 +433,7 @@ def test_an_epoch_costs_at_most_one_mechanism_on_all_records(sigma: float, steps
         assert 0 < epoch.get_delta_for_epsilon(epsilon) <= allowed
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("allocation")
 def test_what_is_beyond_the_grid_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a short grid, too: then much is beyond it, and the bound is worse, not better."""
     epsilons = np.array([0.5, 2.0, 4.0])

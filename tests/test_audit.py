@@ -81,7 +81,7 @@ def most_likely(mu: float, m: int, r: int, v: int) -> float:
     return float(-found.fun)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 @pytest.mark.parametrize(
     ("mu", "m", "r", "v"), [(0.5, 10, 10, 8), (1.0, 20, 8, 7), (2.0, 12, 12, 12), (0.2, 40, 9, 9)]
 )
@@ -93,7 +93,7 @@ def test_the_bound_for_a_curve_is_the_largest_that_the_theorem_leaves(
     assert not as_likely(gaussian(mu), m, r, v, most * 1.01)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 @pytest.mark.parametrize("mu", [0.2, 1.0])
 @pytest.mark.parametrize(("m", "r"), [(200, 200), (1000, 100)])
 def test_a_true_curve_is_contradicted_once_in_twenty_at_most(mu: float, m: int, r: int) -> None:
@@ -133,7 +133,7 @@ def test_the_highest_are_guessed_in_and_the_lowest_out(guesses: int, right: int)
     assert mixed.right == right
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 def test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -182,7 +182,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return out, result
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 def test_an_audit_run_says_so_everywhere(trained: tuple[Path, Result]) -> None:
     out, seen = trained
     lines = seen.stdout.splitlines()
@@ -198,7 +198,7 @@ def test_an_audit_run_says_so_everywhere(trained: tuple[Path, Result]) -> None:
     assert f"**{sentences.AUDIT_RUN}**" in (out / folder.CARD).read_text()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 def test_the_report_prices_the_rate_at_which_records_and_canaries_were_drawn(
     trained: tuple[Path, Result],
 ) -> None:
@@ -210,7 +210,7 @@ def test_the_report_prices_the_rate_at_which_records_and_canaries_were_drawn(
     assert "0.0860" in again.stdout
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 def test_a_claim_that_the_attack_contradicts_is_exit_code_4(
     trained: tuple[Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +284,7 @@ def whitened(trainer: Trainer, batch: list[int]) -> Tensor:
 # What they add.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 @pytest.mark.parametrize(
     ("name", "centre", "chunk", "others"),
     pairs_short(OPTIMIZER_NAMES, ["own", "far out"], [3, 1000], [[], [0, 1, 2, 3, 45]]),
@@ -314,7 +314,7 @@ def test_a_canary_moves_the_sum_by_no_more_than_a_record_may(
             assert abs(expected) > (0.9 if (canary - RECORDS) % 2 == 0 else 0.6)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 @pytest.mark.parametrize("name", ["dp-sgd", "dp-macadam"])
 def test_a_canary_is_clipped_by_the_function_that_clips_records(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -337,7 +337,7 @@ def test_a_canary_is_clipped_by_the_function_that_clips_records(
 # Who is drawn.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 @pytest.mark.parametrize("secure", [False, True])
 def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(secure: bool) -> None:
     config = digits_config(canaries=1000, batch_size=100, secure=secure)
@@ -361,7 +361,7 @@ def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(secure: bool)
         assert group.max() <= high
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 def test_coins_are_fair_and_independent_of_all_that_is_public() -> None:
     made = [gradients_of(seed) for seed in range(200)]
     coins = np.stack([canaries.coins.numpy() for canaries in made])
@@ -380,14 +380,14 @@ def test_coins_are_fair_and_independent_of_all_that_is_public() -> None:
 # Stopped and resumed.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 def test_no_coin_is_in_a_checkpoint() -> None:
     stopped = finish(run.train(digits_config(canaries=50, steps=4), after(2)))
     assert checkpoint.read(stopped.folder).tensors.keys() >= {"theta", "m", "v"}
     assert not any("canar" in name for name in checkpoint.read(stopped.folder).tensors)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 def test_an_audit_run_can_be_neither_changed_nor_forked() -> None:
     stopped = finish(run.train(digits_config(canaries=50, steps=4), after(2)))
     before = contents(stopped.folder)
@@ -403,7 +403,7 @@ def test_an_audit_run_can_be_neither_changed_nor_forked() -> None:
 # What is published.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 def test_no_secret_is_in_what_an_audit_publishes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -464,7 +464,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.privacy
+@pytest.mark.promise("audit")
 @pytest.mark.parametrize(
     ("bug", "low", "high"), [(untouched, 0, 0.6), (half_the_noise, 0.9, 4), (no_clipping, 4, 15)]
 )

@@ -1,6 +1,5 @@
 """What ruff's banned imports leave open: pickles in the command line, and the privacy page."""
 
-import re
 import subprocess
 import sys
 import tomllib
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import dpmac_cli
+from tests import promises
 
 PACKAGE = Path(dpmac_cli.__file__).parent
 CONFIG = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
@@ -45,7 +45,7 @@ def banned(*arguments: str, source: str = "") -> list[str]:
     return [line for line in done.stdout.splitlines() if "TID251" in line]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("code")
 def test_no_pickle_is_written_or_loaded() -> None:
     assert len(PICKLES) > 10
     (public,) = banned(str(PACKAGE))  # tensors alone: tests/test_features.py
@@ -54,10 +54,9 @@ def test_no_pickle_is_written_or_loaded() -> None:
     assert "weights_only=True" in (PACKAGE / "models" / "weights.py").read_text()
 
 
-@pytest.mark.privacy
-def test_the_tests_that_the_page_of_promises_names_exist_and_are_of_privacy() -> None:
-    root = PACKAGE.parent
-    named = set(re.findall(r"`(tests/[^`]+)`", (root / "tests" / "PROMISES.md").read_text()))
-    assert len(named) > 15
-    for name in named:
-        assert "mark.privacy" in (root / name).read_text(), name
+@pytest.mark.promise("bugs")
+def test_every_promise_has_a_test_and_a_bug_that_it_finds() -> None:
+    assert all(promises.tests_of_promises()[name] for name in promises.PROMISES)
+    without = {name for name, count in promises.bugs_of_promises().items() if count == 0}
+    assert without == {"bugs", "fuzz", "silent"}  # these judge all of the others
+    assert promises.page() == promises.PAGE.read_text(encoding="utf-8")

@@ -53,7 +53,7 @@ def work() -> tuple[Counted, FrozenFeatures, Data]:
     return counted, parts, load_data("digits", Path(), torch.device("cpu"))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 def test_a_truncated_file_is_computed_again(cache: Path) -> None:
     expected = features_of(cache)[1]
     [whole] = kept_files(cache)
@@ -71,7 +71,7 @@ def features_of(cache: Path) -> tuple[int, Tensor]:
     return counted.seen - PROBED, found.train.images[0]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 def test_a_folder_behind_a_link_of_another_user_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +126,7 @@ def plan_of(out: str = "run") -> TrainPlan:
     return resolve(plain, physical_batch=3, seed=1, out=out, device="cpu").plan
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 def test_a_run_that_reads_by_row_is_the_run_that_has_all_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,7 +155,7 @@ def test_images_are_decoded_once_and_kept_for_their_owner_alone(
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 @pytest.mark.parametrize("what", ["contents", "name", "size", "more"])
 def test_other_files_or_settings_are_decoded_again(what: str, decoded: list[int]) -> None:
     """Also a file of the same name, size and time of writing as before."""

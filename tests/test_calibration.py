@@ -24,7 +24,7 @@ from dpmac_cli.cli.account import Question, answer
 from dpmac_cli.errors import BudgetError, InputError
 from tests.tiers import rest_long
 
-pytestmark = pytest.mark.privacy
+pytestmark = pytest.mark.promise("target")
 
 DELTA = 1e-5
 MNIST_RATE = 256 / 60_000

@@ -74,7 +74,7 @@ def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finis
 # What it says
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("said")
 def test_it_says_what_the_report_says(finished: Finished) -> None:
     text, report = card(finished.folder), finished.report
     written = Report.model_validate(report)
@@ -102,7 +102,7 @@ def test_it_says_what_the_report_says(finished: Finished) -> None:
     assert "| this model | 24 | poisson | 0.0890745 | 6 |" in text
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("said")
 def test_it_says_what_is_not_covered(finished: Finished) -> None:
     rest = card(finished.folder).split("## Not covered")[1]
     for said in (
@@ -120,7 +120,7 @@ def test_it_says_what_is_not_covered(finished: Finished) -> None:
         assert f"| {row['what']} | {row['status']} |" in card(finished.folder)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("said")
 def test_a_seed_is_admitted_in_card_report_and_header() -> None:
     finished = train_digits(seed=SEED)
     said = "There is no guarantee against anyone who knows or guesses the seed"
@@ -135,7 +135,7 @@ def test_a_seed_is_admitted_in_card_report_and_header() -> None:
         assert said in facts["privacy"]["seed_policy"]["statement"]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("said")
 def test_a_fork_of_a_seeded_run_is_seeded() -> None:
     first = train_digits(seed=SEED, out="run")
     *_, last = run.fork(first.folder, {"steps": "5", "out": "forked"})
@@ -143,7 +143,7 @@ def test_a_fork_of_a_seeded_run_is_seeded() -> None:
     assert "only against those who do not know its seed" in card(last.folder).splitlines()[0]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("said")
 def test_a_baseline_says_so_in_its_first_line() -> None:
     text = card(train_digits(no_dp=True, seed=SEED).folder)
     title, _, lead, *_ = text.splitlines()
@@ -154,7 +154,7 @@ def test_a_baseline_says_so_in_its_first_line() -> None:
     assert "epsilon" not in text
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("said")
 def test_every_ancestor_of_a_fork_is_listed() -> None:
     first = train_digits(out="run", steps=5)
     before = card(first.folder)

@@ -466,7 +466,7 @@ def test_faults_between_settings_are_refused(flags: Mapping[str, str], said: str
 # What comes of it
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("said")
 @pytest.mark.parametrize(
     ("flags", "rate", "per_epoch", "total"),
     [
@@ -499,7 +499,7 @@ def test_the_written_file_says_the_same_again(file: Path, extra: Mapping[str, An
     assert from_file(file, to_yaml(config.recorded)).plan == same
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 def test_seed_and_places_are_never_written() -> None:
     flags = {"seed": 918273645, "data_dir": "secret-place", "out": "elsewhere", "force": True}
     text = to_yaml(resolve(flags).plan.recorded)
@@ -525,7 +525,7 @@ def test_a_flag_without_effect_is_noted(flags: Mapping[str, str], idle: str) -> 
     assert resolve(flags).notes == (f"{idle} has no effect with {flags['optimizer']}.",)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("said")
 @pytest.mark.parametrize(("dataset", "size"), [("mnist", 60_000), ("digits", 1437)])
 def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -> None:
     (note,) = resolve({"dataset": dataset, "delta": repr(1 / size)}).notes

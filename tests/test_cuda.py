@@ -112,7 +112,7 @@ def test_steps_are_those_of_the_cpu(optimizer: str, name: str) -> None:
     assert_same_steps(optimizer, network(name))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("scale", [1.0, 1e3, 1e6])
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("optimizer", ["dp-adam", "dp-macadam"])
@@ -130,7 +130,7 @@ def test_no_record_moves_the_sum_by_more_than_one(optimizer: str, name: str, sca
         assert float(spy.whitened_sum(step).double().norm()) <= 1
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @pytest.mark.parametrize("secure", [False, True])
 def test_noise_is_that_of_the_cpu(secure: bool) -> None:
     noise = [
@@ -141,7 +141,7 @@ def test_noise_is_that_of_the_cpu(secure: bool) -> None:
     torch.testing.assert_close(noise[1].cpu(), noise[0], atol=4e-6, rtol=0)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_a_run_that_was_stopped_is_resumed_with_new_keys() -> None:
     stopped = train_events(digits_config(device="cuda", steps=9, out="run"), after(5))[1]
     *_, last = run.resume(stopped.folder, {})

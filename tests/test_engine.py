@@ -138,7 +138,7 @@ def test_blocks_do_not_show(name: str, choice: str, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(tensor, whole.state.tensors()[key], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @every_optimizer
 def test_every_coordinate_gets_noise_of_its_own_from_its_block(
     name: str, monkeypatch: pytest.MonkeyPatch

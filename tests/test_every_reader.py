@@ -253,7 +253,7 @@ def seen(source: Source) -> tuple[Any, list[Counter[tuple[bytes, bytes, str]]], 
     return (facts.shape, facts.mean, facts.std, facts.task), sides, len(found.skipped)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize("name", READERS)
 def test_changing_one_record_changes_how_no_other_is_read(

@@ -144,7 +144,7 @@ def kept(cache: Path) -> Path:
     return file
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_the_features_of_a_record_depend_on_that_record_alone(net: str) -> None:
     data = load_data("digits", Path(), CPU)
     x = data.standardised(data.train.images[:20])
@@ -168,7 +168,7 @@ class Mixes(nn.Module):
         return x - x.mean(0) / 2
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_a_frozen_part_of_ones_own_sees_one_record_at_a_time() -> None:
     still = nn.BatchNorm2d(1, track_running_stats=False)  # takes the batch's own, always
     for layer in (Mixes(), still):
@@ -200,7 +200,7 @@ def test_a_run_on_features_trains_and_is_scored_from_its_folder_alone(cache: Pat
     assert not cache.exists()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_the_cache_is_its_owners_alone(cache: Path) -> None:
     before = os.umask(0)
     try:
@@ -251,7 +251,7 @@ def test_a_damaged_file_is_computed_anew(damage: str, cache: Path) -> None:
     assert not computed(train_events(digits_config(**SCATTER))[0])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("mistakes")
 @pytest.mark.parametrize("content", [b"PK\x03\x04", b"", b"\x80\x02}q\x00.", b"\xff" * 64])
 def test_what_is_no_safetensors_is_refused_and_never_run(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
@@ -296,7 +296,7 @@ def test_a_network_without_a_head_of_its_own_is_refused(network: nn.Module) -> N
         cut_before_head(network, (1, 8, 8))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("mistakes")
 def test_weights_that_were_trained_on_the_same_records_are_not_public() -> None:
     first = train_digits(no_dp=True)
     file = str(first.folder / "model.safetensors")
@@ -341,7 +341,7 @@ def test_networks_are_those_that_were_published(kind: str) -> None:
     assert expected.shape == (2, row.width)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_features_are_a_function_of_one_image() -> None:
     backbone = public_of_backbones().train()
     x = torch.randn(6, *CIFAR.shape, generator=a_generator(1))
@@ -355,7 +355,7 @@ def test_features_are_a_function_of_one_image() -> None:
     assert LEAST <= float(alone.min()) < 0 < float(alone.max()) <= MOST
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_a_record_more_changes_no_feature_of_others(tmp_path: Path) -> None:
     """Bit by bit: whoever came last was alone in its batch, and would be rounded otherwise."""
     records, others = AT_A_TIME + 1, torch.zeros(2, dtype=torch.long)
@@ -384,7 +384,7 @@ def test_images_are_prepared_as_the_network_was_trained() -> None:
     assert torch.allclose(white, torch.ones_like(white), atol=1e-6)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("mistakes")
 @pytest.mark.parametrize("fault", ["missing", "other", "unreadable"])
 def test_weights_that_are_not_the_known_ones_are_refused(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -434,14 +434,14 @@ def test_a_network_of_torchvision_is_loaded_and_its_head_left_out(published_resn
     assert not any("fc" in name for name in published)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 @pytest.mark.parametrize("size", [32, 48, 128, 224, 1024])
 def test_batches_of_features_are_of_one_size(size: int) -> None:
     """A batch of another size rounds otherwise, and a record more would move others into it."""
     assert AT_A_TIME % at_a_time(size) == 0
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 @pytest.mark.parametrize(
     "name", rest_long(sorted(OF_TORCHVISION, key=lambda name: name != "efficientnet_v2_s"))
 )
@@ -572,7 +572,7 @@ def pretrained(request: pytest.FixtureRequest, file: Path) -> dict[str, Any]:
     return {"model": f"{file}:{request.param}", "pretrained": str(weights)}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 @pytest.mark.parametrize(("name", "part"), PARTS_OF)
 def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
     model = network(name)
@@ -595,7 +595,7 @@ def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
     assert found == expected[part]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 @pytest.mark.parametrize(("name", "part"), PARTS_OF)
 def test_gradients_are_those_of_vmap(name: str, part: str) -> None:
     model = network(name).double()
@@ -626,7 +626,7 @@ def test_gradients_are_those_of_vmap(name: str, part: str) -> None:
         assert torch.allclose(out, expected[row], atol=1e-10)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 @pytest.mark.parametrize("part", rest_long(["norm", "all"]))
 def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
     part: str, pretrained: dict[str, Any]
@@ -646,7 +646,7 @@ def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
     assert loaded(torch.randn(2, *SHAPE)).shape == (2, 10)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 @pytest.mark.usefixtures("unvalidated")
 @pytest.mark.parametrize("pretrained", ["ViT"], indirect=True)
 def test_lora_is_published_merged_and_resumed(pretrained: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ def test_no_line_ends_in_a_traceback(command: str, given: list[tuple[str, str]])
 
 
 @pytest.mark.long
-@pytest.mark.privacy
+@pytest.mark.promise("fuzz")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_no_damage_of_any_kind_breaks_a_promise(damage: str) -> None:
     run = train_digits(out="whole").folder

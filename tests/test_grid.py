@@ -103,7 +103,7 @@ def test_the_address_is_the_settings_and_the_seed() -> None:
     assert len(set(folders)) == len(folders)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 @pytest.mark.parametrize("what", ["file", "folder", "schema"])
 def test_runs_on_records_that_were_corrected_are_none_of_the_study(
     what: str, tmp_path: Path
@@ -179,7 +179,7 @@ def test_a_study_has_an_end() -> None:
     assert "10,000" in fault
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 @pytest.mark.parametrize(
     ("name", "values"),
     [
@@ -252,7 +252,7 @@ def test_the_best_is_best_only_where_all_others_are_worse() -> None:
     assert standing_of([good, bad, same], METRICS["accuracy"]) == ["tied", "", "tied"]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 @pytest.mark.parametrize("changed", [{"sigma": "2"}, {"steps": "6"}, {"lr": "0.1"}])
 def test_a_run_that_its_fork_has_replaced_is_charged_as_the_fork(
     changed: dict[str, str], tmp_path: Path
@@ -271,7 +271,7 @@ def test_a_run_that_its_fork_has_replaced_is_charged_as_the_fork(
     assert sum(event.steps for event in done) == 4 + int(changed.get("steps", 4))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 def test_a_run_that_went_on_with_new_keys_is_priced_as_it_went(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +288,7 @@ def test_a_run_that_went_on_with_new_keys_is_priced_as_it_went(
     assert found.epsilon == spent
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_study_costs_what_all_of_its_runs_cost(sampler: str, tmp_path: Path) -> None:
     """A run pays for whole epochs: 13 steps of epochs of 12 cost as much as 24 steps."""

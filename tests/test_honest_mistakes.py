@@ -37,7 +37,7 @@ from tests.digits_runs import digits_network, refused, train_digits
 from tests.helpers import load
 from tests.layer_cases import Do
 
-pytestmark = pytest.mark.privacy
+pytestmark = pytest.mark.promise("mistakes")
 
 CLASSES = ["no", "yes"]
 #: Settings whose noise is cheap to price.

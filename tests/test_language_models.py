@@ -52,7 +52,7 @@ def assert_mapped(notes: tuple[str, ...]) -> None:
     assert not any("one record after the other" in note for note in notes)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(
     ("lora", "physical"), rest_long(itertools.product([False, True], [2, 256]))
 )
@@ -156,7 +156,7 @@ def test_a_folder_trains_on_the_texts_of_a_table(family: str, part: str) -> None
     )
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_of_a_text_is_the_mean_over_its_own_tokens(family: str) -> None:
     network, x = causal(family)
@@ -199,7 +199,7 @@ def test_what_a_language_model_cannot_do(more: list[str], said: str) -> None:
     assert "declares no label" in dpmac(*plain).output
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_a_person_with_several_notes_is_a_unit() -> None:
     shown = dpmac(*written(), "--unit", "person")
     assert shown.exit_code == 0, shown.output

@@ -104,7 +104,7 @@ def test_a_misspelt_setting_is_refused() -> None:
         resolve().plan.privacy.sigam  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 def test_a_number_of_steps_that_is_none_has_no_price() -> None:
     with pytest.raises(InputError, match="steps must be at least 0, not -3"):
         digits_config().privacy.event_of(-3)
@@ -112,7 +112,7 @@ def test_a_number_of_steps_that_is_none_has_no_price() -> None:
         TrainingEvent(0.1, 1.0, -3)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 @pytest.mark.parametrize(
     "odd",
     [
@@ -137,7 +137,7 @@ def test_an_event_that_cannot_have_happened_has_no_price(odd: dict[str, Any]) ->
         TrainingEvent(**event)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 def test_facts_that_are_sent_to_other_processes_contain_no_records() -> None:
     x = np.zeros((20, 3), np.float32)
     records = ArrayData(x=x, y=np.arange(20) % 2, classes=["a", "b"], low=0, high=1)
@@ -168,7 +168,7 @@ def test_what_is_no_network_is_refused(thing: Any) -> None:
         make_trainer(digits_config(), model=thing)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 @pytest.mark.parametrize("kept", [1436, 700])
 def test_data_of_another_size_than_is_priced_is_refused(kept: int) -> None:
     """Fewer records at the same expected batch are sampled at a higher rate."""
@@ -184,7 +184,7 @@ def test_data_of_another_size_than_is_priced_is_refused(kept: int) -> None:
     assert not Path("run").exists()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
     """A target for epsilon is no sigma of 0."""
     config = resolve(

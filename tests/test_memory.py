@@ -135,7 +135,7 @@ def chunked(name: str, records: int = 600, **kwargs: Any) -> Trainer:
     )
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("faults")
 @pytest.mark.parametrize("fault", FAULTS, ids=["cuda", "cpu", "python"])
 def test_when_memory_runs_out_chunks_are_halved_and_the_sum_is_the_same(
     fault: Callable[[], BaseException],
@@ -153,7 +153,7 @@ def test_when_memory_runs_out_chunks_are_halved_and_the_sum_is_the_same(
         assert max(sizes[-2:]) <= trainer.state.chunk in (128, 64, 4)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("faults")
 def test_smaller_chunks_are_clipped_as_the_configured_ones() -> None:
     """The room for rounding is that of the chunk that was to be summed at once."""
     most = first_chunk(1 << 17, 1 << 17)

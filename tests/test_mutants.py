@@ -24,7 +24,7 @@ GRID = 2.0
 """
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("bugs")
 def test_every_mutant_applies() -> None:
     known, table = mutants.known_definitions(mutants.ROOT), mutants.read_table()
     assert len(table) > 100

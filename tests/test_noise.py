@@ -56,7 +56,7 @@ def by_name(keys: Keys) -> dict[str, bytes]:
 # Keys.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 def test_without_a_seed_every_stream_has_256_bits_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -75,7 +75,7 @@ def test_without_a_seed_every_stream_has_256_bits_of_its_own(
     assert {len(key) for key in keys} == {32}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @pytest.mark.parametrize("seed", [0, 5, 2**63])
 def test_a_seed_repeats_and_its_streams_differ(seed: int) -> None:
     assert make_keys(seed) == make_keys(seed)
@@ -88,7 +88,7 @@ def test_a_seed_repeats_and_its_streams_differ(seed: int) -> None:
         assert abs(correlation(x, y)) < 0.15
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @pytest.mark.parametrize("step", [1, 2**16, 2**32, 2**33, 2**62])
 def test_every_bit_of_a_seed_matters(step: int) -> None:
     """torch's generator on the CPU keeps 32: two seeds 2^32 apart give it the same noise."""
@@ -97,7 +97,7 @@ def test_every_bit_of_a_seed_matters(step: int) -> None:
         assert abs(correlation(first(one[name]), first(other[name]))) < 0.15
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 def test_every_bit_of_a_key_matters() -> None:
     """In the generators of numpy and torch too, and the place that they are for."""
     key = a_key(1)
@@ -109,7 +109,7 @@ def test_every_bit_of_a_key_matters() -> None:
     assert len({tuple(words.tolist()) for words in drawn}) == len(others) + len(steps)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("seed", [5, None])
 def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: str) -> None:
@@ -129,7 +129,7 @@ def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: 
         assert keys == make_keys(seed)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 def test_a_stream_without_a_key_cannot_draw() -> None:
     """As at the ranks that have no secret."""
     uses: list[Callable[[], Any]] = [
@@ -143,7 +143,7 @@ def test_a_stream_without_a_key_cannot_draw() -> None:
             use()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 def test_keys_are_not_shown() -> None:
     keys = make_keys(3, base=7)
     assert not any(
@@ -152,7 +152,7 @@ def test_keys_are_not_shown() -> None:
     assert replace(keys, noise=b"") != keys
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 def test_the_key_stream_is_that_of_the_standard() -> None:
     """RFC 8439, section 2.3.2, block 1."""
     nonce = bytes.fromhex("000000090000004a00000000")
@@ -164,7 +164,7 @@ def test_the_key_stream_is_that_of_the_standard() -> None:
     )
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @pytest.mark.parametrize("step", [0, 1, 2**32 - 1, 2**40])
 def test_a_lane_of_a_step_has_a_key_stream_of_its_own(step: int) -> None:
     """Word for word and once: the nonce is the step and the lane, the counter begins at 0."""
@@ -190,7 +190,7 @@ def test_draws_are_like_what_they_are_for(
     assert (like == 3).all()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @either_source
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tails_are_as_heavy_as_they_should_be(dtype: torch.dtype, is_secure: bool) -> None:
@@ -203,7 +203,7 @@ def test_tails_are_as_heavy_as_they_should_be(dtype: torch.dtype, is_secure: boo
         assert abs(int((drawn > reach).sum()) - expected) < 4 * expected**0.5
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype) -> None:
     """torch.randn's do, on the CPU in float32. A draw that far takes a billion, so: the words."""
@@ -225,7 +225,7 @@ def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype) -> None:
         assert draw(word)[0] == pytest.approx((2 * np.log(2)) ** 0.5, rel=1e-6)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_small_radii_are_as_fine_as_large_ones(dtype: torch.dtype) -> None:
     """With a logarithm in float32, few radii below 1 could occur: who knew a sum would see them."""
@@ -268,7 +268,7 @@ def expected(
     return drawn[:count]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @either_source
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("pairs", [16, PAIRS])
@@ -299,7 +299,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     del sys.modules["dpmac_cli.randomness.kernel"]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @pytest.mark.parametrize(
     ("dtype", "is_secure", "count"),
     [(torch.float32, False, 2079), (torch.float32, True, 33), (torch.float64, True, 7)],
@@ -323,7 +323,7 @@ def store_words(narrow: Any, wide: Any, seed: Any) -> None:
     KERNEL.tl.store(wide + places, KERNEL._wide(seed, 2, groups))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 def test_words_on_a_gpu_are_those_of_the_cpu(kernel: Any) -> None:
     step, lane = 2**40 + 5, 2**31 + 4
     seed = a_key(7) + step.to_bytes(8, "little") + lane.to_bytes(4, "little")
@@ -357,7 +357,7 @@ def test_without_triton_the_words_are_copied(monkeypatch: pytest.MonkeyPatch) ->
         assert noise.kernel.__wrapped__() is None
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @either_source
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_draws_do_not_depend_on_the_number_of_threads(is_secure: bool, dtype: torch.dtype) -> None:
@@ -373,7 +373,7 @@ def test_draws_do_not_depend_on_the_number_of_threads(is_secure: bool, dtype: to
     assert torch.equal(drawn[0], drawn[2])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @either_source
 def test_the_noise_of_a_step_is_handed_out_once(is_secure: bool) -> None:
     """The same noise added to two sums is gone from their difference."""
@@ -388,7 +388,7 @@ def test_the_noise_of_a_step_is_handed_out_once(is_secure: bool) -> None:
     assert torch.equal(again.at(10).standard_normal(torch.zeros(1000)), seen[-1])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 def test_draws_share_neither_memory_nor_key_stream() -> None:
     noise = Noise(a_key(1))
     one = noise.at(1).standard_normal(torch.zeros(5000))
@@ -405,7 +405,7 @@ def off_the_lattice(draws: torch.Tensor) -> NDArray[np.float64]:
     return np.mod(np.exp(-radius / 2) * 2.0**63, 1)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 def test_secure_draws_hide_the_words_that_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attack of Holohan and Braghin, where it is easiest: radii far out have wide gaps.
 
@@ -430,7 +430,7 @@ def test_secure_draws_hide_the_words_that_they_come_from(monkeypatch: pytest.Mon
     assert kstest(moved, "uniform", (-DITHER / 2, DITHER)).pvalue > 1e-3
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @either_source
 def test_neighbouring_draws_have_nothing_in_common(is_secure: bool) -> None:
     """The two normals of a pair share a radius: neither they nor their squares correlate."""
@@ -443,7 +443,7 @@ def test_neighbouring_draws_have_nothing_in_common(is_secure: bool) -> None:
         assert abs(correlation(z[:-lag], z[lag:])) < 4 / count**0.5
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @either_source
 def test_no_draw_comes_twice(is_secure: bool) -> None:
     source = Noise(a_key(0), secure=is_secure).at(1)
@@ -459,7 +459,7 @@ def drawn_by_layers(key: bytes, step: int = 1, rank: int = 0) -> torch.Tensor:
         return torch.rand(2000)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 def test_layers_draw_from_more_than_the_32_bits_of_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one of 2^32 seeds an attacker could try them all."""
     before = torch.get_rng_state()

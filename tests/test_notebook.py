@@ -54,7 +54,7 @@ def test_a_network_of_a_cell_is_loaded_scored_and_predicted_with() -> None:
         assert len(predict("run", X[:5], network=network).predicted) == 5
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_a_loaded_network_of_a_cell_carries_its_training() -> None:
     private = trained()
     again = make_private(

@@ -198,7 +198,7 @@ PAPERS: Mapping[str, tuple[Any, tuple[dict[str, Any], ...]]] = {
 }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("mean")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     ("name", "hyper"), [(name, hyper) for name, (*_, of) in PAPERS.items() for hyper in of]
@@ -275,7 +275,7 @@ def test_every_optimizer_is_in_the_settings_and_refuses_what_is_beyond_its_limit
 # Batches of any size, and values that are not finite.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("mean")
 @every_optimizer
 def test_an_empty_batch_is_a_step_of_noise_alone(name: str) -> None:
     """Skipping it would tell that nobody was drawn, and take fewer steps than were priced."""
@@ -299,7 +299,7 @@ class NotANumber(nn.Module):
         return torch.where(x[:, :, :1, :1] > 0, float("nan"), x)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("mean")
 @every_optimizer
 def test_a_sample_that_is_not_finite_adds_nothing(name: str) -> None:
     """Not even to its neighbours in the batch."""
@@ -330,7 +330,7 @@ def test_a_restored_state_goes_on_as_if_nothing_had_happened(name: str) -> None:
     assert torch.equal(walk(second, 5), rest)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("mean")
 @every_optimizer
 @pytest.mark.parametrize("choice", ["paper", "tracked"])
 def test_the_state_sees_the_data_through_the_private_mean_alone(name: str, choice: str) -> None:

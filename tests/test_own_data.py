@@ -81,7 +81,7 @@ def described(found: DataFacts) -> tuple[int, int, tuple[int, int, int], tuple[s
     return facts.train_size, facts.test_size, facts.shape, facts.task.names
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_a_folder_with_train_and_test(tmp_path: Path) -> None:
     folder(tmp_path / "train", 4)
     folder(tmp_path / "test", 2)
@@ -99,7 +99,7 @@ def test_a_folder_with_train_and_test(tmp_path: Path) -> None:
     assert y_test.tolist() == [0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_of_equal_rows_one_less_is_one_less_on_one_side(tmp_path: Path) -> None:
     x = np.repeat(np.arange(40) % 2, 20).reshape(40, 4, 5).astype(np.uint8)
     y = np.arange(40) // 2 % 3
@@ -228,7 +228,7 @@ def test_files_that_are_no_images_are_named_or_left_out(tmp_path: Path) -> None:
     assert len(x) + len(x_test) == 11
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_labels_may_be_names_of_declared_classes(tmp_path: Path) -> None:
     names = np.array(["cow", "cat", "dog", "cat", "cow", "dog"])
     path = table(
@@ -250,7 +250,7 @@ def test_paths_that_lead_to_no_data(tmp_path: Path, name: str) -> None:
     assert str(tmp_path / name) in refused(tmp_path / name)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_declared_channels_alone_hold_whatever_the_images_are(tmp_path: Path) -> None:
     source = Source(folder(tmp_path), channels=1, classes=CLASSES)
     before = inspect(source).facts.shape
@@ -258,7 +258,7 @@ def test_declared_channels_alone_hold_whatever_the_images_are(tmp_path: Path) ->
     assert inspect(source).facts.shape == before == (1, 6, 8)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 @pytest.mark.parametrize("parts", [("train", "test"), (".",)])
 def test_a_declared_class_needs_no_records(tmp_path: Path, parts: tuple[str, ...]) -> None:
     root = tmp_path / "photos"
@@ -341,7 +341,7 @@ def columns(found: list[Row]) -> dict[str, list[Any]]:
     return {name: [getattr(row, name) for row in found] for name in Row.__annotations__}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_units_that_floats_merged_are_refused(tmp_path: Path) -> None:
     """200 persons whose 64-bit ids were stored as doubles would be 156 units."""
     kept = [Row(2**60 + 200 * n, n % 100, n % 3, BAD_RECORDS_CLASSES[n % 2]) for n in range(200)]
@@ -360,7 +360,7 @@ def test_units_that_floats_merged_are_refused(tmp_path: Path) -> None:
         inspect(Source(tmp_path / "h.parquet", schema=SCHEMA, unit="unit"))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_a_missing_value_does_not_change_the_categories_of_others() -> None:
     """Integers become floats, of which 0 may print as -0 and others with exponents."""
     schema = schema_of(
@@ -393,7 +393,7 @@ def arrays(x: Any, y: Any, unit: Any = None, **more: Any) -> Source:
     return Source(in_memory.path, in_memory=in_memory, **more)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 @pytest.mark.parametrize("by_unit", [True, False])
 @pytest.mark.parametrize(
     "kinds",
@@ -413,7 +413,7 @@ def test_the_split_does_not_depend_on_the_types_of_arrays(
     assert plain[0].facts == other[0].facts
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_names_of_units_do_not_depend_on_a_type_that_they_had_in_between() -> None:
     """As in a CSV that was written from a column of floats."""
     texts = [
@@ -463,7 +463,7 @@ def from_items(items: list[Any]) -> Source:
     return Source(in_memory.path, in_memory=in_memory)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 @pytest.mark.parametrize("all_bad", [False, True])
 def test_no_message_quotes_what_a_dataset_says_of_a_sample(all_bad: bool) -> None:
     secret = ValueError("could not convert string to float: 'Frau Meier'")
@@ -475,7 +475,7 @@ def test_no_message_quotes_what_a_dataset_says_of_a_sample(all_bad: bool) -> Non
     assert "(ValueError at test_own_data.py, line " in str(caught.value)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_a_first_record_of_integers_truncates_no_other() -> None:
     added = (torch.tensor([0, 1, 1]), 0)
     plain = seen(from_items(floats()))[1]
@@ -501,7 +501,7 @@ class Reusing(Listed):
         return self.memory
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_samples_in_the_same_memory_are_records_of_their_own() -> None:
     """Otherwise the last label would be that of all records."""
     arrays = from_torch(Reusing(floats()), low=0, high=1).arrays
@@ -518,7 +518,7 @@ class Turned(Listed):
         return x * torch.rand(3) * np.random.rand() * random.random(), label
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_random_transforms_of_samples_are_secret() -> None:
     """A record more shifts the draws of the others, which nobody may be able to repeat."""
     found = []
@@ -545,7 +545,7 @@ def repeating(whole: TensorDataset) -> dict[str, Any]:
     }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 @pytest.mark.parametrize("kind", ["subset", "of a subset", "counted from the end", "concatenated"])
 def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kind: str) -> None:
     whole = TensorDataset(torch.rand(40, 3), torch.arange(40) % 2)
@@ -561,7 +561,7 @@ def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kin
                 if "copies" in note]  # fmt: skip
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_records_that_are_trained_on_are_not_tested_on() -> None:
     whole = TensorDataset(torch.rand(40, 3), torch.arange(40) % 2)
     known: dict[str, Any] = {"low": 0, "high": 1, "classes": BAD_RECORDS_CLASSES}
@@ -577,7 +577,7 @@ def plan_units(plan: Any) -> list[str]:
     return list(parts(plan.data.source)[1].units.tolist())
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 def test_copies_are_remarked_on_and_not_published() -> None:
     x, y, _ = numbers()
     x = np.random.default_rng(0).random((20, 3))
@@ -647,7 +647,7 @@ def test_scans_of_twelve_bits_are_scaled_on_request(tmp_path: Path) -> None:
     assert max(x.max(), more.max()) == 255
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 @pytest.mark.parametrize("place", ["", "_test"])
 def test_a_unit_on_both_sides_keeps_its_test_records(place: str) -> None:
     x, y, unit = numbers()

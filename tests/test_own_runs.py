@@ -103,7 +103,7 @@ def wine(file: str) -> str:
     return file
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 def test_a_folder_of_pictures(tmp_path: Path) -> None:
     data = photos(str(tmp_path / "photos"))
     done("train", "--dataset", data, "--model", "mlp-small", "--out", "run", *SHORT)
@@ -137,7 +137,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         assert str(tmp_path).encode() not in Path("run", name).read_bytes()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 def test_what_is_held_out_stays_out_and_is_said_to_be_private() -> None:
     data = photos("photos", split=False)
     options = ("--test-fraction", "0.25", "--split-seed", "9", "--model", "mlp-small")
@@ -181,7 +181,7 @@ def interrupted(data: str, *flags: str) -> Finished:
     return finish(events())
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 @pytest.mark.parametrize(
     "flags",
     [("--resume", "run"), ("--fork", "run", "--steps", "9", "--out", "fork")],
@@ -199,7 +199,7 @@ def test_a_run_goes_on_with_as_many_records_as_it_began_with(flags: tuple[str, .
     assert after["privacy"]["epsilon"] > before["epsilon"]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_data_that_has_moved_is_named_anew_and_the_run_goes_on() -> None:
     interrupted(wine("wine.npz"))
     Path("wine.npz").rename("vino.npz")
@@ -213,7 +213,7 @@ def test_data_that_has_moved_is_named_anew_and_the_run_goes_on() -> None:
     assert "is finished" in refused("train", "--resume", "run")
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_classes_are_named_as_they_were_in_a_run_that_goes_on() -> None:
     interrupted(wine("wine.npz"))
     arrays = dict(np.load("wine.npz"))
@@ -249,7 +249,7 @@ def buffer_of(run: str) -> Tensor:
     return safetensors.torch.load_file(Path(run) / "model.safetensors")["drawn"]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 @pytest.mark.parametrize("drawn", ["torch.randn(())", "np.random.normal() + random.random()"])
 def test_what_a_network_draws_and_does_not_train_stays(drawn: str) -> None:
     """The rest of the state was trained with it."""
@@ -267,7 +267,7 @@ def test_what_a_network_draws_and_does_not_train_stays(drawn: str) -> None:
     assert torch.equal(buffer_of("fork"), first["drawn"])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("code")
 def test_no_checkpoint_has_its_network_imported() -> None:
     Path("net_own.py").write_text(NETWORKS["recurrent"])
     interrupted(wine("wine.npz"), "model", "net_own.py:make")
@@ -279,7 +279,7 @@ def test_no_checkpoint_has_its_network_imported() -> None:
     assert not Path("executed").exists()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("code")
 @pytest.mark.parametrize("command", ["train", "compare"])
 def test_no_settings_file_has_its_network_imported(command: str) -> None:
     Path("net_own.py").write_text("import pathlib\npathlib.Path('executed').touch()")
@@ -300,7 +300,7 @@ def test_no_settings_file_has_its_network_imported(command: str) -> None:
 # Facts are read once.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 def test_files_that_come_or_go_during_a_run_change_nothing_of_it() -> None:
     photos("photos", records=100)
     settings = {"steps": "40", "batch_size": "8", "sigma": "4", "device": "cpu", "out": "run"}
@@ -323,7 +323,7 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it() -> None:
     assert all(e.plan.data.facts.train_size == 80 for e in events if isinstance(e, Started))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("facts")
 @pytest.mark.parametrize("kind", ["folder", "npz"])
 def test_records_that_are_read_again_are_those_that_were_priced(kind: str) -> None:
     """Those that are still at hand are used, whatever became of their files."""
@@ -355,7 +355,7 @@ def typed(flags: dict[str, str]) -> list[str]:
     return [part for name, v in flags.items() for part in (f"--{name.replace('_', '-')}", v)]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_a_record_that_is_left_out_changes_no_published_byte() -> None:
     """Unreadable, no image at all, or of no class: nothing tells that it was there."""
     photos("photos")

@@ -104,7 +104,7 @@ def test_the_bombs_are_live(mark: Path, name: str) -> None:
     mark.rmdir()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("code")
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model.npz"])
 def test_a_model_file(tmp_path: Path, bomb: bytes, name: str) -> None:
     (tmp_path / name).write_bytes(bomb)
@@ -116,7 +116,7 @@ def test_a_model_file(tmp_path: Path, bomb: bytes, name: str) -> None:
 CIFARS = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("code")
 @pytest.mark.parametrize("name", CIFARS)
 def test_the_pickles_of_cifar_are_read_only_if_they_are_the_published_ones(
     tmp_path: Path, mark: Path, name: str
@@ -137,7 +137,7 @@ LIKE_MNIST = {
 }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("code")
 @pytest.mark.parametrize("name", LIKE_MNIST)
 def test_raw_files_and_old_caches_of_mnist_and_its_kin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bomb: bytes, name: str
@@ -157,7 +157,7 @@ def test_raw_files_and_old_caches_of_mnist_and_its_kin(
     assert calls == []
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("code")
 def test_a_file_is_no_data_set(bomb: bytes) -> None:
     Path("data.npz").write_bytes(bomb)
     result = CliRunner().invoke(app, ["train", "--dataset", "data.npz"])
@@ -183,7 +183,7 @@ def forbid_unpickling(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("code")
 def test_nothing_is_unpickled_from_the_first_step_to_the_last_score(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

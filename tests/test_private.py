@@ -28,7 +28,7 @@ from tests.tiers import rest_long
 SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "seed": 1, "device": "cpu"}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("failed")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_loop_costs_what_it_took_and_no_step_more(optimizer: str, tmp_path: Path) -> None:
     private = make_private(network(), "digits", optimizer=optimizer, **SETTINGS)
@@ -85,7 +85,7 @@ def test_a_loop_that_stops_early_publishes_what_it_spent(tmp_path: Path) -> None
     assert again["privacy"]["epsilon"] > report["privacy"]["epsilon"]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("failed")
 def test_a_step_that_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     private = make_private(network(), "digits", **SETTINGS)
     private.step()
@@ -96,7 +96,7 @@ def test_a_step_that_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert private.epsilon > once
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("mean")
 def test_an_optimizer_sees_no_sum_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next block of the sum has no noise yet: the memory of a private mean is its own."""
     monkeypatch.setattr("dpmac_cli.dp.clipping.layers.BLOCK", 100)
@@ -136,7 +136,7 @@ class MixesInEvaluation(nn.Module):
         return out if self.training else out - out.mean(0)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("validated")
 def test_a_step_runs_in_the_mode_that_was_validated() -> None:
     results = []
     for leave_it in (nn.Module.train, nn.Module.eval):
@@ -152,7 +152,7 @@ def test_a_step_runs_in_the_mode_that_was_validated() -> None:
 # Kinks.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
     ("kind", "physical", "sizes"),
@@ -177,7 +177,7 @@ def test_a_record_more_moves_no_other_across_a_kink(
 
 
 @pytest.mark.long
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("instructions", ["DEFAULT", "AVX2"])
 def test_threads_that_share_a_batch_move_no_record_across_a_kink(instructions: str) -> None:
     """oneDNN rounds the image where the shares of two threads meet in another way."""

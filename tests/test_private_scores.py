@@ -59,7 +59,7 @@ def without(result: Evaluation, kept: Any) -> Evaluation:
     return replace(result, logits=result.logits[kept], labels=result.labels[kept])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 @pytest.mark.parametrize("by_class", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_one_unit_moves_the_counts_by_at_most_one(by_class: bool, grouped: bool) -> None:
@@ -81,7 +81,7 @@ def test_one_unit_moves_the_counts_by_at_most_one(by_class: bool, grouped: bool)
     assert max(moves) > 0.6
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 @pytest.mark.parametrize("by_class", [False, True])
 def test_the_noise_has_the_promised_distribution(by_class: bool) -> None:
     result, sigma, size = outputs(400), 3.0, 400
@@ -108,7 +108,7 @@ class AgainstZero(nn.Module):
         return torch.cat([x, torch.zeros_like(x)], 1)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 def test_a_test_record_more_moves_no_other_to_another_class(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -151,7 +151,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(brentq(excess, 0.0, 100.0))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 @pytest.mark.parametrize(("sigma", "count"), [(0.9, 1), (2.0, 5), (30.0, 1)])
 def test_scores_cost_what_gaussian_mechanisms_do(sigma: float, count: int) -> None:
     tested = TrainingEvent(1.0, sigma, count, records="test")
@@ -162,7 +162,7 @@ def test_scores_cost_what_gaussian_mechanisms_do(sigma: float, count: int) -> No
         assert total_epsilon((TRAINING, tested), 1e-5, accountant) == max(alone)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 def test_risk_is_that_of_the_split_with_more_to_lose() -> None:
     alphas = (0.001, 0.01, 0.1)
     for sigma in (0.5, 1.5, 20.0):
@@ -174,7 +174,7 @@ def test_risk_is_that_of_the_split_with_more_to_lose() -> None:
         assert gaussian_mu((TRAINING, tested)) == pytest.approx(worse, rel=2e-3)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 @pytest.mark.parametrize(
     ("every", "end", "due"), [(4, 10, (4, 8, 10)), (5, 10, (5, 10)), (12, 10, (10,))]
 )
@@ -189,7 +189,7 @@ def test_scores_are_due_as_often_as_they_are_priced(
             assert scores.event(begun, end, base).steps == len(seen)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 @pytest.mark.parametrize("every", [None, 1, 7])
 def test_all_scores_together_cost_what_training_does(every: int | None) -> None:
     plan = resolve(
@@ -222,7 +222,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 def test_only_scores_that_are_paid_for_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = []
 
@@ -259,7 +259,7 @@ def test_only_scores_that_are_paid_for_are_shown(monkeypatch: pytest.MonkeyPatch
             assert not any(value in file.read_bytes() for value in long)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 def test_every_run_and_every_score_has_noise_of_its_own() -> None:
     """With the same noise, the difference of two scores would be exact."""
     keys = [make_keys(digits_config(**COVERED).settings.seed).scores for _ in range(2)]
@@ -277,7 +277,7 @@ def test_every_run_and_every_score_has_noise_of_its_own() -> None:
         trainer.score()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 def test_a_score_is_saved_before_it_is_shown() -> None:
     """Or a resume would release another one in its place."""
     for event in run.train(digits_config(**COVERED, score_every="1", out="run")):
@@ -286,7 +286,7 @@ def test_a_score_is_saved_before_it_is_shown() -> None:
     assert checkpoint.read(Path("run")).step == 12
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 def test_a_fork_keeps_the_promise_about_the_test_records() -> None:
     train_digits(out="exact")
     with pytest.raises(InputError, match="--cover-scores cannot change in a fork"):
@@ -306,7 +306,7 @@ def cost_of_scores(report: dict[str, Any]) -> float:
     return total_epsilon(tuple(TrainingEvent(**event) for event in tested), 1e-5)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 @pytest.mark.parametrize("sampler", rest_long(["poisson", "random-allocation"]))
 def test_a_budget_that_ends_a_run_pays_for_its_last_score(sampler: str) -> None:
     flags: dict[str, Any] = {
@@ -324,7 +324,7 @@ def test_a_budget_that_ends_a_run_pays_for_its_last_score(sampler: str) -> None:
     assert lines(finished.folder)[-1]["epsilon"] == privacy["epsilon"]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 @pytest.mark.parametrize("more", rest_long([0.5, 3.0]))
 def test_the_budget_of_a_fork_pays_for_the_scores_of_its_parent(more: float) -> None:
     flags: dict[str, Any] = {"sigma": 2.0, "epochs": 2, "batch_size": 200, "score_every": "4"}
@@ -352,7 +352,7 @@ class ByLargest(nn.Module):
         return logits
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 def test_a_test_record_is_scored_alone() -> None:
     """One test record could change the scores of all others."""
     images = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
@@ -370,7 +370,7 @@ def test_a_test_record_is_scored_alone() -> None:
     assert torch.equal(logits(x)[0], logits(torch.cat([x[:1], 2 * x[1:].flip(0)]))[0])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 def test_data_without_the_units_of_its_test_records_is_refused() -> None:
     """Each record would count as a unit, so that one unit moves the count by all of its records."""
     y, unit = np.arange(400) % 2, np.arange(400) // 8
@@ -382,7 +382,7 @@ def test_data_without_the_units_of_its_test_records_is_refused() -> None:
         make_trainer(plan, data=replace(data, test=replace(data.test, units=None)))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 def test_epsilon_on_the_way_covers_the_scores_that_were_shown() -> None:
     """Also between two scores, and where they cost more than the steps so far."""
     plan = digits_config(**COVERED, score_every="1")

@@ -101,7 +101,7 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("target")
 @pytest.mark.parametrize("optimizer", ["dp-sgd", "dp-macadam"])
 def test_a_program_trains_on_dicts_and_pays_what_its_steps_cost(optimizer: str) -> None:
     step = started(optimizer=optimizer)
@@ -120,7 +120,7 @@ def test_a_program_trains_on_dicts_and_pays_what_its_steps_cost(optimizer: str) 
 # What is trained on is what was drawn.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 def test_the_loader_draws_what_is_accounted_for() -> None:
     """Every batch has the rows of the sampler's draw, in order, and each of them once."""
     notes, step = Notes(), started(steps=30)
@@ -141,7 +141,7 @@ def odd_batches(batch: dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
     yield "only the same tensors", dict(batch)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 def test_a_batch_that_was_not_drawn_for_the_step_is_refused() -> None:
     step, epsilon = started(), 0.0
     for number, batch in enumerate(step.loader(Notes())):
@@ -176,7 +176,7 @@ def to_the_longest(records: list[Any]) -> Any:
     }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize(
     ("collate", "said"),
     [
@@ -192,7 +192,7 @@ def test_a_record_that_is_not_one_row_of_one_shape_is_refused(collate: Any, said
         trained(started(), Notes(), collate=collate)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 @pytest.mark.parametrize("first", [True, False])
 def test_no_error_quotes_a_record(first: bool) -> None:
     """Neither that of the first record nor of another one, nor what they were raised from."""
@@ -229,7 +229,7 @@ def as_views(records: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: value[None] for name, value in records[0].items()}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_records_in_the_same_memory_are_rows_of_their_own() -> None:
     """Otherwise the last record of a batch would be all of them."""
     step = started()
@@ -261,7 +261,7 @@ class Accumulating:
         return {**as_views(records), "input_ids": (self.total % WORDS)[None]}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize(("dataset", "collate"), [(Counting, None), (Notes, Accumulating)])
 def test_records_that_are_others_when_they_are_read_again_are_refused(
     dataset: type[Notes], collate: Any
@@ -279,7 +279,7 @@ class Threaded(Notes):
         return {**record, "labels": torch.tensor(torch.get_num_threads())}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_records_are_read_on_one_thread_as_in_a_worker() -> None:
     """A state may be continued with other workers, under the same noise."""
     threads = torch.get_num_threads()
@@ -291,7 +291,7 @@ def test_records_are_read_on_one_thread_as_in_a_worker() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("by", ["data", "numpy"])
 def test_what_torch_does_not_see_being_written_to_a_batch_has_no_effect(by: str) -> None:
     """Neither of these raises a version counter."""
@@ -322,7 +322,7 @@ def saved_after(step: PrivateStep, steps: int) -> dict[str, Any]:
     return copy.deepcopy(step.state_dict())
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_a_training_that_was_killed_goes_on_and_counts_the_lost_steps() -> None:
     first, again = started(steps=20), started(steps=20)
     state = saved_after(first, 7)
@@ -337,7 +337,7 @@ def test_a_training_that_was_killed_goes_on_and_counts_the_lost_steps() -> None:
     assert again.epsilon == total_epsilon((POISSON.event(SIGMA, 23),), again.delta)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 @pytest.mark.parametrize("seed", [None, 3])
 def test_no_noise_and_no_batch_is_drawn_again(
     seed: int | None, monkeypatch: pytest.MonkeyPatch
@@ -376,7 +376,7 @@ def test_no_noise_and_no_batch_is_drawn_again(
             assert key.hex().encode() not in written
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 @pytest.mark.parametrize("sampling", [RandomAllocation, Cyclic])
 def test_a_continued_training_begins_an_epoch(sampling: Any) -> None:
     """A record is in one batch of each epoch that is counted."""
@@ -393,7 +393,7 @@ def test_a_continued_training_begins_an_epoch(sampling: Any) -> None:
     assert again.epsilon == total_epsilon(counted, again.delta)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("target")
 def test_a_training_for_an_epsilon_keeps_to_it() -> None:
     settings: dict[str, Any] = {**SETTINGS, "steps": 20, "epsilon": 2.0}
     del settings["sigma"]
@@ -409,7 +409,7 @@ def test_a_training_for_an_epsilon_keeps_to_it() -> None:
         done(Notes()[0])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_a_state_may_be_loaded_with_other_settings() -> None:
     other, saved = Poisson(n=RECORDS, batch_size=BATCH // 2), saved_after(started(), 2)
     step = started(sampling=other, sigma=2.0)
@@ -421,7 +421,7 @@ def test_a_state_may_be_loaded_with_other_settings() -> None:
     assert new.epsilon == pytest.approx(step.epsilon, rel=1e-9)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_a_state_is_loaded_with_the_steps_that_were_taken() -> None:
     saved = saved_after(started(), 2)
     for taken in (1, 7):
@@ -440,7 +440,7 @@ def test_a_state_is_loaded_with_the_steps_that_were_taken() -> None:
 # Other loaders, other trainings, other networks.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_what_the_network_was_trained_for_before_is_paid_for_too() -> None:
     first = started()
     trained(first, Notes())
@@ -470,7 +470,7 @@ class Weighing(nn.Module):
         return loss(model, batch) * self.scale
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_a_loss_that_was_trained_carries_what_it_learned() -> None:
     """Into the training of another network."""
     learned = Weighing()
@@ -510,7 +510,7 @@ def stepping() -> PrivateStep:
     return PrivateStep(reader(), loss, sampling=POISSON, **{**SETTINGS, "seed": None})
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_a_copy_of_the_process_adds_no_noise() -> None:
     """It has the same keys: the difference of the two releases would have no noise."""
     before = torch.get_num_threads()
@@ -525,7 +525,7 @@ def test_a_copy_of_the_process_adds_no_noise() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_training_cannot_be_copied(copied: Callable[[Any], Any]) -> None:
     step = stepping()
@@ -567,7 +567,7 @@ def great(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss(model, batch) * scale
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("is_ball", [True, False])
 @pytest.mark.parametrize("isolate", [True, False])
 @pytest.mark.parametrize("physical", [256, 4])
@@ -612,7 +612,7 @@ def of_the_longest(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss(model, batch) * batch["attention_mask"].sum(1).max()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("mixing", [centred, of_the_batch, contrasted, of_the_next, of_the_longest])
 def test_a_loss_that_mixes_records_is_refused_or_sees_one_at_a_time(
     mixing: Callable[..., Tensor],
@@ -629,7 +629,7 @@ def test_a_loss_that_mixes_records_is_refused_or_sees_one_at_a_time(
         assert moved <= RADIUS
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
@@ -645,7 +645,7 @@ def test_a_loss_that_is_not_one_number_per_record_is_refused(odd: Any, said: str
         clipped_grad(model, odd, ball(RADIUS, weights(model)), batch_size=9)(notes())
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_a_loss_that_remembers_a_record_is_refused() -> None:
     kept: list[Tensor] = []
 
@@ -660,7 +660,7 @@ def test_a_loss_that_remembers_a_record_is_refused() -> None:
         clipped(notes())
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("validated")
 def test_a_network_that_was_changed_is_refused() -> None:
     model = reader()
     clipped = clipped_grad(model, loss, ball(RADIUS, weights(model)), batch_size=9)
@@ -680,7 +680,7 @@ def rows_of(count: int) -> dict[str, Any]:
     return {"x": x, "mean": torch.zeros(count, 4)}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("validated")
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
@@ -705,7 +705,7 @@ def test_a_batch_of_another_structure_than_validated_is_refused(
         clipped(odd(rows_of(9)))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_a_batch_far_larger_than_stated_is_refused() -> None:
     """The margin for rounding is for sums of about the stated number of records."""
     clipped = clipped_grad(nn.Linear(4, 3), reduced, ball(1.0), batch_size=9)

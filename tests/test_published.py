@@ -36,7 +36,7 @@ def names(where: Path) -> set[str]:
     return {str(path) for path in found if path.parts[0] not in (folder.LOCK, folder.CHECKPOINTS)}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 @pytest.mark.parametrize(
     ("optimizer", "seed"), one_in(5, itertools.product(OPTIMIZER_NAMES, [None, SEED]))
 )
@@ -153,7 +153,7 @@ LEAKS: Mapping[str, Leak] = {
 }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 @pytest.mark.parametrize(("name", "what", "leak"), LEAKS.values(), ids=LEAKS.keys())
 def test_a_leak_would_be_found(
     searched: tuple[Path, Secrets],

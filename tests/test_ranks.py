@@ -96,7 +96,7 @@ def stepping(steps: int, name: str, **options: Any) -> Callable[[Ranks], Tensor]
 # The same numbers.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ranks")
 @pytest.mark.parametrize(("name", "size"), one_in(5, itertools.product(OPTIMIZER_NAMES, [2, 3])))
 def test_ranks_take_the_steps_that_one_process_takes(name: str, size: int) -> None:
     options: dict[str, Any] = {"plan": in_chunks_of(4), "kappa": "tracked", "phi": "tracked"}
@@ -111,7 +111,7 @@ def test_ranks_take_the_steps_that_one_process_takes(name: str, size: int) -> No
     assert torch.equal(together(size, stepping(10, name, **options))[0], found[0])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ranks")
 def test_shares_are_a_partition_of_one_draw() -> None:
     drawn = np.arange(100, 117)
 
@@ -131,7 +131,7 @@ class Told(Ranks):
         return said.to(dtype)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ranks")
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_record_more_moves_no_other_to_another_rank(size: int) -> None:
     """Ranks may round differently, and would flip all records at a kink together."""
@@ -148,7 +148,7 @@ def test_a_record_more_moves_no_other_to_another_rank(size: int) -> None:
 # Secrets stay at rank 0.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ranks")
 def test_the_others_are_told_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     said = Ranks.brief
@@ -200,7 +200,7 @@ def training(**flags: Any) -> Callable[[Ranks], Any]:
     return work
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ranks")
 @pytest.mark.parametrize(("before", "after"), rest_long([(1, 3), (2, 2), (3, 1)], short=2))
 def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
     asked = iter(range(100))
@@ -229,7 +229,7 @@ def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
 # The same records.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ranks")
 @pytest.mark.parametrize("what", ["data", "classes", "network"])
 def test_ranks_with_other_records_do_not_begin(tmp_path: Path, what: str) -> None:
     """Row 7 of one could be row 8 of the other: one record would count twice in a batch."""
@@ -278,7 +278,7 @@ class Net(nn.Module):
 """
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ranks")
 def test_what_a_network_draws_and_does_not_train_is_the_same_at_every_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -308,7 +308,7 @@ def files() -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ranks")
 @pytest.mark.parametrize("other", ["instructions", "variable", "threads"])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_ranks_that_compute_otherwise_do_not_begin(
@@ -338,7 +338,7 @@ def test_ranks_that_compute_otherwise_do_not_begin(
     assert files() == before
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ranks")
 def test_ranks_on_other_devices_do_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(ranks: Ranks) -> Any:
         if not ranks.leads:
@@ -354,7 +354,7 @@ def test_ranks_on_other_devices_do_not_begin(monkeypatch: pytest.MonkeyPatch) ->
 # Failure.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ranks")
 @pytest.mark.parametrize("what", ["theta", "inverse"])
 def test_ranks_that_went_apart_take_the_first_ones_state(what: str) -> None:
     """Else a sample would be clipped to another region than the noise is scaled to."""

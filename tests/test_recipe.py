@@ -102,7 +102,7 @@ def test_with_schedule_and_decay_is_torchs_own(rule: str) -> None:
     torch.testing.assert_close(walk(ours, PLAN.steps)[-1], theirs, rtol=0, atol=1e-9)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("views")
 @every_optimizer
 def test_noise_is_not_scaled_by_the_schedule(name: str) -> None:
     """A smaller rate moves the weights less; the private mean and its noise stay as priced."""
@@ -181,7 +181,7 @@ def test_views_are_crops_and_flips_of_their_own_image(augment: str, side: int) -
         assert seen == {view.contiguous().numpy().tobytes() for view in allowed}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("views")
 def test_a_view_depends_on_no_other_image() -> None:
     images = pictures()
     other = images.clone()
@@ -192,7 +192,7 @@ def test_a_view_depends_on_no_other_image() -> None:
     assert differ.view(6, 4).any(1).tolist() == [i == 2 for i in range(6)]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("views")
 def test_the_views_of_a_record_depend_on_no_other_record() -> None:
     """They are a function of the seed, the step and its index: they need no secrecy."""
     layers, records = LayerDraws(a_key(5)), np.array([3, 8, 9, 2**33])
@@ -208,7 +208,7 @@ def test_the_views_of_a_record_depend_on_no_other_record() -> None:
         assert not np.isin(other, words).any()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("views")
 @pytest.mark.parametrize("chunk", [1, 2, 7, 1000])
 def test_a_record_is_seen_alike_in_every_batch_and_chunk(chunk: int) -> None:
     recipe, seen = Recipe(views=3, augment="flip"), []
@@ -241,7 +241,7 @@ def test_layers_draw_anew_in_every_step_and_alike_in_a_step() -> None:
     assert torch.equal(masks[1], masks[3])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("views")
 @every_optimizer
 def test_a_record_seen_in_several_views_adds_no_more_than_1(name: str) -> None:
     spy, alone = Spy(0.0, 8), Batches(*([i] for i in range(40)))

@@ -114,7 +114,7 @@ def recording(trainer: Trainer, record: Any = on_tape) -> RecordedChunkSum:
     return found
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("network", NETWORKS)
 @every_optimizer
 def test_replays_are_the_steps_that_are_computed(
@@ -141,7 +141,7 @@ def test_replays_are_the_steps_that_are_computed(
     assert calls == [0]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_a_chunk_for_which_float32_does_not_do_is_computed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -170,7 +170,7 @@ def otherwise(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None
     return function(), lambda: None
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize(
     ("network", "record"),
     [

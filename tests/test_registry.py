@@ -82,7 +82,7 @@ def test_a_seventh_optimizer_is_in_help_training_report_and_comparison() -> None
     assert "dp-lion" in dpmac("compare", "--dataset", "digits", *both, "--out", "study")
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("mean")
 @pytest.mark.long
 def test_a_seventh_optimizer_passes_the_privacy_tests_of_all() -> None:
     Path("dp_lion.py").write_text(LION)

@@ -109,7 +109,7 @@ def _page(folder: Path, where: Path) -> str:
     return (where / "page.html").read_text()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 @pytest.mark.parametrize("task", [TASK, PLAIN])
 def test_no_target_is_beyond_its_range_and_none_moves_another(task: Regression) -> None:
     values = np.linspace(task.low, task.high, 20)
@@ -235,7 +235,7 @@ def test_intervals_are_by_unit_and_cover_the_truth() -> None:
     assert inside >= 88
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 @pytest.mark.parametrize("task", [TASK, PLAIN])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_one_unit_moves_the_covered_error_by_at_most_one(task: Regression, grouped: bool) -> None:
@@ -249,7 +249,7 @@ def test_one_unit_moves_the_covered_error_by_at_most_one(task: Regression, group
     assert max(moves) > 0.5
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 def test_the_noise_of_a_covered_error_has_the_promised_distribution() -> None:
     result, sigma, size = evaluated(PLAIN, 400), 3.0, 400
     noise = Noise(bytes(32), secure=True)
@@ -336,7 +336,7 @@ def _check_predictions(folder: Path, where: Path) -> None:
     np.testing.assert_allclose(known["predict"](inputs), found, rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_no_target_is_beyond_its_range_and_none_moves_another_of_several_numbers() -> None:
     values = np.column_stack([np.linspace(0, 10_000, 20), np.linspace(0, 40, 20)])
     wild = np.concatenate([values, [[1e300, -1e300], [-1e300, 1e300]]])
@@ -348,7 +348,7 @@ def test_no_target_is_beyond_its_range_and_none_moves_another_of_several_numbers
     assert SEVERAL_NUMBERS_TASK.answers(outputs).tolist() == [[10_000, 0], [0, 40]]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("scores")
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("targets", [2, 3, 7])
 def test_one_unit_moves_the_covered_error_by_at_most_one_of_several_numbers(

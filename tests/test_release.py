@@ -93,7 +93,7 @@ WAYS = {
 }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_and_buffers_alone_are_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
@@ -216,7 +216,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(run: Path, file: Path) -> None:
         assert digest(loaded.model.state_dict(), {}) == digest(whole.model.state_dict(), {})
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 def test_a_private_checkpoint_is_not_a_model(run: Path) -> None:
     with pytest.raises(InputError, match=r"is a private checkpoint.* Use model.safetensors, one"):
         load_model(checkpoint.path_in(run))

@@ -69,7 +69,7 @@ def forked(out: Path) -> None:
 WAYS = pytest.mark.parametrize("replace", [published, trained, typed, forked])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 @WAYS
 def test_nothing_of_an_older_run_survives(replace: Callable[[Path], None], tmp_path: Path) -> None:
     before = older(tmp_path / "run")
@@ -80,7 +80,7 @@ def test_nothing_of_an_older_run_survives(replace: Callable[[Path], None], tmp_p
     assert not set(now.values()) & set(before.values())
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 def test_a_published_loop_is_not_forked_from_the_run_that_it_replaced(tmp_path: Path) -> None:
     """The report would say one epsilon, and its fork another, from other weights."""
     train_digits(out=tmp_path / "run", steps=4, seed=1)
@@ -117,7 +117,7 @@ def killed_at(call: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
             calls[0] = -1
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 @pytest.mark.parametrize("replace", rest_long([trained, published, forked]))
 def test_a_kill_leaves_no_mixture_of_two_runs(
     replace: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -144,7 +144,7 @@ def test_a_kill_leaves_no_mixture_of_two_runs(
     pytest.fail("it never ended")
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 def test_a_kill_leaves_no_earlier_report_beside_a_later_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +167,7 @@ def test_a_kill_leaves_no_earlier_report_beside_a_later_model(
     pytest.fail("it never ended")
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 def test_a_kill_leaves_no_files_of_two_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ def test_the_test_section_is_consistent(report: dict[str, Any]) -> None:
     assert test["accuracy"] * 360 == pytest.approx(round(test["accuracy"] * 360))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 def test_the_price_is_the_accountants(report: dict[str, Any]) -> None:
     price = report["privacy"]
     event = EVENT
@@ -60,7 +60,7 @@ def spent(steps: int, seeded: bool = False) -> Spent:
     return Spent((), event, base=0, begun=steps, seeded=seeded, secure=False)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("said")
 def test_a_given_seed_is_admitted_and_not_told() -> None:
     config = resolve({"dataset": "digits", "seed": 918273645}).plan
     found = privacy(Case(config, spent(steps=1, seeded=True)))
@@ -83,7 +83,7 @@ def altered(report: dict[str, Any], change: Callable[[dict[str, Any]], object]) 
     return Path("report.json")
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 def test_attempts_that_an_older_version_replaced_count_in_a_study(report: dict[str, Any]) -> None:
     before = {**vars(EVENT), "steps": 2}
     file = altered(report, lambda v: v["privacy"].update(abandoned=[before]))
@@ -118,7 +118,7 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
 }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("said")
 @pytest.mark.parametrize(("said", "change"), WRONG.values(), ids=WRONG)
 def test_a_report_that_dpmac_does_not_write_is_refused(
     report: dict[str, Any], said: str, change: Callable[[dict[str, Any]], object]

@@ -49,7 +49,7 @@ def counted(finished: Finished) -> int:
     return steps
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_a_killed_run_continues_from_its_state_and_counts_the_lost_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -84,7 +84,7 @@ def kill_in(step: int, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             finish(run.train(plan))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 @pytest.mark.parametrize("sampler", ["poisson", "random-allocation"])
 def test_a_run_for_an_epsilon_keeps_to_it(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends earlier by the steps that were lost, or by the epoch that was begun."""
@@ -105,7 +105,7 @@ def test_a_run_for_an_epsilon_keeps_to_it(sampler: str, monkeypatch: pytest.Monk
         finish(run.resume(Path("run"), {}))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 @pytest.mark.parametrize(
     "sampler", [name for name, sampling in SAMPLERS.items() if sampling.once_an_epoch]
 )
@@ -127,7 +127,7 @@ def test_a_record_has_one_place_in_each_epoch_that_is_counted(
     assert sum(event.compositions for event in events) == 4
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_no_key_is_on_disk_or_used_in_two_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are found in any form that a file could have them in."""
     made: list[Keys] = []
@@ -164,7 +164,7 @@ def check_no_key(made: Sequence[Keys]) -> None:
         assert not any(form in content for form in forms), path
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_a_seed_gives_each_session_other_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = Draws(monkeypatch)
     for out in ("one", "other"):
@@ -209,7 +209,7 @@ class Draws:
         monkeypatch.setattr(KeyedSampler, "draw", recording(KeyedSampler.draw))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 @pytest.mark.parametrize("change", [{"lr": "0.01"}, {"steps": "30"}, {"physical_batch": "64"}])
 def test_a_fork_reuses_no_draw(change: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 21 was shown by the run, and is taken again by its fork, which begins at step 20."""
@@ -233,7 +233,7 @@ def test_a_fork_reuses_no_draw(change: Mapping[str, str], monkeypatch: pytest.Mo
     assert [event["steps"] for event in finished.report["privacy"]["events"]] == [21, after]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_epsilon_covers_every_ancestor_of_a_fork() -> None:
     first = finish(run.train(start(out="run")))
     before = contents(first.folder)
@@ -255,7 +255,7 @@ def test_epsilon_covers_every_ancestor_of_a_fork() -> None:
     assert {first.folder, second.folder, third.folder} == set(map(Path, ("run", "second", "third")))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_that_a_run_diverged_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told after step 12, past the last checkpoint, and is computed from the records."""
 
@@ -271,7 +271,7 @@ def test_that_a_run_diverged_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [event["steps"] for event in finished.report["privacy"]["events"]] == [12, STEPS - 10]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_a_budget_covers_what_a_fork_inherits() -> None:
     first = finish(run.train(start(out="run")))
     spent = first.report["privacy"]["epsilon"]
@@ -282,7 +282,7 @@ def test_a_budget_covers_what_a_fork_inherits() -> None:
     assert spent < last.report["privacy"]["epsilon"] <= budget
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_that_memory_ran_out_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says something about the size of a batch."""
     calls, of = iter(range(1, 10**9)), ClippedChunkSum.of
@@ -305,7 +305,7 @@ def test_that_memory_ran_out_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> No
     assert finished.report["machine"]["physical_batch"] == 100
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_a_folder_in_use_is_refused() -> None:
     """Of two sessions at a time, neither would count the other."""
     events = run.train(start(out="run"))
@@ -353,7 +353,7 @@ REFUSALS: tuple[tuple[str, Callable[[], object], dict[str, Any], str], ...] = (
 )
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("resume")
 def test_what_cannot_be_resumed_or_forked_is_refused() -> None:
     finish(run.train(start(out="kept")))
     for way, change, flags, said in REFUSALS:

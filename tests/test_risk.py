@@ -31,7 +31,7 @@ from dpmac_cli.release.sentences import Case, privacy
 from dpmac_cli.runs.ledger import Spent
 from tests.typed import dpmac
 
-pytestmark = pytest.mark.privacy
+pytestmark = pytest.mark.promise("risk")
 
 Losses = NDArray[np.float64]
 ALPHAS = np.concatenate([np.geomspace(1e-6, 0.05, 40), np.linspace(0.05, 0.999, 60)])

@@ -95,7 +95,7 @@ def test_the_written_config_and_the_seed_repeat_the_run(optimizer: str) -> None:
     assert not same_weights(first.folder, train_digits(optimizer=optimizer, seed=SEED + 1).folder)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 def test_the_seed_occurs_in_no_file() -> None:
     finished = train_digits(seed=SEED)
     assert finished.report["privacy"]["seed_policy"]["given"] is True
@@ -111,7 +111,7 @@ def test_the_seed_occurs_in_no_file() -> None:
 # What it costs
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("target")
 def test_the_noise_found_for_a_target_is_the_noise_added(monkeypatch: pytest.MonkeyPatch) -> None:
     mechanisms = []
     make = assembly.make_trainer
@@ -128,7 +128,7 @@ def test_the_noise_found_for_a_target_is_the_noise_added(monkeypatch: pytest.Mon
     assert mechanism.expected_batch == 128
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("target")
 def test_a_run_stops_before_its_budget_is_passed() -> None:
     events, finished = train_events(digits_config(epochs=2, max_epsilon=0.2))
     price = finished.report["privacy"]
@@ -142,7 +142,7 @@ def test_a_run_stops_before_its_budget_is_passed() -> None:
     assert score(finished.folder, None, None, "cpu").result.samples == 360
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("target")
 def test_chunks_change_neither_the_price_nor_the_noise() -> None:
     whole, chunked = (train_digits(seed=1, physical_batch=size) for size in (1024, 13))
     assert whole.report["privacy"] == chunked.report["privacy"]
@@ -221,7 +221,7 @@ def leaves(value: Any, path: str = "") -> list[str]:
     return [leaf for key, v in value.items() for leaf in leaves(v, f"{path}.{key}".lstrip("."))]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 @pytest.mark.parametrize("optimizer", ["dp-macadam", "dp-macadambc"])
 def test_nothing_unnoised_has_a_name_in_the_files(optimizer: str) -> None:
     finished = train_digits(optimizer=optimizer, seed=SEED)
@@ -336,7 +336,7 @@ def failing(method: Any, when: int, failure: Callable[[], BaseException], after:
     return called
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("failed")
 @pytest.mark.parametrize(
     ("phase", "how", "after", "optimizer"),
     pairs_short(PHASES, [*FAILURES], [False, True], ["dp-sgd", "dp-macadam"]),

@@ -66,7 +66,7 @@ def included(request: pytest.FixtureRequest) -> NDArray[np.bool_]:
     return inclusions(sampler_of("poisson", N, round(N * Q), request.param), N, STEPS)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 def test_everyone_is_in_as_often_as_the_rate_says(included: NDArray[np.bool_]) -> None:
     """Counts per record are binomial: a shuffled partition gives everyone the same."""
     counts = included.sum(0)
@@ -76,12 +76,12 @@ def test_everyone_is_in_as_often_as_the_rate_says(included: NDArray[np.bool_]) -
     assert chisquare(counts).pvalue > 0.001
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 def test_batch_sizes_are_binomial(included: NDArray[np.bool_]) -> None:
     assert_sizes_are_binomial(included.sum(1), N, Q)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 @pytest.mark.parametrize("lag", [1, 2, N // 2])
 def test_inclusions_are_independent(included: NDArray[np.bool_], lag: int) -> None:
     """Of the steps before, and of one's neighbours. A partition leaves whom it took out."""
@@ -102,7 +102,7 @@ def bins(request: pytest.FixtureRequest) -> NDArray[np.int64]:
     return dealt(sampler_of("random-allocation", N, BATCH, request.param), N, BATCH, EPOCHS)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 def test_bins_fill_as_independent_balls_fill_them(bins: NDArray[np.int64]) -> None:
     """Sizes are binomial, in every bin alike, the last one too: none is short or always full."""
     sizes = np.stack([(bins == k).sum(1) for k in range(BINS)], axis=1)  # (EPOCHS, BINS)
@@ -111,7 +111,7 @@ def test_bins_fill_as_independent_balls_fill_them(bins: NDArray[np.int64]) -> No
     assert len(set(sizes[:, -1].tolist())) > 10
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 @pytest.mark.parametrize("lag", [1, 2, N // 2])
 def test_balls_are_independent(bins: NDArray[np.int64], lag: int) -> None:
     """Two records meet in a bin once in BINS epochs; a record meets its own last one as often."""
@@ -123,7 +123,7 @@ def test_balls_are_independent(bins: NDArray[np.int64], lag: int) -> None:
         assert chisquare(pairs).pvalue > 0.001
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 @pytest.mark.parametrize("name", ONCE_AN_EPOCH)
 @either_way
 def test_each_epoch_is_dealt_anew_if_that_is_priced(name: str, secure: bool) -> None:
@@ -133,7 +133,7 @@ def test_each_epoch_is_dealt_anew_if_that_is_priced(name: str, secure: bool) -> 
     )
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 @either_way
 def test_cyclic_batches_fill_as_independent_balls_fill_them(secure: bool) -> None:
     """Removing a record leaves the distribution of the others, whose numbers it lowers by one."""
@@ -165,7 +165,7 @@ def batches(sampler: Sampler, count: int) -> list[list[int]]:
     return [sampler.draw(step).tolist() for step in range(1, count + 1)]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 @pytest.mark.parametrize("name", SAMPLERS)
 @either_way
 def test_a_batch_is_a_function_of_key_and_step(name: str, secure: bool) -> None:
@@ -177,7 +177,7 @@ def test_a_batch_is_a_function_of_key_and_step(name: str, secure: bool) -> None:
         assert again.draw(1).tolist() == whole[0]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 @pytest.mark.parametrize("name", ONCE_AN_EPOCH)
 @either_way
 def test_epochs_begin_with_the_keys_of_a_branch(name: str, secure: bool) -> None:
@@ -208,7 +208,7 @@ def a_stretch() -> Stretch:
     return KeyStream(a_key(1)).at(1)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 @pytest.mark.parametrize(
     ("size", "batch"), [(3, 1), (1437, 100), (60_000, 256), (50_000, 512), (7, 6), (10**9, 1)]
 )
@@ -224,7 +224,7 @@ def test_no_record_is_drawn_more_often_than_is_priced(
     assert Fraction(most, 2**64) <= priced < Fraction(most + 1, 2**64)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 def test_a_word_is_used_once() -> None:
     """Word for word the key stream of the step, 64 bits per record."""
     keys = KeyStream(a_key(7))
@@ -238,7 +238,7 @@ def test_a_word_is_used_once() -> None:
             assert draws.independently(0.5).tolist() == expected.tolist()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("sampling")
 @pytest.mark.parametrize("flags", [{}, {"physical_batch": 7}, {"physical_batch": 1000}])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str, Any]) -> None:

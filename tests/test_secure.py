@@ -38,7 +38,7 @@ def randomness(finished: Finished) -> Mapping[str, Any]:
 # What it chooses.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("secure")
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_secure_draws_all_of_a_run_from_keys_of_their_own(
     sampler: str, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +77,7 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
 # Resuming.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("secure")
 def test_a_fork_that_changes_secure_tells_it() -> None:
     """Never one generator's state in the other, nor a promise for steps that were not so drawn."""
     first = finish(run.train(digits_config(steps=9, out="run"), after(5)))
@@ -95,7 +95,7 @@ def test_a_fork_that_changes_secure_tells_it() -> None:
 # What it refuses.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("secure")
 @pytest.mark.parametrize(
     ("flag", "why"),
     [

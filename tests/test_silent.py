@@ -36,7 +36,7 @@ pytestmark = [
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo
-@pytest.mark.privacy
+@pytest.mark.promise("silent")
 @pytest.mark.parametrize(
     "situation",
     one_in(
@@ -139,7 +139,7 @@ class Remembers(Honest):
         self.seen = records()[0][list(rows)].sum()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("silent")
 @pytest.mark.parametrize(
     ("trainer", "outcome"),
     [

@@ -134,7 +134,7 @@ def lose(draw: random.Random, where: Path) -> bool:
     return bool(lost)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 @pytest.mark.parametrize(
     ("seed", "scores"),
     [
@@ -200,7 +200,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Truth:
     return truth
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 def test_a_resume_is_charged_what_was_begun_before(killed: Truth) -> None:
     """Also by a session that only the ledger knows, because it was killed before it was saved."""
     spent = ledger.read_spent(RUN)
@@ -215,7 +215,7 @@ def test_a_resume_is_charged_what_was_begun_before(killed: Truth) -> None:
     assert last.report["privacy"]["epsilon"] >= killed.epsilon() * (1 - 1e-9)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 @pytest.mark.parametrize("steps", [99, 400])
 def test_a_step_is_reserved_before_it_begins(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     step, ahead = Trainer.step, []
@@ -272,7 +272,7 @@ def counted_in(study: Grid) -> list[int]:
     return [event.steps for event in events]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 def test_a_study_is_charged_for_attempts_begun_again(
     study: Grid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +293,7 @@ def test_a_study_is_charged_for_attempts_begun_again(
     assert counted_in(study) == [15, 5, STEPS]  # as in the report
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 def test_a_kill_while_a_run_is_replaced_forgets_nothing(
     study: Grid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,7 +335,7 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
     assert replaced
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 def test_an_attempt_whose_ledger_is_lost_is_charged_in_full(
     study: Grid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,7 +346,7 @@ def test_an_attempt_whose_ledger_is_lost_is_charged_in_full(
     assert counted_in(study) == [STEPS, STEPS]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 def test_a_killed_run_beside_a_study_is_charged_with_all_that_it_inherits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -174,14 +174,14 @@ def test_a_schema_that_cannot_be_used_is_refused(
     assert all(f"--schema {tmp_path / 's.yaml'}" in error for error in caught.value.errors)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_no_input_is_beyond_its_range(tmp_path: Path) -> None:
     table = PATIENTS.replace("130", "1e300").replace("30,f", "-1e300,f")
     x, _ = inputs(source(tmp_path, table))
     assert np.abs(x).max() == 1.0
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_a_draft_is_made_of_the_header_alone(tmp_path: Path) -> None:
     header, _, records = PATIENTS.partition("\n")
     drafts = []
@@ -385,7 +385,7 @@ def read(cells: pa.Array, of: Mapping[str, Any]) -> list[float | str]:
     ]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 @pytest.mark.parametrize(("of", "cell", "value"), CELLS)
 def test_a_cell_is_read_as_declared_whatever_stands_beside_it(
     of: Mapping[str, Any], cell: str | None, value: float | str
@@ -471,7 +471,7 @@ def test_a_fault_names_the_record_the_column_and_the_cell(
 TABLE = 'c,note,y\n1,"x, ""y""",a\n,,b\n3,Köln,b\n'
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize("delimiter", [*",;\t|", "~", "^"])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -520,7 +520,7 @@ def test_a_malformed_file_is_one_fault(tmp_path: Path, content: bytes, said: str
     assert said in str(caught.value)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 @pytest.mark.parametrize("unit", ["-", "999", "999.0", "k.A.", "", "unknown"])
 def test_a_missing_unit_is_no_unit_that_records_share(tmp_path: Path, unit: str) -> None:
     persons = [f"{n},{n},{'ab'[n % 2]}" for n in range(9)]

@@ -42,7 +42,7 @@ def comparison(*cells: Cell, epsilon: float = 12.345) -> Comparison:
 WHOLE = comparison(*CELLS)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_every_form_says_what_the_epsilons_are_worth() -> None:
     for text in (as_markdown(WHOLE), json.dumps(as_json(WHOLE))):
         assert "epsilon 12.35" in text  # rounded up

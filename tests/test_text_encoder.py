@@ -62,7 +62,7 @@ def tiny() -> TextEncoder:
     return read_encoder(str(write_encoder(Path("encoder")))).of(LAYOUT)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_a_vector_depends_on_one_text_alone_bit_for_bit(tiny: TextEncoder) -> None:
     network, x = features(tiny), inputs("encoder", TEXTS)
     network.joined.common.copy_(normalize(torch.randn(WIDTH), dim=0))
@@ -74,7 +74,7 @@ def test_a_vector_depends_on_one_text_alone_bit_for_bit(tiny: TextEncoder) -> No
     assert torch.equal(network(torch.cat([x, x]))[len(TEXTS) :], together)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_padding_changes_no_bit(tiny: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     short = tuple(text for text in TEXTS if len(text) < 10)
     rows = features(tiny)(inputs("encoder", short))[:, :WIDTH]
@@ -85,7 +85,7 @@ def test_padding_changes_no_bit(tiny: TextEncoder, monkeypatch: pytest.MonkeyPat
     assert len(seen) == 2 * len(short)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_masked_padding_has_no_influence(tiny: TextEncoder) -> None:
     """As on a GPU, where all texts have one shape."""
     network = TextFeatures(tiny, trained=True)
@@ -120,7 +120,7 @@ def refused(named: str = "encoder") -> str:
     return str(caught.value)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 @pytest.mark.parametrize("changed", ["model.safetensors", "tokenizer.json"])
 def test_a_package_with_another_hash_is_rejected(
     changed: str, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +195,7 @@ def test_missing_and_damaged_files_are_named() -> None:
     assert "has code of its own, which dpmac does not run" in refused()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_a_folder_does_not_pass_for_a_registered_encoder() -> None:
     write_encoder(Path("minilm"))
     encoder = read_encoder("./minilm").of(LAYOUT)
@@ -251,7 +251,7 @@ def records(limit: int = LIMIT, *, texts: int = 1) -> Tensor:
     return torch.cat([others[:, :1], *parts, others[:, 1:]], 1)[:, :, None, None]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_only_the_chosen_part_is_trained() -> None:
     whole = network("all")
     every = trained_names(whole)
@@ -299,7 +299,7 @@ def by_autograd(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("part", TRAINED)
 def test_padding_has_no_gradient(part: str) -> None:
     """A larger limit changes none but for rounding, and what padding contains does not matter."""
@@ -351,7 +351,7 @@ def trainer_of(part: str, **more: Any) -> Trainer:
     return trainer
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(
     ("part", "optimizer", "unit"),
     pairs_short(TRAINED, ["dp-adam", "dp-macadam"], [None, "patient"]),
@@ -374,7 +374,7 @@ def test_one_text_or_unit_moves_a_sum_by_at_most_one(
     assert max(moves) > 0.9
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 @pytest.mark.parametrize("part", TRAINED)
 def test_no_record_rounds_another(part: str) -> None:
     """In the way in which the network runs, bit for bit, whatever the others and the places."""
@@ -476,7 +476,7 @@ def test_vectors_are_those_of_transformers(family: str) -> None:
         assert (found - expected).abs().max() <= 1e-6
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(
     ("family", "part"), one_in(5, itertools.product(FAMILIES, BACKBONE_FOLDERS_PARTS))
 )

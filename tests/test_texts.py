@@ -129,7 +129,7 @@ def sources() -> dict[str, Any]:
     }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_the_inputs_of_a_text_depend_on_that_text_alone() -> None:
     """For every kind of text, tokens and how it is written, in other company and another order."""
     reader = read_encoder("encoder").reader(16)
@@ -205,7 +205,7 @@ def card() -> str:
     return Path("run/model-card.md").read_text()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 def test_no_text_is_in_anything_that_is_written_or_said(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,7 +313,7 @@ def test_a_text_is_truncated_to_the_limit() -> None:
     assert tokens_of("pain", 3) == ["[CLS]", "pain", "[SEP]"]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_names_of_special_tokens_in_a_text_are_text() -> None:
     for name in ("[SEP]", "[CLS]", "[PAD]", "[UNK]"):
         inner = tokens_of(f"pain {name} fever")[1:-1]
@@ -380,7 +380,7 @@ def test_what_all_names_have_in_common_is_removed_from_every_text() -> None:
     assert rows.norm(dim=1).min() > 0.5
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("features")
 def test_where_a_head_begins_depends_on_no_record_and_no_key() -> None:
     one, two = prepared(records()), prepared(records(40), seed=1)
     assert torch.equal(head_of(one).weight, head_of(two).weight)

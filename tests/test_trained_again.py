@@ -46,7 +46,7 @@ def both(*privates: Any) -> float:
     return total_epsilon(events, privates[0].plan.privacy.delta)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_a_cell_that_is_run_again_pays_for_both(tmp_path: Path) -> None:
     net = network()
     first = trained(net)
@@ -60,7 +60,7 @@ def test_a_cell_that_is_run_again_pays_for_both(tmp_path: Path) -> None:
     assert "noise multiplier 6" in (tmp_path / "out/model-card.md").read_text()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize(
     "wrapped",
@@ -100,7 +100,7 @@ class Student(nn.Module):
         return out
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_what_a_teacher_learned_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = network()
     first = trained(teacher)
@@ -121,7 +121,7 @@ def test_what_a_teacher_learned_is_added(monkeypatch: pytest.MonkeyPatch) -> Non
     assert second.epsilon == both(first, second) > first.epsilon
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_a_copy_made_in_the_middle_counts_the_steps_that_follow() -> None:
     """A moving average is a copy that later weights are added to."""
     net = network()
@@ -136,7 +136,7 @@ def test_a_copy_made_in_the_middle_counts_the_steps_that_follow() -> None:
     assert [t.begun for t in carried_by(nn.ModuleList([stored, net]))] == [2]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_noise_is_calibrated_for_what_is_left() -> None:
     net, whole = network(), 1437  # records: the cost of such batches takes little time to compute
     first = trained(net, batch_size=whole, sigma=20)
@@ -149,7 +149,7 @@ def test_noise_is_calibrated_for_what_is_left() -> None:
         make_private(net, "digits", epsilon=0.01, epochs=1)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_max_epsilon_counts_earlier_steps() -> None:
     net = network()
     trained(net, sigma=2)
@@ -167,7 +167,7 @@ def drawn_first(training: PrivateTraining) -> Tensor:
     return Noise(noise._keys.key).at(1).standard_normal(torch.zeros(8))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_a_seed_gives_the_second_training_other_noise() -> None:
     net = network()
     first = make_private(net, "digits", seed=1, **SETTINGS)
@@ -182,7 +182,7 @@ def test_a_seed_gives_the_second_training_other_noise() -> None:
     assert not make_private(network(), "digits", **SETTINGS)._spent().seeded
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_what_cannot_be_added_is_refused() -> None:
     net = network()
     trained(net, no_dp=True, sigma=None)
@@ -197,7 +197,7 @@ def test_what_cannot_be_added_is_refused() -> None:
         make_private(net, "digits", canaries=10, **SETTINGS)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_costs_of_other_units_are_not_added() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (600, 8, 8), dtype=np.uint8), np.arange(600) % 10
@@ -211,7 +211,7 @@ def test_costs_of_other_units_are_not_added() -> None:
         make_private(net, grouped, unit="unit", **options)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("again")
 def test_a_published_model_carries_its_training(tmp_path: Path) -> None:
     private = trained(network(), optimizer="dp-macadam")
     private.publish(tmp_path / "out")

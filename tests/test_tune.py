@@ -31,7 +31,7 @@ from dpmac_cli.studies.tune import carry_out_search, covered_score
 from tests.digits_runs import read_lines
 from tests.typed import dpmac
 
-pytestmark = pytest.mark.privacy
+pytestmark = pytest.mark.promise("search")
 
 OUT = Path("out")
 #: Scores that no other number in a file is by chance.
@@ -325,7 +325,7 @@ def drawn(dimension: Dimension, count: int = 2000) -> list[Any]:
     return [dimension.draw(source) for _ in range(count)]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("search")
 def test_settings_are_drawn_independently_with_replacement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -339,7 +339,7 @@ def test_settings_are_drawn_independently_with_replacement(
     assert chisquare(list(joint.values())).pvalue > 1e-4
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("search")
 def test_a_trial_with_another_cost_is_refused() -> None:
     space = space_of(Dimension("lr", ("0.1", "1")))
     assert events_of_trial(space.plan_of({"lr": "1"})) in space.search.candidates
@@ -347,13 +347,13 @@ def test_a_trial_with_another_cost_is_refused() -> None:
         space.plan_of({"lr": "1", "batch_size": "9"})
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("search")
 def test_a_trial_without_covered_scores_is_refused() -> None:
     with pytest.raises(ValueError, match="covered"):
         events_of_trial(resolve(GIVEN).plan)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("search")
 def test_search_and_model_together_meet_the_target() -> None:
     given = {"dataset": "digits", "model": "linear", "epsilon": 0.3, "device": "cpu"}
     space = plan_search({**given, "trials": 4, "lr": "0.01:1", "steps": [3, 12]})
@@ -404,7 +404,7 @@ def test_all_faults_are_reported_together() -> None:
         assert part in said, said
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("search")
 @pytest.mark.parametrize(
     ("line", "why"),
     [
@@ -440,14 +440,14 @@ def written(text: str = FILE) -> Path:
     return file
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("search")
 def test_a_file_of_a_search_does_not_run_code() -> None:
     Path("net.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(InputError, match="is code"):
         plan_search({}, written("dataset: digits\nmodel: ['net.py:N', linear]\n"))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("search")
 @pytest.mark.usefixtures("uncalibrated")
 def test_a_file_is_read_once() -> None:
     """Trials that are drawn after it was edited would not be like the others."""
@@ -458,7 +458,7 @@ def test_a_file_is_read_once() -> None:
     assert plan == space.plan_of(setting)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("search")
 @pytest.mark.parametrize("name", ["seed", "canaries"])
 def test_a_setting_of_0_is_a_setting(name: str) -> None:
     """With the seed 0, which equals False, all trials would have the same noise and batches."""

@@ -50,7 +50,7 @@ def words(units: int, seed: int = 0) -> NDArray[np.uint64]:
 # Which records are taken.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_records_of_a_unit_are_its_own_and_none_comes_twice_too_early(count: int) -> None:
     owners = np.random.default_rng(3).permutation(OWNERS)
@@ -72,7 +72,7 @@ def test_every_record_of_a_unit_is_taken_as_often() -> None:
     assert abs(counts[:20] - 1600).max() < 5 * 1600**0.5
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 def test_what_is_drawn_of_a_unit_does_not_depend_on_others() -> None:
     """Else one unit would move the gradients of all."""
     owners = np.random.default_rng(3).permutation(OWNERS)
@@ -100,7 +100,7 @@ def added(name: str, recipe: Recipe, data: Data, units: list[int], steps: int = 
     return [spy.whitened_sum(step) for step in range(steps)], spy
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 @pytest.mark.parametrize(
     ("name", "records", "augment"), all_pairs([*OPTIMIZERS], [1, 3, 8], ["none", "flip"])
 )
@@ -119,7 +119,7 @@ def test_a_unit_moves_the_clipped_sum_by_at_most_one(name: str, records: int, au
         assert max(float(alone.norm()), float(later.norm())) <= 1
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 def test_the_mean_gradient_of_its_records_is_what_is_clipped() -> None:
     """Not each record: of gradients that cancel, nothing is left."""
     data = tiny_data(records=8)
@@ -170,7 +170,7 @@ def write_table() -> None:
     )
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 def test_a_unit_is_trained_on_or_tested_on() -> None:
     train, test = user_data.load(Source(write_npz()))
     x, _, unit = patients()
@@ -184,7 +184,7 @@ def test_a_unit_is_trained_on_or_tested_on() -> None:
     assert user_data.inspect(Source(Path("scans.npz"))).facts.train_size == len(sides[0])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 def test_sampling_counts_units() -> None:
     plan = resolve({"dataset": str(write_npz()), "batch_size": "6", "sigma": "2"}).plan
     units = user_data.inspect(Source(Path("scans.npz"))).facts.train_size
@@ -233,7 +233,7 @@ def in_folders(persons: int = 24) -> Path:
     )
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 def test_records_of_a_folder_are_one_unit_at_any_depth_and_in_every_class() -> None:
     source = Source(in_folders(), unit="folder", test_fraction=0.3)
     train, test = user_data.load(source)
@@ -249,7 +249,7 @@ def test_records_of_a_folder_are_one_unit_at_any_depth_and_in_every_class() -> N
             assert set(train.y[train.units == unit].tolist()) == {0, 1}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 def test_one_name_in_two_encodings_is_one_unit() -> None:
     pictures("train/ill/M\u00fcller/0.png", "train/well/Mu\u0308ller/1.png")
     pictures("test/ill/Meier/2.png", "test/well/Meier/3.png")
@@ -257,7 +257,7 @@ def test_one_name_in_two_encodings_is_one_unit() -> None:
     assert (found.facts.train_size, found.facts.test_size) == (1, 1)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 def test_a_folder_under_two_names_is_not_two_units() -> None:
     folder = in_folders()
     Path("scans/ill/p99").symlink_to(folder.resolve() / "ill/p02")
@@ -270,7 +270,7 @@ def test_a_folder_under_two_names_is_not_two_units() -> None:
     assert "is the same folder as scans/ill/p01" in said
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 @pytest.mark.parametrize("dataset", ["digits", "flat.npz"])
 def test_a_unit_that_nothing_tells_is_refused(dataset: str) -> None:
     x, y, _ = patients()
@@ -280,7 +280,7 @@ def test_a_unit_that_nothing_tells_is_refused(dataset: str) -> None:
     assert "an array unit" in " ".join(result.output.split())
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 @pytest.mark.parametrize(
     "continued",
     [
@@ -339,7 +339,7 @@ def pictures(*names: str) -> Path:
 # The attack.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("unit")
 @pytest.mark.parametrize("word", ["-", "?", "n/a", "k.A.", "Unknown", "unbekannt", "keine Angabe"])
 def test_a_word_for_nobody_is_no_unit_without_a_declaration(tmp_path: Path, word: str) -> None:
     """Records of unknown persons do not become one person, in tables, arrays or folders."""

@@ -152,7 +152,7 @@ NOT_SEEN: Mapping[str, Function] = {
 }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("name", MIXING)
 def test_a_network_that_mixes_samples_is_refused_unless_it_is_meant(name: str) -> None:
     """Then it sees one at a time."""
@@ -166,7 +166,7 @@ def test_a_network_that_mixes_samples_is_refused_unless_it_is_meant(name: str) -
     assert_trained_alone(model)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("name", NOT_SEEN)
 def test_what_validation_cannot_see_sees_one_sample_at_a_time(name: str) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 8), Through(NOT_SEEN[name]), nn.Linear(8, 3))
@@ -174,7 +174,7 @@ def test_what_validation_cannot_see_sees_one_sample_at_a_time(name: str) -> None
     assert_trained_alone(model)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm, nn.LazyBatchNorm2d])
 def test_batch_norm_is_refused_by_name_with_its_remedy(norm: Callable[..., nn.Module]) -> None:
     layer = norm() if norm is nn.LazyBatchNorm2d else norm(4, track_running_stats=False)
@@ -220,7 +220,7 @@ def in_buffer(net: Any) -> None:
     net.get_buffer("held").add_(1)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("validated")
 @pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize(
     ("held", "change", "said"),
@@ -240,7 +240,7 @@ def test_what_a_forward_pass_changes_is_named(
         check(classifier(Counting(held, change)), isolated=isolated)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_running_statistics_are_refused() -> None:
     keeps = nn.InstanceNorm2d(4, track_running_stats=True)
     with pytest.raises(ModelError, match=r"1\.running_mean was.*track_running_stats=False"):
@@ -265,7 +265,7 @@ def remembering() -> Function:
     return remember
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize(
     "function",
     [lambda x: x * random.random(), drawing(), remembering()],
@@ -276,7 +276,7 @@ def test_other_outputs_for_the_same_sample_are_refused(function: Function) -> No
         check(classifier(function), isolated=True)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_numbers_that_are_drawn_in_place_differ_between_samples() -> None:
     """So stochastic depth is written in torchvision."""
     dropped = classifier(lambda x: x * torch.empty(len(x), 1, 1, 1).bernoulli_(0.5))
@@ -290,7 +290,7 @@ def test_numbers_that_are_drawn_in_place_differ_between_samples() -> None:
 # Networks that cannot be trained as they are.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parameters_of_other_precision_are_refused_by_name(dtype: torch.dtype) -> None:
     half = classifier()
@@ -304,7 +304,7 @@ def casting(x: Tensor) -> Tensor:
         return (x.flatten(1) @ x.flatten(1).mT.detach()[:, :1]).float() * 0 + x.flatten(1)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("function", [casting, lambda x: x.half().to(x.dtype)])
 def test_low_precision_inside_is_refused_before_training(function: Function) -> None:
     for isolated in (False, True):
@@ -391,7 +391,7 @@ def as_objects(y: Tensor) -> Tensor:
     return torch.tensor(rows).sum()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("in_loss", [False, True])
 @pytest.mark.parametrize("read", [all_reduced, functionally, as_objects])
 def test_what_reads_other_processes_is_refused(read: Any, in_loss: bool) -> None:
@@ -505,14 +505,14 @@ def settings(model: str, **more: Any) -> dict[str, Any]:
     return {"dataset": "images.npz", "model": f"net.py:{model}", **short, **more}
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_a_run_of_a_network_that_mixes_is_refused_unless_it_is_meant() -> None:
     with pytest.raises(ModelError, match=r"for a batch than for one.*add --isolate"):
         list(train(resolve(**settings("Mixing")).plan))
     make_run_trainer(resolve(**settings("Mixing", isolate=True)).plan)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_the_draws_of_a_network_differ_from_step_to_step_and_run_to_run() -> None:
     chosen = settings("Drawing", optimizer="dp-sgd", seed=None)
     one, other = (make_run_trainer(resolve(**chosen).plan) for _ in range(2))
@@ -719,7 +719,7 @@ def trainer_of(net: nn.Module) -> Any:
     return make_trainer("dp-sgd", model=net, dtype=torch.float32, data=data, plan=plan)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("validated")
 @torch.no_grad()
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_between_steps_is_refused_by_name(name: str) -> None:
@@ -760,7 +760,7 @@ def never(net: nn.Module) -> None:
     """Change nothing."""
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("validated")
 @pytest.mark.parametrize("name", ITSELF)
 def test_a_network_that_changes_itself_is_refused_before_the_noise(name: str) -> None:
     torch.manual_seed(0)
@@ -777,7 +777,7 @@ def test_a_network_that_changes_itself_is_refused_before_the_noise(name: str) ->
     assert trainer.state.step == 2
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_statistics_in_a_buffer_are_not_published() -> None:
     net = Adjustable()
     trainer = trainer_of(net)

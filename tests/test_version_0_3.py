@@ -29,7 +29,7 @@ def report_of(run: Path) -> Any:
     return json.loads((run / "report.json").read_text())
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 def test_epsilon_of_a_report_is_recomputed(run: Path) -> None:
     privacy = report_of(run)["privacy"]
     shown = dpmac("account", run, "--json")

@@ -21,7 +21,7 @@ def test_each_number_is_of_one_property(place: int, text: str) -> None:
     assert how_written(text)[place] > how_written(PROSE)[place] + 0.3
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("reading")
 def test_numbers_are_within_bounds_and_of_one_text() -> None:
     """For every kind of text: empty, with other scripts, NUL, only spaces, 25,000 characters."""
     alone = [how_written(text) for text in TEXTS]

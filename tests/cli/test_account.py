@@ -58,7 +58,7 @@ def told(line: str) -> dict[str, str]:
 # Prices
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 def test_the_line_of_the_issue() -> None:
     result = account("--sigma 1.0 --epochs 5")
     assert result.exit_code == 0
@@ -109,7 +109,7 @@ INVERSES = [
 ]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 @pytest.mark.parametrize("method", ["poisson", "random-allocation --accountant rdp"])
 @pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: inverse.solve)
 def test_an_answer_that_is_copied_stays_within_the_target(inverse: Inverse, method: str) -> None:
@@ -232,7 +232,7 @@ def report_of(folder: Path) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 @pytest.mark.parametrize("name", ["finished", "interrupted", "forked"])
 def test_a_run_is_priced_again_from_its_report(name: str, runs: Path) -> None:
     privacy = report_of(runs / name)["privacy"]
@@ -287,7 +287,7 @@ def altered(folder: Path, change: Change) -> Path:
     return copy
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 @pytest.mark.parametrize("factor", [0.5, 0.99, 1.01, 2.0])
 @pytest.mark.parametrize("name", ["finished", "interrupted", "forked"])
 def test_a_wrong_figure_is_exit_code_2_with_the_right_one(

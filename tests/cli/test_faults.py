@@ -199,7 +199,7 @@ def short_of_memory(most: int, from_step: int, patch: pytest.MonkeyPatch) -> Non
     patch.setattr(Trainer, "step", taken)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("faults")
 def test_smaller_chunks_are_shown_and_not_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -223,7 +223,7 @@ def test_a_sample_that_does_not_fit_is_exit_code_4(monkeypatch: pytest.MonkeyPat
 # A network that fails when it is on its way
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("faults")
 @pytest.mark.parametrize("where", ["training", "scoring"])
 def test_a_network_that_fails_late_is_named_by_its_line_alone(where: str) -> None:
     """Which records it saw, how many and what of them it speaks of, is not for the screen."""
@@ -246,7 +246,7 @@ def test_a_network_that_fails_late_is_named_by_its_line_alone(where: str) -> Non
     assert "ValueError: secret" in shown.stderr
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("faults")
 @pytest.mark.parametrize("kept", ["buffer", "parameter", "NaN"])
 @pytest.mark.parametrize("where", ["training", "scoring"])
 def test_statistics_that_a_network_begins_to_keep_late_are_not_published(
@@ -280,7 +280,7 @@ def test_statistics_that_a_network_begins_to_keep_late_are_not_published(
 # Divergence
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("faults")
 @pytest.mark.parametrize("every", ["2", "100"], ids=["at a checkpoint", "at a score"])
 def test_a_run_that_diverges_says_how_to_go_on_and_its_steps_are_paid_for(
     every: str, monkeypatch: pytest.MonkeyPatch
@@ -349,7 +349,7 @@ def test_a_refused_run_replaces_nothing() -> None:
 # Altered files
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("faults")
 def test_an_edited_configuration_is_refused_and_written_anew() -> None:
     with pytest.MonkeyPatch.context() as patch:
         at_step(6, lambda: os.kill(os.getpid(), signal.SIGINT), patch)

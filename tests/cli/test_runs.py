@@ -85,7 +85,7 @@ def test_every_run_is_listed_as_it_ended(study: Path) -> None:
     assert all(entry["changed"].endswith("+00:00") for entry in found.values())
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 def test_an_epsilon_is_rounded_up() -> None:
     entry = {**UNKNOWN, "folder": "run", "state": "finished", "private": True, "epsilon": 1.00011}
     entry |= {"dataset": "digits", "optimizer": "dp-sgd", "delta": 1e-5, "seeded": False}
@@ -111,7 +111,7 @@ def test_a_report_from_before_a_run_went_on_is_not_its_last_word() -> None:
     assert entry["epsilon"] is None
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("price")
 def test_a_report_that_cannot_be_read_is_not_overlooked(study: Path) -> None:
     report = json.loads((study / "run-2" / folder.REPORT).read_bytes())
     Path("runs/newer").mkdir(parents=True)

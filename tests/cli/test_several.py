@@ -65,7 +65,7 @@ def wait_for_training() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.privacy
+@pytest.mark.promise("ranks")
 def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
     with started(2, *TRAIN, "--epochs", "2000", "--checkpoint-every", "5") as (first, second):
         wait_for_training()

@@ -78,7 +78,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert lines[-1] == f"next: dpmac eval {run}, dpmac report {run}"
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 def test_nothing_unnoised_and_no_seed_on_the_screen() -> None:
     result = dpmac(*DIGITS, "--seed", str(SEED))
     assert result.exit_code == 0
@@ -87,7 +87,7 @@ def test_nothing_unnoised_and_no_seed_on_the_screen() -> None:
     assert "no privacy against anyone who knows the seed" in result.stdout
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("said")
 def test_no_privacy_is_said_at_the_start_and_at_the_end() -> None:
     lines = dpmac("train", "--dataset", "digits", "--epochs", "1", "--no-dp").stdout.splitlines()
     assert [line.startswith("NO PRIVACY") for line in lines].count(True) == 2
@@ -104,7 +104,7 @@ def test_json_is_the_report_and_nothing_else(flags: Sequence[str]) -> None:
     assert bool(result.stderr) == ("--quiet" not in flags)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("target")
 def test_a_spent_budget_is_exit_code_3_with_everything_written() -> None:
     result = dpmac(*DIGITS, "--max-epsilon", "0.06", "--out", "run")
     assert result.exit_code == 3
@@ -148,7 +148,7 @@ def test_a_fork_goes_to_a_new_folder_and_says_what_it_is_of() -> None:
     assert f"privacy epsilon {format_epsilon(report['privacy']['epsilon'])} at" in result.stdout
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("ledger")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

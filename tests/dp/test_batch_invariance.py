@@ -50,7 +50,7 @@ def found(kind: str, *more: nn.Module, chunk: int = 50, fixed: bool = False) -> 
     return find_manner(network, torch.randn(TRIED, 3), chunk, fixed=fixed)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("trial", range(TRIALS))
 def test_rounding_that_few_rows_show_is_found(trial: int) -> None:
     """Most rows of short sums come out alike in any order."""
@@ -63,7 +63,7 @@ def test_rounding_that_few_rows_show_is_found(trial: int) -> None:
     assert find_manner(run, base, 50) is None
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -78,7 +78,7 @@ def test_a_network_whose_rows_depend_on_others_runs_in_another_way(
     assert found(kind) == expected
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_a_batch_of_fixed_size_is_tried_at_that_size_alone() -> None:
     assert found("number", fixed=True) == Manner(full=True)
     assert found("place", fixed=True) is None
@@ -103,7 +103,7 @@ def test_how_many_rows_are_computed(full: bool, chunk: int, rows: dict[int, int]
     assert Manner(full=full).rows(1, 1) == 1
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize(
     ("refusals", "note", "vmapped"),
     [
@@ -123,7 +123,7 @@ def test_a_network_that_no_way_helps_takes_the_same_steps_with_each_record_alone
     torch.testing.assert_close(walk(trainer, 3), expected)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_features_that_depend_on_places_are_computed_one_by_one() -> None:
     class Stub:
         gain = torch.ones(1)
@@ -145,7 +145,7 @@ def test_features_that_depend_on_places_are_computed_one_by_one() -> None:
     assert seen == [1] * 5
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("only", rest_long(["Linear 64 to 1", "Conv2d 1 to 16, kernel 8"]))
 def test_the_scan_finds_nothing_left(
     only: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -103,7 +103,7 @@ def every_case() -> Iterator[Any]:
             yield pytest.param(name, *setting, torch.float64 if many else dtype, marks=marks)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(("name", "way", "kind", "views", "dtype"), [*every_case()])
 def test_sums_are_those_of_each_record_alone(
     name: str, way: str, kind: str, views: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +140,7 @@ def assert_matches_oracle(subject: Subject, x: Tensor, y: Tensor, kind: str) -> 
     assert error.norm() <= TOLERANCE[subject.theta.dtype] * len(x)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("name", [name for name, case in SMALL.items() if case.refused])
 def test_layers_that_cannot_be_clipped_are_refused(name: str) -> None:
     case = SMALL[name]
@@ -169,7 +169,7 @@ def test_layers_whose_gradients_follow_from_their_calls(name: str, recorded: set
     assert PerSample(case.build(), numbers(*case.shape), loss=energy)._recorded == recorded
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("words", [30, 90])
 def test_a_tied_weight_of_many_words_is_never_instantiated(words: int) -> None:
     case = SMALL[f"parameters: the same of {words} words, with padding"]
@@ -213,7 +213,7 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
 # The margin, and samples that are not finite.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("batch", [256, 8192])
 def test_the_margin_is_for_all_chunks_of_a_step(batch: int) -> None:
     """How many are worked on at a time leaves it as it is."""
@@ -251,7 +251,7 @@ class Mean(nn.Module):
         return x.mean(1)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(
     ("name", "kind", "poison", "way"),
     pairs_short(
@@ -289,7 +289,7 @@ def forms_with(a: Tensor, delta: Tensor) -> list[PerSampleGradients]:
     return [outer, Instantiated(lambda: [[g]]), pieces]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("form", range(3), ids=["outer", "instantiated", "in pieces"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_infinite_activations_times_zero_gradients(form: int, kind: str) -> None:
@@ -311,7 +311,7 @@ def test_infinite_activations_times_zero_gradients(form: int, kind: str) -> None
 # Steps that differ from the trial.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("published")
 @pytest.mark.parametrize("part", ["choose_form", "total_squared_norms", "clip_weights"])
 def test_no_failure_of_a_clipped_sum_tells_of_its_records(
     part: str, monkeypatch: pytest.MonkeyPatch
@@ -337,7 +337,7 @@ CHANGED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_network_that_runs_in_another_way_than_in_its_trial_is_refused(name: str) -> None:
     """Which way samples are run must not depend on them, and no hook is left behind."""
@@ -386,7 +386,7 @@ def masked(net: Any, x: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_masks_of_transformers_are_kept_under_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
     utilities: Any = ModuleType(MASKS)
     utilities.is_tracing = before = lambda _: False
@@ -440,7 +440,7 @@ DROPPING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("name", DROPPING)
 def test_gradients_are_those_of_the_losses_that_were_drawn(name: str) -> None:
     """Each record has its own draws; norms, sums and gradients belong to the same ones."""
@@ -479,7 +479,7 @@ def counted(net: Any, x: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 def test_draws_of_others_are_distributed_alike_with_a_record_more() -> None:
     """By vmap all samples draw from one stream, in order: what is left of it is as random."""
     per_sample = PerSample(Do(counted, head=nn.Linear(1, CLASSES)), numbers(2))
@@ -531,7 +531,7 @@ def test_losses_are_those_of_their_papers(name: str, smoothing: float, expected:
     torch.testing.assert_close(found, expected(output, y, weights))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("alone")
 @pytest.mark.parametrize("name", ["mse", "huber", "quantile:0.9"])
 def test_numbers_in_another_shape_are_not_compared_with_every_sample(name: str) -> None:
     outputs, targets = torch.zeros(5, 1), torch.linspace(-1, 1, 5)

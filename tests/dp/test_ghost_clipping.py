@@ -203,7 +203,7 @@ def squared(form: PerSampleGradients, region: Ellipsoid, layer: Layer) -> Square
 # (1) Norms and sums against the oracle.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(
     ("name", "way_and_kind", "cut", "dtype", "views_and_uses"),
     all_pairs(
@@ -307,7 +307,7 @@ def around(g: Tensor, ratio: float) -> Ellipsoid:
     return Ellipsoid(m, 1 / (7 * b.square()), torch.tensor(1 / 7))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(
     ("name", "rest", "way_and_ratio"),
     all_pairs(
@@ -459,7 +459,7 @@ def _searched(
     return given, region
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(
     ("name", "kind", "cut"),
     pairs_short([*SEARCHED], KINDS, [(32, 32), (1024, 1024), (1024, 256), (1024, 32)]),
@@ -471,7 +471,7 @@ def test_no_sample_whose_terms_cancel_weighs_more_than_one(
     assert worst_move(name, kind, *cut) <= 0.45
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["linear", "conv-stride"])
 def test_samples_beyond_reach_are_added_in_float64(
@@ -510,7 +510,7 @@ def test_samples_beyond_reach_are_added_in_float64(
     assert error() > 1e-4
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("name", ["linear-1", "conv-1"])
 def test_products_of_many_samples_are_added_up_in_float64(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -530,7 +530,7 @@ def test_products_of_many_samples_are_added_up_in_float64(
     assert (total - exact).abs() <= 2**-23 * exact
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_near_the_end_of_float32_weigh_no_more_than_one(way: str) -> None:
     """Their c_i has few digits in float32, or none."""
@@ -549,7 +549,7 @@ def test_gradients_near_the_end_of_float32_weigh_no_more_than_one(way: str) -> N
 # (6) Samples that are not finite.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(
     ("name", "way", "kind"),
     pairs_short(["linear", "padding", "stride"], [*WAYS], KINDS),
@@ -577,7 +577,7 @@ def test_samples_that_are_not_finite_add_exactly_nothing(name: str, way: str, ki
 # (7) Chunks.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(("physical", "batch"), [(8, 8), (16, 8), (5, 8), (3, 8), (1, 8), (64, 8)])
 def test_chunks_are_even_and_change_no_sum(
     physical: int, batch: int, monkeypatch: pytest.MonkeyPatch

@@ -41,7 +41,7 @@ def noise_of_run(name: str, sigma: float, physical_batch: int, noise: KeptNoise)
     return torch.stack([spy.whitened_sum(t) - quiet.whitened_sum(t) for t in range(12)])
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @every_optimizer
 @pytest.mark.parametrize("physical_batch", [2, 1000])
 def test_noise_is_normal_with_deviation_sigma(name: str, physical_batch: int) -> None:
@@ -52,7 +52,7 @@ def test_noise_is_normal_with_deviation_sigma(name: str, physical_batch: int) ->
     assert_deviation_of(found.flatten().numpy(), sigma)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @every_optimizer
 def test_noise_is_independent_across_steps_and_coordinates(name: str) -> None:
     spy = Spy(1.0, 8)
@@ -67,7 +67,7 @@ def test_noise_is_independent_across_steps_and_coordinates(name: str) -> None:
 # The mean.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @every_optimizer
 def test_the_divisor_is_the_expected_batch_whatever_was_drawn(name: str) -> None:
     """The size drawn is private: dividing by it would release it, and void the sensitivity."""
@@ -84,7 +84,7 @@ def test_the_divisor_is_the_expected_batch_whatever_was_drawn(name: str) -> None
     torch.testing.assert_close(first_value(16, [3]), one / 2)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_record_more_or_less_moves_the_whitened_sum_by_at_most_1(
@@ -109,7 +109,7 @@ def test_a_record_more_or_less_moves_the_whitened_sum_by_at_most_1(
     assert max(moves) > 0.9, "some record is clipped, or this shows nothing"
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("noise")
 @pytest.mark.parametrize("kind", [GaussianMechanism, SecureMechanism])
 @pytest.mark.parametrize("sigma", [float("nan"), float("inf"), -1.0])
 def test_a_noise_multiplier_that_is_no_number_is_not_taken_for_no_noise(

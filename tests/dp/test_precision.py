@@ -61,7 +61,7 @@ def choices() -> list[Callable[[], None]]:
     ]
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("precision")
 def test_precision_is_full_inside_and_the_programs_outside() -> None:
     generator = random.Random(0)
     for _ in range(500):
@@ -137,7 +137,7 @@ def trainer_of(net: nn.Module | None = None) -> Any:
     return make_trainer("dp-macadam", model=net, data=data, plan=plan, dtype=torch.float32)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("precision")
 def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps() -> None:
     torch.set_float32_matmul_precision("medium")
     BACKENDS.cudnn.conv.fp32_precision = "tf32"
@@ -186,7 +186,7 @@ def assert_ours(ours: dict[str, Any]) -> None:
         assert {name for name in ours if seen[name] != ours[name]} <= free
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("precision")
 def test_steps_compute_with_the_settings_of_the_trial_of_rounding() -> None:
     """With others, such as more threads, rows may be rounded by the others of a batch."""
     trainer, ours = trainer_of(), named()
@@ -204,7 +204,7 @@ def noticing_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return losses
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("precision")
 def test_sums_alone_compute_with_the_settings_of_the_trial_of_rounding() -> None:
     clipped = clipped_grad(made(), noticing_loss, ball(1.0), batch_size=8)
     batch, ours = torch.randn(8, SIDE**2), named()

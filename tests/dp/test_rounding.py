@@ -133,7 +133,7 @@ class Case:
         return total_squared_norms(gradients, RegionMetric(self.region))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(
     ("model", "ratio", "spread"), pairs_short([mlp, cnn, sequence], RATIOS, SPREADS)
 )
@@ -150,7 +150,7 @@ def test_no_sample_weighs_more_than_one(
     assert (c * exact >= 0.99 * exact.clamp(max=1)).all()  # nor needlessly less
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 def test_rows_that_cancel_are_done_again_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(mlp(), 1000.0, 1e-3, size=12)
     exact = case.exact_norms()
@@ -174,7 +174,7 @@ def test_rows_that_cancel_are_done_again_in_float64(monkeypatch: pytest.MonkeyPa
     assert (c * exact)[1:].min() < 0.5  # safe still, but at the price of the signal
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 def test_a_sum_that_cancels_is_done_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(means(), 100.0, 1e-6, size=64)
     exact = case.exact_sum()
@@ -183,7 +183,7 @@ def test_a_sum_that_cancels_is_done_in_float64(monkeypatch: pytest.MonkeyPatch) 
     assert (case.whitened_sum() - exact).norm() > 1e-4  # more than rounding may take of the margin
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 def test_a_draw_many_times_larger_than_expected_cancels_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -197,7 +197,7 @@ def test_a_draw_many_times_larger_than_expected_cancels_no_more(
     assert (case.whitened_sum() - exact).norm() > ROOM  # more than the margin
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("count", [1, 255, 256, 100_000])
 def test_the_third_term_is_never_too_small(count: int) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -214,7 +214,7 @@ def by_position(layer: Layer, a: Tensor, delta: Tensor) -> PositionProducts:
     return PositionProducts(layer, uses, found)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("rest", [0.0, 1e-4, 1.0])
 @pytest.mark.parametrize("kind", ["ball", "ellipsoid"])
 def test_the_slack_of_pairs_of_terms_is_a_bound(
@@ -263,7 +263,7 @@ VIEWED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("views", [1, 2, 8])
 @pytest.mark.parametrize("kind", ["ball", "ellipsoid"])
 @pytest.mark.parametrize("model", VIEWED)
@@ -290,7 +290,7 @@ def test_a_sample_of_many_views_weighs_no_more_than_one(model: str, kind: str, v
         assert (moved / region.scale).norm() <= 1
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(
     ("kind", "delta", "a"),
     [("ball", 1e-24, 1e19), ("ball", 1e19, 1e-24), ("ellipsoid", 1e19, 1e-24)],
@@ -304,7 +304,7 @@ def test_squares_that_underflow_are_not_free(kind: str, delta: float, a: float) 
     assert float(c) * delta * a / 1e-6 <= 1
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize(
     ("size", "chunk", "trials"),
     rest_long(
@@ -364,7 +364,7 @@ def worst_contribution(kind: str, size: int, chunk: int, trials: int) -> float:
     return worst
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 def test_more_samples_than_the_margin_covers_are_refused() -> None:
     subject = Subject(nn.Linear(3, 2), torch.zeros(1, 3), capacity=4)
     x, y = torch.randn(5, 3), torch.zeros(5, dtype=torch.long)
@@ -374,7 +374,7 @@ def test_more_samples_than_the_margin_covers_are_refused() -> None:
         subject.add(x, y, region)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 def test_chunks_are_added_up_in_float64() -> None:
     """In float32 each of many chunks would round the sum anew, by more than the margin in all."""
 
@@ -398,7 +398,7 @@ def test_chunks_are_added_up_in_float64() -> None:
     torch.testing.assert_close(total, alone.double().sum(0), rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 @pytest.mark.parametrize("weight", [LEAST_WEIGHT, 2 * LEAST_WEIGHT, 1.0])
 def test_no_last_bit_of_a_norm_decides_whether_a_sample_counts(weight: float) -> None:
     norms = torch.tensor([1 - 1e-6, 1 + 1e-6], dtype=torch.float64) / weight
@@ -408,7 +408,7 @@ def test_no_last_bit_of_a_norm_decides_whether_a_sample_counts(weight: float) ->
     assert abs(before - after) < 1e-5
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("one")
 def test_no_last_bit_of_a_bound_decides_how_a_norm_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

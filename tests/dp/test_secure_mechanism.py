@@ -80,7 +80,7 @@ class Given(SeededNormals):
 # The grid.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("secure")
 @every_optimizer
 @either_dtype
 @pytest.mark.parametrize("physical_batch", [2, 1000], ids=["chunks", "whole"])
@@ -99,7 +99,7 @@ def test_a_noisy_sum_lies_on_the_grid(name: str, dtype: torch.dtype, physical_ba
         assert torch.equal(private.value, expected.to(dtype))
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("secure")
 def test_what_is_lost_in_rounding_is_lost_for_good() -> None:
     """Sums closer than the grid give one release, bit for bit. Without a grid they give two."""
     half = torch.full((500,), 0.5, dtype=torch.float64)
@@ -117,7 +117,7 @@ def test_what_is_lost_in_rounding_is_lost_for_good() -> None:
     assert (one != other).all()
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("secure")
 @pytest.mark.parametrize("size", [1, 2**20, 2**52, 2**55, 2**60])
 def test_a_noisy_sum_depends_on_the_exact_sum_alone(size: int) -> None:
     """However it is split into data and noise; where float64 no longer holds every step, too."""
@@ -136,7 +136,7 @@ def test_a_noisy_sum_depends_on_the_exact_sum_alone(size: int) -> None:
     assert (bits(noise, -noise) == 0).all(), "no sign of zero either"
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("secure")
 @pytest.mark.parametrize("signs", list(product((0.0, -0.0), repeat=3)))
 def test_zeros_have_one_sign(signs: tuple[float, float, float]) -> None:
     """Also where the centre of the ellipsoid is the other zero."""
@@ -149,7 +149,7 @@ def test_zeros_have_one_sign(signs: tuple[float, float, float]) -> None:
 # Noise.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("secure")
 @every_optimizer
 @either_dtype
 def test_noise_is_normal_with_deviation_sigma(name: str, dtype: torch.dtype) -> None:
@@ -160,7 +160,7 @@ def test_noise_is_normal_with_deviation_sigma(name: str, dtype: torch.dtype) -> 
         assert_deviation_of(noise.flatten().numpy(), 1.7)
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("secure")
 @pytest.mark.parametrize("shape", ["ball", "ellipsoid"])
 def test_parts_have_noise_and_scale_of_their_own(
     shape: str, monkeypatch: pytest.MonkeyPatch
@@ -186,7 +186,7 @@ def test_parts_have_noise_and_scale_of_their_own(
 # The data.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("secure")
 @every_optimizer
 @either_dtype
 def test_a_record_more_or_less_moves_the_rounded_sum_by_at_most_1(
@@ -211,7 +211,7 @@ def test_a_record_more_or_less_moves_the_rounded_sum_by_at_most_1(
 # The margin.
 
 
-@pytest.mark.privacy
+@pytest.mark.promise("secure")
 def test_the_stated_rounding_is_a_bound_and_no_more_than_one() -> None:
     """Two sums whose coordinates are rounded apart by as much as can be."""
     size = 400
