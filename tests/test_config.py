@@ -22,7 +22,7 @@ from dpmac_cli.config.sources import by_flag, by_setting, given_settings, parse_
 from dpmac_cli.errors import InputError
 from dpmac_cli.optim import OPTIMIZERS
 from tests.conftest import OPTIMIZER_NAMES
-from tests.tiny_bert import write_encoder
+from tests.tiny_bert import write_encoder, write_network
 
 SETTINGS: Mapping[str, Option] = options(Settings)
 
@@ -91,6 +91,7 @@ VALUES: Mapping[str, Any] = {
     "physical_batch": 32,
     "device": "cpu",
     "seed": 5,
+    "task": "language-model",
     "data_dir": Path("data"),
     "out": Path("out"),
     "force": True,
@@ -109,6 +110,7 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "records_per_unit": {"dataset": PICTURES, "unit": "[0-9]+"},
     "schema": {"dataset": TABLE},
     "tokens": {"dataset": TEXTS, "backbone": "./encoder"},
+    "task": {"dataset": TEXTS, "backbone": "./decoder", "tokens": 8},
     "force": {"out": "out"},
     "score_every": {"cover_scores": True},
     "augment": {"augmentations": 2},
@@ -125,6 +127,7 @@ _FIELDS = {
     **{name: f"data.source.{name}" for name in ("test_fraction", "split_seed", "image_size")},
     **{name: f"data.source.{name}" for name in ("levels", "standardise", "unit", "skip_bad")},
     "tokens": "data.source.texts.limit",
+    "task": "data.source.task",
     "data_dir": "data.folder",
     "model": "network.model.name",
     **{name: f"network.{name}" for name in ("fix_norm", "isolate")},
@@ -203,6 +206,7 @@ def own_data() -> None:
     np.savez(ROWS, x=np.linspace(-3, 3, 120).reshape(40, 3), y=np.arange(40) % 2)
     Path(TABLE).write_text("age,ill\n" + "30,no\n40,yes\n" * 20)
     write_encoder(Path("encoder"))
+    write_network(Path("decoder"), "gpt2", causal=True)
     for label, name in enumerate(("cat", "dog")):
         Path(TEXTS, name).mkdir(parents=True)
         for number in range(8):

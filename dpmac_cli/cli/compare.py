@@ -60,7 +60,6 @@ class CompareFlags(Flags, frozen=True):
     quiet: Quiet = False
     debug: Debug = False
     not_both = MappingProxyType({("dry_run", "json"): "a plan has no table"})
-    needs = MappingProxyType({"cluster": ("executor",)})
 
 
 @with_options(
@@ -83,6 +82,10 @@ def compare(flags: CompareFlags, **given: Any) -> None:
     """
     if flags.executor == "ray":
         raise_errors(fault_of_package("ray", "ray", "--executor ray"))
+    elif flags.cluster is not None:
+        raise InputError(
+            "--cluster is the address of a Ray cluster. Add --executor ray, or leave it out."
+        )
     with console.waiting(flags.quiet, "settings"):
         grid = plan(given, flags.config, flags.out / RUNS)
         planned = planned_runs(grid) if flags.dry_run else None

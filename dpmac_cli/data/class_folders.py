@@ -149,7 +149,7 @@ class ClassFolders:
                     " Add some, remove its folder, or declare the classes with --classes.",
                 )
             if not len(rows):
-                why = some_of(self.skipped)
+                why = some_of(self.skipped) if self._source.skip_bad else []  # else they are faults
                 self.faults.append("; ".join([f"{part} has no {self._what[1]} to use", *why]) + ".")
         raise_errors(self.faults)
         return found

@@ -73,6 +73,7 @@ class ArrayData(InMemoryData):
         records = {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
         given = {**records, "unit": unit, "unit_test": unit_test, **facts}
         given["target_name"] = given.pop("target_names", None)
+        given["classes"] = None if (named := facts.get("classes")) is None else list(named)
         arrays = {name: as_array(of, name) for name, of in given.items() if of is not None}
         arrays |= {name: arrays[name].copy() for name in ("y", "y_test") if name in arrays}
         super().__init__(place, arrays)
