@@ -46,6 +46,10 @@ def space() -> SearchSpace:
     return space_of(Dimension("lr", ("0.1", "1"), between=True), trials=Trials(3, 12))
 
 
+#: When a file of a trial was written, in seconds.
+BEFORE = 1e9
+
+
 class Trainer:
     """Replaces training: writes the files of a run with the next score, or diverges at None."""
 
@@ -71,7 +75,7 @@ class Trainer:
         for name in folder.PUBLISHED:
             text = json.dumps(report) if name == folder.REPORT else f"{score}"
             files.write_atomically(where / name, text.encode())
-            os.utime(where / name, (1e9, 1e9))
+            os.utime(where / name, (BEFORE, BEFORE))
         folder.seal(where)
         print(score)  # noqa: T201  (as a network may)
         yield Finished(report, where, "finished")
@@ -99,6 +103,8 @@ def assert_only_the_winner_is_left(score: float) -> None:
     for other in SCORES:
         assert other == score or str(other).encode() not in found
     assert folder.is_published(OUT)
+    # Files of a trial would keep their times, which tell which one has won.
+    assert not [path for path in OUT.iterdir() if path.stat().st_mtime == BEFORE]
 
 
 def test_only_the_best_trial_is_left(
