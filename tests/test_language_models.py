@@ -78,6 +78,7 @@ def test_perplexity_falls_under_epsilon_8(lora: bool) -> None:
     assert all("parameters are frozen: " in note for note in found["notes"])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of other packages
 def test_the_program_for_hugging_face_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -166,7 +166,7 @@ def test_a_step_runs_in_the_mode_that_was_validated() -> None:
             ("plain", 25, (2, 1)),
             ("plain", 25, (17, 16)),
         ],
-        short=4,
+        short=3,
     ),
 )
 def test_a_record_more_moves_no_other_across_a_kink(

@@ -190,7 +190,7 @@ def test_scores_are_due_as_often_as_they_are_priced(
 
 
 @pytest.mark.promise("scores")
-@pytest.mark.parametrize("every", [None, 1, 7])
+@pytest.mark.parametrize("every", rest_long([7, 1, None]))
 def test_all_scores_together_cost_what_training_does(every: int | None) -> None:
     plan = resolve(
         dataset="digits", epsilon=3, recipe="paper", cover_scores=True, score_every=every

@@ -27,6 +27,7 @@ from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.runs.trainer import Trainer
 from tests.digits_runs import RATE, SIGMA, after, contents, digits_config, read_lines
+from tests.tiers import rest_long
 
 STEPS = 21
 CHECKPOINT, LEDGER = (Path("run/checkpoint", name) for name in ("state.safetensors", ledger.FILE))
@@ -85,7 +86,7 @@ def kill_in(step: int, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.promise("resume")
-@pytest.mark.parametrize("sampler", ["poisson", "random-allocation"])
+@pytest.mark.parametrize("sampler", rest_long(["poisson", "random-allocation"]))
 def test_a_run_for_an_epsilon_keeps_to_it(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends earlier by the steps that were lost, or by the epoch that was begun."""
     settings = {"sampler": sampler, "epsilon": 1.0, "steps": 36, "batch_size": 128, "seed": None}
