@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import re
 import tomllib
 from collections import defaultdict
@@ -68,6 +69,7 @@ PROMISES = {
 }
 
 
+@functools.cache
 def tests_of_promises() -> dict[str, set[str]]:
     """Return the tests that keep each promise, "tests/test_name.py::test_what", by its mark."""
     found: dict[str, set[str]] = defaultdict(set)
@@ -82,6 +84,7 @@ def tests_of_promises() -> dict[str, set[str]]:
     return found
 
 
+@functools.cache
 def bugs_of_promises() -> dict[str, int]:
     """Return how many injected bugs break each promise: those that one of its tests must find."""
     tests, found = tests_of_promises(), dict.fromkeys(PROMISES, 0)

@@ -295,7 +295,7 @@ def test_the_command_shows_a_plan_and_no_trial(draws: list[int]) -> None:
         assert done.exit_code == 0, done.stderr
         lines = (done.stdout + done.stderr).replace(f"out{number}", "out").splitlines()
         # The settings and the score are those of the winner.
-        shown.append([line for line in lines if not line.startswith(("settings:", "test "))])
+        shown.append([line for line in lines if not line.startswith(("settings ", "test "))])
         (score, *_) = [line for line in lines if line.startswith("test accuracy ")]
         report = json.loads((Path(f"out{number}") / folder.REPORT).read_text())
         assert score.split()[2] == f"{report['test']['accuracy']:.2%}"
