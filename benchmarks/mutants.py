@@ -155,7 +155,7 @@ class Mutant:
     old: str = ""
     new: str
     tests: tuple[str, ...]
-    marker: str = "privacy"
+    marker: str = "promise"
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> "Mutant":
