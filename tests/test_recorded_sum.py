@@ -89,6 +89,13 @@ class Drawing(Mixed):
         return super().forward(x) * float(1 + np.random.random())
 
 
+class Rarely(Mixed):
+    """Draws numbers that hardly ever change anything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if np.random.random() < 1e-9 else 1)
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "known layers": lambda: tiny_model(torch.float32),
     "own code": Mixed,
@@ -175,10 +182,11 @@ def otherwise(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None
     ("network", "record"),
     [
         (Drawing, on_tape),
+        (Rarely, on_tape),
         (lambda: nn.Sequential(Mixed(), nn.Dropout()), on_tape),
         (Mixed, otherwise),
     ],
-    ids=["NumPy's numbers", "dropout", "another result"],
+    ids=["NumPy's numbers", "a rare number", "dropout", "another result"],
 )
 def test_what_a_replay_would_compute_otherwise_is_not_recorded(
     network: Callable[[], nn.Module], record: Any
