@@ -88,7 +88,7 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(errors.INTERRUPTED) from None
         except BrokenPipeError:  # the reader has closed the pipe, as in dpmac eval | head
             console.discard_output(sys.stdout)
-        except Exception as failure:  # noqa: BLE001
+        except Exception as failure:  # noqa: BLE001  (any bug is one message)
             if shown.debug:
                 traceback.print_exc()
             known = failure if isinstance(failure, errors.DpmacError) else _explanation(failure)

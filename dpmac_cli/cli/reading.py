@@ -224,7 +224,7 @@ def schema(flags: Columns, file: Path) -> None:
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
     from dpmac_cli.data.csv_file import CsvFile  # noqa: PLC0415  (loads pyarrow)
-    from dpmac_cli.data.table import column_kinds  # noqa: PLC0415
+    from dpmac_cli.data.table import column_kinds  # noqa: PLC0415  (loads numpy)
 
     kinds = column_kinds(CsvFile(file, flags.encoding))
     named = {n: [*of] for n, of in flags.explicit.items() if isinstance(of, tuple)}
