@@ -55,6 +55,11 @@ class Cell:
     standing: str = ""
 
     @property
+    def name(self) -> str:
+        """Return the name of the row, such as "dp-macadam kappa paper"."""
+        return row_name(self.labels)
+
+    @property
     def mean(self) -> float:
         """Return the mean metric; nan if no run finished, or it is not defined."""
         return fmean(self.values.values()) if self.values else math.nan
