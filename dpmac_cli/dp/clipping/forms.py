@@ -39,7 +39,7 @@ class PerSampleGradients(Protocol):
     """Per-sample gradients of one layer for a chunk: the interface of a form."""
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Return ||(g_i - m)/b||^2 over this layer, with bounds on rounding."""
+        """Return ||(g_i - m)/b||^2 over this layer times the metric's factor, with bounds."""
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Write the sum of c_i g_i over the valid samples into ``out``.
@@ -60,7 +60,9 @@ ByLayer = Sequence[tuple[Layer, PerSampleGradients]]
 
 def total_squared_norms(gradients: ByLayer, metric: RegionMetric) -> SquaredNorms:
     """Return ||(g_i - m)/b||^2 over several layers, each with its part of the metric."""
-    return reduce(add, [form.squared_norms(metric.of(layer)) for layer, form in gradients])
+    found = reduce(add, [form.squared_norms(metric.of(layer)) for layer, form in gradients])
+    factor = metric.region.factor.double()
+    return SquaredNorms(found.value / factor, found.slack / factor, found.reach / factor)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _norms(columns: ByParameter, metric: LayerMetric) -> SquaredNorms:
         torch.cat([metric.squares(rows, part) for rows in _few(column)])
         for part, column in _slices(columns)
     ]
-    value = reduce(add, squares).div_(metric.factor)
+    value = reduce(add, squares)
     slack = roundoff(ROW, columns[0].dtype) * value
     return SquaredNorms(value, slack, torch.zeros_like(value))
 

@@ -174,19 +174,15 @@ class PositionProducts:
 
     def _by_gram(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
-        module, delta = self.layer.module, self._deltas(uses)
+        module, delta = self.layer.module, self._deltas(uses).double()
         if _single(uses) and type(module) in CONVOLUTIONS:
             gram = unfold.gram_by_position(module, uses[0].inputs)
         else:
             a = self._inputs(uses).double()
             gram = a @ a.mT
-        reach = self._reach(metric, delta, gram.diagonal(dim1=1, dim2=2))
-        slack = 2 * roundoff(sum(self.sizes[:3]), torch.float64) * reach
-        delta = delta.double()
-        value = torch.bmm(delta, delta.mT).mul_(gram).sum((1, 2)).mul_(metric.inverse)
         if "bias" in self.layer.parameters:
-            value += metric.squares(delta.sum(1))
-        return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
+            gram += 1  # the input of a bias at every position
+        return norms_by_gram(delta @ delta.mT, gram, sum(self.sizes[:3]), metric)
 
     def _by_pieces(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute norms from G_i itself, for some outputs of some samples at a time.
@@ -206,7 +202,7 @@ class PositionProducts:
             total[some] += metric.squares(g, weights, out=g)
         off = reach.sqrt().mul_(roundoff(self.sizes.positions, delta.dtype))
         slack = off * (2 * total.sqrt() + off) + roundoff(ROW, delta.dtype) * total
-        return SquaredNorms(*(n.div_(metric.factor) for n in (total, slack, reach)))
+        return SquaredNorms(total, slack, reach)
 
     def _pieces(self, delta: Tensor) -> Iterator[tuple[slice, slice]]:
         """Yield some samples and outputs at a time, so that an output's metric stays in cache."""
@@ -231,6 +227,21 @@ class PositionProducts:
         delta = unfold.gradients_by_position(module, delta).flatten(0, 1)
         weight = delta.T @ unfold.inputs_by_position(module, a).flatten(0, 1)
         return {"weight": weight, "bias": delta.sum(0)}
+
+
+def norms_by_gram(left: Tensor, right: Tensor, terms: int, metric: LayerMetric) -> SquaredNorms:
+    """Return norms of G_i = sum_t l_t r_t^T in a ball, as sum_tt' <l_t, l_t'> <r_t, r_t'>.
+
+    Args:
+        left: Gram matrices of l, float64, shape (samples, T, T). Consumed.
+        right: those of r, in the same form.
+        terms: number of terms of the sums in a norm.
+        metric: metric of the ball.
+    """
+    products = left.mul_(right)
+    reach = products.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1).square_()
+    slack = 2 * roundoff(terms, torch.float64) * reach
+    return SquaredNorms(*(n * metric.inverse for n in (products.sum((1, 2)), slack, reach)))
 
 
 def join_positions(parts: Sequence[Tensor]) -> Tensor:

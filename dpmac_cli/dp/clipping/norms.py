@@ -43,7 +43,7 @@ class SquaredNorms:
 
 @dataclass(frozen=True, eq=False)
 class LayerMetric:
-    """Whitened metric of one layer. Norms computed with A must be divided by ``factor``.
+    """Whitened metric of one layer. Norms computed with A must be divided by the region's factor.
 
     A ball has one A for all coordinates and no centre.
     """
@@ -53,7 +53,6 @@ class LayerMetric:
     centre: Tensor | None  # m, (d_layer,)
     s3: Tensor  # sum of m^2 A, float64, ()
     largest: Tensor  # the largest A, ()
-    factor: Tensor  # float64, ()
 
     def squares(self, g: Tensor, part: slice = slice(None), out: Tensor | None = None) -> Tensor:
         """Return squared norms of g - m in A over some coordinates, float64, (samples,).
@@ -96,10 +95,9 @@ class RegionMetric:
         return (s3 / self.region.factor.double()).sqrt_()
 
     def _part(self, part: slice) -> LayerMetric:
-        factor = self.region.factor.double()
         if self.region.is_ball:
             zero = torch.zeros_like(self._inverse, dtype=torch.float64)
-            return LayerMetric(self._inverse, None, None, zero, self._inverse, factor)
+            return LayerMetric(self._inverse, None, None, zero, self._inverse)
         inverse, centre, times = self._inverse[part], self._centre[part], self._centre_inverse[part]
         s3, largest = [], []
         for block in blocks(len(centre), centre.device):
@@ -107,7 +105,7 @@ class RegionMetric:
             s3.append(sum_rounded_up(centre[block] * times[block]))
             largest.append(inverse[block].amax())
         total, top = torch.stack(s3).sum(), torch.stack(largest).max()
-        return LayerMetric(inverse, times, centre, total, top, factor)
+        return LayerMetric(inverse, times, centre, total, top)
 
 
 def kept(rows: Tensor, valid: Mask) -> Tensor:

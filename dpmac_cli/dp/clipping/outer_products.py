@@ -31,7 +31,7 @@ class OuterProducts:
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Return S1 - 2 S2 + S3 with matrix products, or for a ball with products of norms."""
         if metric.centre_inverse is None:
-            return self._in_a_ball(metric.inverse / metric.factor)
+            return self._in_a_ball(metric.inverse.double())
         u, a, delta = roundoff(self._widths, self.a.dtype), self.a, self.delta
         a_squared, delta_squared, terms = a.square(), delta.square(), a.shape[1]
         alike = self._contract(a_squared, delta_squared, metric.inverse)
@@ -47,7 +47,7 @@ class OuterProducts:
             value.add_(across.sum(1), alpha=2)
         # With a single term, the sum reads the same floats as the norm.
         reach = reach.square_() if terms > 1 else torch.zeros_like(reach)
-        return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
+        return SquaredNorms(value, slack, reach)
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Compute (c delta)^T a, one matrix product."""

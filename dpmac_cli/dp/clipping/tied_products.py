@@ -13,11 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.linalg import vector_norm
 
-from dpmac_cli.dp.clipping.ghost_clipping import ADDED, DOUBLE, PASSES, join_positions
+from dpmac_cli.dp.clipping.ghost_clipping import (
+    ADDED,
+    DOUBLE,
+    PASSES,
+    join_positions,
+    norms_by_gram,
+)
 from dpmac_cli.dp.clipping.layer_rules import Use
-from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
+from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept
 
 
 @dataclass(frozen=True)
@@ -51,14 +56,8 @@ class TiedProducts:
             [torch.cat([alike, both.mT], 2), torch.cat([both, outputs @ outputs.mT], 2)], 1
         )
         right = torch.cat([self.vectors, self.inputs], 1).double()
-        lengths = left.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt() * vector_norm(right, dim=2)
-        reach = lengths.sum(1).square_()
         terms = right.shape[1] + self.outputs.shape[2] + right.shape[2]
-        value = (right @ right.mT).mul_(left).sum((1, 2))
-        slack = 2 * roundoff(terms, torch.float64) * reach
-        return SquaredNorms(
-            *(n.mul_(metric.inverse).div_(metric.factor) for n in (value, slack, reach))
-        )
+        return norms_by_gram(left, right @ right.mT, terms, metric)
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Compute matrix products of :data:`ADDED` samples, and add up vectors by token."""
