@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
@@ -65,20 +67,16 @@ class Spent:
         earlier = tuple(event for event in self.events if event.steps)
         return replace(self, earlier=earlier, base=step, begun=step)
 
-    @staticmethod
-    def of(values: Mapping[str, Any]) -> "Spent":
-        """Return the object from the result of ``asdict``. Raises KeyError, TypeError."""
-        scores = values.get("scores") and Scores(**values["scores"])
-        earlier = tuple(TrainingEvent(**event) for event in values["earlier"])
-        event = TrainingEvent(**values["event"])
-        return Spent(**{**values, "earlier": earlier, "event": event, "scores": scores})
+
+SPENT = TypeAdapter(Spent)
 
 
 def read_spent(run: Path) -> Spent | None:
     """Return the contents of a run's ledger; None if it is missing or damaged."""
     try:
         kept = json.loads((run / folder.CHECKPOINTS / FILE).read_bytes())
-        return Spent.of(kept["spent"]) if kept["sha256"] == _sum(kept["spent"]) else None
+        same = kept["sha256"] == _sum(kept["spent"])
+        return SPENT.validate_python(kept["spent"]) if same else None
     except folder.BROKEN:
         return None
 

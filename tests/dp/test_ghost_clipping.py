@@ -23,6 +23,7 @@ from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedChunkSum, clip_limit
 from dpmac_cli.dp.clipping.forms import (
     ByLayer,
     PerSampleGradients,
+    total_squared_norms,
 )
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use
@@ -197,7 +198,7 @@ def summed_terms(layer: Layer, uses: tuple[Use, ...], region: Ellipsoid) -> Tens
 
 def squared(form: PerSampleGradients, region: Ellipsoid, layer: Layer) -> SquaredNorms:
     dtype = torch.float64 if region.inverse.dtype == torch.float64 else None
-    return form.squared_norms(RegionMetric(region, dtype).of(layer))
+    return total_squared_norms([(layer, form)], RegionMetric(region, dtype))
 
 
 # (1) Norms and sums against the oracle.
@@ -289,7 +290,7 @@ def assert_bounded(layer: Layer, use: Use, region: Ellipsoid, way: str, kind: st
     unsure = 1e-14 * (terms.square() + far)  # of what is exact here
     with going(way, kind):
         found = squared(form, region, layer)
-        again = form.double().squared_norms(RegionMetric(region, torch.float64).of(layer))
+        again = total_squared_norms([(layer, form.double())], RegionMetric(region, torch.float64))
     for norms, dtype in ((found, torch.float32), (again, torch.float64)):
         assert (norms.value + norms.slack + unsure >= exact).all()
         above = ROW * torch.finfo(dtype).eps * far  # pairs round ||m/b||^2 up

@@ -11,7 +11,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -134,14 +134,13 @@ class PerSample:
         self._names = [[names[id(p)] for p in la.parameters.values()] for la in self.layers]
         self._by_row = False  # whether each sample is multiplied with the weights by itself
         self._by_function: set[str] = set()  # those whose products are computed by F.linear
-        self._anew = False  # whether vmap needs random numbers as new tensors
         self._single = False  # whether the loss is computed in float32 in the trial, too
         # Calls of recorded layers: names of the layers, and shape of the output for one sample.
         self._shapes: list[tuple[frozenset[str], tuple[int, ...]]] = []
         self.idle: tuple[str, ...] = ()
         self.notes: tuple[str, ...] = ()
         # Names of the layers whose gradients follow from calls.
-        self._recorded = next(_candidates(self.layers))
+        self._recorded = _known(self.layers)
         known = rowwise and len(self._recorded) == len(self.layers)
         self._chain = chain_of(model) if known else None
         why = self._try() if self._chain is None else None  # known layers need no trial
@@ -174,14 +173,10 @@ class PerSample:
 
     def multiply_each_record_alone(self) -> None:
         """Give each sample its own weights from now on, so that products are of one sample."""
+        if self._chain is not None:
+            self._try()  # under vmap, which can run known layers
         # Products of attention and recurrent layers are found by weights of their own.
         self._recorded -= {layer.name for layer in self.layers if layer.composite is not None}
-        if self._chain is not None:  # it was not tried under vmap
-            like = next(iter(self.layers[0].parameters.values()))
-            double = like.dtype == torch.float64
-            x, y = (of.made_up(1, double=double) for of in (self._inputs, self._labels))
-            with forked(), code_of_network(x):
-                self._note_calls(self._model, self.layers, x, y)
         self._chain, self._by_row, self.notes = None, True, (BY_ROW,)
 
     def run_in_a_loop(self, why: str) -> None:
@@ -257,8 +252,7 @@ class PerSample:
         by_row = 0 if self._by_row else None
         trained, own = (self._for_each(samples_in(x), of) for of in (trained, own))
         mapped = vmap(one, in_dims=(None, by_row, by_row, 0, 0), randomness="different")
-        draws = _DrawnAnew() if self._anew else nullcontext()
-        with torch.no_grad(), _supported(), self._tapped(layers, tap), draws:
+        with torch.no_grad(), _supported(), self._tapped(layers, tap), _DrawnAnew():
             (deltas, g), (losses, inputs) = mapped(taps, trained, own, x, y)
         calls = defaultdict[nn.Module, list[tuple[Tensor, Tensor]]](list)
         for module, a, delta in zip(called, inputs, deltas, strict=True):
@@ -357,7 +351,7 @@ class PerSample:
             if len(self.idle) == len(layers):
                 raise ModelError(UNTRAINED)
             why = ""
-            for some in _candidates(layers):
+            for some in (_known(layers), set[str]()):
                 self._recorded = some
                 while True:
                     try:
@@ -365,9 +359,6 @@ class PerSample:
                     except Exception as failure:
                         if out_of_memory(failure):
                             raise
-                        if not self._anew and "inplace randomness" in str(failure):
-                            self._anew = True
-                            continue
                         why = _reason(failure)
                         break
                     if not wrong and alike:
@@ -451,17 +442,15 @@ def chain_of(model: nn.Module) -> list[nn.Module] | None:
     return [model] if rowwise or flat or type(model) in RULES else None
 
 
-def _candidates(layers: Sequence[Layer]) -> Iterator[set[str]]:
-    """Yield sets of layers to record, the largest first."""
-    known = {
+def _known(layers: Sequence[Layer]) -> set[str]:
+    """Return the names of the layers whose gradients follow from calls by a rule."""
+    return {
         layer.name
         for layer in layers
         if layer.called
         and all(type(module) in RULES or layer.swapped for module in layer.called)
         and layer.parameters.keys() <= KNOWN
     }
-    yield known
-    yield set()
 
 
 def _uses(layer: Layer, calls: dict[nn.Module, list[tuple[Tensor, Tensor]]]) -> list[Use]:
