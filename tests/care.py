@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
+from scipy.stats import kstest, norm
 
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.data.units import units_of
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.private_scores import counts
+from dpmac_cli.training.private_scores import PrivateScore, counts
 
 
 def rows(persons: int, *targets: str) -> list[dict[str, Any]]:
@@ -61,17 +63,31 @@ def owners_of(*, grouped: bool) -> NDArray[np.int64]:
 
 
 def moved_by_units(
-    result: Evaluation, owners: NDArray[np.int64], *, grouped: bool
-) -> tuple[float, list[float]]:
-    """A covered sum, and how much each unit moves it, by brute force: without each in turn."""
+    result: Evaluation, owners: NDArray[np.int64], *, grouped: bool, by_class: bool = False
+) -> tuple[NDArray[np.float64], list[float]]:
+    """Covered sums, and how much each unit moves them, by brute force: without each in turn."""
 
     def total(kept: Any) -> Any:
         units = units_of(owners[kept]) if grouped else None
         some = replace(result, logits=result.logits[kept], labels=result.labels[kept])
-        cells = counts(some, units, by_class=False)
+        cells = counts(some, units, by_class=by_class)
+        assert len(cells) == len(set(owners[kept]))
         assert cells.min() >= 0
-        return cells.sum()
+        return cells.sum(0) * GRID
 
     whole = total(np.ones(len(owners), bool))
-    moves = [abs(whole - total(owners != unit)) * GRID for unit in set(owners)]
-    return whole * GRID, moves
+    moves = [float(np.linalg.norm(whole - total(owners != unit))) for unit in set(owners)]
+    return whole, moves
+
+
+def assert_noise_of(
+    found: list[PrivateScore], values: list[float], truth: float, deviation: float
+) -> None:
+    """Covered scores are normal about the exact one, and as often within their intervals as stated.
+
+    The values are those of the metric that has the interval.
+    """
+    assert found[0].noise == pytest.approx(deviation)
+    assert kstest((np.array(values) - truth) / deviation, norm.cdf).pvalue > 0.001
+    inside = [score.interval[0] <= truth <= score.interval[1] for score in found]
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.02)

@@ -17,10 +17,12 @@ from dpmac_cli.dp.clipping.batches import tensors_in
 from dpmac_cli.errors import named_as_flags
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.optim import OPTIMIZERS
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import prepare
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.studies import search
 from dpmac_cli.training.chunks import ChunkedSum
+from tests.digits_runs import train_digits
 from tests.promises import PROMISES
 
 OPTIMIZER_NAMES = tuple(OPTIMIZERS)
@@ -137,6 +139,12 @@ def _no_waiting() -> Iterator[None]:
         patch.setattr(os, "fsync", lambda _: None)
         patch.setattr(loaders, "_digits", lambda: copy.deepcopy(read()))
         yield
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A finished run on digits, which tests read and do not change."""
+    return train_digits(out=tmp_path_factory.mktemp("finished") / "run", epochs=2)
 
 
 #: How a network runs so that no row rounds another, by network and rows.

@@ -9,15 +9,14 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
 
-from dpmac_cli.cli.app import app
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, finish, train
+from tests.typed import dpmac
 
 #: Noise that is cheap to price: the grid of privacy losses grows like 1/sigma^2.
 SIGMA = 6.0
@@ -88,11 +87,6 @@ def contents(root: Path) -> dict[str, bytes | None]:
     }
 
 
-def dpmac(*args: str) -> Result:
-    """Run a command as typed."""
-    return CliRunner().invoke(app, args, env={"COLUMNS": "300", "NO_COLOR": "1"})
-
-
 def refused(*args: str, code: int = 2) -> str:
     """What ``dpmac train`` says of settings that it refuses, on one line."""
     noise = () if {"--sigma", "--epsilon", "--no-dp"} & set(args) else ("--sigma", f"{SIGMA:g}")
@@ -103,14 +97,15 @@ def refused(*args: str, code: int = 2) -> str:
     return " ".join(result.output.split())
 
 
-def of(events: Any) -> tuple[Data, str]:
-    found: list[tuple[Data, str]] = []
+def report_of(run: str | Path) -> dict[str, Any]:
+    """The report in a run's folder."""
+    report: dict[str, Any] = json.loads(Path(run, "report.json").read_text())
+    return report
 
-    def listen() -> Any:
-        found.append((yield from events))
 
-    list(listen())
-    return found[0]
+def metrics_of(run: str | Path) -> list[dict[str, Any]]:
+    """The rows of the metrics in a run's folder."""
+    return read_lines(Path(run, "metrics.jsonl"))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -12,8 +12,6 @@ from scipy.stats import kstest
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.flags import options
-from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import user_data
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.schema import DataFacts, Source
@@ -37,7 +35,6 @@ from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import Training
 from dpmac_cli.training.schedules import StepPlan
 
-SETTINGS = options(Settings)
 CLASSES, SIDE, WIDTH = 4, 3, 5
 #: The number of parameters of :func:`tiny_model`.
 DIMENSION = (SIDE**2 + 1) * WIDTH + (WIDTH + 1) * CLASSES
@@ -64,16 +61,6 @@ MECHANISM = GaussianMechanism(1.0, 8)
 #: The norm that small steps are clipped to.
 CLIP_LIMIT = clip_limit(1)
 PLAN = StepPlan(steps=20, steps_per_epoch=5, physical_batch=1000)
-
-
-def limits_of(setting: str) -> list[tuple[str, str]]:
-    """Return the bounds of a setting as its messages name them, such as ("at least", "1")."""
-    return [
-        (words, number.replace(",", ""))
-        for words, _, number in (
-            phrase.rpartition(" ") for phrase in SETTINGS[setting].bounds.split(" and ") if phrase
-        )
-    ]
 
 
 def tiny_data(dtype: torch.dtype = torch.float64, *, records: int = 40, seed: int = 0) -> Data:

@@ -1,6 +1,5 @@
 """The cache of features: what a killed process leaves, what is removed, and its command."""
 
-import errno
 import os
 import threading
 from pathlib import Path
@@ -27,8 +26,8 @@ from dpmac_cli.storage.cache import (
     complete,
     kept_files,
 )
-from dpmac_cli.storage.progress import LISTENER, Computing
-from tests.digits_runs import of, same_weights, train_events
+from dpmac_cli.storage.progress import LISTENER, Computing, outcome
+from tests.digits_runs import same_weights, train_events
 from tests.helpers import load
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -67,7 +66,7 @@ def test_a_truncated_file_is_computed_again(cache: Path) -> None:
 def features_of(cache: Path) -> tuple[int, Tensor]:
     """How many images were looked at, and the features of the first."""
     counted, parts, data = work()
-    found, _ = of(featured(parts, data, {}, cache))
+    found, _ = outcome(featured(parts, data, {}, cache))
     return counted.seen - PROBED, found.train.images[0]
 
 
@@ -122,7 +121,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def plan_of(out: str = "run") -> TrainPlan:
-    plain = {"dataset": "photos", "model": "cnn", "sigma": 4, "batch_size": 16, "steps": 4}
+    plain = {"dataset": "photos", "model": "cnn", "sigma": 4, "batch_size": 16, "steps": 2}
     return resolve(plain, physical_batch=3, seed=1, out=out, device="cpu").plan
 
 
@@ -201,8 +200,3 @@ def test_processes_share_the_work_and_two_runs_share_one_file(
     assert len(more) + len(rest) == 300
     values = np.concatenate([more, rest])[:, 0, 0, 0]
     assert sorted(values.tolist()) == sorted(number % 251 for number in range(300))
-
-
-def full(*_: int) -> None:
-    """Find the disk full."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,6 +1,5 @@
 """A name becomes tensors, and what cannot become them is explained."""
 
-import os
 from pathlib import Path
 from urllib.error import URLError
 
@@ -119,34 +118,7 @@ def test_missing_files_without_a_network_are_one_message(tmp_path: Path) -> None
     )
 
 
-def test_files_of_cifar_that_are_altered_are_damaged(tmp_path: Path) -> None:
-    folder = tmp_path / "cifar-100-python"
-    folder.mkdir()
-    for name in ("train", "test", "meta"):
-        (folder / name).write_text("mine")
-    assert f"in {folder} cannot be read (a file is damaged, or of another kind)" in the_error(
-        "cifar100", tmp_path
-    )
-
-
 # MNIST itself
-
-
-@pytest.fixture
-def copied(tmp_path: Path, real_data_dir: Path) -> Path:
-    """A folder with the files of MNIST, that a test may change."""
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name in RAW_FILES:
-        (raw / name).symlink_to(real_data_dir / "MNIST" / "raw" / name)
-    return tmp_path
-
-
-def put(folder: Path, name: str, content: bytes) -> None:
-    """Replace a file of MNIST."""
-    file = folder / "MNIST" / "raw" / name
-    file.unlink()
-    file.write_bytes(content)
 
 
 @pytest.mark.real_data
@@ -158,15 +130,3 @@ def test_mnist_is_as_the_catalog_says(real_data_dir: Path) -> None:
     standardised = data.standardised(data.train.images[:10_000])
     assert abs(standardised.mean()) < 0.01
     assert abs(standardised.std() - 1) < 0.01
-
-
-@pytest.mark.real_data
-def test_an_altered_file_is_not_the_published_one(copied: Path) -> None:
-    name = "t10k-labels-idx1-ubyte"
-    content = bytearray((copied / "MNIST" / "raw" / name).read_bytes())
-    content[-1] ^= 1
-    put(copied, name, bytes(content))
-    with pytest.raises(InputError, match="its contents differ") as caught:
-        load_data("mnist", copied, CPU)
-    assert f"The dataset mnist in {copied} is not the published one" in str(caught.value)
-    assert os.listdir(copied) == ["MNIST"], "nothing is left beside the files"

@@ -1,6 +1,8 @@
 """Studies: from flags with several values to runs, their addresses, and what they cost together."""
 
 import itertools
+import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -21,6 +23,9 @@ from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Grid, plan
 from dpmac_cli.studies.results import (
     Cell,
+    Comparison,
+    as_json,
+    as_markdown,
     collect,
     holm,
     paired_p_value,
@@ -149,6 +154,7 @@ def test_runs_on_records_that_were_corrected_are_none_of_the_study(
         assert folders() == first
 
 
+@pytest.mark.usefixtures("uncalibrated")
 def test_a_file_says_it_too_and_flags_win(tmp_path: Path) -> None:
     file = tmp_path / "study.yaml"
     file.write_text(
@@ -297,3 +303,64 @@ def test_a_study_costs_what_all_of_its_runs_cost(sampler: str, tmp_path: Path) -
     steps = 3 * 24 if SAMPLERS[sampler].once_an_epoch else 3 * 13
     events = tuple(TrainingEvent(128 / 1437, sigma, steps, sampler, 12) for sigma in (6.0, 8.0))
     assert collect(study, {}).epsilon == pytest.approx(total_epsilon(events, 1e-5), rel=1e-9)
+
+
+# A comparison as Markdown and JSON: what must be said beside it.
+
+
+def shown(name: str, sigma: float, *accuracies: float, **changes: Any) -> Cell:
+    """A cell of a table with a second axis, which dp-macadam alone has."""
+    values: dict[str, Any] = {
+        "labels": (("optimizer", name), ("kappa", "paper_x" if name == "dp-macadam" else "")),
+        "column": sigma,
+        "sigma": sigma,
+        "epsilon": 3 / sigma if sigma else math.inf,
+        "seconds": 1.5 if accuracies else math.nan,
+    }
+    return cell(*accuracies, **{**values, **changes})
+
+
+CELLS = (
+    shown("dp-adam", 0.5, 0.90, 0.92, standing="tied"),
+    shown("dp-adam", 1.0, 0.80, 0.82),
+    shown("dp-macadam", 0.5, 0.91, 0.93, standing="tied"),
+    shown("dp-macadam", 1.0, 0.88, 0.89, standing="best"),
+    shown("dp-sgd", 0.5, failures={0: "its process died", 1: "no"}),
+)
+
+
+GRID = plan({"dataset": "mnist", "kappa": "paper,exact", "sigma": "0.5,1", "seeds": "2"}, None)
+
+
+def comparison(*cells: Cell, epsilon: float = 12.345) -> Comparison:
+    return Comparison(GRID, cells, epsilon)
+
+
+WHOLE = comparison(*CELLS)
+
+
+@pytest.mark.promise("reading")
+def test_every_form_says_what_the_epsilons_are_worth() -> None:
+    for text in (as_markdown(WHOLE), json.dumps(as_json(WHOLE))):
+        assert "epsilon 12.35" in text  # rounded up
+        assert "The 10 runs, 2 of them not finished and counted in full, use the same" in text
+        assert (
+            "Publish at most one of them" in text
+        )  # what one seed draws for one, it draws for all
+        assert "know the seeds" in text
+        assert "paired two-sided t-test" in text
+    finished = as_markdown(comparison(*CELLS[:2]))
+    assert "not finished" not in finished
+    assert "runs use the same records" in finished
+    assert "Other runs on the same records add" in finished
+    one = comparison(shown("dp-sgd", 1.0, 0.9), epsilon=3.0)
+    assert "know the seeds" in as_markdown(one)
+    assert "in total" not in as_markdown(one)
+    twice = as_markdown(comparison(shown("dp-sgd", 1.0, 0.9), epsilon=4.0))
+    assert "in total" in twice  # an attempt before that one is charged
+    alike = as_markdown(comparison(shown("dp-sgd", 1.0, 0.9, 0.9)))
+    assert "in total" in alike
+    assert "Publish at most one" not in alike
+    baseline = comparison(shown("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), epsilon=0.0)
+    assert "seeds named" not in as_markdown(baseline)
+    assert "no privacy" in as_markdown(baseline)

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from dpmac_cli import ball, clipped_grad, load_model
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.text_encoder import CausalModel, encoder_weights
-from tests.digits_runs import dpmac
 from tests.helpers import without
 from tests.tiers import rest_long
 from tests.tiny_bert import notes, text_inputs, write_network
+from tests.typed import dpmac
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from language_model import Gpt, Texts, run, text_loss, with_lora

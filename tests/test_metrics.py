@@ -1,7 +1,6 @@
 """Metrics of test records: scikit-learn's, worked by hand, imbalanced, with NaN, with one class."""
 
 import importlib
-import json
 import math
 import sys
 import warnings
@@ -22,6 +21,7 @@ from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.classified import Classified
 from dpmac_cli.tasks.intervals import clopper_pearson, widened
 from dpmac_cli.training.evaluation import Evaluation
+from tests.digits_runs import metrics_of, report_of
 from tests.helpers import answers_of, class_task
 from tests.helpers import class_task as as_task
 from tests.typed import dpmac
@@ -209,11 +209,11 @@ SHORT = ("--dataset", "digits", "--sigma", "6", "--device", "cpu")
 def test_training_shows_and_records_the_metric() -> None:
     result = dpmac("train", *SHORT, "--epochs", "2", "--metric", "auroc", "--out", "run")
     assert result.exit_code == 0, result.output
-    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of("run")
     for line in lines:
         assert f"test AUROC {line['test_auroc']:.2%}" in result.stdout
     assert "test accuracy" not in result.stdout
-    test = json.loads(Path("run/report.json").read_text())["test"]
+    test = report_of("run")["test"]
     assert test["auroc"] == lines[-1]["test_auroc"]
     assert test["accuracy"] == lines[-1]["test_accuracy"]
     assert yaml.safe_load(Path("run/config.yaml").read_text())["metric"] == "auroc"

@@ -4,6 +4,9 @@ import gzip
 import io
 import os
 import pickle
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +18,7 @@ import torch
 from torchvision import datasets
 from typer.testing import CliRunner
 
+import dpmac_cli
 from dpmac_cli.cli.app import app
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
@@ -196,3 +200,49 @@ def test_nothing_is_unpickled_from_the_first_step_to_the_last_score(
         result = CliRunner().invoke(app, args)
         assert (result.exit_code, result.exception) == (0, None), result.output
     assert calls == []
+
+
+# No pickle is written or loaded: what ruff's banned imports leave open in the command line.
+
+PACKAGE = Path(dpmac_cli.__file__).parent
+CONFIG = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+#: Names that the package may not use anywhere. The others are free in dpmac_cli/cli.
+PICKLES = [
+    name
+    for name, rule in CONFIG["flake8-tidy-imports"]["banned-api"].items()
+    if "pickle" in rule["msg"]
+]
+
+
+def banned(*arguments: str, source: str = "") -> list[str]:
+    """What ruff finds of the pickles, where no file is excepted."""
+    entries = ", ".join(f'"{name}" = {{msg = "x"}}' for name in PICKLES)
+    rule = f"lint.flake8-tidy-imports.banned-api = {{{entries}}}"
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--no-cache",
+        "--output-format",
+        "concise",
+    ]
+    done = subprocess.run(
+        [*command, "--select", "TID251", "--ignore-noqa", "--config", rule, *arguments],
+        input=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return [line for line in done.stdout.splitlines() if "TID251" in line]
+
+
+@pytest.mark.promise("code")
+def test_no_pickle_is_written_or_loaded() -> None:
+    assert len(PICKLES) > 10
+    (public,) = banned(str(PACKAGE))  # tensors alone: tests/test_features.py
+    assert "dpmac_cli/models/weights.py" in public
+    assert "torch.load" in public
+    assert "weights_only=True" in (PACKAGE / "models" / "weights.py").read_text()

@@ -1,12 +1,13 @@
 """An optimizer is one file: DP-Lion, of which nothing else knows."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.digits_runs import report_of
 
 ROOT = Path(__file__).parents[1]
 #: Chen et al. 2023, arXiv 2302.06675, Algorithm 2, on the private mean and without weight decay.
@@ -63,23 +64,31 @@ def started(*command: str) -> str:
     return done.stdout
 
 
-def dpmac(*arguments: str) -> str:
-    return started("-c", "import dp_lion; from dpmac_cli.__main__ import main; main()", *arguments)
-
-
 @pytest.mark.long
 def test_a_seventh_optimizer_is_in_help_training_report_and_comparison() -> None:
     Path("dp_lion.py").write_text(LION)
-    assert "dp-lion" in dpmac("train", "--help")
-    run = ("--dataset", "digits", "--sigma", "1", "--epochs", "4", "--seed", "1", "--quiet")
-    dpmac("train", *run, "--optimizer", "dp-lion", "--out", "run")
-    report = json.loads(Path("run/report.json").read_text())
+    shared = "--dataset digits --seed 1 --quiet --optimizer dp-lion"
+    lines = (
+        "train --help",
+        f"train {shared} --sigma 1 --epochs 4 --out run",
+        "compare --dataset digits --optimizers dp-sgd,dp-lion --sigma 2 --seeds 1 --epochs 1 "
+        "--out study",
+    )
+    program = (
+        "import shlex, dp_lion\nfrom typer.testing import CliRunner\n"
+        "from dpmac_cli.cli.app import app\n"
+        f"for line in {lines!r}:\n"
+        "    done = CliRunner().invoke(app, shlex.split(line))\n"
+        "    assert done.exit_code == 0, done.output\n"
+        "    print(line, 'dp-lion' in done.stdout)"
+    )
+    said = started("-c", program).splitlines()
+    assert [line.rpartition(" ")[2] for line in said] == ["True", "False", "True"]
+    report = report_of("run")
     expected = {"lr": 0.002, "clip_norm": 1.0, "beta1": 0.9, "beta2": 0.99}
     assert report["optimizer"] == "dp-lion"
     assert expected.items() <= report["hyperparameters"].items()
     assert report["test"]["accuracy"] > 0.7
-    both = ("--optimizers", "dp-sgd,dp-lion", "--sigma", "2", "--seeds", "1", "--epochs", "1")
-    assert "dp-lion" in dpmac("compare", "--dataset", "digits", *both, "--out", "study")
 
 
 @pytest.mark.promise("mean")

@@ -4,9 +4,11 @@ import json
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -14,22 +16,25 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from dpmac_cli import ArrayData, make_private, predict
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.prediction import score
+from dpmac_cli.release.private import PrivateTraining
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.storage.digest import digest
-from tests.digits_runs import train_digits
+from tests.digits_runs import report_of, train_digits
 from tests.typed import dpmac
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_digits(out=tmp_path_factory.mktemp("release") / "run").folder
+@pytest.fixture
+def run(finished: Finished) -> Path:
+    return finished.folder
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def test_weights_load_into_plain_torch(run: Path) -> None:
     pixels = data.test.images.double() / facts["input"]["levels"]
     mean, std = (torch.tensor(facts["input"][key]).view(-1, 1, 1) for key in ("mean", "std"))
     right = plain(((pixels - mean) / std).float()).argmax(1) == data.test.labels
-    report = json.loads((run / "report.json").read_text())
+    report = report_of(run)
     assert right.double().mean().item() == pytest.approx(report["test"]["accuracy"])
 
 
@@ -220,3 +225,54 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(run: Path, file: Path) -> None:
 def test_a_private_checkpoint_is_not_a_model(run: Path) -> None:
     with pytest.raises(InputError, match=r"is a private checkpoint.* Use model.safetensors, one"):
         load_model(checkpoint.path_in(run))
+
+
+# Networks that are defined in the cells of a notebook.
+
+
+X, Y = np.random.default_rng(0).random((150, 6)), np.arange(150) % 2
+
+
+class Net(nn.Module):
+    """As in a cell: no file has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+DATA = ArrayData(X, Y, low=0, high=1, classes=["no", "<b>&yes"])
+
+
+def trained_in_a_notebook() -> PrivateTraining:
+    private = make_private(Net(), DATA, sigma=4, steps=3, batch_size=16)
+    list(private)
+    private.publish("run")
+    return private
+
+
+def test_a_network_of_a_cell_is_loaded_scored_and_predicted_with() -> None:
+    private = trained_in_a_notebook()
+    with pytest.raises(ModelError, match=r"add --model FILE\.py:FACTORY"):  # typed as a command
+        load_model("run")
+    scored = private.evaluate().accuracy
+    for network in (Net, Net(), partial(Net), lambda shape, classes: Net()):
+        model = load_model("run", network=network).model
+        assert model is not network
+        assert score("run", DATA, network=network).result.accuracy == scored
+        assert len(predict("run", X[:5], network=network).predicted) == 5
+
+
+@pytest.mark.promise("again")
+def test_a_loaded_network_of_a_cell_carries_its_training() -> None:
+    private = trained_in_a_notebook()
+    again = make_private(
+        load_model("run", network=Net).model, DATA, sigma=4, steps=2, batch_size=16
+    )
+    assert again.epsilon == pytest.approx(private.epsilon)
+    list(again)
+    assert again.epsilon > private.epsilon

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import itertools
-import json
 import math
 import os
 import random
@@ -33,12 +32,11 @@ from dpmac_cli.studies.grid import Grid, plan
 from dpmac_cli.studies.results import collect
 from dpmac_cli.training import private_scores
 from dpmac_cli.training.private_scores import PrivateScore
-from tests.digits_runs import RATE, after, digits, digits_config
+from tests.digits_runs import RATE, after, digits, digits_config, report_of
 from tests.tiers import rest_long
 
 STEPS, EPOCH = 20, 12
 RUN = Path("run")
-LEDGER = RUN / folder.CHECKPOINTS / ledger.FILE
 FORK = {"lr": "0.01", "out": "forked"}
 SCORED = {"cover_scores": True, "score_every": "1"}
 
@@ -286,7 +284,7 @@ def test_a_study_is_charged_for_attempts_begun_again(
     comparison = collect(study, {})
     [cell] = comparison.cells
     assert cell.epsilon == comparison.epsilon
-    report = json.loads((where / folder.REPORT).read_bytes())
+    report = report_of(where)
     assert [event["steps"] for event in report["privacy"]["events"]] == [15, 5, STEPS]
     assert report["privacy"]["epsilon"] == cell.epsilon
     (where / folder.CHECKPOINTS / ledger.FILE).unlink()

@@ -30,6 +30,7 @@ from dpmac_cli.data.table_schema import read_schema, schema_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError, ModelError
 from tests.helpers import load
+from tests.pairwise import all_pairs
 from tests.typed import dpmac
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -118,11 +119,8 @@ def inputs(of: Source) -> tuple[list[list[float]], list[int]]:
     ("old", "new", "message"),
     [
         ("30,f,A", "old,f,A", "Record 1 has no number in age"),
-        ("70,m", "70,", "or its schema (missing: input accepts records without a value), or add"),
-        ("70,m,B", "70,m,B,B", "Record 2 (line 3) has 7 values for 6 columns"),
         ("name\n", "title\n", "There is no column name, which the schema declares"),
         ("name\n", "title\n", "The schema does not declare the column title"),
-        ("A,ill", "\udcff,ill", "is not text in UTF-8"),
         (PATIENTS, PATIENTS.partition("\n")[0] + "\n", "x has 0 records"),
         (",C,", ",D,", ""),
     ],
@@ -133,7 +131,7 @@ def test_a_table_that_cannot_be_used_is_refused(
     table = PATIENTS.replace(old, new)
     assert table != PATIENTS
     (tmp_path / "patients.yaml").write_text(SCHEMA)
-    (tmp_path / "patients.csv").write_bytes(table.encode(errors="surrogateescape"))
+    (tmp_path / "patients.csv").write_text(table)
     typed = ("train", "--dataset", tmp_path / "patients.csv")
     result = dpmac(*typed, "--schema", tmp_path / "patients.yaml", "--steps", "1", "--batch-size",
                    "1", "--sigma", "9", "--out", tmp_path / "run")  # fmt: skip
@@ -472,10 +470,15 @@ TABLE = 'c,note,y\n1,"x, ""y""",a\n,,b\n3,Köln,b\n'
 
 
 @pytest.mark.promise("reading")
-@pytest.mark.parametrize("skip_bad", [False, True])
-@pytest.mark.parametrize("delimiter", [*",;\t|", "~", "^"])
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "gb18030", "utf-16"])
+@pytest.mark.parametrize(
+    ("delimiter", "encoding", "end", "skip_bad"),
+    all_pairs(
+        [*",;\t|~^"],
+        ["utf-8", "utf-8-sig", "cp1252", "gb18030", "utf-16"],
+        ["\n", "\r\n", "\r"],
+        [False, True],
+    ),
+)
 def test_a_csv_is_read_in_any_encoding_with_any_delimiter_and_end_of_line(
     tmp_path: Path, encoding: str, end: str, delimiter: str, skip_bad: bool
 ) -> None:
@@ -568,19 +571,3 @@ def test_a_declaration_that_cannot_be_meant_is_explained(given: str, said: str) 
         schema_of({"label": LABEL, "columns": columns}, "it")
     assert said in str(caught.value)
     assert "it: columns.c" in str(caught.value)
-
-
-def test_schemas_of_earlier_models_can_be_read() -> None:
-    """Their columns have no type, or all keys of their version."""
-    of: dict[str, Any] = {
-        "range": None,
-        "categories": [],
-        "text": None,
-        "missing": "refuse",
-        "outside": "accept",
-    }
-    of |= {"decimal": None, "thousands": None, "symbol": None, "parts": [], "reference": None}
-    number, named = {**of, "name": "a", "range": [0, 1]}, {**of, "name": "b", "categories": ["x"]}
-    label = {**LABEL, "range": None, "transform": "none", "kind": "number", "symbol": None}
-    given = {"label": label, "columns": [number, named], "drop": [], "test": None}
-    assert [column.type for column in schema_of(given, "it").columns] == ["number", "category"]

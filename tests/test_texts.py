@@ -10,12 +10,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import polars as pl
-import pyarrow as pa
 import pytest
 import torch
 import yaml
-from pyarrow import parquet
 from torch import Tensor, nn
 
 from dpmac_cli import ArrayData, from_dataframe, predict, resolve, score
@@ -23,6 +20,7 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.texts import as_inputs
+from dpmac_cli.data.writing import WRITTEN, how_written
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.class_names import NAME_SCALE
 from dpmac_cli.models.encoders import read_encoder
@@ -105,28 +103,14 @@ def test_a_model_needs_no_encoder_once_it_is_published() -> None:
     assert len(predict("run", "new.csv").predicted) == 10
 
 
-def sources() -> dict[str, Any]:
-    """The same texts in every form, by name, with their classes."""
-    rows = notes(80)
-    texts, kinds = [text for text, _ in rows], [kind for _, kind in rows]
-    for row, (text, kind) in enumerate(rows):
+def write_sources() -> None:
+    """Write the same texts as a folder and as an .npz."""
+    texts, kinds = zip(*notes(80), strict=True)
+    for row, (text, kind) in enumerate(notes(80)):
         path = Path("folder", CLASSES[kind], f"{row:02}.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8-sig" if row % 2 else "utf-8")
+        path.write_text(text)
     np.savez("texts.npz", x=np.array(texts), y=kinds)
-    frame = {"note": texts, "outcome": [CLASSES[kind] for kind in kinds]}
-    columns = {"note": {"text": 16}}
-    schema = {"label": {"column": "outcome", "classes": list(CLASSES)}, "columns": columns}
-    parquet.write_table(pa.table(frame), "texts.parquet")
-    return {
-        "list": ArrayData(texts, kinds, classes=CLASSES),
-        "array": ArrayData(np.array(texts), np.array(kinds), classes=CLASSES),
-        "npz": "texts.npz",
-        "folder": "folder",
-        "pandas": from_dataframe(pd.DataFrame(frame), schema),
-        "polars": from_dataframe(pl.DataFrame(frame), schema),
-        "arrow": from_dataframe(pa.table(frame), schema),
-    }
 
 
 @pytest.mark.promise("features")
@@ -144,7 +128,7 @@ def test_a_text_without_an_encoder_and_an_encoder_without_texts_are_named() -> N
     assert "--backbone minilm" in refused(backbone=None)
     texts = [text for text, _ in notes(20)]
     assert "--backbone minilm" in refused(ArrayData(texts, [0, 1] * 10), backbone=None)
-    sources()
+    write_sources()
     assert "--backbone minilm" in refused("folder", backbone=None)
     assert "--backbone minilm" in refused("texts.npz", backbone=None)
     numbers = ArrayData(np.ones((20, 3)), [0, 1] * 10, low=0, high=1)
@@ -201,10 +185,6 @@ def test_the_commands_of_the_guide_lead_from_a_table_to_a_card() -> None:
 CANARIES = ("Zebraquark Mondlicht", "xylophonist 8461 Brückenpfeiler", "=HYPERLINK(0)")
 
 
-def card() -> str:
-    return Path("run/model-card.md").read_text()
-
-
 @pytest.mark.promise("published")
 def test_no_text_is_in_anything_that_is_written_or_said(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -220,20 +200,20 @@ def test_no_text_is_in_anything_that_is_written_or_said(
             write.writerow([f"{phrase} fever", 50, "home"])
     shutil.copy("notes.csv", "new.csv")
     common = ("--schema", "schema.yaml", "--backbone", "./encoder", "--device", "cpu")
-    train = ("train", *common, "--sigma", "4", "--epochs", "2")
+    train = ("train", *common, "--sigma", "4", "--steps", "2")
     said = dpmac(*train, "--dataset", "notes.csv", "--out", "run", "--debug").output
     said += dpmac("predict", "run", "new.csv", "--out", "answers.csv").output
     said += dpmac("eval", "run", "--json").output
     said += dpmac("report", "run", "--html", "report.html").output
     said += dpmac("card", "run").output
     moved = f"fever,{CANARIES[0]},home\n".encode()  # by a comma too many
-    broken = (b'"unclosed', b"\xff\xfe,1,home\n", b" ,50,home\n", b"note,50,nowhere\n", moved)
-    for bad in broken:
-        content = Path("notes.csv").read_bytes()
+    broken = (b"\xff\xfe,1,home\n", b" ,50,home\n", b"note,50,nowhere\n", moved, b'"unclosed')
+    content = Path("notes.csv").read_bytes()
+    for bad in (*broken, b"".join(broken)):
         Path("bad.csv").write_bytes(content + bad)
         said += dpmac(*train, "--dataset", "bad.csv", "--out", "bad", "--debug").output
-        said += dpmac(*train, "--dataset", "bad.csv", "--out", "left", "--skip-bad").output
         said += dpmac("predict", "run", "bad.csv", "--out", "no.csv").output
+    said += dpmac(*train, "--dataset", "bad.csv", "--out", "left", "--skip-bad").output
     folder = Path("folder/home")
     folder.mkdir(parents=True)
     for number, phrase in enumerate(CANARIES):
@@ -290,21 +270,6 @@ def tokens_of(text: str, limit: int = 40) -> list[str]:
     used = len(row) - row.count(0)
     assert 0 not in row[:used]
     return [VOCABULARY[number - 1] for number in row[:used]]
-
-
-def test_words_become_their_longest_known_pieces() -> None:
-    assert tokens_of("Severe chest pain!") == [
-        "[CLS]",
-        "severe",
-        "chest",
-        "pain",
-        "!",
-        "[SEP]",
-    ]
-    assert tokens_of("painful") == ["[CLS]", "pain", "##f", "##u", "##l", "[SEP]"]
-    assert tokens_of("") == ["[CLS]", "[SEP]"]
-    assert tokens_of("日本") == ["[CLS]", "[UNK]", "[UNK]", "[SEP]"]
-    assert tokens_of("fièvre") == [*("[CLS]", "f"), *map("##{}".format, "ievre"), "[SEP]"]
 
 
 def test_a_text_is_truncated_to_the_limit() -> None:
@@ -385,3 +350,29 @@ def test_where_a_head_begins_depends_on_no_record_and_no_key() -> None:
     one, two = prepared(records()), prepared(records(40), seed=1)
     assert torch.equal(head_of(one).weight, head_of(two).weight)
     assert all(map(torch.equal, one.model.buffers(), two.model.buffers()))
+
+
+# How texts are written, as inputs.
+
+PROSE = "The patient came in on Monday, with a cough that had lasted for a week."
+
+
+def test_ordinary_prose_is_near_zero() -> None:
+    assert len(how_written(PROSE)) == WRITTEN
+    assert max(map(abs, how_written(PROSE))) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [(0, "WIN A PRIZE"), (1, "call 0800 123"), (2, "now!!!"), (3, "£5 + $3")],
+)
+def test_each_number_is_of_one_property(place: int, text: str) -> None:
+    assert how_written(text)[place] > how_written(PROSE)[place] + 0.3
+
+
+@pytest.mark.promise("reading")
+def test_numbers_are_within_bounds_and_of_one_text() -> None:
+    """For every kind of text: empty, with other scripts, NUL, only spaces, 25,000 characters."""
+    alone = [how_written(text) for text in TEXTS]
+    assert [how_written(text) for text in reversed(TEXTS)] == alone[::-1]
+    assert all(-1 <= value <= 1 for row in alone for value in row)

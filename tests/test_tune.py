@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import stat
 from collections import Counter
@@ -28,7 +27,7 @@ from dpmac_cli.storage import files
 from dpmac_cli.studies import tune as tuning
 from dpmac_cli.studies.search import RUNNING, Dimension, SearchSpace, events_of_trial, plan_search
 from dpmac_cli.studies.tune import carry_out_search, covered_score
-from tests.digits_runs import read_lines
+from tests.digits_runs import metrics_of, report_of
 from tests.typed import dpmac
 
 pytestmark = pytest.mark.promise("search")
@@ -233,11 +232,11 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchSpa
 
 def test_the_report_charges_the_whole_search(published: tuple[Path, SearchSpace]) -> None:
     run, of = published
-    report = json.loads((run / folder.REPORT).read_text())
+    report = report_of(run)
     privacy, whole = report["privacy"], of.epsilon
     one = of.search.trial_epsilon(1e-5)
     assert privacy["epsilon"] == whole > one == privacy["search"]["epsilon_of_a_trial"]
-    lines = read_lines(run / folder.METRICS)
+    lines = metrics_of(run)
     assert {line["epsilon"] for line in lines} == {whole}
     assert lines[-1]["test_accuracy"] == report["test"]["accuracy"]  # the score that decided
     rows, stored, again = recount(run, Question())
@@ -255,7 +254,7 @@ def test_what_is_published_does_not_tell_the_number_of_trials(
     published: tuple[Path, SearchSpace],
 ) -> None:
     run, of = published
-    report = json.loads((run / folder.REPORT).read_text())
+    report = report_of(run)
     search, trials = report["privacy"]["search"], of.search.trials
     assert (search["mean_trials"], search["most_trials"]) == (trials.mean, trials.most)
     known = {"mean_trials", "most_trials", "epsilon_of_a_trial", "space"}
@@ -266,9 +265,9 @@ def test_what_is_published_does_not_tell_the_number_of_trials(
 def test_no_measured_time_of_the_winner_is_published(published: tuple[Path, SearchSpace]) -> None:
     """The first trial of a process is slower: times would tell whether it won."""
     run, _ = published
-    timings = json.loads((run / folder.REPORT).read_text())["timings"]
+    timings = report_of(run)["timings"]
     assert timings == {"training_seconds": None}
-    assert {line["seconds"] for line in read_lines(run / folder.METRICS)} == {None}
+    assert {line["seconds"] for line in metrics_of(run)} == {None}
 
 
 def test_the_published_run_cannot_be_trained_further(published: tuple[Path, SearchSpace]) -> None:
@@ -297,7 +296,7 @@ def test_the_command_shows_a_plan_and_no_trial(draws: list[int]) -> None:
         # The settings and the score are those of the winner.
         shown.append([line for line in lines if not line.startswith(("settings ", "test "))])
         (score, *_) = [line for line in lines if line.startswith("test accuracy ")]
-        report = json.loads((Path(f"out{number}") / folder.REPORT).read_text())
+        report = report_of(f"out{number}")
         assert score.split()[2] == f"{report['test']['accuracy']:.2%}"
     assert shown[0] == shown[1]
     (whole,) = [line.split()[5] for line in shown[0] if line.startswith("search and model")]
@@ -322,16 +321,6 @@ def space_of(*dimensions: Dimension, trials: Trials | None = None, **given: str)
     )
 
 
-def settings(space: SearchSpace) -> list[str]:
-    return [dimension.text for dimension in space.dimensions]
-
-
-def drawn(dimension: Dimension, count: int = 2000) -> list[Any]:
-    source = random.Random(7)
-    return [dimension.draw(source) for _ in range(count)]
-
-
-@pytest.mark.promise("search")
 def test_settings_are_drawn_independently_with_replacement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -345,7 +334,6 @@ def test_settings_are_drawn_independently_with_replacement(
     assert chisquare(list(joint.values())).pvalue > 1e-4
 
 
-@pytest.mark.promise("search")
 def test_a_trial_with_another_cost_is_refused() -> None:
     space = space_of(Dimension("lr", ("0.1", "1")))
     assert events_of_trial(space.plan_of({"lr": "1"})) in space.search.candidates
@@ -353,13 +341,11 @@ def test_a_trial_with_another_cost_is_refused() -> None:
         space.plan_of({"lr": "1", "batch_size": "9"})
 
 
-@pytest.mark.promise("search")
 def test_a_trial_without_covered_scores_is_refused() -> None:
     with pytest.raises(ValueError, match="covered"):
         events_of_trial(resolve(GIVEN).plan)
 
 
-@pytest.mark.promise("search")
 def test_search_and_model_together_meet_the_target() -> None:
     given = {"dataset": "digits", "model": "linear", "epsilon": 0.3, "device": "cpu"}
     space = plan_search({**given, "trials": 4, "lr": "0.01:1", "steps": [3, 12]})
@@ -410,7 +396,6 @@ def test_all_faults_are_reported_together() -> None:
         assert part in said, said
 
 
-@pytest.mark.promise("search")
 @pytest.mark.parametrize(
     ("line", "why"),
     [
@@ -446,14 +431,12 @@ def written(text: str = FILE) -> Path:
     return file
 
 
-@pytest.mark.promise("search")
 def test_a_file_of_a_search_does_not_run_code() -> None:
     Path("net.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(InputError, match="is code"):
         plan_search({}, written("dataset: digits\nmodel: ['net.py:N', linear]\n"))
 
 
-@pytest.mark.promise("search")
 @pytest.mark.usefixtures("uncalibrated")
 def test_a_file_is_read_once() -> None:
     """Trials that are drawn after it was edited would not be like the others."""
@@ -464,7 +447,6 @@ def test_a_file_is_read_once() -> None:
     assert plan == space.plan_of(setting)
 
 
-@pytest.mark.promise("search")
 @pytest.mark.parametrize("name", ["seed", "canaries"])
 def test_a_setting_of_0_is_a_setting(name: str) -> None:
     """With the seed 0, which equals False, all trials would have the same noise and batches."""

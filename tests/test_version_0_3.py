@@ -8,11 +8,11 @@ import csv
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dpmac_cli import load_model, predict, score
+from tests.digits_runs import report_of
 from tests.typed import dpmac
 
 RUNS = Path(__file__).parent / "version_0_3"
@@ -23,10 +23,6 @@ NEW = "age,smoker,id\n30,no,a\n80,yes,b\n"
 @pytest.fixture(params=NAMES)
 def run(request: pytest.FixtureRequest) -> Path:
     return RUNS / str(request.param)
-
-
-def report_of(run: Path) -> Any:
-    return json.loads((run / "report.json").read_text())
 
 
 @pytest.mark.promise("price")
@@ -85,10 +81,14 @@ def test_runs_are_listed_with_their_scores() -> None:
         assert entry["dataset"] == report_of(RUNS / name)["dataset"]["name"]
 
 
-def test_cards_and_pages_are_written(run: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(run, tmp_path / "run")
-    card = dpmac("card", copy, "--contact", "dpo@clinic.example")
+def test_cards_are_written(run: Path) -> None:
+    card = dpmac("card", run, "--contact", "dpo@clinic.example")
     assert "| contact | dpo@clinic.example |" in card.stdout
+
+
+@pytest.mark.parametrize("name", ["number", "search"])
+def test_pages_are_written(name: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(RUNS / name, tmp_path / "run")
     page = dpmac("report", copy, "--html", tmp_path / "page.html")
     assert page.exit_code == 0, page.output
     assert "<svg" in (tmp_path / "page.html").read_text()

@@ -30,27 +30,15 @@ def process(*args: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
-def hooked(hook: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """The same to its end, where some code runs first."""
-    script = (
-        f"import atexit, os, signal, sys\n{hook}\n"
-        f"sys.argv = ['dpmac', *{args!r}]\n"
-        "from dpmac_cli.__main__ import main\n"
-        "main()\n"
-    )
-    return _ended(sys.executable, "-c", script)
+def started(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a Python of its own."""
+    return _ended(sys.executable, "-c", program)
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
     """What a shell makes of a line in which ``dpmac`` is ours."""
     line = line.replace("dpmac", f"{sys.executable} -m dpmac_cli")
     return _ended("bash", "-c", f"set -o pipefail; {line}")
-
-
-def loading(*modules: str) -> str:
-    """A hook: which of some modules a command has loaded by its end, in the file "loaded"."""
-    found = f"' '.join(m for m in {modules!r} if m in sys.modules)"
-    return f"atexit.register(lambda: open('loaded', 'w').write({found}))"
 
 
 def _ended(*command: str) -> subprocess.CompletedProcess[str]:

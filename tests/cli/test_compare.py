@@ -1,26 +1,41 @@
-"""dpmac compare, as typed and as seen: grids on digits, disturbed and undisturbed."""
+"""dpmac compare, as typed and as seen: grids on digits, disturbed or not, here and by Ray."""
 
 import csv
+import importlib
+import importlib.util
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from dpmac_cli.plots import COLOURS
 from dpmac_cli.runs import checkpoint
-from tests.typed import dpmac, hooked, loading, process
+from dpmac_cli.studies.grid import Grid, Run, plan
+from dpmac_cli.studies.local import LostJobError, carry_out
+from tests.digits_runs import report_of
+from tests.test_card import page_of, pictures
+from tests.typed import ENVIRONMENT, dpmac, process
 
 COMMON = ("compare", "--dataset", "digits", "--sigma", "6", "--device", "cpu")
 SMALL = (
     *COMMON,
     *("--jobs", "1", "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--steps", "3"),
 )
-LONG = (*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--epochs", "30")
-OFTEN = ("--checkpoint-every", "5", "--jobs", "2")
+LONG = (
+    *(*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--epochs", "30"),
+    *("--checkpoint-every", "5"),
+)
+TWO = ("--jobs", "2")
 
 
 def completed(*args: str) -> str:
@@ -52,15 +67,23 @@ def children(command: int) -> list[int]:
     return [pid for pid, parent in parents.items() if parents.get(parent) == command]
 
 
-def wait_for_steps(out: Path) -> None:
-    """Until some run is under way and has been saved."""
-    deadline = time.monotonic() + 60
-    while not any(
-        checkpoint.read(path.parents[1]).step
-        for path in out.glob("runs/*/checkpoint/state.safetensors")
-    ):
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """Wait until something holds, and return it."""
+    deadline = time.monotonic() + 180  # a guard against hanging, not a bound
+    while not (found := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return found
+
+
+def wait_for_steps(out: Path) -> None:
+    """Wait until some run is under way and has been saved."""
+    wait_for(
+        lambda: any(
+            checkpoint.read(path.parents[1]).step
+            for path in out.glob("runs/*/checkpoint/state.safetensors")
+        )
+    )
 
 
 @pytest.mark.long
@@ -83,30 +106,20 @@ def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
     with (out / "compare.csv").open() as file:
         assert [line["optimizer"] for line in csv.DictReader(file)] == ["dp-sgd", "dp-macadam"]
     assert max(map(len, result.output.splitlines()[:8])) <= 80
-
-
-@pytest.mark.long
-def test_finished_runs_are_found_again_and_never_run_twice(tmp_path: Path) -> None:
-    out = tmp_path / "study"
-    first = dpmac(*SMALL, "--out", str(out))
-    # The command takes a signal to pytest, such as that of timeout, as a request to stop.
-    assert first.exit_code == 0, first.output
-    models = {p: p.stat().st_mtime_ns for p in out.rglob("model.safetensors")}
-    before = table(out)
-    again = dpmac(*SMALL, "--out", str(out))
-    assert "4 of them found finished" in again.output
-    assert {p: p.stat().st_mtime_ns for p in out.rglob("model.safetensors")} == models
+    # Finished runs are found again and never run twice.
+    models = {path: path.stat().st_mtime_ns for path in out.rglob("model.safetensors")}
     more = dpmac(*SMALL[:-4], "--seeds", "3", "--steps", "3", "--out", str(out))
     assert "4 of them found finished" in more.output
     assert len(list(out.rglob("model.safetensors"))) == 6
-    assert [row["optimizer"] for row in table(out)] == [row["optimizer"] for row in before]
+    assert {path: path.stat().st_mtime_ns for path in models} == models
+    assert [row["optimizer"] for row in table(out)] == [row["optimizer"] for row in rows]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A long comparison that nothing happened to."""
     out = tmp_path_factory.mktemp("compare") / "whole"
-    completed(*LONG, *OFTEN, "--out", str(out))
+    completed(*LONG, *TWO, "--out", str(out))
     return out
 
 
@@ -119,49 +132,184 @@ def assert_went_on(hurt: Path, undisturbed: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_worker_fails_and_the_same_command_goes_on(
+def test_after_a_signal_and_a_killed_worker_the_same_command_goes_on(
     undisturbed: Path, tmp_path: Path
 ) -> None:
     hurt = tmp_path / "hurt"
-    running = process(*LONG, *OFTEN, "--out", str(hurt))
+    running = process(*LONG, *TWO, "--out", str(hurt))
     wait_for_steps(hurt)
-    os.kill(children(running.pid)[0], signal.SIGKILL)
-    _, errors = running.communicate(timeout=300)
-    assert running.returncode == 4, errors
-    assert "its process died (signal 9)" in " ".join(errors.split())
-    completed(*LONG, *OFTEN, "--out", str(hurt))
-    assert_went_on(hurt, undisturbed)
-
-
-@pytest.mark.long
-def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
-    out = tmp_path / "study"
-    running = process(*LONG, *OFTEN, "--out", str(out))
-    wait_for_steps(out)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=180)
     assert running.returncode == 130
     assert "run the same command to resume" in errors
     assert "Traceback" not in errors
+    running = process(*LONG, *TWO, "--out", str(hurt))
+    os.kill(wait_for(lambda: children(running.pid))[0], signal.SIGKILL)
+    _, errors = running.communicate(timeout=300)
+    assert running.returncode == 4, errors
+    assert "its process died (signal 9)" in " ".join(errors.split())
+    completed(*LONG, *TWO, "--out", str(hurt))
+    assert_went_on(hurt, undisturbed)
+
+
+@pytest.mark.long
+def test_the_page_of_a_comparison_has_its_table_and_a_picture(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    text = page_of(undisturbed, tmp_path)
+    assert "<td>dp-macadam</td>" in text
+    assert "publishing anything learnt from all of them" in " ".join(text.split())
+    (picture,) = pictures(text)
+    colors = re.findall(r"#[0-9a-f]{6}", ElementTree.tostring(picture).decode())
+    # That of dp-macadam, whatever it is compared with.
+    assert COLOURS[4].lower() in {color.lower() for color in colors}
 
 
 @pytest.mark.long
 def test_what_fails_for_one_reason_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("")
     net = f"{tmp_path / 'net.py'}:Net"
-    running = process(*SMALL, "--out", str(tmp_path / "study"), "--model", net)
-    lines = running.communicate(timeout=300)[1].splitlines()
+    lines = dpmac(*SMALL, "--out", str(tmp_path / "study"), "--model", net).stderr.splitlines()
     [line] = [line for line in lines if line.startswith("failed: ")]
     assert re.match(rf"failed: digits-dp-sgd-\w+ \(seed 0\) and 3 more: --model {net}: ", line)
 
 
-def test_a_dry_run_trains_nothing(tmp_path: Path) -> None:
-    varied = ("--lr", "0.1,0.2", "--out", str(tmp_path / "study"), "--dry-run")
-    result = hooked(loading("torch"), *SMALL, *varied)
-    assert result.returncode == 0, result.stderr
-    assert "8 runs" in result.stdout
-    rows = [line.split() for line in result.stdout.splitlines() if line.startswith("dp-")]
-    assert rows[0] == ["dp-sgd", "lr", "0.1", "6", "0.09005", "3", "2"]
-    assert len(rows) == 4
-    assert not (tmp_path / "study").exists()
-    assert Path("loaded").read_text() == ""
+# Executors.
+
+
+#: Starts two machines' worth of Ray, says where, and ends with whoever reads it.
+TWO_NODES = """
+import os, sys
+from ray.cluster_utils import Cluster
+cluster = Cluster()
+try:
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
+    print(cluster.address, flush=True)
+    sys.stdin.read()
+finally:
+    cluster.shutdown()
+"""
+
+
+def need(module: str) -> None:
+    """An extra is installed. On CI its absence is a failure; elsewhere a skip."""
+    if importlib.util.find_spec(module) is not None:
+        # Here, and not within a command: submitit configures logging as it is imported, absl then
+        # closes its stream, and that is pytest's unless it stands as the standard one.
+        importlib.import_module(module)
+        return
+    reason = f"{module} is not installed: pip install -e '.[dev]'"
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def grid_in(out: Path) -> Grid:
+    """The study of :data:`LONG`."""
+    flags = (flag[2:].replace("-", "_") for flag in LONG[1::2])
+    return plan(dict(zip(flags, LONG[2::2], strict=True)), None, out / "runs")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster of two nodes with a CPU each."""
+    need("ray")
+    env = {**ENVIRONMENT, "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", TWO_NODES]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, env=env, **pipes) as running:  # type: ignore[call-overload]
+        try:
+            yield running.stdout.readline().strip()
+        finally:
+            running.stdin.close()
+            running.wait(60)
+
+
+@pytest.mark.long
+def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
+    undisturbed: Path, cluster: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "study"
+    broken, first, *later = grid_in(out).runs
+    broken.folder.mkdir(parents=True)
+    (broken.folder / "thesis.txt").write_text("chapter 1")
+    flags = ("--executor", "ray", "--cluster", cluster, "--out", str(out), "--jobs", "1")
+    running = process(*LONG, *flags)
+    wait_for_steps(out)
+    running.send_signal(signal.SIGTERM)  # which Ray would like to have for itself
+    output, errors = running.communicate(timeout=180)
+    assert running.returncode == 130, errors
+    assert "files that do not belong to a run" in output
+    assert "run the same command to resume" in errors
+    assert "Traceback" not in errors
+    report = report_of(first.folder)
+    assert report["state"] == "interrupted"
+    assert not any(run.folder.exists() for run in later)
+    (broken.folder / "thesis.txt").unlink()
+    running = process(*LONG, *flags[:-2])
+    output, errors = running.communicate(timeout=300)
+    assert running.returncode == 0, errors
+    assert_went_on(out, undisturbed)
+
+
+class Scripted:
+    """An executor whose jobs have these results, by the numbers of their runs."""
+
+    slots = 2
+
+    def __init__(self, runs: Sequence[Run], *results: str | Exception) -> None:
+        self.runs, self.results = runs, results
+
+    def train(self, run: Run, stop: threading.Event) -> str | None:
+        del stop
+        result = self.results[self.runs.index(run)]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def test_a_run_whose_process_dies_has_failed_and_others_go_on(tmp_path: Path) -> None:
+    runs = grid_in(tmp_path).runs
+    dies = Scripted(runs, LostJobError("signal 9"), "failed")
+    ended = carry_out(dies, runs, [0, 1], lambda: False)
+    events = {event.number: event.failure for event in ended}
+    assert events[1] == "failed"
+    assert "its process died (signal 9)" in str(events[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--executor", "cloud"], "there is no executor 'cloud'. Known: local, ray"),
+        (["--executor", "slurm"], "Submit dpmac train as an array of jobs"),
+        (["--slurm", "time=60"], "Submit dpmac train as an array of jobs"),
+        (["--jobs", "0"], "--jobs must be at least 1 and at most 1,024, not 0"),
+        (["--cluster", "auto"], "Add --executor ray"),
+    ],
+)
+def test_an_executor_that_cannot_be_is_refused(flags: list[str], words: str) -> None:
+    result = dpmac(*LONG, *flags)
+    assert result.exit_code == 2
+    assert words in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
+
+
+def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda asked: None if asked == "ray" else find(asked)
+    )
+    result = dpmac(*LONG, "--executor", "ray", "--out", "study")
+    assert result.exit_code == 2
+    assert "needs ray, which is not installed: pip install 'dpmac[ray]'" in result.output
+    assert not Path("study").exists()
+
+
+@pytest.mark.long
+def test_a_cluster_that_is_not_there_is_told_at_once_and_nothing_is_left() -> None:
+    need("ray")
+    for where in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"):
+        result = dpmac(*LONG, "--executor", "ray", "--cluster", where, "--out", "study")
+        assert result.exit_code == 2
+        assert f"No Ray cluster can be used at {where} (" in result.output
+        assert not Path("study").exists()

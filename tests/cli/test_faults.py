@@ -1,6 +1,5 @@
 """What a machine may do to a run: full disks, lost devices, jumping clocks, other processes."""
 
-import json
 import os
 import resource
 import signal
@@ -23,7 +22,8 @@ from dpmac_cli.storage import files
 from tests.digits_runs import (
     contents,
     digits_config,
-    read_lines,
+    metrics_of,
+    report_of,
     same_weights,
     train_digits,
 )
@@ -56,7 +56,7 @@ def at_step(step: int, do: Callable[[], None], monkeypatch: pytest.MonkeyPatch) 
 
 def counted(run: str) -> list[int]:
     """The steps that a run's report counts, of each session."""
-    report = json.loads(Path(run, "report.json").read_text())
+    report = report_of(run)
     assert report["hyperparameters"]["steps"] == 9
     return [event["steps"] for event in report["privacy"]["events"]]
 
@@ -208,7 +208,7 @@ def test_smaller_chunks_are_shown_and_not_recorded(
         shown = dpmac(*LONG, "--out", "short")
     assert shown.exit_code == 0
     assert shown.output.count("memory ran out in step 6: continuing with ") == 1
-    report = json.loads(Path("short/report.json").read_text())
+    report = report_of("short")
     assert report["machine"]["physical_batch"] == 1024
     assert digits_config(Path("short/config.yaml")).settings.physical_batch == 1024
 
@@ -299,16 +299,13 @@ def test_a_run_that_diverges_says_how_to_go_on_and_its_steps_are_paid_for(
     said = failed(result, 4, f"Training diverged: after step {step} the parameters")
     assert "last checkpoint: dpmac train --fork run --out NEW --lr LESS" in said
     assert not Path("run/report.json").exists()
-    [line] = read_lines(Path("run/metrics.jsonl"))
+    [line] = metrics_of("run")
     assert line == {"step": step, "epoch": step / 12, "diverged": True}
     assert all(t.isfinite().all() for t in checkpoint.read(Path("run")).tensors.values())
     fork = ("train", "--fork", "run", "--lr", "0.001", "--out", "fork")
     assert dpmac(*fork).exit_code == 0
-    events = json.loads(Path("fork/report.json").read_text())["privacy"]["events"]
+    events = report_of("fork")["privacy"]["events"]
     assert [event["steps"] for event in events] == [step, 9 - kept]
-
-
-# Clocks
 
 
 # Other processes
@@ -325,7 +322,7 @@ def test_a_run_that_ended_meanwhile_is_not_replaced(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("dpmac_cli.runs.train.make_trainer", meanwhile)
     failed(dpmac(*RUN), 2, "--out run already contains a run")
-    assert json.loads(Path("run/report.json").read_text())["hyperparameters"]["steps"] == 3
+    assert report_of("run")["hyperparameters"]["steps"] == 3
 
 
 # Replacing a run

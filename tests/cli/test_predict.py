@@ -16,7 +16,8 @@ from typer.testing import Result
 
 from dpmac_cli import load_model, predict
 from dpmac_cli.data.loaders import load_data
-from tests.digits_runs import train_digits
+from dpmac_cli.release.publish import Finished
+from tests.digits_runs import report_of
 from tests.typed import dpmac
 
 SIZE = 8
@@ -31,9 +32,9 @@ drop: [name]
 OLD = " (declare decimal, thousands, missing_words or categories in the schema)"
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_digits(out=tmp_path_factory.mktemp("digits") / "run", epochs=1).folder
+@pytest.fixture
+def digits(finished: Finished) -> Path:
+    return finished.folder
 
 
 def train(dataset: str | Path, *flags: str) -> Path:
@@ -80,7 +81,7 @@ def test_an_npz_of_images_on_a_registered_data_set(digits: Path) -> None:
     assert list(rows[0]) == ["row", "predicted", *(f"p_{n}" for n in range(10))]
     assert [row["row"] for row in rows] == list(map(str, range(360)))
     right = [row["predicted"] == str(k) for row, k in zip(rows, split.labels.tolist(), strict=True)]
-    report = json.loads((digits / "report.json").read_text())
+    report = report_of(digits)
     assert sum(right) / 360 == report["test"]["accuracy"]
     for row in rows:
         shares = [float(row[f"p_{n}"]) for n in range(10)]
@@ -120,6 +121,17 @@ def test_images_unlike_those_of_the_training_are_refused_together() -> None:
     both = refused(run, "colour")
     assert "colour/notes.txt is not an image. Remove such files, or add --skip-bad" in both
     assert said.removeprefix("error: ") in both
+    pictures(Path("new"), names=("z",))
+    expected = [row for row in predicted(run, "new/z") if row["file"] != "0.png"]
+    Path("new/z/0.png").write_bytes(b"no image")
+    Path("new/z/Thumbs.db").write_bytes(b"x")
+    result = dpmac("predict", run, "new/z", "--skip-bad", "--force")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "1 record of new/z is left out: new/z/0.png " in said
+    assert "Thumbs.db" not in said
+    with Path("predictions.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == expected
 
 
 def table(records: int) -> list[str]:
@@ -143,7 +155,7 @@ def test_a_table_without_its_label(tabular: Path) -> None:
     assert list(rows[0]) == ["row", "id", "predicted", "p_low", "p_high"]
     assert [row["id"] for row in rows] == ["7", "007", "9"]
     x = np.array([[30.0, 1, 0, 0, 0], [100, 0, 0, 0, 1], [3.5, 0, 0, 1, 0]])
-    facts = json.loads((tabular / "report.json").read_text())["input"]
+    facts = report_of(tabular)["input"]
     inputs = torch.from_numpy((x - facts["mean"]) / np.array(facts["std"])).float()
     logits = load_model(tabular).model(inputs.view(3, 5, 1, 1))
     shares = logits.softmax(1)[:, 1].tolist()
@@ -206,32 +218,7 @@ def test_unusable_rows_of_a_table_are_named_and_left_out(tabular: Path) -> None:
     assert "Record 1 has no number in age: 'old'" in said
 
 
-def test_unusable_images_and_stray_files_are_named_and_left_out() -> None:
-    pictures(Path("photos"))
-    run = train("photos", "--test-fraction", "0.3")
-    pictures(Path("new"), names=("x",))
-    expected = predicted(run, "new")
-    Path("new/x/0.png").write_bytes(b"no image")
-    Path("new/Notizen.txt").write_text("x")
-    Path("new/Thumbs.db").write_bytes(b"x")
-    said = refused_again(run, "new")
-    assert "new/Notizen.txt is not an image. Remove such files, or add --skip-bad" in said
-    result = dpmac("predict", run, "new", "--skip-bad")
-    assert result.exit_code == 0, result.output
-    said = " ".join(result.stderr.split())
-    assert "2 records of new are left out: new/Notizen.txt is not an image; new/x/0.png " in said
-    assert "Thumbs.db" not in said
-    with Path("predictions.csv").open(newline="") as file:
-        kept = list(csv.DictReader(file))
-    assert kept == [row for row in expected if row["file"] != "x/0.png"]
-
-
 # dpmac eval, as typed and as seen.
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_digits(out=tmp_path_factory.mktemp("eval") / "run", epochs=1).folder
 
 
 def evaluate(*args: str | Path) -> Result:
@@ -249,20 +236,20 @@ def evaluation(*args: str | Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [".", "model.safetensors"])
-def test_json_agrees_with_the_report(run: Path, name: str) -> None:
-    body = evaluation(run / name)
+def test_json_agrees_with_the_report(digits: Path, name: str) -> None:
+    body = evaluation(digits / name)
     assert {"accuracy", "loss", "samples", "per_class", "confusion"} <= body.keys()
-    test = json.loads((run / "report.json").read_text())["test"]
+    test = report_of(digits)["test"]
     assert body["accuracy"] == test["accuracy"]
     assert body["loss"] == pytest.approx(test["loss"], rel=1e-6)
     assert body["samples"] == 360
     assert body["intervals"]["accuracy"] == test["accuracy_interval"]
     shown = " to ".join(f"{end:.2%}" for end in test["accuracy_interval"])
-    assert shown in evaluate(run / name).stdout
+    assert shown in evaluate(digits / name).stdout
 
 
-def test_a_model_that_does_not_fit_is_exit_code_4(run: Path) -> None:
-    result = evaluate(run, "--dataset", "mnist")
+def test_a_model_that_does_not_fit_is_exit_code_4(digits: Path) -> None:
+    result = evaluate(digits, "--dataset", "mnist")
     assert result.exit_code == 4
     assert "does not fit mnist: it takes records of shape (1, 8, 8), but" in result.stderr
     assert result.stdout == ""

@@ -15,7 +15,7 @@ from dpmac_cli.release.run import finish
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.trainer import Trainer
-from tests.digits_runs import SEED, after, digits_config, train_digits
+from tests.digits_runs import SEED, after, digits_config, report_of, train_digits
 from tests.typed import dpmac
 
 
@@ -72,7 +72,7 @@ def test_every_run_is_listed_as_it_ended(study: Path) -> None:
         "diverged": "cut-off",
     }
     for name in ("run-2", "run-10", "spent", "stopped"):
-        report = json.loads((study / name / "report.json").read_text())
+        report = report_of(study / name)
         assert found[name]["epsilon"] == report["privacy"]["epsilon"]
         assert found[name]["score"] == report["test"][found[name]["metric"]]
         assert found[name]["optimizer"] == report["optimizer"]
@@ -95,9 +95,6 @@ def test_an_epsilon_is_rounded_up() -> None:
     assert " - " in shown([{**entry, "epsilon": None, "seeded": None}], 80)
 
 
-# Damaged and foreign
-
-
 def test_a_report_from_before_a_run_went_on_is_not_its_last_word() -> None:
     where = finish(run.train(digits_config(steps=40), after(3))).folder
     assert [entry["state"] for entry in listed()] == ["interrupted"]
@@ -113,10 +110,7 @@ def test_a_report_from_before_a_run_went_on_is_not_its_last_word() -> None:
 
 @pytest.mark.promise("price")
 def test_a_report_that_cannot_be_read_is_not_overlooked(study: Path) -> None:
-    report = json.loads((study / "run-2" / folder.REPORT).read_bytes())
+    report = report_of(study / "run-2")
     Path("runs/newer").mkdir(parents=True)
     Path("runs/newer", folder.REPORT).write_text(json.dumps({**report, "schema_version": 99}))
     assert [entry["state"] for entry in listed()] == ["damaged"]
-
-
-# Looking disturbs nothing

@@ -1,6 +1,6 @@
-"""A run on several processes, from the command line."""
+"""Commands in processes of their own: a run on several, and locales of one byte."""
 
-import json
+import os
 import signal
 import socket
 import subprocess
@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from dpmac_cli.runs import checkpoint
+from tests.digits_runs import report_of
 from tests.typed import ENVIRONMENT, process
 
 TRAIN = ("train", "--dataset", "digits", "--sigma", "6", "--device", "cpu", "--out", "run")
@@ -36,11 +38,6 @@ def started(size: int, *command: str) -> Iterator[Processes]:
             one.communicate()
 
 
-def report(run: str = "run") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(run, "report.json").read_text())
-    return found
-
-
 @pytest.mark.long
 def test_by_torchrun() -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -53,7 +50,7 @@ def test_by_torchrun() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("digits: 1,437 records") == 1  # rank 0 alone prints
-    assert report()["privacy"]["steps"] == 5
+    assert report_of("run")["privacy"]["steps"] == 5
 
 
 def wait_for_training() -> None:
@@ -82,6 +79,63 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
     with process("train", "--fork", "run", *more) as alone:
         _, err = alone.communicate(timeout=300)
         assert alone.returncode == 0, err
-    longer = report("longer")
+    longer = report_of("longer")
     assert longer["state"] == "finished"
     assert len(longer["privacy"]["events"]) == 2  # the parent's, too
+
+
+# Names with characters that a terminal or a locale cannot encode.
+
+#: Environments with an encoding of one byte: of output only, and of file names, too.
+ASCII_OUTPUT = {"PYTHONIOENCODING": "ascii"}
+ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+CLASSES = ("Br\u00f6tchen", "K\u00e4se", "\u732b")
+SHORT = ("--sigma", "4", "--steps", "2", "--model", "mlp", "--device", "cpu")
+
+
+def photos() -> Path:
+    draws, root = np.random.default_rng(0), Path("Fotos f\u00fcr alle \u732b")
+    for part, count in (("train", 6), ("test", 3)):
+        for label, name in enumerate(CLASSES):
+            place = root / part / name
+            place.mkdir(parents=True)
+            for number in range(count):
+                pixels = draws.integers(0, 100 + 50 * label, (8, 8), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"M\u00fcller{number}.png")
+    return root
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("environment", [ASCII_OUTPUT, ASCII_LOCALE], ids=["ascii", "locale"])
+def test_every_command_prints_in_an_encoding_of_one_byte(environment: dict[str, str]) -> None:
+    root, run = photos(), "l\u00e4uft"
+    table = "gr\u00f6\u00dfe,Klasse\n" + "".join(f"{i % 7},{CLASSES[i % 2]}\n" for i in range(40))
+    Path("Patient\u00e4ten.csv").write_text(table, encoding="utf-8")
+    commands = (
+        ("train", "--dataset", root, *SHORT, "--out", run),
+        ("eval", run),
+        ("eval", run, "--json"),
+        ("predict", run, root / "test", "--out", "f\u00fcr.csv"),
+        ("card", run),
+        ("runs", "."),
+        ("account", run),
+        ("report", run),
+        ("schema", "Patient\u00e4ten.csv"),
+        ("cache",),
+        ("train", "--dataset", "fehlt\u00fc"),
+    )
+    typed = [(list(map(str, words)), 2 * ("fehlt\u00fc" in words)) for words in commands]
+    program = (
+        "import sys\nfrom dpmac_cli.__main__ import main\n"
+        f"for words, wanted in {typed!a}:\n"
+        "    sys.argv = ['dpmac', *words]\n"
+        "    try:\n        main()\n"
+        "    except SystemExit as end:\n        assert (end.code or 0) == wanted, words\n"
+        "print('all of them')"
+    )
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHONIO"))}
+    command, of = [sys.executable, "-c", program], kept | environment
+    done = subprocess.run(command, env=of, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(b"all of them\n")
+    assert b"Unicode" not in done.stderr
