@@ -2,10 +2,8 @@
 
 import json
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +27,6 @@ from dpmac_cli.accounting.risk import (
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.release.sentences import Case, privacy
 from dpmac_cli.runs.ledger import Spent
-from tests.typed import dpmac
 
 pytestmark = pytest.mark.promise("risk")
 
@@ -39,8 +36,6 @@ POISSON = TrainingEvent(0.1, 1.0, 20)
 ALLOCATED = TrainingEvent(0.1, 1.0, 20, "random-allocation", 10)
 MNIST = TrainingEvent(256 / 60_000, 1.0, 1175)
 SIMULATED = 200_000
-#: Few records and much noise: cheap to price.
-SMALL = "--dataset-size 40 --batch-size 8 --sigma 6 --epochs 2"
 
 
 def gaussian_trade_off(mu: float, alphas: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -168,10 +163,6 @@ def test_shares_are_rounded_up(share: float, said: str) -> None:
 
 
 # What is shown.
-
-
-def account(line: str) -> Any:
-    return dpmac("account", *shlex.split(line), columns=120)
 
 
 def test_the_report_counts_every_part_of_a_run() -> None:

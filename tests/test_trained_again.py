@@ -146,7 +146,7 @@ def test_noise_is_calibrated_for_what_is_left() -> None:
     list(second)
     assert second.epsilon == both(first, second) <= 1.0
     with pytest.raises(BudgetError, match=r"Epsilon 0\.01 is spent: earlier training costs"):
-        make_private(net, "digits", epsilon=0.01, epochs=1)
+        make_private(net, "digits", **{**settings, "epsilon": 0.01})
 
 
 @pytest.mark.promise("again")
@@ -189,7 +189,7 @@ def test_what_cannot_be_added_is_refused() -> None:
     with pytest.raises(ModelError, match="trained without privacy before"):
         make_private(net, "digits", **SETTINGS)
     with pytest.raises(ModelError, match="trained without privacy before"):
-        make_private(net, "digits", epsilon=3, epochs=1)
+        make_private(net, "digits", epsilon=3, epochs=1, batch_size=1437)
     trained(net, no_dp=True, sigma=None)  # promises nothing
     net = network()
     trained(net)
