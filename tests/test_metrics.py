@@ -165,6 +165,20 @@ def test_records_of_one_person_are_not_independent() -> None:
         assert widths[0] > 2.5 * widths[1], name
 
 
+def test_persons_who_are_as_often_right_may_differ_in_other_metrics() -> None:
+    """Half of them are wrong in all records of the rare class, the others in as many others."""
+    owners, place = np.repeat(np.arange(60), 40), np.tile(np.arange(40), 60)
+    labels = torch.from_numpy((place < 8).astype(np.int64))
+    wrong = torch.from_numpy(np.where(owners % 2, place < 8, place >= 32))
+    logits = one_hot(torch.where(wrong, 1 - labels, labels), 2).float()
+    widths = []
+    for units in (None, units_of(owners)):
+        answers = answers_of(Evaluation(0.0, logits, labels, as_task(2), units))
+        low, high = answers.intervals(answers.metrics(), 300)["balanced-accuracy"]
+        widths.append(high - low)
+    assert widths[1] > 1.8 * widths[0]
+
+
 @pytest.mark.parametrize(
     ("units", "share", "icc"),
     [(20, 0.99, None), (50, 0.95, None), (20, 0.9, 0.7), (50, 0.97, 0.7), (200, 0.99, 0.3)],

@@ -87,13 +87,15 @@ def test_a_loop_that_stops_early_publishes_what_it_spent(tmp_path: Path) -> None
 
 @pytest.mark.promise("failed")
 def test_a_step_that_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    private = make_private(network(), "digits", **SETTINGS)
+    private = make_private(network(), "digits", **{**SETTINGS, "steps": 2})
     private.step()
     once = private.epsilon
     monkeypatch.setattr(private._step, "_draw", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         private.step()
     assert private.epsilon > once
+    with pytest.raises(BudgetError, match="All 2 steps"):
+        private.step()
 
 
 @pytest.mark.promise("mean")

@@ -322,6 +322,13 @@ def saved_after(step: PrivateStep, steps: int, records: int = RECORDS) -> dict[s
     return copy.deepcopy(step.state_dict())
 
 
+@pytest.mark.promise("published")
+def test_no_record_is_in_a_state() -> None:
+    structure = saved_after(started(), 1)["structure"]
+    assert structure.keys() == Notes()[0].keys()
+    assert not any(bool(part.any()) for part in structure.values())
+
+
 @pytest.mark.promise("resume")
 def test_a_training_that_was_killed_goes_on_and_counts_the_lost_steps() -> None:
     first, again = started(steps=20), started(steps=20)

@@ -1,5 +1,6 @@
 """Units of privacy that hold several records: persons, customers, devices."""
 
+import json
 import re
 import shlex
 from collections import Counter
@@ -198,8 +199,10 @@ def test_a_run_names_its_unit_everywhere() -> None:
     assert "any one unit with all of its training records" in " ".join(account.output.split())
     everywhere = dpmac("account", "run", "--accountant", "all").output
     assert said in " ".join(everywhere.split())
-    again = dpmac("eval", "run")
+    again = dpmac("eval", "run", "--json")
     assert again.exit_code == 0, again.output
+    interval = json.loads(again.stdout)["intervals"]["accuracy"]  # of units, too
+    assert interval == report["test"]["accuracy_interval"]
 
 
 def in_folders(persons: int = 24) -> Path:

@@ -20,6 +20,7 @@ from torch.nn.functional import (
     softmax,
 )
 
+from dpmac_cli.dp.clipping.batch_invariance import fill_rows
 from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import (
     CANCELLATION_LIMIT,
@@ -174,8 +175,10 @@ def test_layers_whose_gradients_follow_from_their_calls(name: str, recorded: set
 def test_a_tied_weight_of_many_words_is_never_instantiated(words: int) -> None:
     case = SMALL[f"parameters: the same of {words} words, with padding"]
     x, y = case.batch()[:RECORDS], torch.zeros(RECORDS).long()
-    subject = Subject(case.build(), x, loss=energy)
+    x[:, -1:] = x[:, :1]  # a token that is repeated
+    subject = Subject(case.build().double(), x, loss=energy)
     assert TiedProducts in map(type, subject.forms(x, y))
+    assert_matches_oracle(subject, x, y, "ball")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +280,18 @@ def test_a_sample_that_is_not_finite_adds_nothing(
     total = subject.add(x, y, region)
     moved = ((total.double() - without.double()) / region.scale).norm()
     assert moved <= (1 if abs(poison) < torch.inf else 1e-5)  # NaN is not
+
+
+@pytest.mark.promise("one")
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_only_fill_a_chunk_add_nothing(kind: str) -> None:
+    x, y = torch.randn(RECORDS, 2, 4, 4), torch.randint(CLASSES, (RECORDS,))
+    subject = Subject(NETS["mlp"](), x)
+    region = region_clipping_half(kind, subject.exact_gradients(x, y), subject.theta)
+    filled, metric = torch.empty_like(subject.theta), RegionMetric(region)
+    subject.clipped_sum.of(fill_rows(x, 16), fill_rows(y, 16), metric, filled, RECORDS)
+    error = ((filled - subject.add(x, y, region)) / region.scale).norm()
+    assert error <= TOLERANCE[torch.float32] * RECORDS
 
 
 def forms_with(a: Tensor, delta: Tensor) -> list[PerSampleGradients]:
@@ -494,6 +509,23 @@ def test_draws_of_others_are_distributed_alike_with_a_record_more() -> None:
     more, less = drawn(0), drawn(1)
     assert not np.array_equal(more, less)
     assert ks_2samp(more, less).pvalue > 0.001
+
+
+def counting(net: Any, x: Tensor) -> Tensor:
+    """Multiply by the number of calls so far."""
+    net.calls += 1
+    out: Tensor = net.head(x) * net.calls
+    return out
+
+
+@pytest.mark.promise("alone")
+def test_in_a_loop_no_record_finds_what_another_left() -> None:
+    network: Any = Do(counting, head=nn.Linear(4, CLASSES))
+    network.calls = 0
+    per_sample = PerSample(network, numbers(4))
+    assert not per_sample.vmapped
+    losses, _ = per_sample(torch.ones(RECORDS, 4), torch.zeros(RECORDS).long())
+    assert len({*losses.tolist()}) == 1
 
 
 # Losses.
