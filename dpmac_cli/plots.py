@@ -1,7 +1,7 @@
 """Figures for print as PNG, SVG or PDF, readable without colour. Imports matplotlib."""
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,6 @@ if TYPE_CHECKING:
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", "-.", ":")
 KINDS = (".png", ".svg", ".pdf")
-
-
-def faults_of_picture(path: Path | None) -> Iterator[str]:
-    """Yield the faults of the path of --plot."""
-    if path and (path.suffix.lower() not in KINDS or not path.parent.is_dir()):
-        yield (
-            f"--plot {path} must be a file in a folder that exists, ending in one of "
-            f"{', '.join(KINDS)}."
-        )
 
 
 def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:

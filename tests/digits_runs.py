@@ -8,7 +8,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
 from dpmac_cli.config.plan import TrainPlan

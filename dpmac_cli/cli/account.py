@@ -22,7 +22,7 @@ from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.selection import epsilon_of
 from dpmac_cli.accounting.statements import format_epsilon, meaning
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import argument, command
+from dpmac_cli.cli.options import argument, command, faults_of_file
 from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.defaults import completed, recipe_notes
 from dpmac_cli.config.flags import Choice, Several, SomePath, flag_name, is_given, options, valid
@@ -41,7 +41,7 @@ from dpmac_cli.config.settings import (
 )
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError, raise_errors
-from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
+from dpmac_cli.plots import KINDS, trade_offs, write_figure
 from dpmac_cli.storage.files import finite_or_none, to_json
 
 if TYPE_CHECKING:
@@ -226,7 +226,9 @@ def account(run: Path | None, **given: Any) -> None:
             if name in Question.model_fields and name not in BESIDE_A_RUN and is_given(value)
         )
     flags = valid(AccountFlags, given, errors)
-    raise_errors((*errors, *faults_of_picture(flags.plot)))
+    if flags.plot:
+        errors += faults_of_file(flags.plot, KINDS, True, "plot")
+    raise_errors(errors)
     with console.waiting(flags.json, "privacy cost"):
         if run is not None:
             rows, *of_report = recount(run, flags)

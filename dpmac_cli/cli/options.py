@@ -195,7 +195,7 @@ def faults_of_file(
     path: Path, kinds: Sequence[str], force: bool, flag: str = "out"
 ) -> Iterator[str]:
     """Yield faults of the path of a file to write."""
-    if path.suffix not in kinds:
+    if path.suffix.lower() not in kinds:
         yield f"--{flag} {path} must end in {' or '.join(kinds)}."
     if not path.parent.is_dir():
         yield f"The folder {path.parent} of --{flag} does not exist."

@@ -126,8 +126,7 @@ def say(typed: str) -> tuple[str, int]:
     """What a command prints, without click's usage lines, and its exit code."""
     with mock.patch.object(sys, "path", [SITE, *sys.path]):
         result = CliRunner().invoke(app, shlex.split(typed), env={"COLUMNS": "80", "NO_COLOR": "1"})
-    lines = (line.strip("│╭╮╰╯─ ") for line in result.output.splitlines())
-    kept = [line for line in lines if line not in ("", "Error")]
+    kept = filter(None, map(str.strip, result.output.splitlines()))
     said = [line for line in kept if not line.startswith(("Usage: ", "Try 'dpmac"))]
     return "".join(f"{line}\n" for line in said), result.exit_code
 
