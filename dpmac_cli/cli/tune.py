@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.text import Text
 
@@ -20,9 +20,6 @@ from dpmac_cli.studies.search import (
     SearchSpace,
     plan_search,
 )
-
-if TYPE_CHECKING:
-    pass
 
 #: Settings of a training run that a search does not decide itself; several values are drawn from.
 SHARED = {

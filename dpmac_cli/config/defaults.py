@@ -221,9 +221,7 @@ def _depending(given: Settings, defaults: Defaults) -> dict[str, Any]:
         "beta1": chosen.default("beta1", 0.9),
         "beta2": chosen.default("beta2", 0.999),
     }
-    if given.features is not None:
-        found["model"] = "linear"
-    if given.backbone is not None:
+    if given.features is not None or given.backbone is not None:
         found["model"] = "linear"
     if (backbone := BACKBONES.get(given.backbone or "")) is not None:
         found["backbone_size"] = backbone.size
