@@ -104,7 +104,9 @@ def noise_of_run(name: str, sigma: float, physical_batch: int, noise: KeptNoise)
 
 
 @pytest.mark.promise("noise")
-@pytest.mark.parametrize(("name", "physical_batch"), zip(OPTIMIZER_NAMES, cycle([2, 1000])))
+@pytest.mark.parametrize(
+    ("name", "physical_batch"), [*zip(OPTIMIZER_NAMES, cycle([2, 1000]), strict=False)]
+)
 def test_noise_is_normal_with_deviation_sigma(name: str, physical_batch: int) -> None:
     sigma, noise = 1.7, KeptNoise()
     found = noise_of_run(name, sigma, physical_batch, noise)
