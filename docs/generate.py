@@ -30,6 +30,7 @@ from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.report import Report
 from dpmac_cli.tasks.classification import Classification
+from dpmac_cli.tasks.language_model import NETWORK
 
 #: What a value may be, in words.
 KINDS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
@@ -156,7 +157,7 @@ PLAIN = ("plain-adam", "plain-adam, memory kept")
 EPOCHS, TOKENS, EPSILONS = 20, 128, (1.0, 3.0, 8.0, None)
 KEY = ("key", "type", "description")
 CHOICES = {
-    "Networks": {name: kind.about for name, kind in MODELS.items()},
+    "Networks": {name: kind.about for name, kind in MODELS.items() if name != NETWORK},
     "Backbones": {
         name: f"{kind.width:,} features, {kind.size} pixels, {kind.top1:.1%}, {kind.licence}"
         for name, kind in BACKBONES.items()

@@ -103,7 +103,7 @@ def test_it_says_what_is_not_covered(finished: Finished) -> None:
         "Other runs on the same records: any further hyperparameter search",
         "The test records. The accuracy was measured on them without noise. If settings, steps",
         "Times in `report.json` and `metrics.jsonl`: they are measured, without noise.",
-        "the folder `checkpoint/`, which must never be published",
+        "Attackers who can observe the machine during training.",
     ):
         assert said in rest
     rows = finished.report["privacy"]["computed_from_records"]

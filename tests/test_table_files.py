@@ -193,6 +193,11 @@ def test_a_draft_is_made_of_the_header_alone(tmp_path: Path) -> None:
     assert given["label"] == {"column": "outcome", "classes": ["FILL_IN", "FILL_IN"]}
     assert list(given["columns"]) == ["age", "sex", "ward"]
     assert given["drop"] == ["name", "site"]
+    assert "\n#   missing: input " in drafts[0]
+    (tmp_path / "t.csv").write_text("Größe,Ort\n1,Köln\n", encoding="cp1252")
+    refused = dpmac("schema", tmp_path / "t.csv")
+    assert refused.exit_code == 2
+    assert "dpmac schema --encoding cp1252" in " ".join(refused.output.split())
 
 
 @pytest.mark.long

@@ -203,6 +203,7 @@ def test_a_run_names_its_unit_everywhere() -> None:
     assert again.exit_code == 0, again.output
     interval = json.loads(again.stdout)["intervals"]["accuracy"]  # of units, too
     assert interval == report["test"]["accuracy_interval"]
+    assert re.search(r"\d+ held-out samples of \d+ units", dpmac("eval", "run").output)
 
 
 def in_folders(persons: int = 24) -> Path:

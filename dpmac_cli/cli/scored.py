@@ -202,10 +202,11 @@ def _show(scored: "Scored", json: bool) -> None:
         console.print_result(to_json(body))
         return
     out = console.stdout()
+    units = "" if result.units is None else f" of {counted(len(result.units), 'unit')}"
     out.print(
         f"{scored.path} on {scored.dataset}: {headline.title} "
         f"{headline.text(values[headline.name])}, loss {result.loss:.4f}, "
-        f"{result.samples:,} {'held-out ' * scored.held_out}samples"
+        f"{result.samples:,} {'held-out ' * scored.held_out}samples{units}"
     )
     cells = (
         (

@@ -16,6 +16,7 @@ from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.optim.adaclip import AdaClip
 from dpmac_cli.optim.dp_macadam import InEllipsoid
 from dpmac_cli.tasks.known import is_loss_of_a_task
+from dpmac_cli.tasks.language_model import LANGUAGE_MODEL, NETWORK
 from dpmac_cli.training.schedules import LossKind, Recipe
 
 #: Fraction of the records from which a batch counts as most of them.
@@ -62,6 +63,8 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
         )
     if task.network is not None and plan.settings.model != task.network:
         yield f"--model {plan.settings.model} is not for --task {task.kind}. Leave it out."
+    elif plan.settings.model == NETWORK != task.network:
+        yield f"--model {NETWORK} is only for --task {LANGUAGE_MODEL}. Leave it out."
     if task.network is not None and plan.network.trained.part == "head":
         yield f"--train head: a {task.kind} has no separate head. Use --train lora, norm or all."
     if plan.recipe.augmented and not data.facts.is_images and data.facts.shape[1:] == (1, 1):
@@ -159,8 +162,8 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
         both = f" ({len(tested):,} of training records among test records)" * bool(tested)
         yield (
             f"{_copies(found.signs.copies, 'record', dataset)} of others{both}. If they "
-            "come from one person, epsilon protects each copy, but not the person: leave them out, "
-            "or name the unit of each record: --unit, or in an .npz an array unit."
+            "come from one person, epsilon protects each copy, but not the person: name the unit "
+            "of each record with --unit, or in an .npz by an array unit."
         )
     if tested and private and not found.held_out:
         yield (

@@ -36,7 +36,7 @@ from dpmac_cli.optim.dp_macadam import Kappa
 from dpmac_cli.optim.dp_macadambc import Phi
 from dpmac_cli.optim.optimizer import Decay, Scale, Stability, Variance
 from dpmac_cli.tasks.known import LOSSES, METRICS
-from dpmac_cli.tasks.language_model import LANGUAGE_MODEL
+from dpmac_cli.tasks.language_model import LANGUAGE_MODEL, NETWORK
 from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 
 #: Default that depends on the dataset or on other settings: ``completed`` replaces it.
@@ -84,7 +84,12 @@ QUANTILE = (
     "quantile:Q with Q between 0 and 1, such as quantile:0.9",
 )
 OWN_ENCODER = (lambda text: "/" in text or Path(text).is_dir(), ENCODER_FOLDER)
-OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
+#: Networks to choose from. That of a language model is its default and only one.
+NETWORKS = tuple(name for name in MODELS if name != NETWORK)
+OWN_MODEL = (
+    lambda text: ":" in text or text == NETWORK,
+    "your own FILE.py:FACTORY or MODULE:FACTORY",
+)
 #: Groups of settings in the help.
 TASK, DATA, PRIVACY, OPTIMIZER = "Task", "Your own data", "Privacy", "Optimizer"
 RECIPE, AUDIT, RUN, OUTPUT = "Recipe", "Audit", "Run", "Output"
@@ -142,7 +147,7 @@ class Priced(Flags, frozen=True):
     """Values of the settings that are not given: of the run in the paper, of the best run for the
     epsilon, or of a recipe by name (dpmac recipes). [default: paper with --sigma or --no-dp, best
     otherwise and for your own data]"""
-    model: Annotated[str, Choice(tuple(MODELS), OWN_MODEL)] = LATER
+    model: Annotated[str, Choice(NETWORKS, OWN_MODEL)] = LATER
     """Network to train. [default: the dataset's]"""
     batch_size: Count = LATER
     """Expected batch size B. [default: the dataset's]"""

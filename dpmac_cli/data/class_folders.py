@@ -24,6 +24,11 @@ FOLDER = "folder"
 #: Label of a file of no class.
 NO_CLASS = -1
 UNLESS_SKIPPED = " Correct or remove them, or add --skip-bad to leave them out."
+#: How to name the unit of each file.
+UNIT_OF = (
+    "To match the 17 in patient17.png, use --unit 'patient([0-9]+)'. --unit folder is for paths "
+    "such as CLASS/PATIENT/1.png."
+)
 
 
 class FoundFile(NamedTuple):
@@ -68,6 +73,11 @@ class ClassFolders:
         self.skipped += [
             f"{self.names[n]} has no unit (--unit {source.unit})" for n in self._no_unit
         ]
+        if self.names and len(self._no_unit) == len(self.names):
+            raise InputError(
+                f"--unit {source.unit} finds no unit in any path, such as {self.names[0]}. "
+                f"{UNIT_OF}"
+            )
         self._refuse(self.skipped)
 
     def _refuse(self, bad: Iterable[str]) -> None:
@@ -221,9 +231,7 @@ def units_of_files(names: Sequence[str], unit: str, depth: int) -> list[str]:
         pattern = re.compile(rf"^(?:[^/]+/){{{depth}}}([^/]+)/" if unit == FOLDER else unit)
     except re.error as failure:
         raise InputError(
-            f"--unit {unit} is not a valid regular expression ({failure}). To match the 17 "
-            "in patient17.png, use --unit 'patient([0-9]+)'. For a folder per unit, use --unit "
-            "folder."
+            f"--unit {unit} is not a valid regular expression ({failure}). {UNIT_OF}"
         ) from failure
     matches = map(pattern.search, names)
     found = [(match and match[min(pattern.groups, 1)]) or "" for match in matches]

@@ -305,7 +305,10 @@ def column_kinds(file: CsvFile) -> dict[str, str | None]:
         if not columns:
             raise ValueError("its first line does not name the columns")
         if any(NOT_TEXT in name for name, _ in columns):
-            what = f"line 1 is not text in {file.encoding.upper()}: declare its own encoding"
+            what = (
+                f"line 1 is not text in {file.encoding.upper()}: declare its own encoding, with "
+                "encoding: cp1252 in the schema or dpmac schema --encoding cp1252"
+            )
             raise ValueError(what)
     except (OSError, ValueError, csv.Error, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Name of the task in commands and reports.
 LANGUAGE_MODEL = "language-model"
+#: Its network, a name of :data:`dpmac_cli.models.registry.MODELS` that no other task uses.
+NETWORK = "causal"
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class LanguageModel(Task):
     target: ClassVar[str] = "int64"
     public: ClassVar[str] = "vocabulary"
     weighted: ClassVar[bool] = False
-    network: ClassVar[str | None] = "causal"
+    network: ClassVar[str | None] = NETWORK
 
     @property
     def described(self) -> str:
