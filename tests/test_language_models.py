@@ -162,7 +162,7 @@ def test_a_folder_trains_on_the_texts_of_a_table(family: str, part: str) -> None
 def test_the_loss_of_a_text_is_the_mean_over_its_own_tokens(family: str) -> None:
     network, x = causal(family)
     known = AutoModelForCausalLM.from_pretrained(family)
-    (ids,) = network.inputs.ids(x.flatten(1))
+    (ids,) = network.ids(x.flatten(1))
     for row, found in zip(ids, network(x).flatten(), strict=True):
         tokens = row[row > 0][None] - 1
         if tokens.numel() > 1:

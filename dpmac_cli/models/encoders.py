@@ -8,7 +8,7 @@ package or a folder is run.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -152,14 +152,15 @@ class TextEncoder:
     Attributes:
         kind: a key of :data:`ENCODERS`, or the name of a folder.
         config: form of the network.
-        texts: first input and number of inputs of each text, which are its tokens.
+        texts: first input and number of inputs of each text, which are its tokens; () before the
+            records are known.
         folder: folder of the weights; None for a published model, which has them.
         tokenizer: contents of its file.
     """
 
     kind: str
     config: EncoderConfig
-    texts: tuple[tuple[int, int], ...]
+    texts: tuple[tuple[int, int], ...] = ()
     folder: Path | None = field(default=None, compare=False)
     tokenizer: bytes = field(default=b"", compare=False, repr=False)
 
@@ -188,6 +189,18 @@ class TextEncoder:
         """Return the number that inputs are multiplied by to get the numbers of tokens."""
         return scale_of(self.size)
 
+    def of(self, texts: tuple[tuple[int, int], ...], *, causal: bool = False) -> "TextEncoder":
+        """Return the features of records with these texts.
+
+        ``causal``: the network predicts the next token.
+        """
+        changes = {"pooling": "next"} if causal else {}
+        return replace(self, config=self.config.model_copy(update=changes), texts=texts)
+
+    def reader(self, limit: int) -> TextReader:
+        """Return how texts are read; see :class:`~dpmac_cli.data.tokens.TextReader`."""
+        return reader_of(self.tokenizer, self.config, limit)
+
     def shape_of(self, inputs: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width) of the features of a record."""
         if self.config.causal:
@@ -214,30 +227,7 @@ class TextEncoder:
         )
 
 
-@dataclass(frozen=True)
-class EncoderFiles:
-    """Public files of a network on texts, without its weights."""
-
-    name: str
-    folder: Path
-    config: EncoderConfig
-    tokenizer: bytes
-
-    def of(self, texts: tuple[tuple[int, int], ...], *, causal: bool = False) -> TextEncoder:
-        """Return the features of records with these texts; see :class:`TextEncoder`.
-
-        ``causal``: the network predicts the next token.
-        """
-        changes = {"pooling": "next"} if causal else {}
-        config = self.config.model_copy(update=changes)
-        return TextEncoder(self.name, config, texts, self.folder, self.tokenizer)
-
-    def reader(self, limit: int) -> TextReader:
-        """Return how texts are read; see :class:`~dpmac_cli.data.tokens.TextReader`."""
-        return reader_of(self.tokenizer, self.config, limit)
-
-
-def read_encoder(named: str) -> EncoderFiles:
+def read_encoder(named: str) -> TextEncoder:
     """Read the configuration and the tokenizer of a network by its name or folder.
 
     Raises InputError if a package or a file is missing, or the network is not supported.
@@ -280,7 +270,7 @@ def _name_of(folder: Path) -> str:
     return f"./{name}" if name in ENCODERS else name  # it is not the registered one
 
 
-def _files_of(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
+def _files_of(folder: Path, name: str, flag: str, remedy: str) -> TextEncoder:
     if not folder.is_dir():
         others = f"{', '.join(ENCODERS)}, or " * (not remedy)
         raise InputError(f"{flag}: there is no such folder. Use {others}{FOLDER}.{remedy}")
@@ -305,7 +295,7 @@ def _files_of(folder: Path, name: str, flag: str, remedy: str) -> EncoderFiles:
         raise InputError(
             f"{flag}: {folder / CONFIG} is not of a supported network: {reason(failure)}.{remedy}"
         ) from failure
-    files = EncoderFiles(name, folder, config, content)
+    files = TextEncoder(name, config, folder=folder, tokenizer=content)
     try:
         files.reader(1)
     except ValueError as failure:

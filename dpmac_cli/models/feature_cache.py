@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.data.dataset import Data, fingerprint, split_of
-from dpmac_cli.dp.clipping.batch_invariance import TRIED, unaffected
-from dpmac_cli.dp.clipping.per_sample import each_alone
+from dpmac_cli.dp.clipping.batch_invariance import unaffected
 from dpmac_cli.models.features import FrozenFeatures, by_threads
 from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, kept_file
 from dpmac_cli.storage.digest import digest
@@ -100,7 +99,5 @@ def _run_of(parts: FrozenFeatures, data: Data) -> Callable[[Tensor], Tensor]:
     """
     if parts.separate:
         return parts.features
-    shape, generator = data.train.images.shape[1:], torch.Generator().manual_seed(0)
-    base = torch.randn(TRIED, *shape, generator=generator).to(data.gain)
-    run = each_alone(parts.features, base) if parts.own else parts.features
-    return unaffected(run, base, AT_A_TIME)
+    like = data.gain.new_empty(data.train.images.shape[1:])
+    return unaffected(parts.features, like, AT_A_TIME, own=parts.own)

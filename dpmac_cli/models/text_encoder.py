@@ -10,7 +10,7 @@ to run the network in which no record rounds others. There is no dropout.
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,32 +114,32 @@ def pooled(x: Tensor, mask: Tensor | None, *, first: bool) -> Tensor:
 WRITTEN_SCALE = 16
 
 
-@dataclass(frozen=True)
-class TextInputs:
-    """Inputs of a record with texts: tokens and how each text is written, and others.
+class OnTexts(nn.Module):
+    """A network of transformers that takes the inputs of records with texts.
 
-    Attributes:
-        places: first token and number of tokens of each text, which is followed by numbers on how
-            it is written.
-        scale: number that they are multiplied by to get numbers of tokens.
-        size: number of tokens that the network knows, and padding.
+    The tokenizer is a buffer, so it is published with the weights.
     """
 
-    places: tuple[tuple[int, int], ...]
-    scale: int
-    size: int
+    def __init__(self, encoder: TextEncoder) -> None:
+        super().__init__()
+        self.network = network_of(encoder.config)
+        size = encoder.config.vocabulary_bytes
+        self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))
+        self.encoder = replace(encoder, tokenizer=b"")
 
     def ids(self, rows: Tensor) -> list[Tensor]:
         """Return the tokens of each text of inputs, (records, inputs): int64, (records, tokens)."""
-        parts = (rows[:, first : first + count] for first, count in self.places)
-        return [(part * self.scale).round().long().clamp(0, self.size - 1) for part in parts]
+        scale, last = self.encoder.scale, self.encoder.config.tokens
+        parts = (rows[:, first : first + count] for first, count in self.encoder.texts)
+        return [(part * scale).round().long().clamp(0, last) for part in parts]
 
     def others(self, rows: Tensor) -> Tensor:
         """Return how texts are written, scaled, and the inputs not of texts: (records, others)."""
-        tokens_end = [first + count for first, count in self.places]
+        texts = self.encoder.texts
+        tokens_end = [first + count for first, count in texts]
         written = [rows[:, end : end + WRITTEN] * WRITTEN_SCALE for end in tokens_end]
         ends = [0, *(end + WRITTEN for end in tokens_end)]
-        begins = [*(first for first, _ in self.places), rows.shape[1]]
+        begins = [*(first for first, _ in texts), rows.shape[1]]
         rest = [rows[:, b:e] for b, e in zip(ends, begins, strict=True)]
         return torch.cat([*written, *rest], 1)
 
@@ -170,23 +170,17 @@ class Joined(nn.Module):
         return torch.cat([*(vector * scale for vector in own), others], 1)[:, :, None, None]
 
 
-class TextFeatures(nn.Module):
+class TextFeatures(OnTexts):
     """Maps the inputs of a record to vectors of its texts, followed by its other inputs.
 
-    Nothing in it is random. The tokenizer is a buffer, so it is published with the weights.
-    ``trained``: whether a part of it is trained, so that texts have one shape if gradients are
-    enabled.
+    Nothing in it is random. ``trained``: whether a part of it is trained, so that texts have one
+    shape if gradients are enabled.
     """
 
     def __init__(self, encoder: TextEncoder, *, trained: bool = False) -> None:
-        super().__init__()
-        self.network = network_of(encoder.config)
-        size = encoder.config.vocabulary_bytes
-        self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))
+        super().__init__(encoder)
         self.joined = Joined(encoder.config.width)
-        self.inputs = TextInputs(encoder.texts, encoder.scale, encoder.size)
-        self.family, self.first = encoder.config.family, encoder.config.pooling == "cls"
-        self._trained = trained
+        self.first, self._trained = encoder.config.pooling == "cls", trained
         self.requires_grad_(False).train(False)
 
     def train(self, mode: bool = True) -> "TextFeatures":
@@ -197,8 +191,8 @@ class TextFeatures(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return features, shape (records, features, 1, 1), of inputs (records, inputs, 1, 1)."""
         rows = x.flatten(1)
-        vectors = [self._vectors(ids) for ids in self.inputs.ids(rows)]
-        features: Tensor = self.joined(vectors, self.inputs.others(rows))
+        vectors = [self._vectors(ids) for ids in self.ids(rows)]
+        features: Tensor = self.joined(vectors, self.others(rows))
         return features
 
     def _vectors(self, ids: Tensor) -> Tensor:
@@ -227,25 +221,17 @@ class TextFeatures(nn.Module):
 LOGITS_AT_A_TIME = 1 << 25
 
 
-class CausalModel(nn.Module):
+class CausalModel(OnTexts):
     """Maps the inputs of a record to the mean loss of its text's tokens, each from those before it.
 
     The first token has no loss. Padding comes last, so no token is predicted from it, and it has no
     loss either.
     """
 
-    def __init__(self, encoder: TextEncoder) -> None:
-        super().__init__()
-        self.network = network_of(encoder.config)
-        size = encoder.config.vocabulary_bytes
-        self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))
-        self.inputs = TextInputs(encoder.texts, encoder.scale, encoder.size)
-        self.family, self.longest = encoder.config.family, encoder.config.longest
-
     def forward(self, x: Tensor) -> Tensor:
         """Return losses in nats, shape (records, 1, 1, 1), of inputs (records, inputs, 1, 1)."""
-        (ids,) = self.inputs.ids(x.flatten(1))
-        at_a_time = max(1, LOGITS_AT_A_TIME // (ids.shape[1] * self.inputs.size))
+        (ids,) = self.ids(x.flatten(1))
+        at_a_time = max(1, LOGITS_AT_A_TIME // (ids.shape[1] * self.encoder.size))
         parts = [ids] if torch.is_grad_enabled() else torch.split(ids, at_a_time)
         return torch.cat([self.losses(part) for part in parts])[:, None, None, None]
 
@@ -269,13 +255,12 @@ class CausalModel(nn.Module):
         """
         draws = torch.Generator(x.device)
         draws.seed()
-        (ids,) = self.inputs.ids(x.flatten(1))
+        (ids,) = self.ids(x.flatten(1))
+        longest = self.encoder.config.longest
         for row, mask in zip(ids, token_mask(ids), strict=True):
             tokens = prompt = (row[mask] - 1).clamp(0)
             for _ in range(length):
-                logits = (
-                    self.network(input_ids=tokens[None, -self.longest :]).logits[0, -1].double()
-                )
+                logits = self.network(input_ids=tokens[None, -longest:]).logits[0, -1].double()
                 odds = (logits / temperature).softmax(0) if temperature else logits == logits.max()
                 tokens = torch.cat([tokens, torch.multinomial(odds.double(), 1, generator=draws)])
             yield tokens[len(prompt) :].tolist()
@@ -297,17 +282,18 @@ def adapter_of(network: WithHead, kind: str) -> tuple[dict[str, Tensor], dict[st
         for side, part in (("A", layer.down), ("B", layer.up))
     }
     (rank, alpha), *_ = ((of.down.out_features, of.scale) for of in layers.values())
+    family = causal.encoder.config.family
     return tensors, {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": kind},
         **{"r": rank, "lora_alpha": alpha * rank, "lora_dropout": 0.0, "bias": "none"},
-        **{"target_modules": list(causal.family.lora), "inference_mode": True},
-        "fan_in_fan_out": bool(causal.family.transposed),
+        **{"target_modules": list(family.lora), "inference_mode": True},
+        "fan_in_fan_out": bool(family.transposed),
     }
 
 
-def on_texts(texts: TextFeatures | CausalModel, head: nn.Module) -> WithHead:
+def on_texts(texts: OnTexts, head: nn.Module) -> WithHead:
     """Apply a head to features of texts whose encoder is trained, too."""
-    network, family = WithHead(texts, head), texts.family
+    network, family = WithHead(texts, head), texts.encoder.config.family
     inner = [family.causal] if isinstance(texts, CausalModel) else []
     path = ".".join(("network", *inner, family.blocks))
     count = len(list(texts.get_submodule(path).children()))

@@ -1,7 +1,7 @@
 """Randomness of a forward pass: augmented views, and layers such as dropout."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -24,32 +24,35 @@ def devices() -> tuple[int, ...]:
 
 
 @contextmanager
-def forked() -> Iterator[None]:
-    """Restore the global generators of torch, NumPy and Python afterwards."""
+def forked(on: Sequence[int] | None = None) -> Iterator[None]:
+    """Restore the global generators of torch, NumPy and Python afterwards.
+
+    ``on``: accelerators whose generators are restored, too; None for all.
+    """
     numpy, python = np.random.get_state(), random.getstate()
     try:
-        with torch.random.fork_rng(devices=devices()):
+        with torch.random.fork_rng(devices=devices() if on is None else on):
             yield
     finally:
         np.random.set_state(numpy)
         random.setstate(python)
 
 
-def _seed_torch(seed: int) -> None:
+def _seed_torch(seed: int, on: Sequence[int]) -> None:
     """Seed the global generators of torch with 64 bits.
 
     Without accelerators, torch.manual_seed takes 0.4 ms, in which it notes for each kind of them
     who called; it never forgets these notes.
     """
-    if devices():
+    if on:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
 
 
-def seed_all(seed: int) -> None:
-    """Seed the global generators of torch, NumPy and Python with 64 bits."""
-    _seed_torch(seed)
+def seed_all(seed: int, on: Sequence[int] | None = None) -> None:
+    """Seed the global generators of torch, NumPy and Python with 64 bits; see :func:`forked`."""
+    _seed_torch(seed, devices() if on is None else on)
     np.random.seed([seed % 2**32, seed >> 32])
     random.seed(seed)
 
@@ -74,7 +77,7 @@ class LayerDraws:
         """
         stretch = self._keys.at(step, 1 + self._rank)
         with forked():
-            _seed_torch(int(stretch.generate_state(1, np.uint64)[0]))
+            _seed_torch(int(stretch.generate_state(1, np.uint64)[0]), devices())
             state = torch.get_rng_state()
             words = stretch.generate_state(MT_WORDS, np.uint32).astype(np.int64)
             state[MT_BEGIN:].view(torch.int64)[:MT_WORDS] = torch.from_numpy(words)

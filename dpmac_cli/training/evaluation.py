@@ -13,11 +13,9 @@ from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.units import Units
 from dpmac_cli.dp.clipping.batch_invariance import (
     LEAST_ROWS,
-    TRIED,
     fill_rows,
     unaffected,
 )
-from dpmac_cli.dp.clipping.per_sample import each_alone
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.models.trial import dtype_of
 from dpmac_cli.tasks.task import Results, Task
@@ -130,10 +128,8 @@ def _alone(model: nn.Module, data: Data, size: int) -> Callable[[Tensor], Tensor
     The network sees each of them alone. Nor may one round another: it could move it across a kink
     or to another class.
     """
-    shape, generator = data.test.images.shape[1:], torch.Generator().manual_seed(0)
-    base = torch.randn(TRIED, *shape, generator=generator).to(data.gain)
-    training = model.training
-    run = unaffected(each_alone(model.eval(), base), base, size)
+    like, training = data.gain.new_empty(data.test.images.shape[1:]), model.training
+    run = unaffected(model.eval(), like, size, own=True)
     model.train(training)
     return run
 

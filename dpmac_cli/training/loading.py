@@ -5,7 +5,6 @@ changes another one's row, and each drawn record is exactly one row. Random tran
 function of the secret key, the step and the record, in any worker.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader
 from dpmac_cli.dp.clipping.batches import Batch, Structure, map_rows, parts_by_name, tensors_in
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness import sampling
-from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.randomness.layers import LayerDraws, forked, seed_all
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.torch_errors import type_and_place
 
@@ -112,24 +111,18 @@ class OneByOne:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators of this process, and restore them unless it is a worker.
+    """Seed the global generators of this process, and restore them at the end.
 
     Transforms compute on one thread, as in a worker, so that they round alike.
     """
-    ours, threads = torch.utils.data.get_worker_info() is None, torch.get_num_threads()
-    before = (torch.get_rng_state(), np.random.get_state(), random.getstate()) if ours else None
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed also prepares every device
-    np.random.seed([seed % 2**32, seed >> 32])
-    random.seed(seed)
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        if before is not None:
-            torch.set_rng_state(before[0])
-            np.random.set_state(before[1])
-            random.setstate(before[2])
+    threads = torch.get_num_threads()
+    with forked(()):
+        seed_all(seed, ())
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _as_row(collated: Any) -> Any:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
-from dpmac_cli.dp.clipping.per_sample import constant_draws
+from dpmac_cli.dp.clipping.per_sample import constant_draws, each_alone
+from dpmac_cli.torch_errors import out_of_memory
 
 #: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows
 #: of products of fewer rows differently (measured up to 11), and the last rows of numbers that are
@@ -112,16 +113,29 @@ def find_manner(run: RunNetwork, base: Batch, chunk: int, *, fixed: bool = False
 
 
 def unaffected(
-    run: Callable[[Tensor], Tensor], base: Tensor, size: int
+    run: Callable[[Tensor], Tensor], like: Tensor, size: int, *, own: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function of up to ``size`` rows, none of which rounds another.
+    """Return a function of up to ``size`` rows, none of which changes or rounds another.
 
     It always computes the same number of rows. Where that does not help, it runs row by row.
+
+    Args:
+        run: maps rows to rows.
+        like: a tensor with the shape of a row, its dtype and device.
+        size: largest number of rows.
+        own: whether ``run`` may mix rows, so that it sees one at a time.
     """
-    manner = find_manner(run, base, size, fixed=True)
+    drawn = torch.randn(TRIED, *like.shape, generator=torch.Generator().manual_seed(0))
+    each, manner = each_alone(run) if own else run, None
+    try:
+        manner = find_manner(each, drawn.to(like), size, fixed=True)
+    except Exception as failure:
+        if not own or out_of_memory(failure):
+            raise  # vmap runs whatever is built in
     if manner is None:
         return lambda rows: torch.cat([run(row) for row in torch.split(rows, 1)])
-    return lambda rows: run(fill_rows(rows, manner.rows(size, size)))[: len(rows)]
+    count = manner.rows(size, size)
+    return lambda rows: each(fill_rows(rows, count))[: len(rows)]
 
 
 @torch.no_grad()

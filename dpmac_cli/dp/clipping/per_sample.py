@@ -502,31 +502,20 @@ def unwrapped(network: nn.Module) -> nn.Module:
     return before if isinstance(before, nn.Module) else network
 
 
-def each_alone(run: Callable[[Tensor], Tensor], example: Tensor) -> Callable[[Tensor], Tensor]:
+def each_alone(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a function of rows that runs a function on each row alone, without gradients.
 
-    Args:
-        run: maps (1, ...) to (1, ...).
-        example: made-up rows, which show whether vmap can run it; otherwise, a loop does.
+    ``run`` maps (1, ...) to (1, ...), by operations that vmap can run.
     """
 
     def one(row: Tensor) -> Tensor:
         return run(row.unsqueeze(0)).squeeze(0)
-
-    def looped(rows: Tensor) -> Tensor:
-        return torch.cat([run(row) for row in torch.split(rows, 1)])
 
     def mapped(rows: Tensor) -> Tensor:
         with torch.no_grad(), _supported():
             found: Tensor = vmap(one, randomness="different")(rows)
         return found
 
-    try:
-        mapped(example)
-    except Exception as failure:
-        if out_of_memory(failure):
-            raise
-        return looped
     return mapped
 
 
