@@ -3,7 +3,7 @@
 import copy
 import functools
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import prepare
-from dpmac_cli.storage.progress import Computing
 from dpmac_cli.studies import search
 from dpmac_cli.training.chunks import ChunkedSum
 from tests.digits_runs import train_digits
@@ -209,10 +208,7 @@ def unvalidated(monkeypatch: pytest.MonkeyPatch) -> None:
 def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every record the features of the first: those of all of them take minutes."""
 
-    def featured(
-        parts: FrozenFeatures, data: Data, *_: Any
-    ) -> Generator[Computing, None, tuple[Data, str]]:
-        yield from ()
+    def featured(parts: FrozenFeatures, data: Data, *_: Any) -> tuple[Data, str]:
         first = parts.features(data.standardised(data.train.images[:1]))
 
         def split(part: Split) -> Split:

@@ -15,7 +15,8 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.release.publish import Finished
-from dpmac_cli.release.run import RunEvent, finish, train
+from dpmac_cli.release.run import finish, train
+from dpmac_cli.storage.progress import heard_by
 from tests.typed import dpmac
 
 #: Noise that is cheap to price: the grid of privacy losses grows like 1/sigma^2.
@@ -57,9 +58,12 @@ def after(steps: int) -> Callable[[], bool]:
 
 def train_events(
     config: TrainPlan, stop: Callable[[], bool] = lambda: False
-) -> tuple[list[RunEvent], Finished]:
-    """Run to the end: everything that happened, and the last of it."""
-    events = list(train(config, stop))
+) -> tuple[list[Any], Finished]:
+    """Run to the end: everything that happened, with progress, and the last of it."""
+    events: list[Any] = []
+    with heard_by(events.append):
+        for event in train(config, stop):
+            events.append(event)
     return events, finish(events)
 
 

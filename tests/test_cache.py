@@ -26,7 +26,7 @@ from dpmac_cli.storage.cache import (
     complete,
     kept_files,
 )
-from dpmac_cli.storage.progress import LISTENER, Computing, outcome
+from dpmac_cli.storage.progress import LISTENER, Computing
 from tests.digits_runs import same_weights, train_events
 from tests.helpers import load
 
@@ -66,7 +66,7 @@ def test_a_truncated_file_is_computed_again(cache: Path) -> None:
 def features_of(cache: Path) -> tuple[int, Tensor]:
     """How many images were looked at, and the features of the first."""
     counted, parts, data = work()
-    found, _ = outcome(featured(parts, data, {}, cache))
+    found, _ = featured(parts, data, {}, cache)
     return counted.seen - PROBED, found.train.images[0]
 
 

@@ -28,7 +28,6 @@ from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.prepare import PreparedRun, prepare
-from dpmac_cli.storage.progress import outcome
 from tests.tiny_bert import VOCABULARY, WIDTH, notes, text_inputs, tiny_reader, write_encoder
 from tests.typed import dpmac
 
@@ -298,7 +297,7 @@ CLASS_NAMES_SHORT: dict[str, Any] = {
 
 def prepared(data: Any, seed: int = 0, **more: Any) -> PreparedRun:
     plan = resolve({**CLASS_NAMES_SHORT, "dataset": data, **more}).plan
-    return outcome(prepare(plan, torch.device("cpu"), make_keys(seed)))
+    return prepare(plan, torch.device("cpu"), make_keys(seed))
 
 
 def records(count: int = 60) -> ArrayData:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dpmac_cli.errors import InputError, explain_os_error
-from dpmac_cli.storage.progress import LISTENER, Computing
+from dpmac_cli.storage.progress import Computing, heard_by
 
 if TYPE_CHECKING:
     from rich import progress
@@ -152,11 +152,10 @@ def waiting(quiet: bool, first: str = "") -> Iterator[None]:
         shown.update(task, description=event.what, total=event.records, completed=event.done)
         (shown.start if event.done < event.records else shown.stop)()
 
-    token = LISTENER.set(show)
     try:
-        yield
+        with heard_by(show):
+            yield
     finally:
-        LISTENER.reset(token)
         shown.stop()
 
 

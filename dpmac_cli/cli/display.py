@@ -19,7 +19,7 @@ from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.session import Evaluated, Reduced, Started, Update
-from dpmac_cli.storage.progress import LISTENER, Computing
+from dpmac_cli.storage.progress import Computing, heard_by
 from dpmac_cli.tasks import task as results
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training import evaluation
@@ -59,8 +59,6 @@ class RunDisplay:
     def show(self, event: RunEvent) -> None:
         """Print a line for important events, and update the bar below."""
         match event:
-            case Computing():
-                self._compute(event)
             case Started():
                 self._plan = event.plan
                 self.print(*_heading(event))
@@ -82,14 +80,12 @@ class RunDisplay:
         """Print lines above the bar."""
         self.console.print(*lines, sep="\n", end="\n" * bool(lines))
 
-    def _compute(self, event: Computing) -> None:
+    def compute(self, event: Computing) -> None:
         """Say once that records are computed on, and show the progress."""
         said = f"computing {event.what} of {event.records:,} records, once: kept in {event.folder}"
         if said != self._computing:
             self.print(Text(said, "dim"))
         self._computing = said
-        if not self.console.quiet:
-            LISTENER.get()(event)
 
     def _move(self, event: Update) -> None:
         """Update the bar; print a line per evaluation, and a note on a weak epsilon."""
@@ -262,15 +258,16 @@ def follow(
     """
     where, told = None, False
     try:
-        for event in events:
-            if isinstance(event, Started):
-                where = event.folder
-            if isinstance(event, Update) and asked() and not told:
-                told = True
-                display.stopping()
-            display.show(event)
-            if isinstance(event, Finished):
-                return event
+        with heard_by(display.compute):
+            for event in events:
+                if isinstance(event, Started):
+                    where = event.folder
+                if isinstance(event, Update) and asked() and not told:
+                    told = True
+                    display.stopping()
+                display.show(event)
+                if isinstance(event, Finished):
+                    return event
     except (KeyboardInterrupt, OSError, RunError) as failure:
         if where is None:
             raise

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +16,7 @@ from dpmac_cli.data.schema import Source, complaints
 from dpmac_cli.errors import RunError, raise_errors
 from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, complete, kept_file
 from dpmac_cli.storage.paths import cache_folder
-from dpmac_cli.storage.progress import Computing, outcome
+from dpmac_cli.storage.progress import report
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,15 +54,13 @@ def read_images(source: Source) -> tuple[dict[str, Any], tuple[str, ...], tuple[
     if (file := complete(path)) is None:
         shape = _survey(source, images, folders.faults)
         raise_errors(folders.faults)
-        file = outcome(
-            kept_file(
-                path,
-                len(paths),
-                shape,
-                np.dtype(np.uint8),
-                lambda rows: decoded(rows, paths, source.levels),
-                what="images",
-            )
+        file = kept_file(
+            path,
+            len(paths),
+            shape,
+            np.dtype(np.uint8),
+            lambda rows: decoded(rows, paths, source.levels),
+            what="images",
         )
     found = folders.arrays(lambda rows: Rows(file, rows), file.faults)
     return found, tuple(folders.skipped), folders.classes
@@ -113,9 +111,7 @@ def _survey(source: Source, images: Sequence[FoundFile], said: list[str]) -> tup
     return channels, height, width
 
 
-def decoded(
-    rows: RowFile, paths: Sequence[str], levels: int | None = None
-) -> Generator[Computing, None, dict[int, str]]:
+def decoded(rows: RowFile, paths: Sequence[str], levels: int | None = None) -> dict[int, str]:
     """Decode images into a file with one row per image.
 
     Args:
@@ -144,7 +140,7 @@ def decoded(
         for found in loader:
             faults |= found
             done = min(done + AT_A_TIME, len(rows))
-            yield Computing(done, len(rows), rows.path.parent, what="images")
+            report(done, len(rows), rows.path.parent, "images")
     except RuntimeError as failure:
         raise RunError(
             f"A process that decodes images has ended ({failure}). If memory ran out, free some, "

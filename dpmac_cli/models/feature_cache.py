@@ -3,7 +3,7 @@
 Features are as private as the records that they were computed from.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from dpmac_cli.dp.clipping.batch_invariance import unaffected
 from dpmac_cli.models.features import FrozenFeatures, by_threads
 from dpmac_cli.storage.cache import WHOLE, RowFile, Rows, kept_file
 from dpmac_cli.storage.digest import digest
-from dpmac_cli.storage.progress import Computing
+from dpmac_cli.storage.progress import report
 
 VERSION = 6
 #: Fixed number of images whose features are computed at a time.
@@ -29,7 +29,7 @@ PROBED = 16
 
 def featured(
     parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], folder: Path
-) -> Generator[Computing, None, tuple[Data, str]]:
+) -> tuple[Data, str]:
     """Return a dataset with the features of every image, and the SHA-256 of the features.
 
     Features are read from the cache, or computed and stored there. They need no standardisation.
@@ -38,7 +38,7 @@ def featured(
     features depend on besides weights and records.
     """
     like = parts.features(data.standardised(data.train.at(slice(PROBED))[0])).cpu().numpy()
-    file = yield from kept_file(
+    file = kept_file(
         folder / f"{_key(parts, data, like, settings)}{WHOLE}",
         len(data.train) + len(data.test),
         like.shape[1:],
@@ -68,9 +68,7 @@ def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, An
     return digest({name: tensor.detach().cpu() for name, tensor in named.items()}, record)
 
 
-def _computed(
-    parts: FrozenFeatures, data: Data, file: RowFile
-) -> Generator[Computing, None, Mapping[int, str]]:
+def _computed(parts: FrozenFeatures, data: Data, file: RowFile) -> Mapping[int, str]:
     """Compute the features of a file, for one split after the other; none has a fault."""
     first, spread = 0, not (parts.separate or data.gain.is_cuda)
     at_once = SEPARATELY if parts.separate else AT_A_TIME
@@ -78,7 +76,7 @@ def _computed(
     each = by_threads if spread else map
     # Tried as it is run: on one thread.
     [run] = each(lambda data: _run_of(parts, data), [data])
-    yield Computing(0, len(file), file.path.parent)
+    report(0, len(file), file.path.parent)
     for split in (data.train, data.test):
         for begin in range(0, len(split), count):
             rows = range(first + begin, first + min(begin + count, len(split)))
@@ -86,7 +84,7 @@ def _computed(
             found = torch.cat([*each(run, torch.split(images, at_once))]).cpu().numpy()
             for row, values in zip(rows, found, strict=True):
                 file.write(row, values)
-            yield Computing(rows.stop, len(file), file.path.parent)
+            report(rows.stop, len(file), file.path.parent)
         first += len(split)
     return {}
 

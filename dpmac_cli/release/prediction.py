@@ -43,7 +43,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.storage.files import PRIVATE_MODE, to_csv, write_atomically
-from dpmac_cli.storage.progress import LISTENER, Computing
+from dpmac_cli.storage.progress import report
 from dpmac_cli.tasks.task import Task
 from dpmac_cli.training.evaluation import Evaluation, evaluate, outputs, places
 
@@ -461,7 +461,7 @@ def _answers(released: Released, records: Unlabelled, device: torch.device) -> I
         found = released.header.task.answers(logits).cpu()
         yield found
         done += len(found)
-        LISTENER.get()(Computing(done, len(records.names), released.path, what="predictions"))
+        report(done, len(records.names), released.path, "predictions")
 
 
 def _usable(

@@ -27,7 +27,6 @@ from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Evaluated, Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer, unit_of
 from dpmac_cli.step import PrivateProgram
-from dpmac_cli.storage.progress import outcome
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, check_composable
 from dpmac_cli.training.schedules import LossKind
@@ -98,7 +97,7 @@ class PrivateTraining(PrivateProgram):
             )
         self._target, self._seconds = resolved.settings.epsilon or math.inf, 0.0
         self._begin(plan, earlier, resolved.notes)
-        self._task = outcome(prepare(plan, device, self._keys, model=model))
+        self._task = prepare(plan, device, self._keys, model=model)
         self._step = make_trainer(
             plan, steps=self._steps, device=device, keys=self._keys, task=self._task, loss=own
         )

@@ -14,11 +14,10 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs.session import Reduced, Session, SessionEvent, Started, Update
 from dpmac_cli.runs.train import continued_run, new_run
-from dpmac_cli.storage.progress import Computing
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks
 
-RunEvent: TypeAlias = Computing | Started | Update | Reduced | Finished
+RunEvent: TypeAlias = Started | Update | Reduced | Finished
 
 
 def train(

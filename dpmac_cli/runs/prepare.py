@@ -1,7 +1,6 @@
 """Network and data of a run: load, build and validate them."""
 
 import json
-from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,6 @@ from dpmac_cli.models.validation import check_model, check_precision, form_of
 from dpmac_cli.models.weights import PublicWeights, check_publishable, read_weights
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.storage.paths import cache_folder
-from dpmac_cli.storage.progress import Computing
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.training.lineage import carried_by
 
@@ -80,7 +78,7 @@ def prepare(
     data: Data | None = None,
     *,
     model: nn.Module | None = None,
-) -> Generator[Computing, None, PreparedRun]:
+) -> PreparedRun:
     """Load the data and build the network of a run, and report progress.
 
     The network is validated before the first record is read. For arguments and errors see
@@ -104,7 +102,7 @@ def prepare(
         # On a CPU, each text is processed at its own length.
         parts.separate = isinstance(network.features, TextEncoder) and device.type == "cpu"
         parts.own = own
-        data, _ = yield from featured(parts, data, _of_features(network), cache_folder())
+        data, _ = featured(parts, data, _of_features(network), cache_folder())
         trained = parts.head
     return PreparedRun(
         model=model, trained=trained, data=data, own=own, start=_start_of(keys), **said

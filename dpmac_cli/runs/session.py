@@ -18,7 +18,6 @@ from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
 from dpmac_cli.storage.files import finite_or_none
-from dpmac_cli.storage.progress import Computing
 from dpmac_cli.tasks.known import METRICS
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation
@@ -260,4 +259,4 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
 
 #: Events of a session; the last one is the session itself, whose model is trained but not yet
 #: published. The run's folder is locked until the next event.
-SessionEvent: TypeAlias = Computing | Started | Update | Reduced | Session
+SessionEvent: TypeAlias = Started | Update | Reduced | Session

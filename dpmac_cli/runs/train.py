@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Session, SessionEvent
 from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.runs.workers import brief_workers
-from dpmac_cli.storage.progress import Computing, until
+from dpmac_cli.storage.progress import Computing, heard_by
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import Ranks, check_single_process
 
@@ -72,7 +73,7 @@ def new_run(
             secure=True,
             target=plan.privacy.target,
         )
-        session = yield from _session(plan, Inherited(None, spent), stop, data, ranks)
+        session = _session(plan, Inherited(None, spent), stop, data, ranks)
         yield from _first(session, stop)
 
 
@@ -106,7 +107,7 @@ def continued_run(
     with torch_failures_explained():
         with folder.locked(run):
             plan, before = _continued(run, parse_settings(flags), fork=fork)
-            session = yield from _session(plan, before, stop, data, ranks)
+            session = _session(plan, before, stop, data, ranks)
             if not fork:
                 session.ledger.write(session.ledger.spent.begun)
                 session.begin_files()
@@ -121,7 +122,7 @@ def _session(
     stop: Callable[[], bool],
     data: Data | None,
     ranks: Ranks | None,
-) -> Generator[Computing, None, Session]:
+) -> Session:
     device = choose_device(plan.device, ranks)
     plan = plan.on(str(device))
     if ranks is None:
@@ -133,7 +134,8 @@ def _session(
     keys = make_keys(plan.settings.seed, base=spent.base, part=len(spent.earlier))
     if saved is not None:  # a network that draws frozen values when it is built keeps these
         keys = replace(keys, init=saved.record["start"].to_bytes(4, "little"))
-    task = yield from until(stop, prepare(plan, device, keys, data))
+    with heard_by(partial(_interrupt, stop)):
+        task = prepare(plan, device, keys, data)
     if saved is not None:
         _check_same(task.compared, saved.record["facts"])
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
@@ -153,6 +155,12 @@ def _session(
         seconds=0.0 if saved is None else saved.record["seconds"],
         notes=(*before.notes, *_lost(plan, before, spent), *task.notes, *trainer.notes),
     )
+
+
+def _interrupt(stop: Callable[[], bool], _: Computing) -> None:
+    """Raise KeyboardInterrupt once ``stop`` returns True."""
+    if stop():
+        raise KeyboardInterrupt
 
 
 def _last_step(plan: TrainPlan, before: Inherited) -> int:

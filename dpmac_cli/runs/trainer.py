@@ -21,7 +21,6 @@ from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.step import Step, carry, mechanism_of, steps_of
-from dpmac_cli.storage.progress import outcome
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
 from dpmac_cli.training.distributed import Ranks
@@ -113,7 +112,7 @@ def make_trainer(
     """
     device = device or choose_device(plan.device)
     keys = keys or make_keys(plan.settings.seed)
-    task = task or outcome(prepare(plan, device, keys, data, model=model))
+    task = task or prepare(plan, device, keys, data, model=model)
     _check_size(plan, task.data.train.size, task.data.test.size)
     if loss is not None and not plan.network.isolate:
         outputs, labels = plan.data.facts.task.examples()

@@ -19,7 +19,6 @@ from dpmac_cli.runs.folder import resume_command
 from dpmac_cli.runs.prepare import PreparedRun, prepare
 from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.storage.digest import digest
-from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 
@@ -58,7 +57,7 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
             init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
             keys = Keys(init=init, layers=layers)
             device = choose_device(plan.device, ranks)
-            task = outcome(prepare(plan, device, keys))
+            task = prepare(plan, device, keys)
             trainer = make_trainer(
                 plan, steps=said["steps"], device=device, keys=keys, task=task, ranks=ranks
             )

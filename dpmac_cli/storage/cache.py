@@ -11,7 +11,7 @@ complete, faults as JSON.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.files import PRIVATE_FOLDER, PRIVATE_MODE, naming
 from dpmac_cli.storage.paths import cache_size
-from dpmac_cli.storage.progress import Computing
 
 #: Suffixes of a complete file, and of one that is being computed.
 WHOLE, BEGUN = ".rows", ".begun"
@@ -107,7 +106,7 @@ class Rows:
 
 
 #: A function that writes the rows of a file, reports progress, and returns faults by row.
-Fill: TypeAlias = Callable[[RowFile], Generator[Computing, None, Mapping[int, str]]]
+Fill: TypeAlias = Callable[[RowFile], Mapping[int, str]]
 
 
 def complete(path: Path) -> RowFile | None:
@@ -136,7 +135,7 @@ def kept_file(
     fill: Fill,
     *,
     what: str = "features",
-) -> Generator[Computing, None, RowFile]:
+) -> RowFile:
     """Return a complete file, which is computed if there is none.
 
     Only one process computes; others wait. Raises InputError if the file cannot be stored or the
@@ -159,7 +158,7 @@ def kept_file(
             if (file := complete(path)) is None:
                 make_room(folder, cache_size() - rows * layout.itemsize)
                 begun = _begun(path.with_suffix(BEGUN), rows, layout)
-                begun.finish(path, (yield from fill(begun)))
+                begun.finish(path, fill(begun))
                 file = RowFile(path)
     except OSError as failure:
         raise InputError(

@@ -1,13 +1,10 @@
 """Progress of computing decoded images and features. Loads nothing."""
 
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -20,29 +17,26 @@ class Computing:
     what: str = "features"
 
 
-#: Called with progress by functions that return no events; set by the terminal.
+#: Called with progress.
 LISTENER: ContextVar[Callable[[Computing], object]] = ContextVar("LISTENER", default=lambda _: None)
 
 
-def outcome(events: Generator[Computing, None, Made]) -> Made:
-    """Return a generator's result, and report its progress to the listener."""
-    while True:
-        try:
-            LISTENER.get()(next(events))
-        except StopIteration as end:
-            return cast(Made, end.value)
+def report(done: int, records: int, folder: Path, what: str = "features") -> None:
+    """Tell the listener of the progress of a computation."""
+    LISTENER.get()(Computing(done, records, folder, what))
 
 
-def until(
-    stop: Callable[[], bool], events: Generator[Computing, None, Made]
-) -> Generator[Computing, None, Made]:
-    """Return a generator's result; raise KeyboardInterrupt once ``stop`` returns True."""
-    with closing(events):
-        try:
-            while True:
-                event = next(events)
-                if stop():
-                    raise KeyboardInterrupt
-                yield event
-        except StopIteration as end:
-            return cast(Made, end.value)
+@contextmanager
+def heard_by(listener: Callable[[Computing], object]) -> Iterator[None]:
+    """Call a function with the progress of computations, before the listener so far."""
+    before = LISTENER.get()
+
+    def both(event: Computing) -> None:
+        listener(event)
+        before(event)
+
+    token = LISTENER.set(both)
+    try:
+        yield
+    finally:
+        LISTENER.reset(token)
