@@ -10,7 +10,7 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,14 @@ from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum
 from dpmac_cli.training.distributed import Ranks, check_single_process
-from dpmac_cli.training.lineage import Training, attach, carried_by, check_composable, check_counted
+from dpmac_cli.training.lineage import (
+    TRAINING,
+    Training,
+    attach,
+    carried_by,
+    check_composable,
+    check_counted,
+)
 from dpmac_cli.training.loading import (
     NOT_DRAWN,
     Collate,
@@ -549,7 +556,7 @@ class PrivateStep(PrivateProgram):
         return {
             "tensors": {name: t.detach().cpu().clone() for name, t in state.tensors().items()},
             "numbers": state.numbers(),
-            "trainings": [training.as_json() for training in (*self._earlier, self._step.training)],
+            "trainings": [asdict(training) for training in (*self._earlier, self._step.training)],
             "structure": map_rows(Tensor.cpu, self._structure.template),
             "public": self._structure.keep,
             "lr": self.lr,
@@ -578,7 +585,7 @@ class PrivateStep(PrivateProgram):
                 "before. Create both again."
             )
         _check_state(saved)
-        *earlier, last = map(Training.of_json, saved["trainings"])
+        *earlier, last = map(TRAINING.validate_python, saved["trainings"])
         if not last.begun <= taken <= last.event.steps:
             raise InputError(
                 f"taken is {taken}, but the state holds {last.begun} of {last.event.steps} steps. "

@@ -114,9 +114,7 @@ def trainer_of(optimizer: str, network: str = "own code") -> Trainer:
 def recording(trainer: Trainer, record: Any = on_tape) -> RecordedChunkSum:
     """Let a trainer record its sums."""
     sums = trainer.sums
-    found = RecordedChunkSum(
-        sums.per_sample, 64, trainer.mechanism.expected_batch, sums._made_up, record
-    )
+    found = RecordedChunkSum(sums.per_sample, 64, trainer.mechanism.expected_batch, record)
     sums.clipped_sum = found
     return found
 

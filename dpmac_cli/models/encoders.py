@@ -145,8 +145,22 @@ class EncoderConfig(BaseModel):
         return self.pooling == "next"
 
 
+class FeatureKind:
+    """Fixed, public features of records, by default of images."""
+
+    #: Kind of records that it has features of.
+    reads: ClassVar = "images"
+    #: Output of an untrained head for all records; None for random outputs.
+    start: ClassVar[float | None] = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return JSON values of everything but weights that determines the features."""
+        return vars(self)
+
+
 @dataclass(frozen=True)
-class TextEncoder:
+class TextEncoder(FeatureKind):
     """Features of texts: the vectors of a public network, and then all other inputs unchanged.
 
     Attributes:
@@ -164,9 +178,8 @@ class TextEncoder:
     folder: Path | None = field(default=None, compare=False)
     tokenizer: bytes = field(default=b"", compare=False, repr=False)
 
-    #: Kind of records that it has features of.
     reads: ClassVar = "texts"
-    #: Output of an untrained head for all records: random weights would only add to the noise.
+    #: Random weights would only add to the noise.
     start: ClassVar[float | None] = 0.0
 
     @property

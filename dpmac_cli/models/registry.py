@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
-from dpmac_cli.models.encoders import TextEncoder
+from dpmac_cli.models.encoders import FeatureKind, TextEncoder
 from dpmac_cli.storage.files import table
 
 HERE = Path(__file__).parent
@@ -71,19 +70,10 @@ SCATTERED, SHRINK = 1 + 2 * 8 + 8**2, 4
 
 
 @dataclass(frozen=True)
-class Scattered:
+class Scattered(FeatureKind):
     """Fixed scattering features: a key of :data:`FEATURES`."""
 
     kind: str
-    #: Kind of records that it has features of.
-    reads: ClassVar = "images"
-    #: Output of an untrained head for all records; None for random outputs.
-    start: ClassVar[float | None] = None
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Return JSON values of everything but weights that determines the features."""
-        return vars(self)
 
     def shape_of(self, image: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width) of the features of images of a given shape."""
@@ -129,7 +119,7 @@ LEAST_SIDE = 8
 
 
 @dataclass(frozen=True)
-class Backbone:
+class Backbone(FeatureKind):
     """Features of a public backbone: a key of :data:`BACKBONES`, and the size to resize to.
 
     With ``flips`` they are the mean over an image and its mirror image.
@@ -138,15 +128,6 @@ class Backbone:
     kind: str
     size: int
     flips: bool = False
-    #: Kind of records that it has features of.
-    reads: ClassVar = "images"
-    #: As in :class:`Scattered`.
-    start: ClassVar[float | None] = None
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Return JSON values of everything but weights that determines the features."""
-        return vars(self)
 
     def shape_of(self, _: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width) of the features of images."""

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.batches import NOTHING, Batch, Structure, samples_in
+from dpmac_cli.dp.clipping.batches import Batch, Structure
 from dpmac_cli.dp.clipping.per_sample import unwrapped
-from dpmac_cli.dp.losses import Loss, returned
 
 #: Number of parameters to name; of more, the first and the last are named.
 NAMED = 5
@@ -34,32 +33,18 @@ class Trial:
         """Return the trial of a classifier of tensors, shape (samples, *shape), in its dtype."""
         return Trial(Structure(torch.zeros(1, *shape, dtype=dtype_of(model))), classes)
 
-    @property
-    def loss(self) -> Loss:
-        """Return a loss per sample with a gradient for every output."""
-        return returned if self.classes is None else _every_output
+    def losses(self, outputs: Tensor) -> Tensor:
+        """Return a loss per sample with a gradient for every output, also for a single one."""
+        return outputs if self.classes is None else (outputs.square() / 2 + outputs).sum(1)
 
     @property
     def expected(self) -> tuple[int, ...]:
         """Return the shape of the outputs for one sample."""
         return () if self.classes is None else (self.classes,)
 
-    def samples(self, count: int, *, double: bool = False) -> tuple[Batch, Batch]:
-        """Return fixed random samples and their labels."""
-        x = self.inputs.made_up(count, double=double)
-        return x, self.labels_of(x)
-
-    def labels_of(self, x: Batch) -> Batch:
-        """Return labels of samples, one of each class in turn."""
-        if self.classes is None:
-            return NOTHING
-        device = x.device if isinstance(x, Tensor) else None
-        return torch.arange(samples_in(x), device=device) % self.classes
-
-
-def _every_output(outputs: Tensor, _: object) -> Tensor:
-    """Return a loss per sample that depends on every output, also on a single one."""
-    return (outputs.square() / 2 + outputs).sum(1)
+    def samples(self, count: int) -> Batch:
+        """Return fixed random samples, numbers in float64."""
+        return self.inputs.made_up(count, double=True)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

@@ -153,11 +153,11 @@ def check_precision(model: nn.Module, trial: Trial) -> None:
     Raises ModelError.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    x, y = Trial(trial.inputs.to(device), trial.classes).samples(1)
+    x = trial.inputs.to(device).made_up(1)
     network = copy.deepcopy(model).train()
     trained = [p for p in network.parameters() if p.requires_grad]
     with torch.random.fork_rng(), _Permitted():  # type: ignore[no-untyped-call]
-        loss = trial.loss(network(x), y).sum()
+        loss = trial.losses(network(x)).sum()
         if loss.requires_grad and trained:
             torch.autograd.grad(loss, trained, allow_unused=True)
 
@@ -240,7 +240,7 @@ def _hooks_of(parameter: Tensor) -> bool:
 
 def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = False) -> None:
     """Reject a model whose output is of another shape; reject NaN only if ``scored``."""
-    logits: Any = model(trial.samples(count, double=True)[0])
+    logits: Any = model(trial.samples(count))
     if not isinstance(logits, Tensor):
         found = f"a {type(logits).__name__}"
     elif logits.shape != (count, *trial.expected):
@@ -298,7 +298,7 @@ def _check_forward(model: nn.Module, trial: Trial) -> None:
 
     The model is in float64 and :func:`prepared`. Raises ModelError.
     """
-    x, _ = trial.samples(1, double=True)
+    x = trial.samples(1)
     trained = [p for p in model.parameters() if p.requires_grad]
     before, outputs = Fingerprint(model, [*map(id, trained)]), list[Tensor]()
     for _ in range(2):
@@ -322,7 +322,7 @@ def _check_alone(model: nn.Module, trial: Trial) -> None:
     In training it would see one at a time. The model is in float64 and :func:`prepared`. Raises
     ModelError, which names the part that differs.
     """
-    x, _ = trial.samples(FEW, double=True)
+    x = trial.samples(FEW)
     whole = _values_by_part(model, x)
     for row in range(FEW):
         alone = _values_by_part(model, map_rows(itemgetter(slice(row, row + 1)), x))

@@ -100,8 +100,7 @@ class ChunkedSum(ABC):
         private: bool = True,
         rowwise: bool = False,
     ) -> None:
-        self._inputs, self._labels, self._layers = inputs, labels, layers
-        self._private = private
+        self._layers, self._private = layers, private
         self.arithmetic, self.model = Arithmetic.now(), model
         model.train()  # as validated
         self.per_sample = PerSample(model, inputs, labels, views, loss, rowwise=rowwise)
@@ -115,7 +114,7 @@ class ChunkedSum(ABC):
             p.requires_grad_(True)
         capacity = rounded_up(self.chunk)
         self.clipped_sum = (
-            RecordedChunkSum(self.per_sample, capacity, batch, self._made_up)
+            RecordedChunkSum(self.per_sample, capacity, batch)
             if self.theta.is_cuda
             else ClippedChunkSum(self.per_sample, capacity, batch)
         )
@@ -130,13 +129,9 @@ class ChunkedSum(ABC):
     def _read(self, drawn: Indices, part: slice, step: int) -> tuple[Any, Any]:
         """Return inputs and labels of a part of the drawn samples."""
 
-    def _made_up(self, rows: int) -> tuple[Any, Any]:
-        """Return made-up rows and their labels."""
-        return self._inputs.made_up(rows), self._labels.made_up(rows)
-
     def _check_dtype(self) -> None:
         """Raise ModelError if the network would cast its inputs."""
-        for given in tensors_in(self._inputs.template):
+        for given in tensors_in(self.per_sample.inputs.template):
             if given.is_floating_point() and given.dtype != self.theta.dtype:
                 raise ModelError(
                     f"The parameters are {self.theta.dtype}, but the network's input is "
@@ -146,7 +141,7 @@ class ChunkedSum(ABC):
 
     def _manner(self) -> tuple[Manner, tuple[str, ...]]:
         """Return a way to run the network in which no record depends on others, and notes."""
-        base, label = self._inputs.made_up(TRIED), self._labels.made_up(1)
+        (base, _), (_, label) = map(self.per_sample.made_up, (TRIED, 1))
 
         def run(x: Any) -> Any:
             y = map_rows(lambda t: t.expand(samples_in(x), *t.shape[1:]), label)

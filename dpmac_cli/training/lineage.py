@@ -7,8 +7,8 @@ and as a part of another network. A state dict does not hold it.
 
 import inspect
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType
@@ -60,15 +60,9 @@ class Training:
         """Return the event of the steps that have begun."""
         return replace(self.event, steps=self.begun)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the training as JSON values."""
-        return asdict(self)
 
-    @classmethod
-    def of_json(cls, saved: Mapping[str, Any]) -> "Training":
-        """Return the training from the result of :meth:`as_json`."""
-        training: Training = TypeAdapter(cls).validate_python(saved)
-        return training
+#: Reads a training from the result of ``asdict``.
+TRAINING = TypeAdapter(Training)
 
 
 def attach(network: nn.Module, training: Training) -> None:

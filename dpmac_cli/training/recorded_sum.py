@@ -55,7 +55,6 @@ class RecordedChunkSum(ClippedChunkSum):
 
     Args:
         per_sample, capacity, batch: see :class:`.ClippedChunkSum`.
-        made_up: returns a number of made-up rows, and their labels.
         record: how to record; by default a CUDA graph.
     """
 
@@ -64,11 +63,10 @@ class RecordedChunkSum(ClippedChunkSum):
         per_sample: PerSample,
         capacity: int,
         batch: float,
-        made_up: Callable[[int], tuple[Batch, Batch]],
         record: Record = cuda_graph,
     ) -> None:
         super().__init__(per_sample, capacity, batch)
-        self._made_up, self._record = made_up, record
+        self._record = record
         self.recordings: dict[Any, _Recording | None] = {}
 
     def of(
@@ -94,7 +92,7 @@ class RecordedChunkSum(ClippedChunkSum):
         """Record a chunk of made-up rows, if its replay is what is computed, bit for bit."""
         if not self._per_sample.vmapped:
             return None
-        x, y = self._made_up(rows)
+        x, y = self._per_sample.made_up(rows)
         counted = self.counted(x, rows - 1, out)
         region = Ellipsoid(like.centre.clone(), like.inverse.clone(), like.factor.clone())
 

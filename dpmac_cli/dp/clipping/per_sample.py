@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,10 @@ ROWWISE = frozenset(
 )
 
 
+#: The uses of each layer, or its gradients, shape (samples, d_layer).
+Found: TypeAlias = list[list[Use] | Tensor]
+
+
 class PerSample:
     """Per-sample losses and gradients of a network that sees one sample at a time.
 
@@ -128,7 +132,7 @@ class PerSample:
     ) -> None:
         model = unwrapped(model)
         self._model, self._loss_of, self.views = model, loss, views
-        self._inputs, self._labels = inputs, labels
+        self.inputs, self._labels = inputs, labels
         self.layers = find_layers(model)
         names = {id(p): name for name, p in model.named_parameters()}
         self._names = [[names[id(p)] for p in la.parameters.values()] for la in self.layers]
@@ -154,7 +158,7 @@ class PerSample:
         loose = (layer for layer in self.layers if layer.name not in self._recorded)
         return max(1, WRITTEN_OUT // max(1, sum(layer.stop - layer.start for layer in loose)))
 
-    def __call__(self, x: Batch, y: Batch) -> tuple[Tensor, list[list[Use] | Tensor]]:
+    def __call__(self, x: Batch, y: Batch) -> tuple[Tensor, Found]:
         """Return the losses of a chunk, and the uses of each layer or its gradients.
 
         Args:
@@ -183,6 +187,11 @@ class PerSample:
         """Run samples one after the other from now on, and note why."""
         self.vmapped, self._recorded, self.notes = False, set(), (LOOP.format(why),)
 
+    def made_up(self, samples: int, *, double: bool = False) -> tuple[Batch, Batch]:
+        """Return made-up inputs and labels of samples; with ``double``, numbers are in float64."""
+        made = (of.made_up(samples, double=double) for of in (self.inputs, self._labels))
+        return next(made), next(made)
+
     def _loss(self, network: Callable[[Batch], Any], x: Batch, y: Batch) -> Tensor:
         """Return the loss of one sample, the mean over its views."""
         alone = partial(torch.unsqueeze, dim=0)
@@ -190,9 +199,7 @@ class PerSample:
         outputs = network(rows)
         return self._loss_of(outputs.float() if self._single else outputs, labels).mean()
 
-    def _chained(
-        self, chain: Sequence[nn.Module], x: Batch, y: Batch
-    ) -> tuple[Tensor, list[list[Use] | Tensor]]:
+    def _chained(self, chain: Sequence[nn.Module], x: Batch, y: Batch) -> tuple[Tensor, Found]:
         """Return losses and uses of a sequence of known layers, which runs on the whole chunk."""
         rows, found, outputs = by_row(x, self.views), list[tuple[nn.Module, Tensor]](), []
         with torch.enable_grad():
@@ -212,7 +219,7 @@ class PerSample:
 
     def _mapped(
         self, model: nn.Module, layers: Sequence[Layer], x: Batch, y: Batch
-    ) -> tuple[Tensor, list[list[Use] | Tensor]]:
+    ) -> tuple[Tensor, Found]:
         """Return losses, and uses or gradients, by vmap."""
         loose = [n for la, n in zip(layers, self._names, strict=True) if not self._records(la)]
         parameters = dict(model.named_parameters())
@@ -335,7 +342,7 @@ class PerSample:
 
     def _try(self) -> str | None:
         """Find the layers to record; return why vmap cannot run the network, None if it can."""
-        x, y = self._inputs.made_up(2, double=True), self._labels.made_up(2, double=True)
+        x, y = self.made_up(2, double=True)
         with forked(), torch.no_grad(), code_of_network(x):
             seed_all(0)
             probe = copy.deepcopy(self._model).double()
