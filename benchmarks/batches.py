@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 from common import append_line, parser_of, read_lines
 
 from dpmac_cli import resolve
+from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.trainer import make_trainer
 
 TUNED, SEEDS, EPOCHS = 100, (0, 1, 2, 3, 4), 5
@@ -54,7 +57,9 @@ class Runs:
         flags: dict[str, Any] = {**cell._asdict(), "batch_size": batch, "lr": rate, "seed": seed}
         if _key(flags) not in self._done:
             plan = resolve({**flags, "recipe": "paper", "epochs": EPOCHS, "device": self._device})
-            trainer = make_trainer(plan.plan)
+            keys = make_keys(seed)
+            task = prepare(plan.plan, choose_device(self._device), keys)
+            trainer = make_trainer(plan.plan, task, keys, steps=plan.plan.privacy.steps)
             for _ in range(plan.plan.privacy.steps):
                 trainer.step()
             found = round(100 * trainer.evaluate().accuracy, 2)

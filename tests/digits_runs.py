@@ -14,8 +14,12 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
+from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, train
+from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.prepare import prepare
+from dpmac_cli.runs.trainer import Trainer, make_trainer
 from dpmac_cli.storage.progress import heard_by
 from tests.typed import dpmac
 
@@ -65,6 +69,15 @@ def train_events(
         for event in train(config, stop):
             events.append(event)
     return events, finish(events)
+
+
+def run_trainer(
+    plan: TrainPlan, *, keys: Keys | None = None, steps: int | None = None, **given: Any
+) -> Trainer:
+    """The trainer of a run; ``given`` are data and model, if they are not the plan's."""
+    keys = keys or make_keys(plan.settings.seed)
+    task = prepare(plan, choose_device(plan.device), keys, **given)
+    return make_trainer(plan, task, keys, steps=plan.privacy.steps if steps is None else steps)
 
 
 def train_digits(file: Path | None = None, **flags: Any) -> Finished:

@@ -26,13 +26,12 @@ from dpmac_cli.release.audit import Audit, as_likely, read_audit
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs import trainer as assembly
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.storage import files
 from dpmac_cli.training.canaries import Canaries
 from tests import secret_search
 from tests.conftest import OPTIMIZER_NAMES
-from tests.digits_runs import SEED, after, contents, digits_config, train_digits
+from tests.digits_runs import SEED, after, contents, digits_config, run_trainer, train_digits
 from tests.helpers import (
     CLIP_LIMIT,
     DIMENSION,
@@ -342,7 +341,7 @@ def test_a_canary_is_clipped_by_the_function_that_clips_records(
 @pytest.mark.parametrize("secure", [False, True])
 def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(secure: bool) -> None:
     config = digits_config(canaries=1000, batch_size=100, secure=secure)
-    trainer = assembly.make_trainer(config, steps=3, device=CPU)
+    trainer = run_trainer(config, steps=3)
     canaries, sampler = canaries_of(trainer), trainer.sampler
     assert sampler is not None
     rate = 100 / (1437 + 500)

@@ -35,8 +35,7 @@ from dpmac_cli.data.dataset import Split
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.geometry import Ball, Geometry
 from dpmac_cli.errors import named, named_as_flags
-from dpmac_cli.runs.trainer import make_trainer
-from tests.digits_runs import SIGMA, digits_config
+from tests.digits_runs import SIGMA, digits_config, run_trainer
 
 SOURCE = Path(dpmac_cli.__file__)
 DOCS = SOURCE.parent.parent / "docs"
@@ -165,7 +164,7 @@ def test_costs_by_rdp_leave_the_loggers_of_the_program_alone() -> None:
 @pytest.mark.parametrize("thing", [nn.Linear, net, "mlp"], ids=["a class", "a factory", "a name"])
 def test_what_is_no_network_is_refused(thing: Any) -> None:
     with pytest.raises(ModelError, match=r"is not a torch module. Pass a network instance"):
-        make_trainer(digits_config(), model=thing)
+        run_trainer(digits_config(), model=thing)
 
 
 @pytest.mark.promise("facts")
@@ -176,9 +175,9 @@ def test_data_of_another_size_than_is_priced_is_refused(kept: int) -> None:
     fewer = replace(whole, train=Split(whole.train.images[:kept], whole.train.labels[:kept]))
     said = f"data has {kept:,} training and 360 test records or units, but epsilon was"
     with pytest.raises(InputError, match=said):
-        make_trainer(digits_config(), data=fewer)
+        run_trainer(digits_config(), data=fewer)
     with pytest.raises(InputError, match=said):
-        make_trainer(digits_config(), data=fewer, model=net())
+        run_trainer(digits_config(), data=fewer, model=net())
     with pytest.raises(InputError, match=said):
         finish(train(digits_config(out="run"), data=fewer))
     assert not Path("run").exists()
@@ -190,7 +189,7 @@ def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
     config = resolve(
         dataset="digits", model="linear", recipe="paper", epsilon=0.1, steps=3, device="cpu"
     ).plan
-    trainer = make_trainer(config, model=net())
+    trainer = run_trainer(config, model=net())
     assert trainer.mechanism.noise_multiplier == config.privacy.sigma > 4
     assert total_epsilon((config.privacy.event,), config.privacy.delta) <= 0.1
 
@@ -212,8 +211,8 @@ def test_an_optimizer_of_ones_own_is_registered_and_moves_theta() -> None:
             told.append((eta, private.noise_ratio, moments.step))
             theta.sub_(private.value, alpha=eta / 2)
 
-    ours = make_trainer(digits_config(optimizer="halved", seed=1))
-    double = make_trainer(digits_config(optimizer="dp-sgd", seed=1, lr=0.125))
+    ours = run_trainer(digits_config(optimizer="halved", seed=1))
+    double = run_trainer(digits_config(optimizer="dp-sgd", seed=1, lr=0.125))
     for _ in range(3):
         ours.step()
         double.step()

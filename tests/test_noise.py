@@ -32,7 +32,7 @@ from dpmac_cli.randomness.keystream import (
 from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS, LayerDraws
 from dpmac_cli.randomness.noise import LANES, PAIRS, Noise, box_muller
 from dpmac_cli.randomness.sampling import KeyedSampler
-from dpmac_cli.runs import trainer as assembly
+from tests.digits_runs import run_trainer
 from tests.helpers import a_key
 
 either_source = pytest.mark.parametrize("is_secure", [False, True], ids=["seeded", "secure"])
@@ -115,7 +115,7 @@ def test_every_bit_of_a_key_matters() -> None:
 def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: str) -> None:
     config = resolve({"dataset": "digits", "sigma": 6, "seed": seed, "sampler": sampler}).plan
     keys = make_keys(seed)
-    trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"), keys=keys)
+    trainer = run_trainer(config, steps=1, keys=keys)
     assert len(set(by_name(keys).values())) == len(STREAMS)
     assert trainer.noise is not None
     assert trainer.sampler is not None

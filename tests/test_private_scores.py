@@ -27,11 +27,17 @@ from dpmac_cli.release import run
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import trainer as training
 from dpmac_cli.runs.session import Evaluated, Update
-from dpmac_cli.runs.trainer import make_trainer
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import PrivateScore, release_score
 from tests.care import assert_noise_of, moved_by_units, owners_of
-from tests.digits_runs import SEED, digits_config, metrics_of, train_digits, train_events
+from tests.digits_runs import (
+    SEED,
+    digits_config,
+    metrics_of,
+    run_trainer,
+    train_digits,
+    train_events,
+)
 from tests.helpers import class_task
 from tests.kinks import at_kinks
 from tests.tiers import rest_long
@@ -99,7 +105,7 @@ def test_a_test_record_more_moves_no_other_to_another_class(
     data = dpmac_cli.ArrayData(images, np.arange(40) % 2, images[:2], [0, 1], classes=["a", "b"])
     settings: dict[str, Any] = {"sigma": 4, "steps": 1, "batch_size": 8, "device": "cpu"}
     plan = resolve(dataset=data, model="linear", cover_scores=True, **settings).plan
-    trainer = make_trainer(plan, model=net)
+    trainer = run_trainer(plan, model=net)
     trainer.scores = Scores(4.0, 1), Noise(b"k" * 32)  # one in every step
     monkeypatch.setattr(training, "release_score", lambda result, *_: result)
 
@@ -239,7 +245,7 @@ def test_every_run_and_every_score_has_noise_of_its_own() -> None:
     seeded = make_keys(SEED)
     every = {*keys, seeded.scores, seeded.noise, seeded.layers, seeded.sampler}
     assert len(every) == 6
-    trainer = make_trainer(digits_config(**COVERED, score_every="1"))
+    trainer = run_trainer(digits_config(**COVERED, score_every="1"))
     errors = []
     for _ in range(3):
         for _ in range(12):
@@ -332,7 +338,7 @@ def test_a_test_record_is_scored_alone() -> None:
     data = dpmac_cli.ArrayData(images, np.arange(40) % 2, images[:2], [0, 1], classes=["a", "b"])
     settings: dict[str, Any] = {"sigma": 4, "steps": 1, "batch_size": 8, "device": "cpu"}
     plan = resolve(dataset=data, model="linear", cover_scores=True, isolate=True, **settings).plan
-    trainer = make_trainer(plan, model=ByLargest())
+    trainer = run_trainer(plan, model=ByLargest())
 
     def logits(x: Tensor) -> Tensor:
         split = Split(x, torch.zeros(len(x), dtype=torch.long))
@@ -350,9 +356,9 @@ def test_data_without_the_units_of_its_test_records_is_refused() -> None:
     np.savez("visits.npz", x=np.ones((400, 3)), y=y, unit=unit, low=-5, high=5)
     plan = resolve(dataset="visits.npz", cover_scores=True, sigma=4, steps=1, batch_size=5).plan
     data = load_data(plan.data.source, Path(), torch.device("cpu"), found=plan.data.found)
-    make_trainer(plan, data=data)
+    run_trainer(plan, data=data)
     with pytest.raises(InputError, match="test records or units, but epsilon was computed for"):
-        make_trainer(plan, data=replace(data, test=replace(data.test, units=None)))
+        run_trainer(plan, data=replace(data, test=replace(data.test, units=None)))
 
 
 @pytest.mark.promise("scores")

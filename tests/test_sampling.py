@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 from scipy.stats import binom, chisquare, kstest
@@ -16,7 +15,7 @@ from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler, SecureDraws
-from dpmac_cli.runs import trainer as assembly
+from tests.digits_runs import run_trainer
 from tests.helpers import a_key
 
 N, Q, STEPS = 400, 0.1, 2000
@@ -248,7 +247,7 @@ def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str,
     ).plan
     assert config.privacy.event.sampling_rate == 100 / 1437
     assert config.privacy.steps_per_epoch == 15
-    trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
+    trainer = run_trainer(config, steps=1)
     drawing = trainer.sampler
     assert drawing is not None
     sizes = [len(drawing.draw(step)) for step in range(1, 301)]

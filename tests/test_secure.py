@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from dpmac_cli.accounting.events import SAMPLERS
@@ -18,11 +17,11 @@ from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish
 from dpmac_cli.release.sentences import SENTENCES
-from dpmac_cli.runs import trainer as assembly
 from tests.digits_runs import (
     after,
     contents,
     digits_config,
+    run_trainer,
 )
 from tests.typed import dpmac
 
@@ -61,7 +60,7 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
     monkeypatch.setattr(KeyStream, "at", kept)
     config = resolve({"dataset": "digits", "sigma": 1, "secure": True, "sampler": sampler}).plan
     keys = make_keys(None)
-    trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"), keys=keys)
+    trainer = run_trainer(config, steps=1, keys=keys)
     noise = trainer.noise
     assert type(trainer.mechanism) is SecureMechanism
     assert isinstance(noise, Noise)

@@ -30,8 +30,9 @@ from dpmac_cli.models.features import LoraLinear, WithHead, freeze
 from dpmac_cli.models.registry import PARTS, Trained
 from dpmac_cli.models.text_encoder import TextFeatures, encoder_weights, on_texts, token_mask
 from dpmac_cli.release.run import finish, train
-from dpmac_cli.runs.trainer import Trainer, make_trainer
+from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.studies.search import plan_search
+from tests.digits_runs import run_trainer
 from tests.helpers import trained_names
 from tests.test_texts import TEXTS
 from tests.tiers import one_in, rest_long
@@ -344,7 +345,7 @@ def file_of_notes() -> str:
 
 def trainer_of(part: str, **more: Any) -> Trainer:
     """A trainer whose parameters, LoRA updates among them, are not 0."""
-    trainer = make_trainer(plan(frame_of_texts(), train=part, seed=3, **more))
+    trainer = run_trainer(plan(frame_of_texts(), train=part, seed=3, **more))
     generator = torch.Generator().manual_seed(0)
     drawn = 0.1 * torch.randn(trainer.state.theta.shape, generator=generator)
     trainer.state.theta.add_(drawn)

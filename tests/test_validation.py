@@ -30,8 +30,8 @@ from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.models.registry import MODELS, BuiltIn, UserModel, parse_model
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.release.run import train
-from dpmac_cli.runs.trainer import make_trainer as make_run_trainer
 from dpmac_cli.step import clipped_grad
+from tests.digits_runs import run_trainer
 from tests.dp.reference import Subject, clip, region_clipping_half
 from tests.helpers import CLASSES as TINY_CLASSES
 from tests.helpers import SIDE, Through, in_chunks_of, make_trainer, numbers, tiny_data
@@ -509,13 +509,13 @@ def settings(model: str, **more: Any) -> dict[str, Any]:
 def test_a_run_of_a_network_that_mixes_is_refused_unless_it_is_meant() -> None:
     with pytest.raises(ModelError, match=r"for a batch than for one.*add --isolate"):
         list(train(resolve(**settings("Mixing")).plan))
-    make_run_trainer(resolve(**settings("Mixing", isolate=True)).plan)
+    run_trainer(resolve(**settings("Mixing", isolate=True)).plan)
 
 
 @pytest.mark.promise("alone")
 def test_the_draws_of_a_network_differ_from_step_to_step_and_run_to_run() -> None:
     chosen = settings("Drawing", optimizer="dp-sgd", seed=None)
-    one, other = (make_run_trainer(resolve(**chosen).plan) for _ in range(2))
+    one, other = (run_trainer(resolve(**chosen).plan) for _ in range(2))
     other.state.theta.copy_(one.state.theta)
     rows = np.arange(9)
     sums = [one._clip_and_sum(rows).clone(), other._clip_and_sum(rows).clone()]

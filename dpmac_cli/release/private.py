@@ -98,9 +98,7 @@ class PrivateTraining(PrivateProgram):
         self._target, self._seconds = resolved.settings.epsilon or math.inf, 0.0
         self._begin(plan, earlier, resolved.notes)
         self._task = prepare(plan, device, self._keys, model=model)
-        self._step = make_trainer(
-            plan, steps=self._steps, device=device, keys=self._keys, task=self._task, loss=own
-        )
+        self._step = make_trainer(plan, self._task, self._keys, steps=self._steps, loss=own)
         on_run = (*self._task.notes, *self._step.notes)
         if any(not p.requires_grad for p in model.parameters()):
             on_run = (trained_parts(model), *on_run)

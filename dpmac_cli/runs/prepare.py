@@ -81,8 +81,19 @@ def prepare(
 ) -> PreparedRun:
     """Load the data and build the network of a run, and report progress.
 
-    The network is validated before the first record is read. For arguments and errors see
-    :func:`make_trainer`.
+    The network is validated before the first record is read.
+
+    Args:
+        plan: plan of the run.
+        device: device of the network and the data.
+        keys: keys, of which initial weights need one.
+        data: data on the device; None to load it.
+        model: a network to train in place, instead of the plan's.
+
+    Raises:
+        InputError: the data cannot be used, or the plan freezes a part of a network that it does
+            not build.
+        ModelError: the model is not a torch module, or cannot be trained.
     """
     network, facts, passed_in = plan.network, plan.data.facts, model is not None
     model, said = _build(plan, keys) if model is None else (_check_passed_in(plan, model), {})

@@ -138,7 +138,7 @@ def _session(
         task = prepare(plan, device, keys, data)
     if saved is not None:
         _check_same(task.compared, saved.record["facts"])
-    trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
+    trainer = make_trainer(plan, task, keys, steps=steps, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"])
     where = folder.make_place(plan)

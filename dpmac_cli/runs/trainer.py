@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from dpmac_cli.accounting.events import Scores
@@ -14,12 +13,11 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.losses import Loss, check_loss
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import InputError
-from dpmac_cli.randomness.keystream import Keys, make_keys
+from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
-from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.prepare import PreparedRun, prepare
+from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.step import Step, carry, mechanism_of, steps_of
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import DataSum
@@ -82,43 +80,35 @@ class Trainer(Step):
 
 def make_trainer(
     plan: TrainPlan,
+    task: PreparedRun,
+    keys: Keys,
     *,
-    steps: int | None = None,
-    device: torch.device | None = None,
-    keys: Keys | None = None,
-    data: Data | None = None,
-    task: PreparedRun | None = None,
+    steps: int,
     ranks: Ranks | None = None,
-    model: nn.Module | None = None,
     loss: Loss | None = None,
 ) -> Trainer:
     """Return the trainer of a run, ready for its first step.
 
     Args:
         plan: plan of the run.
-        steps, device: None for the plan's.
-        keys: secret keys; None for those of the plan's seed, or new keys. Ranks other than the
-            first only use the key of the layers.
-        data: data on the device; None to load it. ranks: the processes of the run.
-        task: result of :func:`prepare`; None to make it from ``data`` and ``model``.
-        model: a network to train in place, instead of the plan's.
+        task: result of :func:`~dpmac_cli.runs.prepare.prepare`, whose network is trained in place.
+        keys: secret keys. Ranks other than the first only use the key of the layers.
+        steps: last step.
+        ranks: the processes of the run.
         loss: loss of one output, shape (1, classes), and its label, instead of the plan's. It runs
             on each sample separately.
 
     Raises:
-        InputError: data or device cannot be used, or the plan freezes a part of a network that it
-            does not build.
-        ModelError: the model is not a torch module, or cannot be clipped.
+        InputError: the data cannot be used.
+        ModelError: the network or the loss cannot be clipped.
     """
-    device = device or choose_device(plan.device)
-    keys = keys or make_keys(plan.settings.seed)
-    task = task or prepare(plan, device, keys, data, model=model)
+    device = task.data.gain.device
     _check_size(plan, task.data.train.size, task.data.test.size)
     if loss is not None and not plan.network.isolate:
         outputs, labels = plan.data.facts.task.examples()
         check_loss(loss, outputs.to(device), labels.to(device))
     privacy, secure, rank = plan.privacy, plan.settings.secure, 0 if ranks is None else ranks.rank
-    fixed = steps_of(plan, privacy.steps if steps is None else steps, device)
+    fixed = steps_of(plan, steps, device)
     # Built-in networks use no random numbers in their forward pass; others may.
     drawn = task.own or plan.recipe.augmented or plan.data.found.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None

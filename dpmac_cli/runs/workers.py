@@ -56,11 +56,8 @@ def run_worker(ranks: Ranks, local: Mapping[str, Any]) -> None:
             plan = resolve(local, by_setting(said["config"])).plan
             init, layers = (bytes.fromhex(said["keys"][name]) for name in ("init", "layers"))
             keys = Keys(init=init, layers=layers)
-            device = choose_device(plan.device, ranks)
-            task = prepare(plan, device, keys)
-            trainer = make_trainer(
-                plan, steps=said["steps"], device=device, keys=keys, task=task, ranks=ranks
-            )
+            task = prepare(plan, choose_device(plan.device, ranks), keys)
+            trainer = make_trainer(plan, task, keys, steps=said["steps"], ranks=ranks)
             _agree(ranks, plan, task, trainer)
             trainer.state.go_to(said["numbers"])
             while True:
