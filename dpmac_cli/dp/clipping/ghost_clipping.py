@@ -137,10 +137,6 @@ class PositionProducts:
         room = DEVICE_PIECE if self.uses[0].delta.is_cuda else 4 * IN_CACHE
         return in_groups(self.uses, max(1, room // int(numbers)))
 
-    def _factors(self, uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
-        """Return delta, (samples, T, O), and a, (samples, T, K)."""
-        return self._deltas(uses), self._inputs(uses)
-
     def _deltas(self, uses: Sequence[Use]) -> Tensor:
         """Return output gradients by position, (samples, T, O)."""
         module = self.layer.module
@@ -170,7 +166,8 @@ class PositionProducts:
 
     def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         bias = "bias" in self.layer.parameters
-        return OuterProducts(*self._factors(uses), bias).squared_norms(metric)
+        products = OuterProducts(self._deltas(uses), self._inputs(uses), bias)
+        return products.squared_norms(metric)
 
     def _by_gram(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
@@ -189,7 +186,7 @@ class PositionProducts:
 
         The error of G_i is at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
         """
-        delta, a = self._factors(uses)
+        delta, a = self._deltas(uses), self._inputs(uses)
         squares = [unfold.squares_by_position(self.layer.module, use.inputs) for use in uses]
         by_sample = [t.reshape(use.samples, -1) for t, use in zip(squares, uses, strict=True)]
         reach = self._reach(metric, delta, join_positions(by_sample))

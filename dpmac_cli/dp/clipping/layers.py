@@ -54,9 +54,9 @@ class Layer:
         return {name: slice(end - p.numel(), end) for (name, p), end in pairs}
 
 
-def blocks(size: int, device: torch.device, about: int | None = None) -> list[slice]:
-    """Split 0 to ``size`` into slices of about ``about``; a single slice on other devices."""
-    count = max(1, round(size / (about or BLOCK))) if device.type == "cpu" else 1
+def blocks(size: int, device: torch.device) -> list[slice]:
+    """Split 0 to ``size`` into slices of about :data:`BLOCK`; a single slice on other devices."""
+    count = max(1, round(size / BLOCK)) if device.type == "cpu" else 1
     step = -(-size // count)
     return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
 

@@ -54,12 +54,10 @@ def _gru(x: Tensor, h: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (new + keep * (states[0] - new),)
 
 
-def _tanh(x: Tensor, h: Tensor, _: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return ((x + h).tanh(),)
-
-
-def _relu(x: Tensor, h: Tensor, _: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return ((x + h).relu(),)
+def _plain(
+    activation: Callable[[Tensor], Tensor], x: Tensor, h: Tensor, _: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    return (activation(x + h),)
 
 
 CELLS = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
@@ -142,8 +140,8 @@ def _through_time(
 
 
 def _step_of(module: Any) -> _Step:
-    by_name = _relu if getattr(module, "nonlinearity", "") == "relu" else _tanh
-    return _STEPS.get(type(module), by_name)
+    activation = getattr(torch, getattr(module, "nonlinearity", "tanh"))
+    return _STEPS.get(type(module), partial(_plain, activation))
 
 
 def _ends(module: Any) -> list[str]:
