@@ -147,11 +147,8 @@ class PositionProducts:
         module = self.layer.module
         return join_positions([unfold.inputs_by_position(module, u.inputs, u.rows) for u in uses])
 
-    def _reach(self, metric: LayerMetric, delta: Tensor, squares: Tensor) -> Tensor:
-        """Return R_i^2 or an upper bound, float64, shape (samples,).
-
-        ``delta`` is (samples, T, O); ``squares`` are squared norms of a, float64, (samples, T).
-        """
+    def _reach(self, metric: LayerMetric, delta: Tensor, a: Tensor) -> Tensor:
+        """Return R_i^2 or an upper bound, float64, (samples,), for (samples, T, O) and (..., K)."""
         parts = self.layer.slices
         if metric.centre is None:
             by_delta = vector_norm(delta, dim=2, dtype=torch.float64)
@@ -160,7 +157,8 @@ class PositionProducts:
             by_name = (metric.inverse[part].view(self.sizes.outputs, -1) for part in parts.values())
             largest = reduce(torch.maximum, (inverse.amax(1) for inverse in by_name))
             by_delta = vector_norm(delta * largest.double().sqrt(), dim=2)
-        by_input = (squares + float("bias" in parts)).sqrt_()
+        squares = vector_norm(a, dim=2, dtype=torch.float64).square_()
+        by_input = squares.add_(float("bias" in parts)).sqrt_()
         reach: Tensor = (by_delta * by_input).sum(1).square_()
         return reach
 
@@ -187,9 +185,7 @@ class PositionProducts:
         The error of G_i is at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
         """
         delta, a = self._deltas(uses), self._inputs(uses)
-        squares = [unfold.squares_by_position(self.layer.module, use.inputs) for use in uses]
-        by_sample = [t.reshape(use.samples, -1) for t, use in zip(squares, uses, strict=True)]
-        reach = self._reach(metric, delta, join_positions(by_sample))
+        reach = self._reach(metric, delta, a)
         total, inputs = torch.zeros_like(reach), self.sizes.inputs
         if "bias" in self.layer.parameters:
             total += metric.squares(delta.sum(1), self.layer.slices["bias"])

@@ -1,4 +1,4 @@
-"""Unfolded inputs of a layer: patches of a convolution, their norms and inner products.
+"""Unfolded inputs of a layer: patches of a convolution, and their inner products.
 
 A convolution has one, two or three dimensions of space. Its padding may have any mode.
 """
@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.linalg import vector_norm
-from torch.nn import functional, grad
+from torch.nn import grad
 from torch.nn.functional import pad
 
-#: Convolutions by their number of dimensions, and gradients of kernels.
-_CONVOLVE: Mapping[int, Any] = {n: getattr(functional, f"conv{n}d") for n in (1, 2, 3)}
+#: Gradients of kernels by the number of dimensions.
 _BY_KERNEL: Mapping[int, Any] = {n: getattr(grad, f"conv{n}d_weight") for n in (1, 2, 3)}
 
 
@@ -73,19 +71,6 @@ def kernel_gradient(
     by_kernel = _BY_KERNEL[len(conv.kernel_size)]
     gradient: Tensor = by_kernel(a, shape, delta, conv.stride, zeros, conv.dilation, groups)
     return gradient
-
-
-def squares_by_position(module: Any, a: Tensor) -> Tensor:
-    """Return squared norms of the inputs, float64, (rows, T)."""
-    if isinstance(module, nn.Linear):
-        rows = inputs_by_position(module, a)
-        norms: Tensor = vector_norm(rows, dim=2, dtype=torch.float64)
-        return norms.square_()
-    pixels = vector_norm(a, dim=1, keepdim=True, dtype=torch.float64).square_()
-    pixels, zeros = _padded(module, pixels)
-    ones, convolve = pixels.new_ones(1, 1, *module.kernel_size), _CONVOLVE[len(module.kernel_size)]
-    sums: Tensor = convolve(pixels, ones, None, module.stride, zeros, module.dilation)
-    return sums.flatten(1)
 
 
 def gram_by_position(conv: Any, a: Tensor) -> Tensor:
