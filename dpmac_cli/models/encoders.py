@@ -96,6 +96,7 @@ NOT_OF_FORM = (
     *("use_cache", "output_", "return_", "torchscript", "id2label", "label2id"),
 )
 
+Pooling = Literal["mean", "cls", "next"]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
@@ -118,13 +119,14 @@ class EncoderConfig(BaseModel):
     width: Size
     tokens: Annotated[int, Field(ge=1, le=1 << 23)]  # float32 stores these numbers exactly
     longest: Annotated[int, Field(ge=1)]
-    pooling: Literal["mean", "cls", "next"]
+    pooling: Pooling
     vocabulary_bytes: Annotated[int, Field(ge=1, le=1 << 27)]
     vocabulary_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
     @field_validator("form")
     @classmethod
-    def _check_form(cls, form: dict[str, Any]) -> dict[str, Any]:
+    def check_form(cls, form: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of a config.json. Raises ValueError for another network."""
         if form.get("model_type") not in FAMILIES:
             raise ValueError(
                 f"its model_type is {form.get('model_type')!r}, which is not supported. Supported: "
@@ -331,20 +333,22 @@ def reason(failure: Exception) -> str:
     return text.removeprefix("Value error, ").partition("\n")[0].rstrip(".")
 
 
-def _config_of(values: Mapping[str, Any], pooling: str, tokenizer: bytes) -> EncoderConfig:
+def _config_of(values: Mapping[str, Any], pooling: Pooling, tokenizer: bytes) -> EncoderConfig:
     """Return what a config.json says. Raises exceptions of several kinds if it cannot be used."""
     form = {n: value for n, value in values.items() if not n.startswith(NOT_OF_FORM)}
-    given: dict[str, Any] = {"form": form, "pooling": pooling}
-    given |= {"width": 1, "tokens": 1, "longest": 1}
-    given |= {"vocabulary_bytes": len(tokenizer)}
-    given |= {"vocabulary_sha256": hashlib.sha256(tokenizer).hexdigest()}
-    EncoderConfig.model_validate(given)
-    known = transformers_config(form)
+    known = transformers_config(EncoderConfig.check_form(form))
     longest = known.max_position_embeddings
     if form["model_type"] == "roberta":  # its places begin behind that of padding
         longest -= known.pad_token_id + 1
-    sizes = {"width": known.hidden_size, "tokens": known.vocab_size, "longest": longest}
-    return EncoderConfig.model_validate(given | sizes)
+    return EncoderConfig(
+        form=form,
+        width=known.hidden_size,
+        tokens=known.vocab_size,
+        longest=longest,
+        pooling=pooling,
+        vocabulary_bytes=len(tokenizer),
+        vocabulary_sha256=hashlib.sha256(tokenizer).hexdigest(),
+    )
 
 
 def transformers_config(form: Mapping[str, Any]) -> Any:

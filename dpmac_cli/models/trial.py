@@ -37,11 +37,6 @@ class Trial:
         """Return a loss per sample with a gradient for every output, also for a single one."""
         return outputs if self.classes is None else (outputs.square() / 2 + outputs).sum(1)
 
-    @property
-    def expected(self) -> tuple[int, ...]:
-        """Return the shape of the outputs for one sample."""
-        return () if self.classes is None else (self.classes,)
-
     def samples(self, count: int) -> Batch:
         """Return fixed random samples, numbers in float64."""
         return self.inputs.made_up(count, double=True)

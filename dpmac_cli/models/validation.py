@@ -243,7 +243,7 @@ def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = 
     logits: Any = model(trial.samples(count))
     if not isinstance(logits, Tensor):
         found = f"a {type(logits).__name__}"
-    elif logits.shape != (count, *trial.expected):
+    elif logits.shape != ((count,) if trial.classes is None else (count, trial.classes)):
         found = f"{tuple(logits.shape)}"
     elif not logits.is_floating_point() and not scored:
         found = f"{logits.dtype} numbers"

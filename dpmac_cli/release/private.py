@@ -197,7 +197,6 @@ class PrivateTraining(PrivateProgram):
         return Spent(
             earlier=self._before,
             event=plan.privacy.event_of(self._steps),
-            base=0,
             begun=self._begun,
             seeded=plan.settings.seed is not None or any(training.seeded for training in earlier),
             secure=plan.settings.secure and all(training.secure for training in earlier),

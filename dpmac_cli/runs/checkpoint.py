@@ -58,7 +58,7 @@ def save(run: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) ->
 
 def read(run: Path) -> Checkpoint:
     """Return the checkpoint of a run. Raises InputError if it is missing or damaged."""
-    why = f"{run} contains no checkpoint"
+    why = f"{path_in(run)} is damaged"
     try:
         tensors, header = unpacked(path_in(run).read_bytes())
         sealed = json.loads(header[CHECKPOINT_HEADER])
@@ -67,11 +67,9 @@ def read(run: Path) -> Checkpoint:
         elif sealed["sha256"] == digest(tensors, sealed["record"]):
             return Checkpoint(tensors, sealed["record"])
     except FileNotFoundError:
-        pass
+        why = f"{run} contains no checkpoint"
     except (safetensors.SafetensorError, *folder.BROKEN):
-        why = f"{path_in(run)} is damaged"
-    else:
-        ...
+        pass
     raise InputError(
         f"{why}, so the run can be neither resumed nor forked. Start a new one, or replace it with "
         f"--force --out {run}."

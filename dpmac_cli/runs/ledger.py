@@ -36,10 +36,10 @@ class Spent:
 
     earlier: tuple[TrainingEvent, ...]
     event: TrainingEvent
-    base: int
-    begun: int
-    seeded: bool
-    secure: bool
+    base: int = 0
+    begun: int = 0
+    seeded: bool = False
+    secure: bool = True
     scores: Scores | None = None
     target: float | None = None
 

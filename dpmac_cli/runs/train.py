@@ -64,15 +64,7 @@ def new_run(
     """Train a new run up to its last step; see :func:`dpmac_cli.release.run.train`."""
     with torch_failures_explained():
         folder.check_place(plan)
-        spent = Spent(
-            earlier=earlier,
-            event=plan.privacy.event,
-            base=0,
-            begun=0,
-            seeded=False,
-            secure=True,
-            target=plan.privacy.target,
-        )
+        spent = Spent(earlier, plan.privacy.event, target=plan.privacy.target)
         session = _session(plan, Inherited(None, spent), stop, data, ranks)
         yield from _first(session, stop)
 
