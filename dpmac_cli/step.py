@@ -41,7 +41,7 @@ from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, joined, part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import BudgetError, DivergedError, InputError, ModelError, raise_errors
-from dpmac_cli.models.trial import BatchLoss, Objective, Trial, trained_parts
+from dpmac_cli.models.trial import BatchLoss, Objective, Trial, device_of, trained_parts
 from dpmac_cli.models.validation import check_trial
 from dpmac_cli.optim import Optimizer
 from dpmac_cli.randomness.keystream import KEY_BYTES, Unshared, make_keys
@@ -474,7 +474,7 @@ class PrivateStep(PrivateProgram):
         self._drawn: Drawn | None = None
         self._structure: Structure | None = None
         if example is not None:
-            self._prepare(Structure(_checked_example(example, _device_of(model)), keep=True))
+            self._prepare(Structure(_checked_example(example, device_of(model)), keep=True))
 
     @property
     def model(self) -> nn.Module:
@@ -507,7 +507,7 @@ class PrivateStep(PrivateProgram):
         records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
         row = first_row(records)
         check_reread(records, size)
-        structure = self._structure or Structure.of(row).to(_device_of(self._model))
+        structure = self._structure or Structure.of(row).to(device_of(self._model))
         if self._step is None:
             self._prepare(structure)
         return self._drawn_from(records, structure, workers)
@@ -602,7 +602,7 @@ class PrivateStep(PrivateProgram):
         self._base, self.lr = step, saved["lr"]
         self._keys = make_keys(self._plan.settings.seed, base=step, part=len(self._earlier))
         structure = Structure(saved["structure"], saved["public"])
-        made = self._prepare(structure.to(_device_of(self._model)))
+        made = self._prepare(structure.to(device_of(self._model)))
         for training in self._earlier:
             attach(self._model, training)
         made.state.restore(saved["tensors"], saved["numbers"])
@@ -613,7 +613,7 @@ class PrivateStep(PrivateProgram):
         check_counted(self._model, self._loss, self._earlier)
         plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
         check_trial(objective, Trial(structure, None), isolated=plan.settings.isolate)
-        steps = steps_of(plan, self._steps, _device_of(objective))
+        steps = steps_of(plan, self._steps, device_of(objective))
         secure = plan.settings.secure
         with full_float32():
             draws, batch = LayerDraws(keys.layers), plan.privacy.batch_size
@@ -659,11 +659,6 @@ def _check_arguments(
         if name not in SETTINGS_OF_STEP
     ]
     raise_errors(errors)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Return the device of a network's parameters."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _checked_example(example: Batch, device: torch.device) -> Batch:

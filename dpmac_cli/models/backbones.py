@@ -31,7 +31,8 @@ class PublicBackbone(nn.Module):
     def __init__(self, backbone: Backbone, signature: Signature) -> None:
         super().__init__()
         kind = BACKBONES[backbone.kind]
-        self.network = (lite if kind.package else of_torchvision)(kind.network, kind.head)
+        self.network = (lite if kind.package else of_torchvision)(kind.network)
+        self.network.set_submodule(kind.head, nn.Identity())
         constants = (signature.mean, signature.std, kind.mean, kind.std)
         mean, std, its_mean, its_std = (torch.tensor(each).view(-1, 1, 1) for each in constants)
         self.register_buffer("gain", std / its_std, persistent=False)
@@ -68,17 +69,16 @@ def at_a_time(size: int) -> int:
     return 1 << max(0, (SIDES_AT_A_TIME // size).bit_length() - 1)
 
 
-def of_torchvision(name: str, head: str) -> nn.Module:
-    """Return a torchvision network without its head."""
+def of_torchvision(name: str) -> nn.Module:
+    """Return a torchvision network."""
     from torchvision import models  # noqa: PLC0415  (seconds to import)
 
     network: nn.Module = models.get_model(name, weights=None)
-    network.set_submodule(head, nn.Identity())
     return network
 
 
-def lite(name: str, head: str) -> nn.Module:
-    """Return an EfficientNet-Lite (Tan and Le 2019; Liu 2020) without its head, for any size.
+def lite(name: str) -> nn.Module:
+    """Return an EfficientNet-Lite (Tan and Le 2019; Liu 2020) for any size.
 
     Raises InputError if its package is not installed.
     """
@@ -98,7 +98,6 @@ def lite(name: str, head: str) -> nn.Module:
             return features
 
     network: nn.Module = Features.from_name(name, image_size=None)
-    network.set_submodule(head, nn.Identity())
     return network
 
 

@@ -48,6 +48,11 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     return torch.float64 if kinds == {torch.float64} else torch.float32
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a network's parameters."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 class Objective(nn.Module):
     """Losses of a network on a batch, as a network that returns them.
 

@@ -23,7 +23,7 @@ from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
 from dpmac_cli.dp.clipping.per_sample import constant_draws
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.fingerprint import Fingerprint
-from dpmac_cli.models.trial import Trial
+from dpmac_cli.models.trial import Trial, device_of
 from dpmac_cli.torch_errors import what_failed
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
@@ -152,8 +152,7 @@ def check_precision(model: nn.Module, trial: Trial) -> None:
 
     Raises ModelError.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    x = trial.inputs.to(device).made_up(1)
+    x = trial.inputs.to(device_of(model)).made_up(1)
     network = copy.deepcopy(model).train()
     trained = [p for p in network.parameters() if p.requires_grad]
     with torch.random.fork_rng(), _Permitted():  # type: ignore[no-untyped-call]

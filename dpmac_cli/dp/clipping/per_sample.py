@@ -93,6 +93,8 @@ ROWWISE = frozenset(
 
 #: The uses of each layer, or its gradients, shape (samples, d_layer).
 Found: TypeAlias = list[list[Use] | Tensor]
+#: Inputs and output gradients of the calls of modules.
+Calls = defaultdict[nn.Module, list[tuple[Tensor, Tensor]]]
 
 
 class PerSample:
@@ -201,20 +203,19 @@ class PerSample:
 
     def _chained(self, chain: Sequence[nn.Module], x: Batch, y: Batch) -> tuple[Tensor, Found]:
         """Return losses and uses of a sequence of known layers, which runs on the whole chunk."""
-        rows, found, outputs = by_row(x, self.views), list[tuple[nn.Module, Tensor]](), []
+        rows, called, inputs, outputs = by_row(x, self.views), list[nn.Module](), [], []
         with torch.enable_grad():
             for part in chain:
                 given, rows = rows, part(rows)
                 if type(part) in RULES:
                     rows = rows if rows.requires_grad else rows.requires_grad_()
-                    found.append((part, given.detach()))
+                    called.append(part)
+                    inputs.append(given.detach())
                     outputs.append(rows)
             losses = self._loss_of(rows, by_row(y, self.views)).view(-1, self.views).mean(1)
             deltas = torch.autograd.grad(losses.sum(), outputs)
-        calls = defaultdict[nn.Module, list[tuple[Tensor, Tensor]]](list)
-        for (module, a), delta in zip(found, deltas, strict=True):
-            by_sample = (torch.unflatten(t, 0, (-1, self.views)) for t in (a, delta))
-            calls[module].append((next(by_sample), next(by_sample)))
+        by_sample = [[t.unflatten(0, (-1, self.views)) for t in of] for of in (inputs, deltas)]
+        calls = _calls(called, *by_sample)
         return losses.detach(), [_uses(layer, calls) for layer in self.layers]
 
     def _mapped(
@@ -224,7 +225,7 @@ class PerSample:
         loose = [n for la, n in zip(layers, self._names, strict=True) if not self._records(la)]
         parameters = dict(model.named_parameters())
         trained: dict[str, Tensor] = {n: parameters[n] for names in loose for n in names}
-        like = next(iter(layers[0].parameters.values()))
+        like = _first(layers)
         own: dict[str, Tensor] = {
             name: p for name, p in parameters.items() if self._by_row and name not in trained
         }
@@ -261,9 +262,7 @@ class PerSample:
         mapped = vmap(one, in_dims=(None, by_row, by_row, 0, 0), randomness="different")
         with torch.no_grad(), _supported(), self._tapped(layers, tap), _DrawnAnew():
             (deltas, g), (losses, inputs) = mapped(taps, trained, own, x, y)
-        calls = defaultdict[nn.Module, list[tuple[Tensor, Tensor]]](list)
-        for module, a, delta in zip(called, inputs, deltas, strict=True):
-            calls[module].append((a, delta))
+        calls = _calls(called, inputs, deltas)
         return losses, [
             _uses(layer, calls)
             if self._records(layer)
@@ -309,7 +308,7 @@ class PerSample:
 
     def _looped(self, x: Batch, y: Batch) -> tuple[Tensor, list[Tensor]]:
         """Return losses and gradients of samples that run one after the other."""
-        like, samples = next(iter(self.layers[0].parameters.values())), samples_in(x)
+        like, samples = _first(self.layers), samples_in(x)
         found = [like.new_zeros(samples, layer.stop - layer.start) for layer in self.layers]
         losses = []
         for i, (loss, gradients) in enumerate(self._one_by_one(self._model, x, y)):
@@ -349,11 +348,10 @@ class PerSample:
             for p in probe.parameters():  # zeros would hide uses of other weights
                 p.add_(torch.randn_like(p), alpha=0.1)
             layers = find_layers(probe)
-            like = next(iter(self.layers[0].parameters.values()))
             try:
                 self.idle = self._find_idle(probe, x, y)
             except RuntimeError:  # the loss may hold weights of classes in float32
-                self._single = like.dtype == torch.float32
+                self._single = _first(self.layers).dtype == torch.float32
                 self.idle = self._find_idle(probe, x, y)
             if len(self.idle) == len(layers):
                 raise ModelError(UNTRAINED)
@@ -460,7 +458,17 @@ def _known(layers: Sequence[Layer]) -> set[str]:
     }
 
 
-def _uses(layer: Layer, calls: dict[nn.Module, list[tuple[Tensor, Tensor]]]) -> list[Use]:
+def _calls(
+    modules: Sequence[nn.Module], inputs: Sequence[Tensor], deltas: Sequence[Tensor]
+) -> Calls:
+    """Return the inputs and output gradients of calls by module."""
+    calls = Calls(list)
+    for module, *found in zip(modules, inputs, deltas, strict=True):
+        calls[module].append((found[0], found[1]))
+    return calls
+
+
+def _uses(layer: Layer, calls: Calls) -> list[Use]:
     """Return the uses of a recorded layer."""
     if layer.swapped:
         [module] = layer.called
@@ -479,6 +487,11 @@ def _tapped_product(
     out, used = linear(x, weight, bias), (la for la in layers if la.weight is weight)
     layer = next(used, None) if torch.is_grad_enabled() else None
     return out if layer is None else tap(layer, x, out)
+
+
+def _first(layers: Sequence[Layer]) -> Tensor:
+    """Return the first parameter, of which the others have dtype and device."""
+    return next(iter(layers[0].parameters.values()))
 
 
 def _taken(p: Tensor) -> Tensor | None:
