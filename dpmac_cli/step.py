@@ -93,7 +93,8 @@ class Step(Unshared):
         optimizer: geometry of the clipping, and rule of the update.
         mechanism: adds the noise.
         plan: number of steps, and what else is fixed about every one.
-        sampler: draws the records of each step; None at ranks other than the first.
+        sampler: draws the records, or units, of each step, or names those of a batch that a loader
+            drew; None at ranks other than the first.
         noise: random numbers of the mechanism; None at ranks other than the first.
         training: counts the steps that use records, and is carried by the network.
         hooks: canaries of an audit.
@@ -149,7 +150,7 @@ class Step(Unshared):
         Raises ModelError if the network is no longer the one that was validated.
         """
         self.sums.check()
-        self.training.begin()  # counted before any record is read
+        self.training.begin()  # counted before any record is used
         with full_float32(self.sums.arithmetic):
             batch = self._draw()
             clipped = self._clip_and_sum(batch)
@@ -175,7 +176,7 @@ class Step(Unshared):
         return self.state.step
 
     def _draw(self) -> Indices:
-        """Draw this rank's share of the batch: line 3."""
+        """Draw this rank's share of the batch, by number: line 3."""
         drawn = None if self.sampler is None else self.sampler.draw(self.state.step + 1)
         batch = self._ranks.share(drawn)
         for hook in self.hooks:
@@ -183,7 +184,11 @@ class Step(Unshared):
         return batch
 
     def _clip_and_sum(self, batch: Indices) -> Tensor:
-        """Sum the clipped, centred gradients over all ranks, shape (d,): lines 4 to 8."""
+        """Sum the clipped, centred gradients over all ranks, shape (d,): lines 4 to 8.
+
+        Reads the records chunk by chunk. For each, the gradient g of its loss (a unit: the mean
+        over its records) adds c (g - m), with c <= 1, or nothing if it is not finite.
+        """
         state, step = self.state, self.state.step + 1
         metric = RegionMetric(state.region, scratch=self._scratch)
         part, chunk = self.sums.of(batch, step, metric, state.chunk)

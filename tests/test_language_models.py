@@ -136,7 +136,10 @@ def test_a_folder_trains_on_the_texts_of_a_table(family: str, part: str) -> None
     assert 1 < low < report["test"]["perplexity"] < high
     assert report["test"]["perplexity"] == pytest.approx(math.exp(report["test"]["loss"]))
     assert f"test perplexity {report['test']['perplexity']:,.1f}" in shown.output
-    assert "can memorise" in Path("run/model-card.md").read_text()
+    card = Path("run/model-card.md").read_text()
+    assert "can memorise" in card
+    assert "Unlabelled records with 1 text" in card
+    assert ("PeftModel.from_pretrained" in card) == (part == "lora")
     Path("prompts.csv").write_text("note\nno pain\nfever and\n")
     shown = dpmac("predict", "run", "prompts.csv", "--length", "5", "--temperature", "0")
     assert shown.exit_code == 0, shown.output

@@ -187,7 +187,7 @@ def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
         ({"x": np.zeros((6, 2))}, "--feature-range LOW,HIGH"),
         ({"x": np.zeros((6, 2)), "low": np.ones(2), "high": np.ones(2)}, "low below high"),
         ({"y": np.zeros(6, np.int64)}, "one class, 0. A classifier needs at least two"),
-        ({"x": np.zeros((0, 4, 5), np.uint8), "y": np.zeros(0, np.int64)}, "x has 0 records"),
+        ({"x": np.zeros((0, 4, 5), np.uint8), "y": np.zeros(0, np.int64)}, "there are no records"),
         (
             {"x_test": np.zeros((1, 4, 5), np.uint8), "y_test": np.array([7])},
             "y_test contains the label 7, which is not in y",

@@ -21,7 +21,7 @@ COMMANDS: Mapping[str, str] = {
     "compare": "Compare optimizers, noise levels or any other setting, over several seeds.",
     "tune": "Search for the best settings, within one epsilon for search and model together.",
     "eval": "Evaluate a trained model on every test sample, or evaluate the audit of a run.",
-    "predict": "Predict classes or numbers of new, unlabelled records with a trained model.",
+    "predict": "Predict classes or numbers of new records, or continue texts, by a trained model.",
     "card": "Print the model card of a run as Markdown.",
     "report": "Write a web page for a run or a comparison: one self-contained file with figures.",
     "recipes": (

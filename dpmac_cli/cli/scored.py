@@ -134,13 +134,13 @@ def evaluate(flags: EvalFlags, run: Path) -> None:
     PredictFlags,
 )
 def predict(flags: PredictFlags, run: Path, data: Path) -> None:
-    """Predict classes or numbers of new, unlabelled records with a trained model.
+    """Predict classes or numbers of new records, or continue texts, by a trained model.
 
     DATA is a folder of images or texts (including subfolders), an .npz with an array x, or a
-    table. Records are read like the training records. The output has one row per record: the
-    name of the file or the row from 0, a table's column --id, and the predicted class with the
-    probability of each class, the predicted numbers, or how a language model continues a text,
-    and the perplexity of that text. It reveals information about these
+    table; labels are not needed. Records are read like the training records. The output has one
+    row per record: the name of the file or the row from 0, a table's column --id, and the
+    predicted class with the probability of each class, the predicted numbers, or how a language
+    model continues a text, and the perplexity of that text. It reveals information about these
     records, which the run's epsilon does not cover.
 
     Example: dpmac predict runs/photos-dp-macadam-1 new-photos --out predictions.csv

@@ -291,7 +291,9 @@ def _faults_of_pair(arrays: ArrayDict, side: str) -> Iterator[str]:
             f"x{side} contains NaN or infinity in {counted(len(broken), 'record')}, such as "
             f"{broken[0]}. Leave them out, as in x[np.isfinite(x).all(1)]"
         )
-    if not x.size or x.shape[:1] != y.shape[:1]:
+    if x.shape[:1] == y.shape[:1] == (0,):
+        yield f"there are no {'test ' if side else ''}records"
+    elif not x.size or x.shape[:1] != y.shape[:1]:
         sizes = [
             counted(len(of) if of.ndim else 0, what) for of, what in ((x, "record"), (y, "label"))
         ]

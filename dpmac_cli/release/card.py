@@ -102,6 +102,7 @@ def model_card(report: Report, model: "nn.Module") -> str:
         report.values(),
         metric=metric,
         usage=report.task.usage,
+        continues=bool(report.task.network),
         score=score,
         score_interval=getattr(report.test, f"{metric.key}_interval"),
         network=model if _is_plain(model) else None,

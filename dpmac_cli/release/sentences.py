@@ -120,6 +120,11 @@ class Case:
         return bool(self.plan.data.facts.task.network)
 
     @property
+    def reader(self) -> str:
+        """Return what kind of network reads texts."""
+        return "language model" if self.continues else "text encoder"
+
+    @property
     def limits(self) -> str:
         """Largest numbers of tokens of texts."""
         return " and ".join(str(count) for _, count in self.plan.data.facts.texts)
@@ -292,7 +297,7 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     (
         "public",
         lambda c: c.features == "texts" and not c.known,
-        "weights of the text encoder {c.network.features.kind}; source and licence to be filled in",
+        "weights of the {c.reader} {c.network.features.kind}; source and licence to be filled in",
     ),
     (
         "public",
@@ -336,7 +341,12 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
         "Unknown to this run: epsilon covers this run only. If its settings were chosen by other "
         "runs on the same records, the total privacy cost is higher.",
     ),
-    ("data_domain", lambda c: True, "Labelled {c.domain}, {c.data.facts.task.described}."),
+    (
+        "data_domain",
+        lambda c: not c.continues,
+        "Labelled {c.domain}, {c.data.facts.task.described}.",
+    ),
+    ("data_domain", lambda c: c.continues, "Unlabelled {c.domain}. It predicts the next token."),
     (
         "audit",
         lambda c: c.privacy.canaries,
@@ -347,7 +357,7 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
         "audit",
         lambda c: not c.privacy.canaries,
         "This run was not audited. dpmac train --canaries N audits another run with the same "
-        "settings; how dpmac itself is tested and attacked is described in docs/privacy.md.",
+        "settings. How dpmac is tested and attacked is in docs/audits.md of its repository.",
     ),
     # What epsilon does not cover.
     (
