@@ -210,3 +210,4 @@ def test_a_person_with_several_notes_is_a_unit() -> None:
     report = json.loads(Path("run/report.json").read_text())
     assert report["privacy"]["unit"]["told_by"] == "person"
     assert report["dataset"]["train_size"] + report["dataset"]["test_size"] == 20
+    assert report["machine"]["physical_batch"] == 4096 // (8 * LIMIT)  # all texts of a unit count

@@ -233,7 +233,7 @@ def _depending(given: Settings, defaults: Defaults) -> dict[str, Any]:
 
 
 def _samples_at_a_time(found: Settings, facts: Dataset) -> int:
-    """Return the physical batch size of a network; all views of a sample count."""
+    """Return the physical batch size of a network; all views of a sample, or its texts, count."""
     most, kind = facts.defaults.physical_batch, MODELS.get(found.model)
     if found.train == "head":
         most = max(most, ROWS_AT_A_TIME)
@@ -241,7 +241,8 @@ def _samples_at_a_time(found: Settings, facts: Dataset) -> int:
         size = found.backbone_size or backbone.size
         most = max(1, PIXELS_AT_A_TIME // size**2)
     elif found.backbone is not None and facts.texts:
-        most = max(1, TOKENS_AT_A_TIME // sum(count for _, count in facts.texts))
+        records = found.records_per_unit if found.unit else 1
+        most = max(1, TOKENS_AT_A_TIME // (records * sum(count for _, count in facts.texts)))
     elif kind is not None:
         most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))
     return max(1, most // (found.augmentations or 1))
