@@ -56,9 +56,11 @@ from dpmac_cli.models.registry import (
 from dpmac_cli.models.scattering import Scattering
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.models.weights import adopt, published
+from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.prediction import score
 from dpmac_cli.release.run import finish, resume, train
+from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.storage.progress import Computing
 from tests.digits_runs import (
     after,
@@ -183,6 +185,22 @@ def test_a_frozen_part_of_ones_own_sees_one_record_at_a_time() -> None:
             others = torch.cat([x[:1], 100 * x[1:].flip(0)])
             assert torch.equal(run(x)[0], run(others)[0])
             torch.testing.assert_close(run(x)[0], parts.features(x[:1])[0])
+
+
+@pytest.mark.promise("features")
+def test_a_run_tells_a_frozen_part_of_ones_own(
+    net: str, public: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+
+    def watched(parts: FrozenFeatures, *rest: Any) -> Any:
+        found.append(parts.own)
+        return featured(parts, *rest)
+
+    monkeypatch.setattr("dpmac_cli.runs.prepare.featured", watched)
+    prepare(digits_config(**tuned(net, public)), CPU, make_keys(1))
+    prepare(digits_config(**SCATTER), CPU, make_keys(1))
+    assert found == [True, False]
 
 
 @pytest.mark.long
