@@ -206,8 +206,8 @@ def commands() -> str:
         shared = len(settings) > len(SETTINGS) // 2
         own = [param for param in command.params if not (shared and param.name in SETTINGS)]
         options = [param for param in own if param.param_type_name == "option"]
-        for panel in dict.fromkeys(param.group for param in options):
-            rows = [option(param) for param in options if param.group == panel]
+        for panel in dict.fromkeys(param.rich_help_panel for param in options):
+            rows = [option(param) for param in options if param.rich_help_panel == panel]
             parts.append(table((panel, "value", "default", "description"), rows))
         if shared:
             left = [f"`--{flag_name(setting)}`" for setting in SETTINGS if setting not in settings]
@@ -219,8 +219,7 @@ def commands() -> str:
 def usage(name: str, command: Any) -> str:
     """Return how a command is typed."""
     places = [param for param in command.params if param.param_type_name == "argument"]
-    names = [(param.name.upper(), param.required) for param in places]
-    shown = [name if required else f"[{name}]" for name, required in names]
+    shown = [param.metavar if param.required else f"[{param.metavar}]" for param in places]
     return "```text\n" + " ".join(["dpmac", name, *shown, "[OPTIONS]"]) + "\n```\n"
 
 

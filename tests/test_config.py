@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
 
-from dpmac_cli.cli.options import Setting
+from dpmac_cli.cli.options import parameter
 from dpmac_cli.config import resolve as resolving
 from dpmac_cli.config.flags import Option, flag_name, options
 from dpmac_cli.config.resolve import Resolved
@@ -250,8 +250,9 @@ def test_a_field_is_all_that_a_flag_needs() -> None:
 
     option = options(More)["patience"]
     assert (option.help, option.kind, option.default) == ("Stop early.", int, None)
-    shown = Setting("patience", option)
-    assert (shown.help, shown.metavar) == ("Stop early. [default: never]", "N")
+    shown = parameter("patience", option)
+    ((_, info),) = (get_args(shown.annotation),)
+    assert (info.help, info.metavar) == ("Stop early. [default: never]", "N")
     with pytest.raises(InputError, match="In dpmac it is called epochs"):
         More.model_validate({"num_epochs": 7})
     assert More.model_validate({"patience": "7"}).patience == 7

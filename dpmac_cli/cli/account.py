@@ -6,23 +6,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import StrictBool
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from dpmac_cli.accounting import calibration
-from dpmac_cli.accounting.accountants import (
-    ACCOUNTANTS,
-    DEFAULT_ACCOUNTANT,
-    accountant_name,
-)
+from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.pricing import Row, accountant_note, price
 from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.selection import epsilon_of
 from dpmac_cli.accounting.statements import format_epsilon, meaning
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import argument, command, faults_of_file
+from dpmac_cli.cli.options import argument, faults_of_file, with_options
 from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.defaults import completed, recipe_notes
 from dpmac_cli.config.flags import Choice, Several, SomePath, flag_name, is_given, options, valid
@@ -43,9 +42,6 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError, raise_errors
 from dpmac_cli.plots import KINDS, trade_offs, write_figure
 from dpmac_cli.storage.files import finite_or_none, to_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 #: Accountants to use, by the value of ``--accountant``.
 USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
@@ -197,7 +193,7 @@ class AccountFlags(Question, frozen=True):
             yield "--risk needs privacy loss distributions: add --accountant pld."
 
 
-@command(
+@with_options(
     argument("run", "Run folder or report to recompute epsilon for.", required=False),
     options(AccountFlags),
 )
@@ -309,11 +305,8 @@ def _values(row: Row) -> dict[str, Any]:
     return {**values, "epsilon": row.epsilon if math.isfinite(row.epsilon) else None, **found}
 
 
-def _print(out: "Console", rows: Sequence[Row]) -> None:
+def _print(out: Console, rows: Sequence[Row]) -> None:
     """Print facts that differ between rows as a table, and those that they share below."""
-    from rich.table import Table  # noqa: PLC0415  (help need not wait for it)
-    from rich.text import Text  # noqa: PLC0415  (help need not wait for it)
-
     found = {name: [show(row) for row in rows] for name, show in FACTS.items()}
     varying = {name: cells for name, cells in found.items() if len({*cells}) > 1}
     if varying:
@@ -337,11 +330,8 @@ def _print(out: "Console", rows: Sequence[Row]) -> None:
         _print_risk(out, rows[0].risk)
 
 
-def _print_risk(out: "Console", risk: Risk) -> None:
+def _print_risk(out: Console, risk: Risk) -> None:
     """Print bounds on attacks as a table, and other bounds below."""
-    from rich.table import Table  # noqa: PLC0415  (help need not wait for it)
-    from rich.text import Text  # noqa: PLC0415  (help need not wait for it)
-
     out.print(Text(f"\n{risk.statement}", style="bold"))
     if risk.noiseless:
         return
@@ -394,6 +384,6 @@ FACTS: Mapping[str, Callable[[Row], str]] = {
     "mu": lambda row: format_epsilon(row.risk.mu) if row.risk else "",
     "sampler": lambda row: row.sampler,
     "adjacency": lambda row: row.adjacency,
-    "accountant": lambda row: accountant_name(row.accountant),
+    "accountant": lambda row: ACCOUNTANTS[row.accountant],
     "compositions": lambda row: f"{row.compositions:,}",
 }

@@ -2,12 +2,13 @@
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-import click
+import typer
+from typer.core import TyperCommand, TyperGroup
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import Explained
+from dpmac_cli.cli import plain_switches
 
 #: Commands that have a module of their name. The others are in ``reading``.
 OWN = ("train", "account", "compare", "tune", "runs")
@@ -39,33 +40,57 @@ COMMANDS: Mapping[str, str] = {
 }
 
 
-def load_command(name: str) -> click.Command:
+def load_command(name: str) -> TyperCommand:
     """Import a command."""
+    from dpmac_cli.cli.options import command_of  # noqa: PLC0415  (help need not wait for it)
+
     other = "scored" if name in ("eval", "predict") else "reading"
     module = importlib.import_module(f"dpmac_cli.cli.{name if name in OWN else other}")
-    found: click.Command = getattr(module, {"eval": "evaluate"}.get(name, name))
-    return found
+    return command_of(name, getattr(module, {"eval": "evaluate"}.get(name, name)))
 
 
-class Commands(Explained, click.Group):
+class Commands(TyperGroup):
     """The commands, by their summaries until one of them is called."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands, in the order of the help."""
-        return [*self.commands]
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = {
+            name: TyperCommand(name, help=summary) for name, summary in COMMANDS.items()
+        }
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the global options."""
+        return plain_switches(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command and the arguments that are left; import the command."""
-        name, _, rest = super().resolve_command(ctx, args)
-        return name, name and load_command(name), rest
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and command is not None:
+            command = load_command(name)
+        return name, command, rest
 
 
-@click.version_option(__version__, message="dpmac %(version)s")
-@click.group(
-    "dpmac",
+app = typer.Typer(
+    name="dpmac",
     cls=Commands,
-    commands=[click.Command(name, short_help=summary) for name, summary in COMMANDS.items()],
+    help="Train models under differential privacy, and compute privacy guarantees.",
     no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
-def app() -> None:
-    """Train models under differential privacy, and compute privacy guarantees."""
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"dpmac {__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def callback(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Parse global options."""
+    del version

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
+import typer
 from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn
@@ -17,7 +17,7 @@ from rich.text import Text
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import command, stop, stop_request
+from dpmac_cli.cli.options import stop, stop_request, with_options
 from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.flags import Choice, Flags, SomePath, options
 from dpmac_cli.config.settings import Config, Debug, DryRun, PrintJson, Quiet
@@ -62,7 +62,7 @@ class CompareFlags(Flags, frozen=True):
     not_both = MappingProxyType({("dry_run", "json"): "a plan has no table"})
 
 
-@command(
+@with_options(
     options(StudyFlags),
     CompareFlags,
     {name: replace(option, several=name not in ONE_VALUE) for name, option in STUDIED.items()},
@@ -112,7 +112,7 @@ def compare(flags: CompareFlags, **given: Any) -> None:
     if interrupted:
         stop("interrupted; run the same command to resume.", INTERRUPTED)
     if failures:
-        raise click.exceptions.Exit(MISFIT)
+        raise typer.Exit(MISFIT)
 
 
 def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[int, str], bool]:

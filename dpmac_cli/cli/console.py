@@ -1,19 +1,21 @@
 """Terminal output: results, errors and notes. Imports no torch."""
 
 import contextlib
-import functools
 import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rich.console import Console
+from rich.text import Text
+from rich.theme import Theme
+
 from dpmac_cli.errors import InputError, explain_os_error
 from dpmac_cli.storage.progress import Computing, heard_by
 
 if TYPE_CHECKING:
     from rich import progress
-    from rich.console import Console
 
 #: Style for important messages. In many terminals yellow, green and cyan are too faint on white,
 #: and blue is too faint on black.
@@ -21,20 +23,14 @@ ATTENTION = "magenta"
 #: Width of a line that is not on a terminal: no table needs more.
 UNLIMITED = 10_000
 #: Replaces a rich style that uses one of these colors.
-STYLES = {"progress.remaining": "dim"}
+THEME = Theme({"progress.remaining": "dim"})
 
 
-@functools.cache
-def _kind() -> "type[Console]":
-    from rich.console import Console  # noqa: PLC0415  (help need not wait for it)
+class _Console(Console):
+    """A console that raises BrokenPipeError instead of ending the process."""
 
-    class Raising(Console):
-        """A console that raises BrokenPipeError instead of ending the process."""
-
-        def on_broken_pipe(self) -> None:
-            raise  # noqa: PLE0704  (rich calls this while it handles the error)
-
-    return Raising
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704  (rich calls this while it handles the error)
 
 
 class Expendable:
@@ -88,18 +84,18 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def stdout() -> "Console":
+def stdout() -> Console:
     """Return the console for results: plain text if not a terminal; honors NO_COLOR."""
     return _console(sys.stdout)
 
 
-def widen(out: "Console") -> None:
+def widen(out: Console) -> None:
     """Let tables be as wide as they need where lines are read by a program or a pager."""
     if not out.is_terminal:
         out.width = UNLIMITED
 
 
-def for_display(quiet: bool, json: bool) -> "Console":
+def for_display(quiet: bool, json: bool) -> Console:
     """Return the expendable console for progress: stderr if stdout is for JSON."""
     return _console(Expendable(sys.stderr if json else sys.stdout), quiet)
 
@@ -113,12 +109,10 @@ def check_kept() -> None:
             )
 
 
-def _console(file: TextIO | Expendable, quiet: bool = False) -> "Console":
-    from rich.theme import Theme  # noqa: PLC0415  (help need not wait for it)
-
+def _console(file: TextIO | Expendable, quiet: bool = False) -> Console:
     wrap = not file.isatty()
     # Expendable has all methods of a file that rich calls, but not its type.
-    return _kind()(file=file, quiet=quiet, theme=Theme(STYLES), highlight=False, soft_wrap=wrap)  # type: ignore[arg-type]
+    return _Console(file=file, quiet=quiet, theme=THEME, highlight=False, soft_wrap=wrap)  # type: ignore[arg-type]
 
 
 def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
@@ -127,7 +121,7 @@ def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def bar(
-    *columns: "str | progress.ProgressColumn", console: "Console", **more: Any
+    *columns: "str | progress.ProgressColumn", console: Console, **more: Any
 ) -> "progress.Progress":
     """Return a transient progress bar with the remaining time, only shown on a terminal."""
     from rich import progress  # noqa: PLC0415  (help need not wait for it)
@@ -166,8 +160,6 @@ def print_result(text: str) -> None:
 
 def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold red") -> None:
     """Print messages on stderr, one per line."""
-    from rich.text import Text  # noqa: PLC0415  (help need not wait for it)
-
     console = _console(Expendable(sys.stderr))
     for error in errors:
         console.print(Text.assemble((f"{label}: ", style), error))

@@ -253,7 +253,7 @@ def follow(
     ``asked`` returns whether the user has asked it to stop.
 
     Raises:
-        click.exceptions.Exit: it was interrupted immediately; the command to resume it was printed.
+        typer.Exit: it was interrupted immediately; the command to resume it was printed.
         DpmacError: it failed; the message has the reason and the command to resume it.
     """
     where, told = None, False

@@ -1,43 +1,69 @@
-"""Commands as click runs them: options from the fields of models, and failures as messages."""
+"""Commands as typer runs them: options from the fields of models, and failures as messages."""
 
+import functools
+import inspect
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import click
-from click.shell_completion import CompletionItem
+import typer
 from pydantic import Field, StrictBool
+from typer.core import TyperCommand
 
 from dpmac_cli import errors
-from dpmac_cli.cli import Explained, console
+from dpmac_cli.cli import console, plain_switches
 from dpmac_cli.config.flags import Flags, Model, Option, flag_name, options
+from dpmac_cli.config.gone import instead
 from dpmac_cli.config.settings import SETTINGS, Debug, DisplayFlags, PrintJson
 
 
-class Command(Explained, click.Command):
-    """A command whose help has its options by group."""
+class Command(TyperCommand):
+    """A command that suggests what to type instead of options of other libraries or versions."""
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options of each group."""
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the arguments and options."""
+        return plain_switches(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments; exit with a usage error for an option that has another name here."""
+        ours = {name for parameter in self.params for name in parameter.opts}
+        known = {name.removeprefix("--").replace("-", "_") for name in ours}
+        for typed in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
+            if typed not in ours and (said := instead(typed[2:], known)):
+                ctx.fail(f"No such option: {typed}.{said.replace('called ', 'called --')}")
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options by group, without boxes, which would take most of the time of help."""
         groups: dict[str, list[Any]] = {}
-        for option in self.get_params(ctx):
-            if isinstance(option, click.Option):
-                group = getattr(option, "group", "Options")
-                groups.setdefault(group, []).append(option.get_help_record(ctx))
+        for parameter in self.get_params(ctx):
+            named = getattr(parameter, "rich_help_panel", None) or "Options"
+            of = "Arguments" if parameter.param_type_name == "argument" else named
+            groups.setdefault(of, []).append(parameter.get_help_record(ctx))
         for group, records in groups.items():
             with formatter.section(group):
                 formatter.write_dl(records)
 
 
+def command_of(name: str, function: Callable[..., None]) -> TyperCommand:
+    """Return the command ``name``, which calls a function and reports its failures."""
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    alone.command(name, cls=Command)(reports_failures(function))
+    built: Any = typer.main.get_command(alone)  # of its only command, so of its class
+    found: TyperCommand = built
+    return found
+
+
 def stop(why: str, code: int) -> NoReturn:
     """End a stopped command: print the reason and exit with a code."""
     console.print_errors([why], label="stopped")
-    raise click.exceptions.Exit(code)
+    raise typer.Exit(code)
 
 
 def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
@@ -46,6 +72,7 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
     With ``debug`` among its options, it also prints tracebacks.
     """
 
+    @functools.wraps(command)
     @errors.named_as_flags()
     def run(**given: Any) -> None:
         console.prepare_streams()
@@ -54,11 +81,11 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
             with console.waiting(shown.quiet):
                 command(**given)
             console.check_kept()
-        except (click.exceptions.Exit, click.Abort):
+        except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
             console.print_errors(["interrupted."])
-            raise click.exceptions.Exit(errors.INTERRUPTED) from None
+            raise typer.Exit(errors.INTERRUPTED) from None
         except BrokenPipeError:  # the reader has closed the pipe, as in dpmac eval | head
             console.discard_output(sys.stdout)
         except Exception as failure:  # noqa: BLE001  (any bug is one message)
@@ -66,7 +93,7 @@ def reports_failures(command: Callable[..., None]) -> Callable[..., None]:
                 traceback.print_exc()
             known = failure if isinstance(failure, errors.DpmacError) else _explanation(failure)
             console.print_errors(known.errors)
-            raise click.exceptions.Exit(known.exit_code) from None
+            raise typer.Exit(known.exit_code) from None
 
     return run
 
@@ -116,68 +143,78 @@ class JsonFlags(Flags, frozen=True):
 
 #: Placeholders of values in the help, by their type.
 PLACEHOLDERS: Mapping[type, str] = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
+_parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
-class Setting(click.Option):
-    """An option made of a field of a model, in a group of the help.
+def parameter(name: str, option: Option) -> inspect.Parameter:
+    """Return a parameter that becomes an option.
 
     Values remain text, because one model validates both flags and YAML.
     """
+    group = SETTINGS[name].group if name in SETTINGS else option.group
+    shown: Any = partial(typer.Option, f"--{flag_name(name)}", rich_help_panel=group)
+    if option.switch:
+        return _parameter(name, annotation=Annotated[bool, shown(help=option.help)], default=False)
+    text = option.help + (f" One of {option.choice.known}." if option.choice else "")
+    metavar = "NAME" if option.choice else PLACEHOLDERS[option.kind]
+    info = shown(
+        help=text + (f" [default: {option.otherwise}]" if option.otherwise else ""),
+        show_default=False,
+        metavar=f"{metavar}{',...' * option.several}",
+        autocompletion=_completer(option) if option.choice else None,
+    )
+    return _parameter(name, annotation=Annotated[str | None, info], default=None)
 
-    def __init__(self, name: str, option: Option) -> None:
-        text = option.help + (f" One of {option.choice.known}." if option.choice else "")
-        placeholder = "NAME" if option.choice else PLACEHOLDERS.get(option.kind)
-        super().__init__(
-            [f"--{flag_name(name)}"],
-            is_flag=option.switch or None,  # False would take no value that begins with "-"
-            help=text + (f" [default: {option.otherwise}]" if option.otherwise else ""),
-            metavar=placeholder and f"{placeholder}{',...' * option.several}",
-        )
-        self.option = option
-        self.group = SETTINGS[name].group if name in SETTINGS else option.group
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete a choice, or the last of several comma-separated choices."""
+def _completer(option: Option) -> Callable[[str], list[str]]:
+    """Return a completer for a choice, or for several comma-separated choices."""
+
+    def complete(incomplete: str) -> list[str]:
         before, comma, last = "", "", incomplete
-        if self.option.several:
+        if option.several:
             before, comma, last = incomplete.rpartition(",")
-        found = (name for name in self.option.choices if name.startswith(last))
-        return [CompletionItem(f"{before}{comma}{name}") for name in found]
+        return [f"{before}{comma}{name}" for name in option.choices if name.startswith(last)]
+
+    return complete
 
 
 def argument(
     name: str, text: str, *, required: bool = True, several: bool = False
-) -> click.Argument:
-    """Return a positional argument of one path, or of several."""
-    path, count = click.Path(path_type=Path), -1 if several else 1
-    return click.Argument([name], required, text, type=path, nargs=count)
+) -> inspect.Parameter:
+    """Return a parameter that becomes a positional argument of one path, or of several."""
+    shown = typer.Argument(metavar=name.upper(), help=text)
+    one: Any = list[Path] if several else Path
+    kind, default = (one, ...) if required else (one | None, None)
+    return _parameter(name, annotation=Annotated[kind, shown], default=default)
 
 
-def command(
-    *parts: click.Argument | type[Flags] | Mapping[Any, Option],
-) -> Callable[[Callable[..., None]], Command]:
-    """Make a function the command of its name, with arguments and options.
+def with_options(
+    *parts: inspect.Parameter | type[Flags] | Mapping[Any, Option],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Set the signature of a command to its arguments and options, for typer.
 
     ``parts`` are arguments, models, whose validated flags become the first arguments of the
     function, and other :func:`~dpmac_cli.config.flags.options`, which remain text.
     """
-    parameters = list[click.Parameter]()
+    parameters = list[inspect.Parameter]()
     for part in parts:
-        if isinstance(part, click.Argument):
+        if isinstance(part, inspect.Parameter):
             parameters.append(part)
         else:
             flags = options(part) if isinstance(part, type) else part
-            parameters += (Setting(name, option) for name, option in flags.items())
+            parameters += (parameter(name, option) for name, option in flags.items())
 
-    def make(function: Callable[..., None]) -> Command:
-        @reports_failures
+    def sign(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
         def call(**given: Any) -> None:
             flags = [take(part, given) for part in parts if isinstance(part, type)]
             function(*flags, **given)
 
-        return Command(function.__name__, callback=call, params=parameters, help=function.__doc__)
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {p.name: p.annotation for p in parameters}
+        return call
 
-    return make
+    return sign
 
 
 def take(model: type[Model], given: dict[str, Any]) -> Model:

@@ -15,8 +15,8 @@ from dpmac_cli.cli.options import (
     JsonFlags,
     ReplaceFile,
     argument,
-    command,
     faults_of_file,
+    with_options,
 )
 from dpmac_cli.config.flags import Choice, Flags, Several, SomePath, near
 from dpmac_cli.config.named import BEST, PAPER, RECIPES
@@ -61,7 +61,7 @@ class ReportFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@command(argument("run", "A run folder."), CardAnswers)
+@with_options(argument("run", "A run folder."), CardAnswers)
 def card(answers: CardAnswers, run: Path) -> None:
     """Print the model card of a run as Markdown.
 
@@ -81,7 +81,7 @@ def card(answers: CardAnswers, run: Path) -> None:
     console.print_result(answered_card(run, written))
 
 
-@command(argument("path", "A run folder, or a folder of dpmac compare."), ReportFlags)
+@with_options(argument("path", "A run folder, or a folder of dpmac compare."), ReportFlags)
 def report(flags: ReportFlags, path: Path) -> None:
     """Write a web page for a run or a comparison: one self-contained file with figures.
 
@@ -112,7 +112,7 @@ RULES = {
 }
 
 
-@command(JsonFlags)
+@with_options(JsonFlags)
 def recipes(flags: JsonFlags) -> None:
     """List recipes: what each reaches, its epsilon, its time, and the command that runs it.
 
@@ -145,7 +145,7 @@ def recipes(flags: JsonFlags) -> None:
     out.print("accuracy: test accuracy in percent. minutes: of the whole command, on two cores.")
 
 
-@command(JsonFlags)
+@with_options(JsonFlags)
 def env(flags: JsonFlags) -> None:
     """Print what a bug report needs: versions, processor, libraries, folders and fallbacks.
 
@@ -208,7 +208,7 @@ class CacheFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@command(argument("file", "Table in CSV or Parquet."), Columns)
+@with_options(argument("file", "Table in CSV or Parquet."), Columns)
 def schema(flags: Columns, file: Path) -> None:
     """Draft the schema of a table, which declares the allowed values of each column.
 
@@ -251,7 +251,7 @@ def _faults_of_columns(
             yield f"The column {name} is named twice ({' and '.join(some)}): name it once."
 
 
-@command(CacheFlags)
+@with_options(CacheFlags)
 def cache(flags: CacheFlags) -> None:
     """Show or clear the cache of decoded images, and of features of public backbones and frozen
     layers.

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import JsonFlags, argument, command
+from dpmac_cli.cli.options import JsonFlags, argument, with_options
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs import folder
@@ -39,7 +39,7 @@ DAMAGE = (*folder.BROKEN, InputError)
 SEEDED, AUDITED = "*", "!"
 
 
-@command(
+@with_options(
     argument("folders", "Where to look. [default: runs]", required=False, several=True),
     JsonFlags,
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
+import typer
 from pydantic import Field, StrictBool
 from rich.text import Text
 
@@ -15,8 +15,8 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.options import (
     ReplaceFile,
     argument,
-    command,
     faults_of_file,
+    with_options,
 )
 from dpmac_cli.config.flags import Choice, Flags, SomePath
 from dpmac_cli.config.settings import (
@@ -97,7 +97,7 @@ class PredictFlags(Flags, frozen=True):
     debug: Debug = False
 
 
-@command(argument("run", "A run folder, or a model.safetensors."), EvalFlags)
+@with_options(argument("run", "A run folder, or a model.safetensors."), EvalFlags)
 def evaluate(flags: EvalFlags, run: Path) -> None:
     """Evaluate a trained model on every test sample, or evaluate the audit of a run.
 
@@ -128,7 +128,7 @@ def evaluate(flags: EvalFlags, run: Path) -> None:
     _show(scored, flags.json)
 
 
-@command(
+@with_options(
     argument("run", "A run folder, or a model.safetensors."),
     argument("data", "Images, texts, an .npz or a table."),
     PredictFlags,
@@ -237,4 +237,4 @@ def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
         )
         out.print(HOLDS if found.holds else BROKEN)
     if not found.holds:
-        raise click.exceptions.Exit(MISFIT)
+        raise typer.Exit(MISFIT)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import command, stop, stop_request, take
+from dpmac_cli.cli.options import stop, stop_request, take, with_options
 from dpmac_cli.config.flags import Flags, SomePath
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, Settings
 from dpmac_cli.config.sources import parse_settings
@@ -38,7 +38,7 @@ class Start(Flags, frozen=True):
     )
 
 
-@command(Start, SETTINGS)
+@with_options(Start, SETTINGS)
 def train(start: Start, **flags: Any) -> None:
     """Train a model under differential privacy.
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import command, stop, stop_request, take
+from dpmac_cli.cli.options import stop, stop_request, take, with_options
 from dpmac_cli.config.flags import Flags, SomePath, options
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, DryRun
 from dpmac_cli.errors import INTERRUPTED, InputError
@@ -38,7 +38,7 @@ class TuneFlags(Flags, frozen=True):
     """Folder of the search, and of the published run. [default: runs/tune]"""
 
 
-@command(TuneFlags, options(SearchFlags), SHARED)
+@with_options(TuneFlags, options(SearchFlags), SHARED)
 def tune(flags: TuneFlags, **given: Any) -> None:
     """Search for the best settings, within one epsilon for search and model together.
 

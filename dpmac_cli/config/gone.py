@@ -43,8 +43,6 @@ INSTEAD: Mapping[str, str] = {
     "lora-alpha": "Updates are scaled by 16 / rank. Leave it out.",
     "tuned-on": "Say it in the card: dpmac card RUN --justification TEXT.",
     "encoding": "Declare it in the schema of the table: encoding: cp1252.",
-    "install-completion": 'Add eval "$(_DPMAC_COMPLETE=bash_source dpmac)" to ~/.bashrc; '
-    "docs/install.md has the lines of other shells.",
     "format": "For a web page, type: dpmac report RUN --html FILE.",
     "tensorboard": "metrics.jsonl has the scores, which a SummaryWriter of torch can write.",
     "slurm": "Submit dpmac train as an array of jobs: docs/clusters.md has the lines.",

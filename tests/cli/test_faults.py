@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
+from typer.testing import Result
 
 from dpmac_cli.data import loaders as data
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 from PIL import Image
 from pyarrow import Table, parquet
+from typer.testing import Result
 
 from dpmac_cli import load_model, predict
 from dpmac_cli.data.loaders import load_data
