@@ -20,6 +20,8 @@ def main() -> None:
     # A stream that the caller has closed is None: discard output to it.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    # Looking for plugins of pydantic, it would read what each installed package says of itself.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from dpmac_cli.cli.app import app  # noqa: PLC0415  (after the signals)
 
     try:

@@ -13,17 +13,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from dpmac_cli.accounting.events import TrainingEvent, by_records, merged
 from dpmac_cli.errors import InputError
 
-#: Accountants by name, with a description.
-ACCOUNTANTS: Mapping[str, str] = {
-    "pld": f"pld (Connect-the-Dots, dp-accounting {version('dp-accounting')})",
-    "rdp": f"rdp (Renyi orders up to 1024, dp-accounting {version('dp-accounting')})",
-}
+#: Accountants by name, with their method.
+ACCOUNTANTS: Mapping[str, str] = {"pld": "Connect-the-Dots", "rdp": "Renyi orders up to 1024"}
 DEFAULT_ACCOUNTANT = "pld"
 #: Bounds of noise multipliers: below, computations overflow; above, noise dominates everything.
 SIGMA_MIN, SIGMA_MAX = 0.01, 1e4
@@ -95,6 +91,13 @@ def _divergences(pmf: Any, epsilons: Any) -> Any:
     lower = np.cumsum(np.append(0.0, masses * np.exp(-losses[::-1])))
     above = len(losses) - np.searchsorted(losses, epsilons, side="right")
     return upper[above] - np.where(above > 0, np.exp(epsilons) * lower[above], 0.0)
+
+
+def accountant_name(accountant: str) -> str:
+    """Return the name of an accountant with its method and version."""
+    from importlib.metadata import version  # noqa: PLC0415  (help need not wait for it)
+
+    return f"{accountant} ({ACCOUNTANTS[accountant]}, dp-accounting {version('dp-accounting')})"
 
 
 def total_epsilon(

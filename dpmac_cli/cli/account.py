@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.accounting import calibration
-from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT
+from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT, accountant_name
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.pricing import Row, accountant_note, price
 from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
@@ -384,6 +384,6 @@ FACTS: Mapping[str, Callable[[Row], str]] = {
     "mu": lambda row: format_epsilon(row.risk.mu) if row.risk else "",
     "sampler": lambda row: row.sampler,
     "adjacency": lambda row: row.adjacency,
-    "accountant": lambda row: ACCOUNTANTS[row.accountant],
+    "accountant": lambda row: accountant_name(row.accountant),
     "compositions": lambda row: f"{row.compositions:,}",
 }

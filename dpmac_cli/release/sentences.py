@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpmac_cli.accounting import statements
-from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
+from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
@@ -438,7 +438,7 @@ def privacy(case: Case) -> Privacy:
         search=None if plan.search is None else _search(case, plan.search),
         events=_events(events),
         adjacency="add-or-remove-one" if part.private else None,
-        accountant=ACCOUNTANTS[cost.accountant] if part.private else None,
+        accountant=accountant_name(cost.accountant) if part.private else None,
         risk=RiskBounds(**risk.values()) if part.private else None,
         computed_from_records=_computed(case) if part.private else None,
         not_covered=tuple(said("not covered", case)),
