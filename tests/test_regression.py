@@ -22,7 +22,7 @@ from dpmac_cli.data.user_data import inspect
 from dpmac_cli.dp.losses import HUBER, build_loss
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.tasks.regression import NumberTask, Regression, SeveralNumbers
+from dpmac_cli.tasks.regression import Regression, Target
 from dpmac_cli.tasks.task import number
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import release_score
@@ -40,16 +40,16 @@ drop: [person]
 """
 
 
-TASK = Regression(("cost",), 0.0, 10_000.0, "log1p")
-PLAIN = Regression(("y",), -5.0, 20.0)
-DAYS = Regression(("days",), 0.0, 40.0)
-SEVERAL = SeveralNumbers.of([TASK, DAYS])
+COST, DAYS = Target("cost", 0.0, 10_000.0, "log1p"), Target("days", 0.0, 40.0)
+TASK, PLAIN = Regression.of([COST]), Regression.of([Target("y", -5.0, 20.0)])
+SEVERAL = Regression.of([COST, DAYS])
 
 
-def tasks_of(targets: int) -> SeveralNumbers:
+def tasks_of(targets: int) -> Regression:
     """As many targets, each in a range ten times as wide as that of the one before."""
-    parts = [replace(DAYS, names=(f"y{k}",), high=10.0 ** (k - 1)) for k in range(targets)]
-    return SeveralNumbers.of(parts)
+    return Regression.of(
+        [replace(DAYS, name=f"y{k}", high=10.0 ** (k - 1)) for k in range(targets)]
+    )
 
 
 def refused(where: Path, label: str, cell: object = 100, **options: Any) -> str:
@@ -63,10 +63,10 @@ def refused(where: Path, label: str, cell: object = 100, **options: Any) -> str:
 
 
 def evaluated(
-    task: NumberTask, records: int = 60, *, units: Units | None = None, seed: int = 0
+    task: Regression, records: int = 60, *, units: Units | None = None, seed: int = 0
 ) -> Evaluation:
     """Random outputs for random targets; one output is not a number."""
-    draws, shape = torch.Generator().manual_seed(seed), (records, len(task.each()))
+    draws, shape = torch.Generator().manual_seed(seed), (records, len(task.targets))
     targets = 2 * torch.rand(shape, generator=draws) - 1
     outputs = targets + 0.7 * torch.randn(shape, generator=draws)
     outputs[0] = math.nan
@@ -106,9 +106,9 @@ def _page(folder: Path, where: Path) -> str:
 
 @pytest.mark.promise("reading")
 @pytest.mark.parametrize("task", [TASK, PLAIN, SEVERAL])
-def test_no_target_is_beyond_its_range_and_none_moves_another(task: NumberTask) -> None:
+def test_no_target_is_beyond_its_range_and_none_moves_another(task: Regression) -> None:
     """Of several targets, one that is far too large does not move the others of its record."""
-    parts = task.each()
+    parts = task.targets
     values = np.column_stack([np.linspace(part.low, part.high, 20) for part in parts])
     signs = np.resize([1.0, -1.0], len(parts))
     given = np.concatenate([values, [1e300 * signs, -1e300 * signs]])
@@ -238,7 +238,7 @@ def test_intervals_are_by_unit_and_cover_the_truth() -> None:
 @pytest.mark.promise("scores")
 @pytest.mark.parametrize("task", [TASK, PLAIN, *map(tasks_of, (2, 3, 7))])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_one_unit_moves_the_covered_error_by_at_most_one(task: NumberTask, grouped: bool) -> None:
+def test_one_unit_moves_the_covered_error_by_at_most_one(task: Regression, grouped: bool) -> None:
     """Wild outputs and NaN are among them, and one that is wrong in everything."""
     owners = owners_of(grouped=grouped)
     result = evaluated(task, len(owners))
@@ -246,7 +246,7 @@ def test_one_unit_moves_the_covered_error_by_at_most_one(task: NumberTask, group
     result.labels[1:6] = torch.tensor([-1.0, 1.0, -1.0, 1.0, -1.0])[:, None]
     whole, moves = moved_by_units(result, owners, grouped=grouped)
     assert max(moves) <= 1
-    several = len(task.each()) > 1
+    several = len(task.targets) > 1
     assert max(moves) > (0.5 if not several else 0.3 if grouped else 0.99)
     if several:
         assert whole.sum() / len(set(owners)) == pytest.approx(_by_unit(result, owners), abs=1e-3)

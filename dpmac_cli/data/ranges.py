@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.schema import NAMED, Source, escaped
-from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.tasks.regression import Target
 
 #: Share of the values of a column that counts as nearly all.
 NEARLY_ALL = 0.9
@@ -20,13 +20,13 @@ def remarks_on_ranges(
     x: NDArray[Any],
     arrays: Mapping[str, NDArray[Any]],
     source: Source,
-    numbers: Sequence[Regression],
+    numbers: Sequence[Target],
 ) -> Iterator[str]:
     """Yield remarks on the ranges of columns and of targets, and on categories.
 
     Args:
         x: numbers, shape (records, columns, ...). arrays: targets, and the ends of the columns.
-        source: the dataset, whose schema names its columns. numbers: the task of each target.
+        source: the dataset, whose schema names its columns. numbers: to predict.
     """
     names = [f"x[:, {place}]" for place in range(x.shape[1])]
     columns, first = (() if source.schema is None else source.schema.columns), 0
@@ -44,7 +44,7 @@ def remarks_on_ranges(
     yield from _of_each(names, np.moveaxis(x, 1, 0), arrays["low"], arrays["high"])
     if numbers:
         low, high = np.array([(number.low, number.high) for number in numbers]).T
-        yield from _of_each([number.names[0] for number in numbers], arrays["y"].T, low, high)
+        yield from _of_each([number.name for number in numbers], arrays["y"].T, low, high)
 
 
 def _of_each(

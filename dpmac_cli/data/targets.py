@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from dpmac_cli.data.schema import NAMED, Source, refuse
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import LanguageModel
-from dpmac_cli.tasks.regression import Regression, SeveralNumbers
+from dpmac_cli.tasks.regression import Regression, Target
 from dpmac_cli.tasks.task import Task
 
 #: Arrays that declare numbers to predict.
@@ -23,24 +23,24 @@ NO_LABEL = -1
 Arrays = Mapping[str, NDArray[Any]]
 
 
-def numbers_in(arrays: Arrays, source: Source) -> list[Regression]:
-    """Return the task of each number to predict, as declared; [] for classes. Raises InputError."""
+def numbers_in(arrays: Arrays, source: Source) -> list[Target]:
+    """Return the numbers to predict, as declared; [] for classes. Raises InputError."""
     if source.task is not None:
         check_name(source.path.name)
         return []
     if source.schema is not None:
         labels = [label for label in source.schema.labels if label.range is not None]
-        declared = [(label.name, *label.ends, label.transform) for label in labels]
+        declared = [Target(label.name, *label.ends, label.transform) for label in labels]
     elif any(name in arrays for name in DECLARED):
         declared = _declared(arrays, source)
     else:
         return []
-    check_name(source.path.name, *(name for name, *_ in declared))
-    return [Regression((name,), low, high, transform) for name, low, high, transform in declared]
+    check_name(source.path.name, *(target.name for target in declared))
+    return declared
 
 
-def _declared(arrays: Arrays, source: Source) -> list[tuple[str, float, float, Any]]:
-    """Return name, ends of the range and transform of each target; one value is for all."""
+def _declared(arrays: Arrays, source: Source) -> list[Target]:
+    """Return the numbers to predict that arrays declare; one value is for all."""
     given = {"target_low": np.array(""), "target_high": np.array("")} | {**arrays}
     ends = given["target_low"], given["target_high"]
     count = max(end.size for end in ends)
@@ -48,7 +48,7 @@ def _declared(arrays: Arrays, source: Source) -> list[tuple[str, float, float, A
         "target_transform": np.array("none"),
         "target_name": np.array(["y"] if count == 1 else [f"y{k + 1}" for k in range(count)]),
     } | given
-    faults, declared = list[str](), list[tuple[str, float, float, Any]]()
+    faults, declared = list[str](), list[Target]()
     if CLASSES in arrays:
         faults.append(
             "classes and target_low contradict: the first is for classes, the second for "
@@ -65,10 +65,17 @@ def _declared(arrays: Arrays, source: Source) -> list[tuple[str, float, float, A
     else:
         order = ("target_name", "target_low", "target_high", "target_transform")
         each = (np.broadcast_to(given[name].ravel(), count).tolist() for name in order)
-        declared = [(str(n), float(a), float(b), str(t)) for n, a, b, t in zip(*each, strict=True)]
-    if len({name for name, *_ in declared}) < len(declared):
+        declared = [
+            Target(str(n), float(a), float(b), cast(Any, t))
+            for n, a, b, t in zip(*each, strict=True)
+        ]
+    if len({target.name for target in declared}) < len(declared):
         faults.append("target_name must give each target a name of its own")
-    faults += [f"{name}: {why}" for name, *form in declared for why in faults_of_range(*form)]
+    faults += [
+        f"{of.name}: {why}"
+        for of in declared
+        for why in faults_of_range(of.low, of.high, of.transform)
+    ]
     raise_errors(f"{source.path}: {fault}." for fault in faults)
     return declared
 
@@ -142,13 +149,13 @@ def faults_together(arrays: Arrays) -> Iterator[str]:
 
 
 def task_in(
-    arrays: Arrays, source: Source, numbers: Sequence[Regression], found: Sequence[str]
+    arrays: Arrays, source: Source, numbers: Sequence[Target], found: Sequence[str]
 ) -> Task:
     """Return the task; names that were found are used if no classes are declared."""
     if source.task is not None:
         return LanguageModel()
     if numbers:
-        return SeveralNumbers.of(numbers) if len(numbers) > 1 else numbers[0]
+        return Regression.of(numbers)
     numbered = [*map(str, range(1 + int(arrays["y"].max())))]
     names = tuple(map(str, arrays.get(CLASSES, found or numbered)))
     check_classes(names, source)

@@ -61,9 +61,9 @@ class Classification(Task):
         return {"classes": list(self.names), "target": None}
 
     @classmethod
-    def of_facts(cls, facts: TaskFacts) -> Task | None:
-        """Return the task with these facts; None if they describe another kind."""
-        return None if facts["target"] is not None else cls(tuple(facts["classes"]))
+    def of_facts(cls, facts: TaskFacts) -> Task:
+        """Return the task with these facts."""
+        return cls(tuple(facts["classes"]))
 
     @property
     def usage(self) -> Usage:

@@ -12,6 +12,7 @@ from scipy.special import stdtrit
 
 from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.tasks.intervals import TAIL, Floats, resampled
+from dpmac_cli.tasks.regression import Regression, Target
 from dpmac_cli.tasks.task import Interval, Results, Table, Task
 
 #: Number of bootstrap resamples.
@@ -28,7 +29,7 @@ class Estimates(Results):
 
     Attributes:
         truth, guess: targets and predictions, float64, shape (records, targets).
-        task: what is predicted. parts: the task of each target.
+        task: what is predicted. targets: the numbers; none for other tasks.
         unit_of: index of each record's unit of privacy, shape (records,); None if each record is
             one.
     """
@@ -36,13 +37,13 @@ class Estimates(Results):
     truth: Floats
     guess: Floats
     task: Task
-    parts: tuple[Task, ...]
+    targets: tuple[Target, ...] = ()
     unit_of: NDArray[np.int64] | None = None
 
     @property
     def widths(self) -> Floats:
         """Width of the range of each target, shape (targets,)."""
-        return np.array([part.width for part in self.parts])
+        return np.array([target.width for target in self.targets])
 
     @property
     def shares(self) -> Floats:
@@ -70,10 +71,6 @@ class Estimates(Results):
     def _of_targets(self) -> dict[str, list[float]]:
         found = self.weighted(np.ones((len(self.truth), 1)))
         return {name: values[:, 0].tolist() for name, values in found.items()}
-
-    def metric(self, name: str) -> float:
-        """Return a metric by its name; nan if it is not defined."""
-        return self.metrics()[name]
 
     def metrics(self) -> dict[str, float]:
         """Return all metrics of the task by name: means over the targets."""
@@ -104,9 +101,9 @@ class Estimates(Results):
     def _by_target(self) -> dict[str, Any]:
         """Return the metrics of several targets as JSON values, in their order."""
         parts = [
-            {"name": part.names[0]}
-            | {of.key: finite_or_none(self._of_targets[of.name][k]) for of in part.metrics}
-            for k, part in enumerate(self.parts)
+            {"name": target.name}
+            | {of.key: finite_or_none(self._of_targets[of.name][k]) for of in Regression.metrics}
+            for k, target in enumerate(self.targets)
         ]
         return {"by_target": parts} if len(parts) > 1 else {}
 
@@ -116,9 +113,9 @@ class Estimates(Results):
 
     def table(self) -> Table | None:
         """Return the metrics of several targets."""
-        if len(self.parts) == 1:
+        if len(self.targets) < 2:
             return None
-        shown = [metric for metric in self.parts[0].metrics if metric.chosen]
+        shown = [metric for metric in Regression.metrics if metric.chosen]
         rows = tuple(
             (name, *(metric.text(self._of_targets[metric.name][k]) for metric in shown))
             for k, name in enumerate(self.task.names)

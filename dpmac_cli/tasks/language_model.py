@@ -56,20 +56,15 @@ class LanguageModel(Task):
         return {"classes": [], "target": {"kind": self.kind}}
 
     @classmethod
-    def of_facts(cls, facts: TaskFacts) -> Task | None:
-        """Return the task with these facts; None if they describe another kind."""
-        target = facts["target"]
-        return None if target is None or target["kind"] != cls.kind else cls()
+    def of_facts(cls, facts: TaskFacts) -> Task:
+        """Return the task with these facts."""
+        return cls()
 
     @property
     def usage(self) -> Usage:
         """Return how a model card names and uses the model."""
         result = "The result is the perplexity of each text."
         return Usage("language model", ("predicts", self.names), "", "score", "{}.exp()", result)
-
-    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
-        """Return nothing: there are no classes."""
-        return ()
 
     def examples(self) -> "tuple[Tensor, Tensor]":
         """Return made-up outputs and targets."""
@@ -92,4 +87,4 @@ class LanguageModel(Task):
         from dpmac_cli.tasks.estimates import Perplexity  # noqa: PLC0415  (help is fast)
 
         losses = outputs.double().numpy()
-        return Perplexity(losses * 0, losses, self, (self,), owners)
+        return Perplexity(losses * 0, losses, self, unit_of=owners)

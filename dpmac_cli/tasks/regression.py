@@ -5,82 +5,163 @@ z of a network predicts t. Imports nothing slow; see :mod:`dpmac_cli.tasks.task`
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
+from dpmac_cli.tasks.task import EvaluationMetric, Interval, Results, Task, TaskFacts, Usage
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-#: Transforms of a target, with their inverses; see :class:`Regression`.
+#: Transforms of a target, with their inverses; see :class:`Target`.
 Transform = Literal["none", "log1p"]
 _R2 = (
     EvaluationMetric("r2", "R2", share=False),
     EvaluationMetric("at-or-below", "targets at or below the prediction", chosen=False),
 )
-NUMBER_METRICS = (
-    EvaluationMetric("mae", "MAE", covered=True, share=False, lower=True),
-    EvaluationMetric("rmse", "RMSE", share=False, lower=True),
-    *_R2,
-)
 
 
-class NumberTask(Task):
-    """Numbers in public ranges. Targets are scaled to [-1, 1], shape (records, targets)."""
+@dataclass(frozen=True)
+class Target:
+    """A number to predict.
 
+    Attributes:
+        low, high: public range that targets are clipped to; low < high.
+        transform: "log1p" predicts log(1 + y), for targets above -1 of very different sizes.
+    """
+
+    name: str
+    low: float
+    high: float
+    transform: Transform = "none"
+
+    @property
+    def width(self) -> float:
+        """Largest error of a prediction, in the units of the target."""
+        return self.high - self.low
+
+    @property
+    def range(self) -> str:
+        """Return the range and the transform in words."""
+        return f"{self.low:g} to {self.high:g}" + " (log1p)" * (self.transform == "log1p")
+
+    @property
+    def ends(self) -> Interval:
+        """Ends of the range, transformed."""
+        if self.transform == "log1p":
+            return math.log1p(self.low), math.log1p(self.high)
+        return self.low, self.high
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of the target in a model file."""
+        return {"kind": Regression.kind, **asdict(self)}
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the target with these :attr:`facts`."""
+        return cls(facts["name"], facts["low"], facts["high"], facts["transform"])
+
+    def code(self, output: str) -> str:
+        """Return a Python expression for the predicted numbers of an output."""
+        low, high = self.ends
+        code = f"{low!r} + ({output}.clamp(-1, 1) + 1) / 2 * {high - low!r}"
+        return f"({code}).expm1()" if self.transform == "log1p" else code
+
+    def scaled(self, targets: "NDArray[Any]") -> "NDArray[np.float32]":
+        """Return targets scaled to [-1, 1]."""
+        import numpy as np  # noqa: PLC0415  (help is fast)
+
+        clipped = np.clip(targets.astype(np.float64), self.low, self.high)
+        low, high = self.ends
+        moved = np.log1p(clipped) if self.transform == "log1p" else clipped
+        return (2 * (moved - low) / (high - low) - 1).clip(-1, 1).astype(np.float32)
+
+    def in_units(self, scaled: "Tensor") -> "Tensor":
+        """Return numbers in the units of the target, in its range, float64."""
+        low, high = self.ends
+        moved = low + (scaled.double() + 1) / 2 * (high - low)
+        found = moved.expm1() if self.transform == "log1p" else moved
+        return found.clamp(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """A number per record. Targets are scaled to [-1, 1], shape (records, targets).
+
+    Attributes:
+        targets: what is predicted; several for :class:`SeveralNumbers`.
+    """
+
+    targets: tuple[Target, ...]
+
+    kind: ClassVar[str] = "regression"
+    of_record: ClassVar[str] = "one number"
+    unknown: ClassVar[str] = "no number"
     losses: ClassVar[tuple[str, ...]] = ("mse", "huber", "quantile:Q")
+    metrics: ClassVar[tuple[EvaluationMetric, ...]] = (
+        EvaluationMetric("mae", "MAE", covered=True, share=False, lower=True),
+        EvaluationMetric("rmse", "RMSE", share=False, lower=True),
+        *_R2,
+    )
+    reported: ClassVar[tuple[str, ...]] = (
+        *("rmse", "r2", "at_or_below", "noise", "interval", "mae_interval"),
+    )
     target: ClassVar[str] = "float32"
+    public: ClassVar[str] = "range of the target"
     weighted: ClassVar[bool] = False
     #: The middle of the range: noise leaves no steps to unlearn random outputs.
     start: ClassVar[float | None] = 0.0
 
-    @abstractmethod
-    def each(self) -> "tuple[Regression, ...]":
-        """Return the task of each target."""
-
-    @property
-    @abstractmethod
-    def target_facts(self) -> Mapping[str, Any]:
-        """Return the facts of the target, or of all targets; their "kind" is that of the task."""
+    @staticmethod
+    def of(targets: "Sequence[Target]") -> "Regression":
+        """Return the task of one target or several."""
+        kind = SeveralNumbers if len(targets) > 1 else Regression
+        return kind(tuple(target.name for target in targets), tuple(targets))
 
     @classmethod
-    @abstractmethod
-    def of_target(cls, target: Mapping[str, Any]) -> Self:
-        """Return the task with these :attr:`target_facts`."""
+    def of_facts(cls, facts: TaskFacts) -> Task:
+        """Return the task with these facts."""
+        found = facts["target"] or {}
+        return cls.of([Target.of_facts(target) for target in found.get("targets", [found])])
 
     @property
     def facts(self) -> TaskFacts:
         """Return the facts of the task in a model file."""
-        return {"classes": [], "target": self.target_facts}
+        return {"classes": [], "target": self.targets[0].facts}
 
-    @classmethod
-    def of_facts(cls, facts: TaskFacts) -> Task | None:
-        """Return the task with these facts; None if they describe another kind."""
-        target = facts["target"]
-        return None if target is None or target["kind"] != cls.kind else cls.of_target(target)
+    @property
+    def described(self) -> str:
+        """Return the output in words."""
+        return f"one number from {self.targets[0].range}"
 
     @property
     def summary(self) -> str:
         """Return the outputs by name."""
-        return ", ".join(f"the target {part.names[0]} from {part.range}" for part in self.each())
+        return ", ".join(f"the target {target.name} from {target.range}" for target in self.targets)
 
-    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
-        """Return nothing: there are no classes."""
-        return ()
+    @property
+    def usage(self) -> Usage:
+        """Return how a model card names and uses the model."""
+        row, code = ("target", self.names), self.targets[0].code("{}[:, 0]")
+        result = "The result is the predicted number, in the units of the target."
+        return Usage("regression model", row, f", {self.described}", "predict", code, result)
+
+    @property
+    def width(self) -> float:
+        """Largest error of a prediction, in the units of the target."""
+        return self.targets[0].width
 
     def encoded(self, targets: "NDArray[Any]") -> "NDArray[Any]":
         """Return targets as a network learns them, float32, shape (records, targets)."""
         import numpy as np  # noqa: PLC0415  (help is fast)
 
         columns = targets.reshape(-1, len(self.names)).T
-        return np.stack(
-            [part.scaled(column) for part, column in zip(self.each(), columns, strict=True)], 1
-        )
+        parts = zip(self.targets, columns, strict=True)
+        return np.stack([target.scaled(column) for target, column in parts], 1)
 
     def examples(self) -> "tuple[Tensor, Tensor]":
         """Return made-up outputs and targets."""
@@ -97,7 +178,8 @@ class NumberTask(Task):
         """Return numbers in the units of the targets, in their ranges, float64."""
         import torch  # noqa: PLC0415  (help is fast)
 
-        return torch.stack([part.in_units(scaled[:, k]) for k, part in enumerate(self.each())], 1)
+        parts = zip(self.targets, scaled.T, strict=True)
+        return torch.stack([target.in_units(column) for target, column in parts], 1)
 
     def columns(self, answers: "NDArray[np.float32]") -> dict[str, Sequence[Any]]:
         """Return predicted numbers; NaN if an output contains NaN.
@@ -121,113 +203,19 @@ class NumberTask(Task):
         from dpmac_cli.tasks.estimates import Estimates  # noqa: PLC0415  (help is fast)
 
         truth, guess = self.decoded(targets), self.decoded(outputs)
-        ends = torch.tensor([(part.low, part.high) for part in self.each()], dtype=torch.float64)
+        ends = torch.tensor([(of.low, of.high) for of in self.targets], dtype=torch.float64)
         low, high = ends.T
         worst = torch.where(truth - low > high - truth, low, high)
         guess = worst.where(guess.isnan(), guess)
-        return Estimates(truth.numpy(), guess.numpy(), self, self.each(), owners)
+        return Estimates(truth.numpy(), guess.numpy(), self, self.targets, owners)
 
 
 @dataclass(frozen=True)
-class Regression(NumberTask):
-    """A number per record.
-
-    Attributes:
-        low, high: public range that targets are clipped to; low < high.
-        transform: "log1p" predicts log(1 + y), for targets above -1 of very different sizes.
-    """
-
-    low: float
-    high: float
-    transform: Transform = "none"
-
-    kind: ClassVar[str] = "regression"
-    of_record: ClassVar[str] = "one number"
-    unknown: ClassVar[str] = "no number"
-    metrics: ClassVar[tuple[EvaluationMetric, ...]] = NUMBER_METRICS
-    reported: ClassVar[tuple[str, ...]] = (
-        *("rmse", "r2", "at_or_below", "noise", "interval", "mae_interval"),
-    )
-    public: ClassVar[str] = "range of the target"
-
-    def each(self) -> "tuple[Regression, ...]":
-        """Return the task itself."""
-        return (self,)
-
-    @property
-    def range(self) -> str:
-        """Return the range and the transform in words."""
-        return f"{self.low:g} to {self.high:g}" + " (log1p)" * (self.transform == "log1p")
-
-    @property
-    def described(self) -> str:
-        """Return the output in words."""
-        return f"one number from {self.range}"
-
-    @property
-    def usage(self) -> Usage:
-        """Return how a model card names and uses the model."""
-        row, told = ("target", self.names), f", {self.described}"
-        result = "The result is the predicted number, in the units of the target."
-        return Usage("regression model", row, told, "predict", self.code("{}[:, 0]"), result)
-
-    def code(self, output: str) -> str:
-        """Return a Python expression for the predicted numbers of an output."""
-        low, high = self.ends
-        code = f"{low!r} + ({output}.clamp(-1, 1) + 1) / 2 * {high - low!r}"
-        return f"({code}).expm1()" if self.transform == "log1p" else code
-
-    @property
-    def target_facts(self) -> Mapping[str, Any]:
-        """Return the facts of the target."""
-        ends = {"low": self.low, "high": self.high}
-        return {"name": self.names[0], "kind": self.kind, **ends, "transform": self.transform}
-
-    @classmethod
-    def of_target(cls, target: Mapping[str, Any]) -> Self:
-        """Return the task with these facts."""
-        return cls((target["name"],), target["low"], target["high"], target["transform"])
-
-    @property
-    def width(self) -> float:
-        """Largest error of a prediction, in the units of the target."""
-        return self.high - self.low
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Ends of the range, transformed."""
-        if self.transform == "log1p":
-            return math.log1p(self.low), math.log1p(self.high)
-        return self.low, self.high
-
-    def scaled(self, targets: "NDArray[Any]") -> "NDArray[np.float32]":
-        """Return targets scaled to [-1, 1]."""
-        import numpy as np  # noqa: PLC0415  (help is fast)
-
-        clipped = np.clip(targets.astype(np.float64), self.low, self.high)
-        low, high = self.ends
-        moved = np.log1p(clipped) if self.transform == "log1p" else clipped
-        return (2 * (moved - low) / (high - low) - 1).clip(-1, 1).astype(np.float32)
-
-    def in_units(self, scaled: "Tensor") -> "Tensor":
-        """Return numbers in the units of the target, in its range, float64."""
-        low, high = self.ends
-        moved = low + (scaled.double() + 1) / 2 * (high - low)
-        found = moved.expm1() if self.transform == "log1p" else moved
-        return found.clamp(self.low, self.high)
-
-
-@dataclass(frozen=True)
-class SeveralNumbers(NumberTask):
+class SeveralNumbers(Regression):
     """Several numbers per record, each in a range of its own.
 
     Metrics are means over the targets, of errors as shares of the range of their target.
-
-    Attributes:
-        parts: the task of each target.
     """
-
-    parts: tuple[Regression, ...]
 
     kind: ClassVar[str] = "several numbers"
     of_record: ClassVar[str] = "several numbers"
@@ -242,14 +230,11 @@ class SeveralNumbers(NumberTask):
     )
     public: ClassVar[str] = "ranges of the targets"
 
-    @classmethod
-    def of(cls, parts: Sequence[Regression]) -> Self:
-        """Return the task of several targets."""
-        return cls(tuple(part.names[0] for part in parts), tuple(parts))
-
-    def each(self) -> tuple[Regression, ...]:
-        """Return the task of each target."""
-        return self.parts
+    @property
+    def facts(self) -> TaskFacts:
+        """Return the facts of the task in a model file."""
+        targets = [target.facts for target in self.targets]
+        return {"classes": [], "target": {"kind": self.kind, "targets": targets}}
 
     @property
     def described(self) -> str:
@@ -259,18 +244,13 @@ class SeveralNumbers(NumberTask):
     @property
     def usage(self) -> Usage:
         """Return how a model card names and uses the model."""
-        told = f", numbers from {', '.join(part.range for part in self.parts)}"
-        each = ", ".join(part.code(f"z[:, {k}]") for k, part in enumerate(self.parts))
+        told = f", numbers from {', '.join(target.range for target in self.targets)}"
+        each = ", ".join(target.code(f"z[:, {k}]") for k, target in enumerate(self.targets))
         code = f"(lambda z: torch.stack([{each}], 1))({{}})"
         result = "The result has a column per target, in its units."
         return Usage("regression model", ("targets", self.names), told, "predict", code, result)
 
     @property
-    def target_facts(self) -> Mapping[str, Any]:
-        """Return the facts of all targets."""
-        return {"kind": self.kind, "targets": [part.target_facts for part in self.parts]}
-
-    @classmethod
-    def of_target(cls, target: Mapping[str, Any]) -> Self:
-        """Return the task with these facts."""
-        return cls.of([Regression.of_target(part) for part in target["targets"]])
+    def width(self) -> float:
+        """Largest value of the covered metric, a share of the ranges."""
+        return 1.0

@@ -112,9 +112,9 @@ class Table:
 class Results(ABC):
     """Outputs of a model compared with the targets of test records."""
 
-    @abstractmethod
     def metric(self, name: str) -> float:
         """Return a metric by its name; nan if it is not defined."""
+        return self.metrics()[name]
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
@@ -212,8 +212,8 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def of_facts(cls, facts: TaskFacts) -> "Task | None":
-        """Return the task with these :attr:`facts`; None if they describe another kind."""
+    def of_facts(cls, facts: TaskFacts) -> "Task":
+        """Return the task with these :attr:`facts`, which are of its kind."""
 
     @property
     @abstractmethod
@@ -249,9 +249,9 @@ class Task(ABC):
         """Return targets as a network learns them, of the dtype :attr:`target`."""
         return targets.astype(self.target)
 
-    @abstractmethod
     def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
         """Return names of the outputs that the targets of test records say nothing about."""
+        return ()
 
     @abstractmethod
     def examples(self) -> "tuple[Tensor, Tensor]":
