@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from dpmac_cli import ball, clipped_grad, load_model
+from dpmac_cli import ArrayData, ball, clipped_grad, load_model, resolve
+from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.text_encoder import CausalModel, encoder_weights
 from tests.helpers import without
@@ -158,6 +159,16 @@ def test_a_folder_trains_on_the_texts_of_a_table(family: str, part: str) -> None
     assert json.loads(again.stdout)["perplexity"] == pytest.approx(
         report["test"]["perplexity"], rel=1e-4
     )
+
+
+def test_texts_in_memory_have_no_targets() -> None:
+    write_network(Path("gpt2"), "gpt2", causal=True)
+    data = ArrayData([text for text, _ in notes(60)])
+    options: dict[str, Any] = {"dataset": data, "backbone": "./gpt2", "sigma": 1.0, "steps": 2}
+    facts = resolve(options | {"task": "language-model", "tokens": LIMIT}).plan.data.facts
+    assert facts.train_size + facts.test_size == 60
+    with pytest.raises(InputError, match=r"<arrays> has no y.*task='language-model'"):
+        resolve(options)
 
 
 @pytest.mark.promise("alone")

@@ -200,6 +200,13 @@ def test_a_draft_is_made_of_the_header_alone(tmp_path: Path) -> None:
     assert "dpmac schema --encoding cp1252" in " ".join(refused.output.split())
 
 
+def test_a_draft_without_a_label_is_one_of_a_language_model(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text("note,person\n")
+    done = dpmac("schema", tmp_path / "notes.csv", "--text", "note", "--drop", "person")
+    assert yaml.safe_load(done.stdout) == {"columns": {"note": {"text": 128}}, "drop": ["person"]}
+    assert "# label: {column: NAME" in done.stdout
+
+
 @pytest.mark.long
 def test_every_command_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -101,19 +101,15 @@ class ClassFolders:
     def _listed(self, part: Path) -> list[FoundFile]:
         """Return the files of a part in order, and record why others are skipped."""
         labels, found = {name: label for label, name in enumerate(self.classes)}, []
-        for name in visible(os.listdir(part)):
-            label, paths = (
-                labels.get(name, NO_CLASS),
-                [*tree(part / name, self.skipped, self._seen)],
-            )
-            if not (part / name).is_dir():
-                paths, label = [str(part / name)] * self._is_record(name), NO_CLASS
-            for path in paths:
-                file = self._file(path, label)
-                if isinstance(file, str):
-                    self.skipped.append(f"{path} {file}")
-                else:
-                    found.append(file)
+        for path in tree(part, self.skipped, self._seen):
+            name, folder, _ = path.removeprefix(f"{part}{os.sep}").partition(os.sep)
+            if not folder and not self._is_record(name):
+                continue  # beside the folders of classes
+            file = self._file(path, labels.get(name, NO_CLASS) if folder else NO_CLASS)
+            if isinstance(file, str):
+                self.skipped.append(f"{path} {file}")
+            else:
+                found.append(file)
         return sorted(found, key=lambda file: file.label)
 
     def _file(self, path: str, label: int) -> FoundFile | str:

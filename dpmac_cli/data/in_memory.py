@@ -37,7 +37,8 @@ class ArrayData(InMemoryData):
             numbers, shape (records, columns) or that of images, which need ``low`` and ``high``; or
             a list of texts. Anything that numpy can convert to an array, such as a tensor.
         y: labels, integers from 0, or names in ``classes``, shape (records,). Numbers to predict,
-            shape (records,) or (records, targets), need ``target_low`` and ``target_high``.
+            shape (records,) or (records, targets), need ``target_low`` and ``target_high``. A
+            language model has none.
         x_test, y_test: records to test on, which epsilon does not cover. By default some are held
             out, as set by ``test_fraction``.
         classes: class names in label order, declared as public; by default those found in ``y``.
@@ -61,7 +62,7 @@ class ArrayData(InMemoryData):
     def __init__(
         self,
         x: ArrayLike,
-        y: ArrayLike,
+        y: ArrayLike | None = None,
         x_test: ArrayLike | None = None,
         y_test: ArrayLike | None = None,
         *,

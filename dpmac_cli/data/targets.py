@@ -41,30 +41,28 @@ def numbers_in(arrays: Arrays, source: Source) -> list[Target]:
 
 def _declared(arrays: Arrays, source: Source) -> list[Target]:
     """Return the numbers to predict that arrays declare; one value is for all."""
-    given = {"target_low": np.array(""), "target_high": np.array("")} | {**arrays}
-    ends = given["target_low"], given["target_high"]
-    count = max(end.size for end in ends)
-    given = {
-        "target_transform": np.array("none"),
-        "target_name": np.array(["y"] if count == 1 else [f"y{k + 1}" for k in range(count)]),
-    } | given
+    given = {name: np.atleast_1d(arrays[name]) for name in DECLARED if name in arrays}
+    ends = [given.get(name, np.array([])) for name in DECLARED[:2]]
+    count = max(map(len, ends))
+    given.setdefault("target_transform", np.array(["none"]))
+    names = ["y"] if count == 1 else [f"y{k + 1}" for k in range(count)]
+    given.setdefault("target_name", np.array(names))
     faults, declared = list[str](), list[Target]()
     if CLASSES in arrays:
         faults.append(
             "classes and target_low contradict: the first is for classes, the second for "
             "numbers to predict. Leave one of them out"
         )
-    if any(end.ndim > 1 or not end.size or end.dtype.kind not in "fiu" for end in ends) or any(
-        given[name].size not in (1, count) for name in DECLARED
-    ):
+    fits = [of.ndim == 1 and len(of) in (1, count) for of in given.values()]
+    if not (all(fits) and all(end.size and end.dtype.kind in "fiu" for end in ends)):
         faults.append(
             "target_low and target_high must be one number each, or one for each target, like "
             "target_transform and target_name: a public range. Base it on what they mean, not on "
             "these records, which are private"
         )
     else:
-        order = ("target_name", "target_low", "target_high", "target_transform")
-        each = (np.broadcast_to(given[name].ravel(), count).tolist() for name in order)
+        order = ("target_name", *DECLARED[:3])
+        each = (np.broadcast_to(given[name], count).tolist() for name in order)
         declared = [
             Target(str(n), float(a), float(b), cast(Any, t))
             for n, a, b, t in zip(*each, strict=True)

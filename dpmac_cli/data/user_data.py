@@ -55,6 +55,11 @@ def inspect(source: Source) -> DataFacts:
         return read_dataset(source, arrays, left_out(skipped), names)
     if in_memory is not None and in_memory.arrays is not None:
         arrays = dict(in_memory.arrays)
+        if "y" not in arrays and source.task is None:
+            raise InputError(
+                f"{path} has no y, the labels or numbers to predict. Without them, train a "
+                "language model on texts: task='language-model'."
+            )
     elif path.suffix == ".npz" and path.is_file():
         arrays = read_npz(path, ("x", "y") if source.task is None else ("x",))
     elif not path.is_file():
