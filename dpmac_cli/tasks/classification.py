@@ -77,16 +77,6 @@ class Classification(Task):
         tested = set(targets.tolist())
         return tuple(name for k, name in enumerate(self.names) if k not in tested)
 
-    def examples(self) -> "tuple[Tensor, Tensor]":
-        """Return two made-up outputs per class, and their classes."""
-        import torch  # noqa: PLC0415  (help is fast)
-
-        labels = torch.arange(self.outputs).repeat(2)
-        outputs = torch.randn(
-            (len(labels), self.outputs), generator=torch.Generator().manual_seed(0)
-        )
-        return outputs, labels
-
     def answers(self, outputs: "Tensor") -> "Tensor":
         """Return probabilities of the classes."""
         # Infinity is the largest number: softmax is not NaN.

@@ -163,13 +163,6 @@ class Regression(Task):
         parts = zip(self.targets, columns, strict=True)
         return np.stack([target.scaled(column) for target, column in parts], 1)
 
-    def examples(self) -> "tuple[Tensor, Tensor]":
-        """Return made-up outputs and targets."""
-        import torch  # noqa: PLC0415  (help is fast)
-
-        outputs = torch.randn(4, len(self.names), generator=torch.Generator().manual_seed(0))
-        return outputs, torch.linspace(-1, 1, outputs.numel()).view_as(outputs)
-
     def answers(self, outputs: "Tensor") -> "Tensor":
         """Return predicted numbers, in the units of their targets."""
         return self.decoded(outputs).float()
