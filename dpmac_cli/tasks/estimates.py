@@ -120,7 +120,7 @@ class Estimates(Results):
             (name, *(metric.text(self._of_targets[metric.name][k]) for metric in shown))
             for k, name in enumerate(self.task.names)
         )
-        titles = ("", *(metric.title for metric in shown))
+        titles = tuple(metric.title for metric in shown)
         return Table("each target, in its units", titles, rows, ("MAE",))
 
     def cells(self, *, by_class: bool) -> tuple[NDArray[np.int64], int]:
