@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpmac_cli import ArrayData, make_private
 
 #: Number of records to try.
-CANDIDATES = 150
+CANDIDATES = 50
 
 
 class Corner(nn.Module):

@@ -176,7 +176,7 @@ def test_full_batches_cost_what_the_closed_form_says(sigma: float, steps: int) -
 
 
 @pytest.mark.parametrize(
-    ("rate", "sigma"), [(MNIST_RATE, 0.5), (MNIST_RATE, 1.0), (DIGITS_RATE, 1.5)]
+    ("rate", "sigma"), rest_long([(DIGITS_RATE, 1.5), (MNIST_RATE, 0.5), (MNIST_RATE, 1.0)])
 )
 def test_one_sampled_step_costs_what_the_closed_form_says(rate: float, sigma: float) -> None:
     # Removing a record is the dearer direction, and there amplification by sampling is exact.
@@ -223,7 +223,7 @@ PRV = [
 
 
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning")
-@pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), rest_long(PRV, 2))
+@pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), rest_long(PRV))
 def test_our_price_lies_within_the_bounds_of_opacus(
     rate: float, sigma: float, steps: int, delta: float
 ) -> None:
@@ -265,7 +265,7 @@ def test_an_epoch_begun_costs_what_a_whole_one_does(sampler: str) -> None:
     """A record is in one of its batches, and which one is secret and of no help."""
 
     def price(steps: int) -> float:
-        return total_epsilon((digits(sampler, steps=steps),), DELTA)
+        return total_epsilon((digits(sampler, 6.0, steps),), DELTA)
 
     assert 0 < price(1) == price(2) == price(12) < price(13) == price(24) < price(25)
     parts = digits(sampler, steps=5), digits(sampler, steps=7)  # each begins an epoch of its own
@@ -413,7 +413,7 @@ def shortfall(steps: int, strike: float, sigma: float) -> float:
 
 @pytest.mark.promise("allocation")
 def test_below_epsilon_0_each_direction_follows_from_the_other() -> None:
-    epoch = allocated_gaussian(3, 0.7, WIDTH)
+    epoch = allocated_gaussian(3, 1.0, WIDTH)
     epsilons = WIDTH * np.array([100.0, 1000.0, 3000.0])
     for one, other in (("_pmf_remove", "_pmf_add"), ("_pmf_add", "_pmf_remove")):
         above = getattr(epoch, one).get_delta_for_epsilon(epsilons)

@@ -309,11 +309,11 @@ def test_draws_on_a_gpu_are_those_of_the_cpu(
 ) -> None:
     """Secure ones in float64 to the last bits but one, so the words are the same in every lane."""
     run = Noise(a_key(7), secure=is_secure).at(2**40 + 1)
-    for draw in range(2):
-        found = torch.full((count,), torch.nan, dtype=dtype)
-        kernel.fill_normals(found, a_key(7), 2**40 + 1, LANES * draw, secure=is_secure)
-        rounded = 1e-6 if dtype == torch.float32 else 1e-15
-        torch.testing.assert_close(found, run.standard_normal(found), rtol=0, atol=rounded)
+    run.standard_normal(torch.zeros(1))  # the first draw of the step
+    found = torch.full((count,), torch.nan, dtype=dtype)
+    kernel.fill_normals(found, a_key(7), 2**40 + 1, LANES, secure=is_secure)
+    rounded = 1e-6 if dtype == torch.float32 else 1e-15
+    torch.testing.assert_close(found, run.standard_normal(found), rtol=0, atol=rounded)
 
 
 def store_words(narrow: Any, wide: Any, seed: Any) -> None:

@@ -41,7 +41,7 @@ Gradients = Callable[[Vector, int], Vector]
 Move = Callable[[Vector, Vector, int, Vector], Vector]
 
 #: Chosen so that the estimated variance meets both of its bounds: less noise leaves it on h1.
-STEPS, SIGMA, B, H1, H2 = 50, 4.0, 8, 1e-6, 3e-5
+STEPS, SIGMA, B, H1, H2 = 30, 4.0, 8, 1e-6, 3e-5
 
 
 # Transcriptions: theta_0, the gradients, the normal draws of the steps, and hyperparameters ->

@@ -310,7 +310,7 @@ def test_several_numbers_are_predicted_in_their_own_units(tmp_path: Path) -> Non
 
 def test_each_error_of_several_numbers_stands_below_its_name() -> None:
     outputs = torch.zeros(8, 2)
-    table = Evaluation(0.0, outputs, outputs, SEVERAL_NUMBERS_TASK).results.table()
+    table = Evaluation(0.0, outputs, outputs, SEVERAL).results.table()
     assert table is not None
     assert table.columns == ("MAE", "RMSE", "R2")
     assert [len(row) for row in table.rows] == [4, 4], "a name and its errors"

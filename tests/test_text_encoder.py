@@ -12,17 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import normalize
 
 from dpmac_cli import ArrayData, from_dataframe, load_model, predict, resolve, score
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.dp.clipping.batch_invariance import fill_rows
-from dpmac_cli.dp.clipping.batches import Structure
-from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
-from dpmac_cli.dp.clipping.layers import flatten_parameters
-from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.errors import DpmacError, InputError, ModelError
 from dpmac_cli.models import encoders, text_encoder
 from dpmac_cli.models.encoders import ENCODERS, FAMILIES, TextEncoder, read_encoder
@@ -33,10 +29,10 @@ from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.studies.search import plan_search
 from tests.digits_runs import run_trainer
-from tests.helpers import trained_names
+from tests.dp.reference import Subject
 from tests.test_texts import TEXTS
 from tests.tiers import one_in, rest_long
-from tests.tiny_bert import LAYERS, WIDTH, notes, text_inputs, weights, write_encoder, write_network
+from tests.tiny_bert import WIDTH, notes, text_inputs, weights, write_encoder, write_network
 
 LIMIT = 24
 
@@ -44,8 +40,8 @@ LIMIT = 24
 LAYOUT = ((1, LIMIT), (LIMIT + WRITTEN + 2, LIMIT))
 
 
-def features(encoder: TextEncoder) -> TextFeatures:
-    network = TextFeatures(encoder)
+def features(encoder: TextEncoder, *, trained: bool = False) -> TextFeatures:
+    network = TextFeatures(encoder, trained=trained)
     assert list(encoder_weights(encoder).adopted_by(network, None)) == []
     return network
 
@@ -89,8 +85,7 @@ def test_padding_changes_no_bit(tiny: TextEncoder, monkeypatch: pytest.MonkeyPat
 @pytest.mark.promise("features")
 def test_masked_padding_has_no_influence(tiny: TextEncoder) -> None:
     """As on a GPU, where all texts have one shape."""
-    network = TextFeatures(tiny, trained=True)
-    list(encoder_weights(tiny).adopted_by(network, None))
+    network = features(tiny, trained=True)
     ids = torch.tensor(read_encoder("encoder").reader(LIMIT).tokens(TEXTS, LIMIT))
     with torch.no_grad():
         alone = network._vectors(ids)
@@ -227,77 +222,29 @@ def some_notes(count: int = 80, seed: int = 0) -> ArrayData:
     return ArrayData([text for text, _ in rows], [kind for _, kind in rows])
 
 
-def network(part: str, limit: int = LIMIT, *, texts: int = 1) -> WithHead:
-    """A network on texts and two numbers in float64, whose LoRA updates are not 0."""
+def network(part: str, limit: int = LIMIT) -> WithHead:
+    """A network on a text and two numbers in float64, whose LoRA updates are not 0."""
     torch.manual_seed(0)
-    inner = tuple((1 + number * (limit + WRITTEN), limit) for number in range(texts))
-    encoder = read_encoder("encoder").of(inner)
-    features = TextFeatures(encoder, trained=True)
-    list(encoder_weights(encoder).adopted_by(features, None))
-    features.joined.common.copy_(normalize(torch.randn(WIDTH), dim=0))
-    width = texts * (WIDTH + WRITTEN) + 2
-    whole = on_texts(features, nn.Sequential(nn.Flatten(), nn.Linear(width, 3)))
-    freeze(whole, Trained(part, rank=3), (2 + texts * (limit + WRITTEN), 1, 1))
+    inner = features(read_encoder("encoder").of(((1, limit),)), trained=True)
+    inner.joined.common.copy_(normalize(torch.randn(WIDTH), dim=0))
+    whole = on_texts(inner, nn.Sequential(nn.Flatten(), nn.Linear(WIDTH + WRITTEN + 2, 3)))
+    freeze(whole, Trained(part, rank=3), (2 + limit + WRITTEN, 1, 1))
     for layer in whole.modules():
         if isinstance(layer, LoraLinear):
             nn.init.normal_(layer.up.weight, std=0.3)
     return whole.double()
 
 
-def records(limit: int = LIMIT, *, texts: int = 1) -> Tensor:
-    """Records of one or several of :data:`TEXTS` and two numbers, in float64."""
+def records(limit: int = LIMIT) -> Tensor:
+    """Records of one of :data:`TEXTS` and two numbers, in float64."""
     ids = text_inputs("encoder", TEXTS, limit).double()
     others = torch.linspace(-1, 1, 2 * len(TEXTS)).double().view(-1, 2)
-    parts = [ids.roll(number, 0) for number in range(texts)]
-    return torch.cat([others[:, :1], *parts, others[:, 1:]], 1)[:, :, None, None]
+    return torch.cat([others[:, :1], ids, others[:, 1:]], 1)[:, :, None, None]
 
 
-@pytest.mark.promise("features")
-def test_only_the_chosen_part_is_trained() -> None:
-    whole = network("all")
-    every = trained_names(whole)
-    assert every == {name for name, _ in whole.named_parameters()}
-    head = {"head.1.weight", "head.1.bias"}
-    expected = {
-        "all": every,
-        "norm": head | {name for name in every if "Norm" in name},
-        "lora": head
-        | {
-            f"frozen.network.encoder.layer.{block}.{layer}.{side}.weight"
-            for block in range(LAYERS)
-            for layer in FAMILIES["bert"].lora
-            for side in ("down", "up")
-        },
-    }
-    for part in TRAINED:
-        assert trained_names(network(part)) == expected[part]
-
-
-def per_sample(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Per-sample gradients by the engine, (samples, d). Flattens the parameters."""
-    alone = PerSample(model, Structure(x[:1]))
-    assert alone.vmapped, alone.notes
-    layers = alone.layers
-    flatten_parameters(layers)
-    found = ClippedChunkSum(alone).gradients(x, y, ball=True)
-    rows = torch.empty(len(x), layers[-1].stop, dtype=x.dtype)
-    for number, row in enumerate(rows):
-        chosen = torch.zeros(len(x), dtype=x.dtype)
-        chosen[number] = 1
-        for layer, form in found:
-            form.weighted_sum(chosen, None, row[layer.start : layer.stop])
-    return rows
-
-
-def by_autograd(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The same by autograd, of each sample alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    rows = []
-    for row in range(len(x)):
-        loss = cross_entropy(model(x[row : row + 1]), y[row : row + 1])
-        parts = torch.autograd.grad(loss, parameters, materialize_grads=True)
-        rows.append(torch.cat([part.flatten() for part in parts]))
-    return torch.stack(rows)
+def gradients_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Gradients of each sample alone, (samples, d)."""
+    return Subject(model, x).exact_gradients(x, y)
 
 
 @pytest.mark.promise("one")
@@ -306,20 +253,19 @@ def test_padding_has_no_gradient(part: str) -> None:
     """A larger limit changes none but for rounding, and what padding contains does not matter."""
     few = [row for row, text in enumerate(TEXTS) if len(text) < 10]
     y = torch.arange(len(few)) % 3
-    expected = by_autograd(network(part), records()[few], y)
-    longer = by_autograd(network(part, 60), records(60)[few], y)
+    expected = gradients_of(network(part), records()[few], y)
+    longer = gradients_of(network(part, 60), records(60)[few], y)
     assert torch.allclose(longer, expected, atol=1e-12)
     spoilt = network(part)
     with torch.no_grad():
         spoilt.frozen.get_parameter("network.embeddings.word_embeddings.weight")[0] = 1e3
-    found = by_autograd(spoilt, records()[few], y)
+    found = gradients_of(spoilt, records()[few], y)
     assert torch.allclose(found, expected, atol=1e-12)
 
 
-def frame_of_texts(copies: int = 2) -> InMemoryData:
+def frame_of_texts() -> InMemoryData:
     """Every text of :data:`TEXTS`, empty ones too, with a number, and three texts per unit."""
-    texts = list(TEXTS) * copies
-    count = len(texts)
+    texts, count = list(TEXTS), len(TEXTS)
     frame = pd.DataFrame(
         {
             "note": texts,
@@ -353,16 +299,10 @@ def trainer_of(part: str, **more: Any) -> Trainer:
 
 
 @pytest.mark.promise("one")
-@pytest.mark.parametrize(
-    ("part", "optimizer", "unit"),
-    one_in(5, itertools.product(TRAINED, ["dp-adam", "dp-macadam"], [None, "patient"])),
-)
-def test_one_text_or_unit_moves_a_sum_by_at_most_one(
-    part: str, optimizer: str, unit: str | None
-) -> None:
-    """By brute force: without each text, or each unit of several texts, in turn."""
-    more = {"unit": unit, "records_per_unit": 2, "batch_size": 4} if unit else {}
-    trainer = trainer_of(part, optimizer=optimizer, clip_norm=0.5, **more)
+def test_one_unit_of_several_texts_moves_a_sum_by_at_most_one() -> None:
+    """By brute force: without each unit in turn."""
+    more = {"unit": "patient", "records_per_unit": 2, "batch_size": 4}
+    trainer = trainer_of("lora", optimizer="dp-macadam", clip_norm=0.5, **more)
     everyone = np.arange(trainer.data.train.size)
     scale = trainer.state.region.scale
 
@@ -437,74 +377,43 @@ def test_a_search_does_not_mix_encoders_with_other_vocabularies() -> None:
         plan_search({**given, **drawn})
 
 
-BACKBONE_FOLDERS_PARTS = ("lora", "norm", "all")
-
-
-def network_of_backbone_folders(family: str, part: str) -> WithHead:
-    """A network_of_backbone_folders on texts in float64, whose LoRA updates are not 0."""
-    torch.manual_seed(0)
-    encoder = read_encoder(str(write_network(Path("encoder"), family))).of(((0, LIMIT),))
-    features = TextFeatures(encoder, trained=True)
-    assert list(encoder_weights(encoder).adopted_by(features, None)) == []
-    whole = on_texts(features, nn.Sequential(nn.Flatten(), nn.Linear(WIDTH + 4, 3)))
-    freeze(whole, Trained(part, rank=3), (LIMIT + 4, 1, 1))
-    for layer in whole.modules():
-        if isinstance(layer, LoraLinear):
-            nn.init.normal_(layer.up.weight, std=0.3)
-    return whole.double()
-
-
-def records_of_backbone_folders() -> Tensor:
-    return text_inputs("encoder", TEXTS, LIMIT).double()[:, :, None, None]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vectors_are_those_of_transformers(family: str) -> None:
     files = read_encoder(str(write_network(Path("encoder"), family)))
     assert files.config.longest == 64
-    network_of_backbone_folders, reader = TextFeatures(files.of(((0, LIMIT),))), files.reader(LIMIT)
-    assert (
-        list(encoder_weights(files.of(((0, LIMIT),))).adopted_by(network_of_backbone_folders, None))
-        == []
-    )
+    vectors, reader = features(files.of(((0, LIMIT),))), files.reader(LIMIT)
     oracle = transformers.AutoModel.from_pretrained("encoder").eval()
     for text in TEXTS:
         (row,) = reader.tokens([text], LIMIT)
         ids = torch.tensor([[number - 1 for number in row if number] or [0]])
         with torch.no_grad():
             expected = normalize(oracle(input_ids=ids).last_hidden_state[0].mean(0), dim=0)
-        found = network_of_backbone_folders.alone(torch.tensor([row]))[0]
+        found = vectors.alone(torch.tensor([row]))[0]
         assert (found - expected).abs().max() <= 1e-6
 
 
 @pytest.mark.promise("one")
-@pytest.mark.parametrize(
-    ("family", "part"), one_in(5, itertools.product(FAMILIES, BACKBONE_FOLDERS_PARTS))
-)
+@pytest.mark.parametrize(("family", "part"), one_in(5, itertools.product(FAMILIES, TRAINED)))
 def test_gradients_are_those_of_autograd(family: str, part: str) -> None:
     """Whatever the text, and with padding as without it."""
-    model, x, y = (
-        network_of_backbone_folders(family, part),
-        records_of_backbone_folders(),
-        torch.arange(len(TEXTS)) % 3,
-    )
-    expected = by_autograd(model, x, y)
+    write_network(Path("encoder"), family)
+    model, x, y = network(part), records(), torch.arange(len(TEXTS)) % 3
+    subject = Subject(model, x)
+    assert subject.per_sample.vmapped, subject.per_sample.notes
+    expected = subject.exact_gradients(x, y)
     assert expected.norm(dim=1).min() > 0.01
-    assert torch.allclose(per_sample(model, x, y), expected, atol=1e-10)
+    assert torch.allclose(subject.stored_gradients(x, y), expected, atol=1e-10)
     with torch.no_grad():
         alone = model.double()(x)
     assert torch.allclose(model(x), alone, atol=1e-10)
 
 
 @pytest.mark.parametrize(
-    ("family", "part"), one_in(6, itertools.product(FAMILIES, ("head", *BACKBONE_FOLDERS_PARTS)))
+    ("family", "part"), one_in(6, itertools.product(FAMILIES, ("head", *TRAINED)))
 )
 def test_a_folder_of_every_family_trains_two_steps(family: str, part: str) -> None:
     write_network(Path("encoder"), family)
-    rows = notes(40)
-    data: Any = ArrayData([text for text, _ in rows], [kind for _, kind in rows])
-    given = {"backbone": "./encoder", "sigma": 4.0, "batch_size": 10, "device": "cpu", "steps": 2}
-    given |= {"dataset": data, "tokens": 16, "train": part, "out": Path("run")}
-    report = finish(train(resolve(given).plan)).report
+    data = some_notes(40)
+    report = trained(data, train=part, steps=2)
     assert report["privacy"]["steps"] == 2
     assert score("run", data).result.accuracy == report["test"]["accuracy"]

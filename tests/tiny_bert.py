@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +55,17 @@ def tiny_reader(limit: int) -> TextReader:
     return TextReader("0" * 64, len(VOCABULARY) + 1, limit, tokenizer())
 
 
+@cache
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of :data:`CONFIG` by name."""
+    network = AutoModel.from_config(AutoConfig.for_model(**CONFIG))
+    return {name: tuple(p.shape) for name, p in network.named_parameters()}
+
+
 def weights(seed: int = 0) -> dict[str, Tensor]:
     """Random weights by the names of Hugging Face."""
     generator = torch.Generator().manual_seed(seed)
-    shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word_embeddings.weight": (len(VOCABULARY), WIDTH),
-        "embeddings.position_embeddings.weight": (CONFIG["max_position_embeddings"], WIDTH),
-        "embeddings.token_type_embeddings.weight": (2, WIDTH),
-        "embeddings.LayerNorm.weight": (WIDTH,),
-        "embeddings.LayerNorm.bias": (WIDTH,),
-        "pooler.dense.weight": (WIDTH, WIDTH),
-        "pooler.dense.bias": (WIDTH,),
-    }
-    for number in range(LAYERS):
-        block = f"encoder.layer.{number}"
-        for name, out, into in (
-            *((f"attention.self.{part}", WIDTH, WIDTH) for part in ("query", "key", "value")),
-            ("attention.output.dense", WIDTH, WIDTH),
-            ("intermediate.dense", CONFIG["intermediate_size"], WIDTH),
-            ("output.dense", WIDTH, CONFIG["intermediate_size"]),
-        ):
-            shapes |= {f"{block}.{name}.weight": (out, into), f"{block}.{name}.bias": (out,)}
-        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            shapes |= {f"{block}.{name}.weight": (WIDTH,), f"{block}.{name}.bias": (WIDTH,)}
-    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes().items()}
     return {
         name: float("Norm.weight" in name) + (1.0 if "word" in name else 0.2) * values
         for name, values in drawn.items()
