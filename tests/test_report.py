@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 from jsonschema import Draft202012Validator
 
-from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
+from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
@@ -42,7 +42,7 @@ def test_the_price_is_the_accountants(report: dict[str, Any]) -> None:
     assert (price["noise_multiplier"], price["delta"], price["steps"]) == (SIGMA, 1e-5, 24)
     assert price["sampling_rate"] == RATE
     assert (price["sampler"], price["adjacency"]) == ("poisson", "add-or-remove-one")
-    assert price["accountant"] == ACCOUNTANTS["pld"]
+    assert price["accountant"] == accountant_name("pld")
     assert "Connect-the-Dots" in price["accountant"]
     assert version("dp-accounting") in price["accountant"]
     assert "24 Poisson-sampled steps" in price["statement"]

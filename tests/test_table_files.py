@@ -121,7 +121,7 @@ def inputs(of: Source) -> tuple[list[list[float]], list[int]]:
         ("30,f,A", "old,f,A", "Record 1 has no number in age"),
         ("name\n", "title\n", "There is no column name, which the schema declares"),
         ("name\n", "title\n", "The schema does not declare the column title"),
-        (PATIENTS, PATIENTS.partition("\n")[0] + "\n", "x has 0 records"),
+        (PATIENTS, PATIENTS.partition("\n")[0] + "\n", "there are no records"),
         (",C,", ",D,", ""),
     ],
 )
