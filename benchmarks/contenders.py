@@ -58,6 +58,8 @@ PLAIN = "plain-adam"
 KEEPING = "plain-adam, memory kept"
 #: Plain torch on a GPU whose convolutions are in full float32, as ours are.
 NO_TF32 = "plain-adam, no TF32"
+#: Plain torch on a GPU, the whole step replayed as a CUDA graph.
+GRAPH = "plain-adam, graph"
 #: Parameters of a network that only three are timed on.
 LARGE = 10**7
 
@@ -207,6 +209,36 @@ def plain(size: Size, data: Data, *, fused: bool) -> Step:
     return step
 
 
+def plain_graph(size: Size, data: Data) -> Step:
+    """Torch's own Adam on the whole batch, recorded once as a CUDA graph and replayed."""
+    model, batches = size.build().to(data.gain.device), Batches(data, size.batch)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR, capturable=True)
+    x, y = (part.clone() for part in batches())
+
+    def eager() -> None:
+        optimizer.zero_grad()
+        loss: Any = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # as torch's documentation of graphs asks for
+        for _ in range(3):
+            eager()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        eager()
+
+    def step() -> None:
+        for place, part in zip((x, y), batches(), strict=True):
+            place.copy_(part)
+        graph.replay()
+
+    return step
+
+
 def opacus(size: Size, data: Data, *, mode: str) -> Step:
     """DP-Adam by Opacus: per-sample gradients by hooks or functorch, or ghost clipping.
 
@@ -314,6 +346,8 @@ def contenders(
     made: dict[str, Build] = dict.fromkeys(
         (PLAIN, NO_TF32 if on_gpu else KEEPING), partial(plain, size, fused=False)
     )
+    if on_gpu:
+        made[GRAPH] = partial(plain_graph, size)
     modes = ["ghost", "hooks", "functorch"]
     names: tuple[str, ...]
     if size.model in DEEP:
