@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import safetensors.torch
@@ -18,20 +19,13 @@ import torch
 from efficientnet_lite_pytorch import EfficientNet
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy
 from torchvision.models import get_model
 
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.clipping.batches import Structure
-from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
-from dpmac_cli.dp.clipping.layers import flatten_parameters
-from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models import backbones
+from dpmac_cli.models import backbones, feature_cache
 from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import AT_A_TIME, _run_of, featured
@@ -61,16 +55,16 @@ from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.prediction import score
 from dpmac_cli.release.run import finish, resume, train
 from dpmac_cli.runs.prepare import prepare
-from dpmac_cli.storage.progress import Computing
+from dpmac_cli.storage.progress import Computing, heard_by
 from tests.digits_runs import (
     after,
     digits_config,
     refused,
-    same_weights,
     train_digits,
     train_events,
     weights,
 )
+from tests.dp.reference import Subject
 from tests.helpers import class_task, trained_names
 from tests.tiers import rest_long
 
@@ -84,9 +78,6 @@ DIGITS = DATASETS["digits"]
 
 
 SCATTER: dict[str, Any] = {"features": "scatter", "optimizer": "dp-adam"}
-
-
-MIRRORED: dict[str, Any] = {**SCATTER, "features": "scatter-mirror"}
 
 
 #: A network with batch norm, which only a frozen part may have, and one more of the same weights.
@@ -139,10 +130,22 @@ def computed(events: list[Any]) -> bool:
     return any(isinstance(event, Computing) for event in events)
 
 
-def kept(cache: Path) -> Path:
-    """The one file of features."""
-    (file,) = cache.glob("*.rows")
-    return file
+def some_digits() -> Data:
+    """Few digits, whose features take a moment."""
+    data = load_data("digits", Path(), CPU)
+    train, test = (Split(p.images[:20], p.labels[:20]) for p in (data.train, data.test))
+    return replace(data, train=train, test=test)
+
+
+def features_of(
+    cache: Path, parts: FrozenFeatures | None = None, data: Data | None = None
+) -> tuple[bool, str]:
+    """Whether features, of few digits by default, are computed, and their SHA-256."""
+    events: list[Any] = []
+    parts = parts or with_features(nn.Identity(), DIGITS.shape)
+    with heard_by(events.append), patch.object(feature_cache, "AT_A_TIME", 20):
+        _, sha256 = featured(parts, data or some_digits(), {}, cache)
+    return computed(events), sha256
 
 
 @pytest.mark.promise("features")
@@ -221,13 +224,13 @@ def test_a_run_on_features_trains_and_is_scored_from_its_folder_alone(cache: Pat
 def test_the_cache_is_its_owners_alone(cache: Path) -> None:
     before = os.umask(0)
     try:
-        train_digits(**SCATTER)
+        features_of(cache)
     finally:
         os.umask(before)
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in cache.iterdir()} == {0o600}
     cache.chmod(0o755)
-    train_digits(**MIRRORED)
+    features_of(cache, with_features(nn.Identity(), DIGITS.shape, "scatter-mirror"))
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
@@ -246,26 +249,23 @@ def test_whatever_defines_the_features_names_them(net: str, public: Path, cache:
 
 
 def test_other_records_have_other_features(cache: Path) -> None:
-    parts = with_features(nn.Identity(), DIGITS.shape)
-    data = load_data("digits", Path(), CPU)
+    data = some_digits()
     images = data.train.images.clone()
     images[-1, 0, 0, 0] ^= 1
     changed = replace(data, train=Split(images, data.train.labels))
     other = replace(data, gain=data.gain * 2)
-    found = [featured(parts, given, {}, cache) for given in (data, changed, other)]
-    assert len({sha256 for _, sha256 in found}) == 3
+    assert len({features_of(cache, None, given)[1] for given in (data, changed, other)}) == 3
     assert len(list(cache.glob("*.rows"))) == 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty"])
 def test_a_damaged_file_is_computed_anew(damage: str, cache: Path) -> None:
-    one = train_digits(**SCATTER, seed=1)
-    file = kept(cache)
+    first = features_of(cache)
+    assert first[0]
+    (file,) = cache.glob("*.rows")
     file.write_bytes(file.read_bytes()[:5000] if damage == "cut" else b"")
-    events, other_run = train_events(digits_config(**SCATTER, seed=1))
-    assert computed(events)
-    assert same_weights(one.folder, other_run.folder)
-    assert not computed(train_events(digits_config(**SCATTER))[0])
+    assert features_of(cache) == first
+    assert features_of(cache) == (False, first[1])
 
 
 @pytest.mark.promise("mistakes")
@@ -373,19 +373,22 @@ def test_features_are_a_function_of_one_image() -> None:
 
 
 @pytest.mark.promise("features")
-def test_a_record_more_changes_no_feature_of_others(tmp_path: Path) -> None:
+def test_a_record_more_changes_no_feature_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit by bit: whoever came last was alone in its batch, and would be rounded otherwise."""
-    records, others = AT_A_TIME + 1, torch.zeros(2, dtype=torch.long)
+    monkeypatch.setattr(feature_cache, "AT_A_TIME", 64)
+    records, others = 65, torch.zeros(2, dtype=torch.long)
     images = torch.randint(0, 256, (records, 3, 32, 32), generator=a_generator(4)).byte()
     parts = FrozenFeatures(public_of_backbones(), nn.Flatten(), torch.float16)
 
-    def features_of(kept: torch.Tensor) -> torch.Tensor:
+    def of_records(kept: torch.Tensor) -> torch.Tensor:
         train = Split(kept, torch.zeros(len(kept), dtype=torch.long))
         gain, offset = torch.full((3, 1, 1), 1 / 64), torch.full((3, 1, 1), -2.0)
         data = Data(train, Split(images[:2], others), gain, offset, class_task(2))
         return featured(parts, data, {}, tmp_path)[0].train.images
 
-    assert torch.equal(features_of(images)[1:], features_of(images[1:]))
+    assert torch.equal(of_records(images)[1:], of_records(images[1:]))
 
 
 def test_images_are_prepared_as_the_network_was_trained() -> None:
@@ -614,33 +617,17 @@ def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
 
 @pytest.mark.promise("features")
 @pytest.mark.parametrize(("name", "part"), PARTS_OF)
-def test_gradients_are_those_of_vmap(name: str, part: str) -> None:
+def test_gradients_are_those_of_autograd(name: str, part: str) -> None:
     model = network(name).double()
     freeze(model, Trained(part, rank=3), SHAPE)
     for layer in model.modules():
         if isinstance(layer, LoraLinear):
             nn.init.normal_(layer.up.weight)
     x, y = torch.randn(6, *SHAPE).double(), torch.arange(6)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-
-    def loss(parameters: dict[str, Tensor], sample: Tensor, label: Tensor) -> Tensor:
-        logits = functional_call(model, parameters, (sample.unsqueeze(0),))
-        return cross_entropy(logits, label.unsqueeze(0))
-
-    values = {n: p.detach() for n, p in trained.items()}
-    with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
-        by_name = vmap(grad(loss), (None, 0, 0))(values, x, y)
-    expected = torch.cat([by_name[n].flatten(1) for n in trained], 1)
-    per_sample = PerSample(model, Structure(x[:1]))
-    assert per_sample.vmapped, per_sample.notes
-    flatten_parameters(per_sample.layers)
-    gradients = ClippedChunkSum(per_sample).gradients(x, y, ball=True)
-    for row in range(6):
-        weights, out = torch.zeros(6).double(), torch.empty(expected.shape[1]).double()
-        weights[row] = 1
-        for layer, form in gradients:
-            form.weighted_sum(weights, None, out[layer.start : layer.stop])
-        assert torch.allclose(out, expected[row], atol=1e-10)
+    subject = Subject(model, x)
+    assert subject.per_sample.vmapped, subject.per_sample.notes
+    expected = subject.exact_gradients(x, y)
+    assert torch.allclose(subject.stored_gradients(x, y), expected, atol=1e-10)
 
 
 @pytest.mark.promise("features")
