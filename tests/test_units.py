@@ -345,3 +345,5 @@ def test_a_word_for_nobody_is_no_unit_without_a_declaration(tmp_path: Path, word
             Image.new("L", (8, 8), ord(kind)).save(place / "1.png")
     with pytest.raises(InputError, match="has no unit"):
         inspect(Source(tmp_path / "scans", unit="folder"))
+    facts = inspect(Source(tmp_path / "scans", unit="folder", skip_bad=True)).facts
+    assert facts.train_size + facts.test_size == 9  # units
