@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli import ball, clipped_grad
-from dpmac_cli.dp.clipping.batch_invariance import PERIOD, TRIALS, TRIED, Manner, find_manner
+from dpmac_cli.dp.clipping.batch_invariance import (
+    LEAST_ROWS,
+    PERIOD,
+    TRIALS,
+    TRIED,
+    Manner,
+    find_manner,
+)
 from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32
 from dpmac_cli.models import feature_cache
 from dpmac_cli.models.features import FrozenFeatures
@@ -241,6 +248,7 @@ class Odd(nn.Module):
             "nothing": 0 * places,
             "number": len(x) + 0 * places,
             "place": places,
+            "tail": places >= len(x) // LEAST_ROWS * LEAST_ROWS,
         }
         return x + ONE_ULP * off[self.kind]
 
@@ -270,6 +278,7 @@ def test_rounding_that_few_rows_show_is_found(trial: int) -> None:
     [
         ("nothing", Manner()),
         ("number", Manner(full=True)),
+        ("tail", Manner(full=True)),
         ("place", None),
     ],
 )
