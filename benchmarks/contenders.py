@@ -221,7 +221,7 @@ def plain_graph(size: Size, data: Data) -> Step:
         loss.backward()
         optimizer.step()
 
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # as torch's documentation of graphs asks for
         for _ in range(3):

@@ -41,7 +41,7 @@ class Check:
 
     @property
     def met(self) -> bool:
-        """Whether it was measured and keeps its bound, if it has one."""
+        """Return whether it was measured and keeps its bound, if it has one."""
         return self.found is not None and (self.most is None or self.found <= self.most)
 
 

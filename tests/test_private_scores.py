@@ -319,15 +319,17 @@ def test_the_budget_of_a_fork_pays_for_the_scores_of_its_parent(more: float) -> 
         assert report["privacy"]["covered_scores"]["released"] > 1
 
 
-class ByLargest(nn.Module):
-    """Divides by the largest number of the batch."""
+class ByDeviation(nn.Module):
+    """Divides by the deviation of a batch with a record of one colour, which no trial has."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(64, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(x.flatten(1) / x.abs().amax())
+        rows = x.flatten(1)
+        plain = (rows.amax(1) == rows.amin(1)).any()
+        logits: Tensor = self.head(rows / torch.where(plain, rows.std(), 1.0))
         return logits
 
 
@@ -338,7 +340,7 @@ def test_a_test_record_is_scored_alone() -> None:
     data = dpmac_cli.ArrayData(images, np.arange(40) % 2, images[:2], [0, 1], classes=["a", "b"])
     settings: dict[str, Any] = {"sigma": 4, "steps": 1, "batch_size": 8, "device": "cpu"}
     plan = resolve(dataset=data, model="linear", cover_scores=True, isolate=True, **settings).plan
-    trainer = run_trainer(plan, model=ByLargest())
+    trainer = run_trainer(plan, model=ByDeviation())
 
     def logits(x: Tensor) -> Tensor:
         split = Split(x, torch.zeros(len(x), dtype=torch.long))
@@ -346,6 +348,7 @@ def test_a_test_record_is_scored_alone() -> None:
         return trainer.evaluate(covered=True).logits
 
     x = torch.randint(0, 100, (9, *trainer.data.test.images.shape[1:]), dtype=torch.uint8)
+    x[1] = 7
     assert torch.equal(logits(x)[0], logits(torch.cat([x[:1], 2 * x[1:].flip(0)]))[0])
 
 

@@ -65,6 +65,7 @@ def test_a_run_starts_reports_and_finishes() -> None:
     assert report_of(finished.folder) == finished.report
 
 
+@pytest.mark.promise("price")
 def test_metrics_have_a_line_an_epoch_and_an_epsilon_that_never_falls() -> None:
     finished = train_digits(steps=30)
     lines = metrics_of(finished.folder)

@@ -147,6 +147,7 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) ->
     assert "needs transformers, which is not installed: pip install 'dpmac[texts]'" in refused()
 
 
+@pytest.mark.promise("features")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

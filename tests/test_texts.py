@@ -166,7 +166,7 @@ def test_the_commands_of_the_guide_lead_from_a_table_to_a_card() -> None:
     assert [line.split()[1] for line in commands] == ["schema", "train", "card", "predict"]
     for line in commands:
         words, _, file_name = line.replace("minilm", "./encoder").partition(" > ")
-        result = dpmac(*shlex.split(words)[1:])
+        result = dpmac(*shlex.split(words, comments=True)[1:])
         assert result.exit_code == 0, result.output
         if file_name:
             draft = yaml.safe_load(result.stdout)

@@ -352,12 +352,10 @@ def _config_of(values: Mapping[str, Any], pooling: Pooling, tokenizer: bytes) ->
 
 
 def transformers_config(form: Mapping[str, Any]) -> Any:
-    """Return the configuration of transformers that describes a network, without dropout."""
+    """Return the configuration of transformers that describes a network."""
     from transformers import AutoConfig  # noqa: PLC0415  (slow to import, and an extra)
 
-    config = AutoConfig.for_model(**form, use_cache=False)
-    config.update({n: 0.0 for n, v in config.to_dict().items() if "drop" in n and v is not None})
-    return config
+    return AutoConfig.for_model(**form, use_cache=False)
 
 
 def reader_of(content: bytes, config: EncoderConfig, limit: int) -> TextReader:

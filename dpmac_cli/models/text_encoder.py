@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +127,10 @@ class OnTexts(nn.Module):
         self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))
         self.encoder = replace(encoder, tokenizer=b"")
 
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode: dropout would make a text depend on its place."""
+        return super().train(False)
+
     def ids(self, rows: Tensor) -> list[Tensor]:
         """Return the tokens of each text of inputs, (records, inputs): int64, (records, tokens)."""
         scale, last = self.encoder.scale, self.encoder.config.tokens
@@ -182,11 +186,6 @@ class TextFeatures(OnTexts):
         self.joined = Joined(encoder.config.width)
         self.first, self._trained = encoder.config.pooling == "cls", trained
         self.requires_grad_(False).train(False)
-
-    def train(self, mode: bool = True) -> "TextFeatures":
-        """Stay in evaluation mode."""
-        super().train(False)
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features, shape (records, features, 1, 1), of inputs (records, inputs, 1, 1)."""

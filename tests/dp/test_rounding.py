@@ -22,12 +22,13 @@ from dpmac_cli.dp.clipping.clipped_sum import (
     clip_limit,
     clip_weights,
 )
-from dpmac_cli.dp.clipping.forms import total_squared_norms
+from dpmac_cli.dp.clipping.forms import Instantiated, total_squared_norms
 from dpmac_cli.dp.clipping.ghost_clipping import PositionProducts, UseSizes, sizes
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
 from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms, sum_rounded_up
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
+from dpmac_cli.dp.geometry import part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, ball, ellipsoid
 from dpmac_cli.randomness.noise import SeededNormals
 from tests.helpers import Batches, in_chunks_of, make_trainer
@@ -148,6 +149,18 @@ def test_no_sample_weighs_more_than_one(
     c = case.subject.weights(case.x, case.y, case.region)
     assert (c * exact <= case.subject.limit * (1 + 1e-9)).all()
     assert (c * exact >= 0.99 * exact.clamp(max=1)).all()  # nor needlessly less
+
+
+@pytest.mark.promise("one")
+def test_the_slack_of_gradients_that_are_held_is_a_bound() -> None:
+    case = Case(sequence(), 1000.0, 1e-3, size=12)
+    layer = case.subject.layers[0]
+    part = slice(layer.start, layer.stop)
+    gradients = case.subject.stored_gradients(case.x, case.y)[:, part].float()
+    held = Instantiated(lambda: [[gradients[:, of] for of in layer.slices.values()]])
+    found = total_squared_norms([(layer, held)], RegionMetric(case.region))
+    exact = whiten(gradients.double(), part_of(case.region, part)).square().sum(1)
+    assert ((found.value - exact).abs() <= found.slack).all()
 
 
 @pytest.mark.promise("one")
