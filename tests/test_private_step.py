@@ -627,6 +627,8 @@ def test_a_loss_that_mixes_records_is_refused_or_sees_one_at_a_time(
     for row in range(9):
         moved = float((total - clipped(without(batch, row))).double().norm())
         assert moved <= RADIUS
+    settings: dict[str, Any] = {**SETTINGS, "steps": 1}
+    trained(PrivateStep(reader(), mixing, sampling=POISSON, isolate=True, **settings), Notes())
 
 
 @pytest.mark.promise("alone")

@@ -41,7 +41,7 @@ TWO = ("--jobs", "2")
 def completed(*args: str) -> str:
     """Type a command in a process of its own: what it printed."""
     running = process(*args)
-    output, errors = running.communicate(timeout=300)
+    output, errors = running.communicate(timeout=600)
     assert running.returncode == 0, errors
     return output
 
@@ -139,13 +139,13 @@ def test_after_a_signal_and_a_killed_worker_the_same_command_goes_on(
     running = process(*LONG, *TWO, "--out", str(hurt))
     wait_for_steps(hurt)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=180)
+    _, errors = running.communicate(timeout=600)
     assert running.returncode == 130
     assert "run the same command to resume" in errors
     assert "Traceback" not in errors
     running = process(*LONG, *TWO, "--out", str(hurt))
     os.kill(wait_for(lambda: children(running.pid))[0], signal.SIGKILL)
-    _, errors = running.communicate(timeout=300)
+    _, errors = running.communicate(timeout=600)
     assert running.returncode == 4, errors
     assert "its process died (signal 9)" in " ".join(errors.split())
     completed(*LONG, *TWO, "--out", str(hurt))
@@ -238,7 +238,7 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     running = process(*LONG, *flags)
     wait_for_steps(out)
     running.send_signal(signal.SIGTERM)  # which Ray would like to have for itself
-    output, errors = running.communicate(timeout=180)
+    output, errors = running.communicate(timeout=600)
     assert running.returncode == 130, errors
     assert "files that do not belong to a run" in output
     assert "run the same command to resume" in errors
@@ -248,7 +248,7 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert not any(run.folder.exists() for run in later)
     (broken.folder / "thesis.txt").unlink()
     running = process(*LONG, *flags[:-2])
-    output, errors = running.communicate(timeout=300)
+    output, errors = running.communicate(timeout=600)
     assert running.returncode == 0, errors
     assert_went_on(out, undisturbed)
 
