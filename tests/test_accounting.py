@@ -268,7 +268,7 @@ def test_an_epoch_begun_costs_what_a_whole_one_does(sampler: str) -> None:
         return total_epsilon((digits(sampler, 6.0, steps),), DELTA)
 
     assert 0 < price(1) == price(2) == price(12) < price(13) == price(24) < price(25)
-    parts = digits(sampler, steps=5), digits(sampler, steps=7)  # each begins an epoch of its own
+    parts = digits(sampler, 6.0, 5), digits(sampler, 6.0, 7)  # each begins an epoch of its own
     assert total_epsilon(parts, DELTA) == price(24)
 
 

@@ -22,7 +22,8 @@ from dpmac_cli.data.user_data import inspect
 from dpmac_cli.dp.losses import HUBER, build_loss
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.tasks.regression import Regression, Target
+from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.tasks.target import Target
 from dpmac_cli.tasks.task import number
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.private_scores import release_score

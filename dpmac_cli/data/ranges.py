@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.schema import NAMED, Source, escaped
-from dpmac_cli.tasks.regression import Target
+from dpmac_cli.tasks.target import Target
 
 #: Share of the values of a column that counts as nearly all.
 NEARLY_ALL = 0.9

@@ -12,7 +12,8 @@ from dpmac_cli.data.schema import NAMED, Source, refuse
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.language_model import LanguageModel
-from dpmac_cli.tasks.regression import Regression, Target
+from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.tasks.target import Target
 from dpmac_cli.tasks.task import Task
 
 #: Arrays that declare numbers to predict.

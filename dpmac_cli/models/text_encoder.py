@@ -126,6 +126,7 @@ class OnTexts(nn.Module):
         size = encoder.config.vocabulary_bytes
         self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))
         self.encoder = replace(encoder, tokenizer=b"")
+        self.train()
 
     def train(self, mode: bool = True) -> Self:
         """Stay in evaluation mode: dropout would make a text depend on its place."""

@@ -12,7 +12,7 @@ from scipy.special import stdtrit
 
 from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.tasks.intervals import TAIL, Floats, resampled
-from dpmac_cli.tasks.regression import Regression, Target
+from dpmac_cli.tasks.target import Target
 from dpmac_cli.tasks.task import Interval, Results, Table, Task
 
 #: Number of bootstrap resamples.
@@ -102,7 +102,7 @@ class Estimates(Results):
         """Return the metrics of several targets as JSON values, in their order."""
         parts = [
             {"name": target.name}
-            | {of.key: finite_or_none(self._of_targets[of.name][k]) for of in Regression.metrics}
+            | {of.key: finite_or_none(self._of_targets[of.name][k]) for of in target.metrics}
             for k, target in enumerate(self.targets)
         ]
         return {"by_target": parts} if len(parts) > 1 else {}
@@ -115,7 +115,7 @@ class Estimates(Results):
         """Return the metrics of several targets."""
         if len(self.targets) < 2:
             return None
-        shown = [metric for metric in Regression.metrics if metric.chosen]
+        shown = [metric for metric in self.targets[0].metrics if metric.chosen]
         rows = tuple(
             (name, *(metric.text(self._of_targets[metric.name][k]) for metric in shown))
             for k, name in enumerate(self.task.names)
