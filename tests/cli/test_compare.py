@@ -195,6 +195,9 @@ finally:
 def need(module: str) -> None:
     """An extra is installed. On CI its absence is a failure; elsewhere a skip."""
     if importlib.util.find_spec(module) is not None:
+        # Here, and not within a command: submitit configures logging as it is imported, absl then
+        # closes its stream, and that is pytest's unless it stands as the standard one.
+        importlib.import_module(module)
         return
     reason = f"{module} is not installed: pip install -e '.[dev]'"
     if os.environ.get("CI"):
