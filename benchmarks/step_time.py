@@ -10,7 +10,7 @@ of plain torch with Adam in the same round, with glibc's settings or with freed 
     python benchmarks/step_time.py --model wrn-16-4 resnet18 vit-tiny --json step_time_deep.json
     python benchmarks/step_time.py --class-table --instructions avx2 --json step_time_avx2.json
 
-Our optimizers work on the data set's physical batch at a time, 32 images of CIFAR-10.
+Our optimizers work on the default physical batch at a time, 256 images of CIFAR-10 in the cnn.
 """
 
 import gc
