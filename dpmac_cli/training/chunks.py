@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from math import ceil, sqrt
 from operator import itemgetter
 from typing import Any
@@ -156,7 +156,8 @@ class ChunkedSum(ABC):
         if manner is None:
             self.per_sample.multiply_each_record_alone()
             self.chunk = min(self.chunk, self.per_sample.most)
-            manner = self._tried(run, base)
+            with suppress(ModelError):  # raised where the network reads the value of a weight
+                manner = self._tried(run, base)
         if manner is None:
             self.per_sample.run_in_a_loop(ROUNDED)
             self.chunk = min(self.chunk, self.per_sample.most)

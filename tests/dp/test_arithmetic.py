@@ -319,6 +319,33 @@ def test_a_network_that_no_way_helps_takes_the_same_steps_with_each_record_alone
     torch.testing.assert_close(walk(trainer, 3), expected)
 
 
+class Scaled(nn.Module):
+    """Reads the value of a weight, which has none where each record has weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIDE**2, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layer(x.flatten(1))
+        return logits * (1 if float(self.layer.bias[0].detach()) < 9 else 2)
+
+
+@pytest.mark.promise("alone")
+def test_a_network_that_cannot_multiply_each_record_alone_runs_in_a_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refusals = iter([True])
+
+    def found(*given: Any) -> Manner | None:
+        return None if next(refusals, False) else find_manner(*given)
+
+    monkeypatch.setattr(chunks, "find_manner", found)
+    trainer = trainer_of(Scaled())
+    assert "So it runs on one record after the other" in trainer.notes[0]
+    trainer.step()
+
+
 @pytest.mark.promise("alone")
 def test_features_that_depend_on_places_are_computed_one_by_one() -> None:
     class Stub:
