@@ -67,8 +67,8 @@ LARGE = 10**7
 def settings_of(name: str) -> None:
     """Set what a contender runs with.
 
-    TF32 is off for all, and ``dpmac train`` keeps freed memory; the others have torch's
-    defaults, and glibc's (what it comes to in a program that frees large blocks).
+    Ours compute without TF32 and keep freed memory, as ``dpmac train`` does; the others have
+    torch's defaults, and glibc's (what it comes to in a program that frees large blocks).
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

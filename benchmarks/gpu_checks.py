@@ -7,6 +7,7 @@ been measured. The exit code is 1 if a bound is broken or a line is missing.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -28,6 +29,8 @@ BOUNDS = {
 MORE = 0.5
 #: Most of a step with --secure in steps without.
 SECURE = 1.1
+#: Line of a log that is a JSON object; others are messages.
+OBJECT = re.compile(r"\{.*\}$")
 Times = dict[str, float]
 
 
@@ -71,6 +74,16 @@ def checks(found: dict[tuple[str, int], Times]) -> Iterator[Check]:
             yield Check(f"{model} {batch} {name} --secure / without", SECURE, ratio)
 
 
+def language_models(out: Path) -> Iterator[Check]:
+    """Yield the steps of a language model, all of it and with LoRA, in plain steps."""
+    log = out / "lora.log"
+    lines = log.read_text().splitlines() if log.exists() else ()
+    found = {of["trained"]: of for of in map(json.loads, filter(OBJECT.match, lines))}
+    for part in ("all", "LoRA"):
+        times = found.get(part, {}).get("times plain")
+        yield Check(f"language model, {part}, dp-adam / plain", None, times)
+
+
 def over(one: float | None, other: float | None) -> float | None:
     """Return the ratio of two times, None if one is missing."""
     return None if one is None or other is None else round(one / other, 3)
@@ -81,7 +94,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
-    lines = list(checks(times(out)))
+    lines = [*checks(times(out)), *language_models(out)]
     write_json(
         out / "checks.json", {"checks": [{**asdict(line), "met": line.met} for line in lines]}
     )

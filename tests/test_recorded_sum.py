@@ -37,7 +37,13 @@ from dpmac_cli.randomness import noise
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.training.chunks import ChunkedSum
-from dpmac_cli.training.recorded_sum import RecordedChunkSum
+from dpmac_cli.training.recorded_sum import (
+    DRAWN,
+    LOOPED,
+    NOT_RECORDED,
+    OTHERWISE,
+    RecordedChunkSum,
+)
 from dpmac_cli.training.schedules import Recipe, StepPlan
 from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.helpers import CLASSES, Batches, a_key, class_task, make_trainer, tiny_data, tiny_model
@@ -103,7 +109,7 @@ class Mixed(nn.Module):
 
 
 class Drawing(Mixed):
-    """Draws numbers that a replay would repeat."""
+    """Draws numbers, with which vmap finds other results than a loop."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * float(1 + np.random.random())
@@ -114,6 +120,19 @@ class Rarely(Mixed):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (2 if np.random.random() < 1e-9 else 1)
+
+
+class Reading(Mixed):
+    """Reads a value that no record changes."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.scale)
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -162,7 +181,8 @@ def test_replays_are_the_steps_that_are_computed(
         if step == 0:
             assert calls[0] > 0
             calls[0] = 0
-    assert [found is not None for found in sums.recordings.values()] == [True]
+    [found] = sums.recordings.values()
+    assert not isinstance(found, str)
     assert calls == [0]
 
 
@@ -174,7 +194,8 @@ def test_a_chunk_for_which_float32_does_not_do_is_computed_again(
     sums = recording(replayed)
     replayed.step()
     computed.step()
-    (found,) = filter(None, sums.recordings.values())
+    [found] = sums.recordings.values()
+    assert not isinstance(found, str)
     precise, again = ClippedChunkSum.sum_up_precisely, []
 
     def noted(*args: Any) -> None:
@@ -197,24 +218,29 @@ def otherwise(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None
 
 @pytest.mark.promise("alone")
 @pytest.mark.parametrize(
-    ("network", "record"),
+    ("network", "record", "why"),
     [
-        (Drawing, on_tape),
-        (Rarely, on_tape),
-        (lambda: nn.Sequential(Mixed(), nn.Dropout()), on_tape),
-        (Mixed, otherwise),
+        (Drawing, on_tape, LOOPED),
+        (Rarely, on_tape, DRAWN),
+        (lambda: nn.Sequential(Mixed(), nn.Dropout()), on_tape, DRAWN),
+        (Mixed, otherwise, OTHERWISE),
+        (Reading, on_tape, "recording failed (RuntimeError at test_recorded_sum.py, line"),
     ],
-    ids=["NumPy's numbers", "a rare number", "dropout", "another result"],
+    ids=["NumPy's numbers", "a rare number", "dropout", "another result", "a value"],
 )
 def test_what_a_replay_would_compute_otherwise_is_not_recorded(
-    network: Callable[[], nn.Module], record: Any
+    network: Callable[[], nn.Module], record: Any, why: str
 ) -> None:
+    """A warning says so once."""
     trainer = make_trainer(
         "dp-adam", dtype=torch.float32, model=network(), data=tiny_data(torch.float32)
     )
     sums = recording(trainer, record)
+    with pytest.warns(UserWarning, match=re.escape(NOT_RECORDED.partition("{}")[0] + why)):
+        trainer.step()
     trainer.step()
-    assert [*sums.recordings.values()] == [None]
+    [found] = sums.recordings.values()
+    assert isinstance(found, str)
 
 
 def recording_all(per_sample: PerSample) -> None:
@@ -228,7 +254,7 @@ def on_fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     # Before the first step, trials compare numbers.
     monkeypatch.setattr(PerSample, "_try", recording_all)
     monkeypatch.setattr(ChunkedSum, "_manner", lambda *_: (Manner(), ()))
-    monkeypatch.setattr(RecordedChunkSum, "_recorded", lambda *_: None)
+    monkeypatch.setattr(RecordedChunkSum, "_recorded", lambda *_: LOOPED)
 
 
 CUDA = torch.device("cuda")
@@ -362,8 +388,10 @@ def _steps(optimizer: str, network: str, *, secure: bool = False, **recipe: Any)
 
 
 def waiting(test: Any) -> Any:
-    """Mark a test of steps on fake tensors, whose address is 0."""
-    ignored = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+    """Mark a test of steps on fake tensors, whose address is 0, and which are not recorded."""
+    ignored = pytest.mark.filterwarnings(
+        "ignore:Accessing the data pointer of FakeTensor", "ignore:Steps are not recorded"
+    )
     return ignored(pytest.mark.usefixtures("on_fake_devices")(test))
 
 

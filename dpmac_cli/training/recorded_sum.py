@@ -5,6 +5,7 @@ replay starts them at once. Noise and the optimizer's rule are not part of it.
 """
 
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,20 @@ from dpmac_cli.dp.clipping.norms import Mask, RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.randomness.layers import forked
-from dpmac_cli.torch_errors import out_of_memory
+from dpmac_cli.torch_errors import out_of_memory, type_and_place
 
 #: Times that a chunk is computed before it is recorded: libraries allocate their workspaces then.
 BEFORE = 2
+
+#: Warning where a chunk is not recorded, and the reasons.
+NOT_RECORDED = (
+    "Steps are not recorded as a CUDA graph, because {}. So the processor starts their kernels one "
+    "by one, and with a small network the GPU waits for it."
+)
+LOOPED = "the network runs on one record after the other"
+FAILED = "recording failed ({}), as it does if the network reads the values of a tensor"
+DRAWN = "the network draws random numbers, which a replay would repeat"
+OTHERWISE = "a replay is rounded differently"
 
 #: Runs a function while it records what is computed; returns its result, and what computes it again
 #: from what then lies in the same memory.
@@ -49,13 +60,15 @@ class _Recording:
 class RecordedChunkSum(ClippedChunkSum):
     """A clipped sum of chunks that is recorded once for each of their shapes.
 
-    It is recorded with made-up rows. Chunks are computed as by :class:`.ClippedChunkSum` where that
-    fails, because the network reads values; where the network draws random numbers, which a replay
-    would repeat; and where a replay gives other bits.
+    It is recorded with made-up rows. Where that is not possible, chunks are computed as by
+    :class:`.ClippedChunkSum`, and a warning says why.
 
     Args:
         per_sample, capacity, batch: see :class:`.ClippedChunkSum`.
         record: how to record; by default a CUDA graph.
+
+    Attributes:
+        recordings: by the shapes of chunks: a recording, or the reason why there is none.
     """
 
     def __init__(
@@ -67,7 +80,7 @@ class RecordedChunkSum(ClippedChunkSum):
     ) -> None:
         super().__init__(per_sample, capacity, batch)
         self._record = record
-        self.recordings: dict[Any, _Recording | None] = {}
+        self.recordings: dict[Any, _Recording | str] = {}
 
     def of(
         self, x: Batch, y: Batch, metric: RegionMetric, out: Tensor, samples: int | None = None
@@ -75,23 +88,25 @@ class RecordedChunkSum(ClippedChunkSum):
         """Write the sum of a chunk: see :class:`.ClippedChunkSum`; ``out`` is always the same."""
         shape = metric.region.is_ball, *((t.shape, t.dtype) for t in tensors_in((x, y)))
         if shape not in self.recordings:
-            self.recordings[shape] = self._recorded(samples_in(x), metric.region, out)
+            self.recordings[shape] = found = self._recorded(samples_in(x), metric.region, out)
+            if isinstance(found, str):
+                warnings.warn(NOT_RECORDED.format(found), stacklevel=2)
         recording = self.recordings[shape]
-        if recording is not None:
+        if isinstance(recording, _Recording):
             given = _given(x, y, self.counted(x, samples, out), metric.region)
             for to, one in zip(recording.given, given, strict=True):
                 to.copy_(one, non_blocking=True)
             recording.replay()
-        if recording is None or bool(recording.doubtful):
+        if isinstance(recording, str) or bool(recording.doubtful):
             super().of(x, y, metric, out, samples)
 
     def _mask(self, valid: Tensor) -> Mask:
         return valid  # to ask whether all are would wait for the device
 
-    def _recorded(self, rows: int, like: Ellipsoid, out: Tensor) -> _Recording | None:
-        """Record a chunk of made-up rows, if its replay is what is computed, bit for bit."""
+    def _recorded(self, rows: int, like: Ellipsoid, out: Tensor) -> _Recording | str:
+        """Record a chunk of made-up rows; return why, unless its replay gives the same bits."""
         if not self._per_sample.vmapped:
-            return None
+            return LOOPED
         x, y = self._per_sample.made_up(rows)
         counted = self.counted(x, rows - 1, out)
         region = Ellipsoid(like.centre.clone(), like.inverse.clone(), like.factor.clone())
@@ -111,13 +126,13 @@ class RecordedChunkSum(ClippedChunkSum):
                 if out_of_memory(failure):
                     self.recordings.clear()  # they keep the memory of their chunks
                     raise
-                return None
+                return FAILED.format(type_and_place(failure))
             out.zero_()
             replay()
             if _generators(out) != before:
-                return None
+                return DRAWN
         if not (out.equal(computed) and found.equal(doubtful)):
-            return None
+            return OTHERWISE
         return _Recording(_given(x, y, counted, region), found, replay)
 
 
