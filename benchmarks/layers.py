@@ -1,4 +1,4 @@
-"""Measure how each network of tests/layer_cases.py is run, and the cost of its clipped sums.
+"""Measure how networks are run, those here and in tests/layer_cases.py, and what clipped sums cost.
 
     PYTHONPATH=. python benchmarks/layers.py layers.json
     PYTHONPATH=. python benchmarks/layers.py layers.json --only "usual sizes"
@@ -28,7 +28,9 @@ from torch.nn.parameter import is_lazy
 from dpmac_cli import ball, clipped_grad
 from dpmac_cli.errors import ModelError
 from dpmac_cli.training.chunks import BatchSum
-from tests.layer_cases import CASES, GROUPS, Case
+from tests.layer_cases import CASES as SMALL_CASES
+from tests.layer_cases import GROUPS as SMALL_GROUPS
+from tests.layer_cases import Attention, Case, Conv1D, LoRA, TiedWords, cases_of, first_of
 
 #: Rounds of steps, and the norm that gradients are clipped to, which all exceed.
 ROUNDS, RADIUS = 6, 0.01
@@ -37,6 +39,54 @@ ROUNDS, RADIUS = 6, 0.01
 WRONG = 5e-3
 #: Factor over plain training that no row of usual size should exceed.
 TARGET = 4.0
+
+USUAL, WORDS = "usual sizes", 2000
+TEXTS, PICTURES, STEPS = (64, 256), (32, 16, 16), (50, 64)
+#: Networks of usual size, whose costs are those of training: name, network, shape of a record.
+USUAL_SIZES: tuple[tuple[Any, ...], ...] = (
+    (
+        "multilayer perceptron, 784 to 500 to 10",
+        lambda: nn.Sequential(nn.Linear(784, 500), nn.ReLU(), nn.Linear(500, 10)),
+        (784,),
+    ),
+    (
+        "two convolutions of 64 channels, GroupNorm",
+        lambda: nn.Sequential(
+            *(nn.Conv2d(32, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.ReLU()),
+            *(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.ReLU()),
+        ),
+        PICTURES,
+    ),
+    (
+        "LayerNorm and two Linear layers, 256 to 1,024",
+        lambda: nn.Sequential(
+            *(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+        ),
+        TEXTS,
+    ),
+    (
+        "two Conv1D of transformers, 256 to 1,024",
+        lambda: nn.Sequential(Conv1D(1024, 256), nn.GELU(), Conv1D(256, 1024)),
+        TEXTS,
+    ),
+    ("attention of four Linear layers, 256 wide", lambda: Attention(256), TEXTS),
+    (
+        "TransformerEncoderLayer, 256 wide",
+        lambda: nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True),
+        TEXTS,
+    ),
+    ("LSTM, 128 wide, 50 steps", lambda: first_of(nn.LSTM(64, 128, batch_first=True)), STEPS),
+    ("GRU, 128 wide, 50 steps", lambda: first_of(nn.GRU(64, 128, batch_first=True)), STEPS),
+    ("LoRA of rank 8, 256 wide", lambda: LoRA(256, 8), TEXTS),
+    (
+        "an Embedding and a head of one weight, 2,000 words",
+        lambda: TiedWords(WORDS, 128),
+        (32,),
+        WORDS,
+    ),
+)
+GROUPS = (USUAL, *SMALL_GROUPS)
+CASES = (*cases_of(USUAL, USUAL_SIZES, records=64), *SMALL_CASES)
 
 #: A step, which returns the clipped sum by the names of parameters; nothing in plain training.
 Step = Callable[[], Mapping[str, Tensor]]
@@ -186,7 +236,7 @@ def times_of_dpmac(steps: Mapping[str, Step]) -> dict[str, float]:
 def summary(rows: list[dict[str, Any]]) -> str:
     """Return the number of rows by path, and the rows of usual size beyond the target."""
     lines = [f"{count:4} {path}" for path, count in Counter(row["path"] for row in rows).items()]
-    usual = [row for row in rows if row["group"] == "usual sizes" and "cost" in row]
+    usual = [row for row in rows if row["group"] == USUAL and "cost" in row]
     costs = [(row["cost"], row["name"]) for row in usual]
     lines += [f"{cost:.2f} times plain: {name}" for cost, name in sorted(costs, reverse=True)]
     beyond = sum(cost > TARGET for cost, _ in costs)

@@ -2,8 +2,9 @@
 
 import copy
 import functools
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,17 @@ LONG_ALONE = pytest.StashKey[set[str]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--long``. Without it, tests marked as long are deselected."""
     parser.addoption("--long", action="store_true", help="run the tests marked long, too")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import without collecting garbage, of which there is none, and never look there for it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def name_of(item: pytest.Item) -> str:

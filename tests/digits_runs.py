@@ -28,6 +28,10 @@ SIGMA = 6.0
 RATE = 128 / 1437
 #: A seed that cannot turn up in a file by chance.
 SEED = 918_273_645_501
+PUBLIC_FILES = {
+    *("SHA256SUMS", "config.yaml", "metrics.jsonl", "model-card.md"),
+    *("model.safetensors", "report.json"),
+}
 
 
 @functools.cache

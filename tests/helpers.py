@@ -139,8 +139,8 @@ class Batches:
 class KeptNoise(Noise):
     """Seeded noise that keeps what it drew."""
 
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(a_key(seed))
+    def __init__(self) -> None:
+        super().__init__(a_key(0))
         self.drawn: list[Tensor] = []
 
     def at(self, step: int) -> SeededNormals:
@@ -283,11 +283,6 @@ def per_sample_gradients(theta: NDArray[np.float64], data: Data, rows: Any) -> N
 def numbers(*shape: int) -> Structure:
     """The structure of a sample of float32 numbers."""
     return Structure(torch.zeros(1, *shape))
-
-
-def classes(*shape: int) -> Structure:
-    """The structure of a sample's labels, which are classes."""
-    return Structure(torch.zeros(1, *shape, dtype=torch.long), keep=True)
 
 
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]

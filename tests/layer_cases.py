@@ -4,7 +4,7 @@ Every layer of torch.nn that has parameters or mixes samples is here, in variant
 to put them together.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -22,8 +22,6 @@ from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 VECTOR, SEQUENCE, SIGNAL, IMAGE, VOLUME = (16,), (12, 16), (8, 24), (8, 12, 12), (4, 6, 6, 6)
 #: Tokens are below this number.
 TOKENS = 30
-#: Tokens of networks of usual size.
-WORDS = 2000
 #: A network, or a function that returns one.
 Build = Callable[[], Any]
 
@@ -44,9 +42,9 @@ class Case:
     name: str
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
-    tokens: int = 0
-    refused: str = ""
-    records: int = 256
+    tokens: int
+    refused: str
+    records: int
 
     def batch(self) -> Tensor:
         """Return made-up records."""
@@ -531,35 +529,7 @@ class Doubled(torch.autograd.Function):
         return 2 * gradients[0]
 
 
-def usual_sizes() -> Iterator[tuple[Any, ...]]:
-    """Networks of usual size, whose costs are those of training."""
-    texts, pictures, steps = (64, 256), (32, 16, 16), (50, 64)
-    mlp = lambda: nn.Sequential(nn.Linear(784, 500), nn.ReLU(), nn.Linear(500, 10))
-    yield "multilayer perceptron, 784 to 500 to 10", mlp, (784,)
-    conv = lambda: nn.Sequential(
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.ReLU()),
-        *(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.ReLU()),
-    )
-    yield "two convolutions of 64 channels, GroupNorm", conv, pictures
-    wide = lambda: nn.Sequential(
-        *(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
-    )
-    yield "LayerNorm and two Linear layers, 256 to 1,024", wide, texts
-    conv1d = lambda: nn.Sequential(Conv1D(1024, 256), nn.GELU(), Conv1D(256, 1024))
-    yield "two Conv1D of transformers, 256 to 1,024", conv1d, texts
-    yield "attention of four Linear layers, 256 wide", partial(Attention, 256), texts
-    encoder = lambda: nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True)
-    yield "TransformerEncoderLayer, 256 wide", encoder, texts
-    for kind in (nn.LSTM, nn.GRU):
-        run = lambda kind=kind: first_of(kind(64, 128, batch_first=True))
-        yield f"{kind.__name__}, 128 wide, 50 steps", run, steps
-    yield "LoRA of rank 8, 256 wide", partial(LoRA, 256, 8), texts
-    tied = partial(TiedWords, WORDS, 128)
-    yield "an Embedding and a head of one weight, 2,000 words", tied, (32,), WORDS
-
-
 GROUPS: Mapping[str, Callable[[], Iterator[tuple[Any, ...]]]] = {
-    "usual sizes": usual_sizes,
     "Linear": linear,
     "convolutions": convolutions,
     "norms": norms,
@@ -572,13 +542,12 @@ GROUPS: Mapping[str, Callable[[], Iterator[tuple[Any, ...]]]] = {
 }
 
 
-def _cases() -> Iterator[Case]:
-    for group, rows in GROUPS.items():
-        records = 64 if group == "usual sizes" else 256
-        for name, build, shape, *more in rows():
-            tokens = sum(value for value in more if isinstance(value, int))
-            refused = "".join(value for value in more if isinstance(value, str))
-            yield Case(group, name, build, shape, tokens, refused, records)
+def cases_of(group: str, rows: Iterable[tuple[Any, ...]], records: int = 256) -> Iterator[Case]:
+    """Yield the cases of a group."""
+    for name, build, shape, *more in rows:
+        tokens = sum(value for value in more if isinstance(value, int))
+        refused = "".join(value for value in more if isinstance(value, str))
+        yield Case(group, name, build, shape, tokens, refused, records)
 
 
-CASES = tuple(_cases())
+CASES = tuple(case for group, rows in GROUPS.items() for case in cases_of(group, rows()))

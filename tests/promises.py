@@ -75,7 +75,11 @@ def tests_of_promises() -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted(HERE.rglob("test_*.py")):
         body = ast.parse(path.read_text(encoding="utf-8")).body
-        marks = [ast.unparse(node) for node in body if "pytestmark" in ast.unparse(node)]
+        marks = [
+            ast.unparse(node)
+            for node in body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+        ]
         tests = [n for n in body if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
         for test in tests:
             own = [ast.unparse(decorator) for decorator in test.decorator_list]

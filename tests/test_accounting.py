@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 from dp_accounting import NoOpDpEvent
 from dp_accounting.pld import pld_privacy_accountant
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import integrate, stats
 from scipy.optimize import brentq
@@ -26,10 +23,6 @@ from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.resolve import resolve
 from tests.tiers import one_in, pairs_short, rest_long
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from opacus.accountants import PRVAccountant
-
 pytestmark = pytest.mark.promise("price")
 
 DELTA = 1e-5
@@ -41,12 +34,12 @@ PRICED = tuple(itertools.product(SAMPLERS, ACCOUNTANTS))
 
 #: (sigma, ours, the paper's): facts.md, section 1.
 MNIST_GOLDEN = (
-    (0.5, 7.4793, 7.49),
-    (0.6, 3.9886, 4.00),
-    (0.7, 2.3158, 2.33),
-    (0.8, 1.4470, 1.46),
-    (0.9, 1.0122, 1.02),
     (1.0, 0.7850, 0.80),
+    (0.9, 1.0122, 1.02),
+    (0.8, 1.4470, 1.46),
+    (0.7, 2.3158, 2.33),
+    (0.6, 3.9886, 4.00),
+    (0.5, 7.4793, 7.49),
 )
 
 
@@ -203,16 +196,12 @@ def test_what_runs_of_other_epochs_cost_is_added_up() -> None:
 
 #: (sampling rate, noise multiplier) -> steps.
 GRID: Mapping[tuple[float, float], tuple[int, ...]] = {
+    (0.1, 0.7): (10, 100),
     (0.001, 0.4): (100, 10_000),
-    (0.001, 4.0): (10_000,),
     (MNIST_RATE, 0.5): (235, 1175),
-    (512 / 50_000, 0.8): (98, 490, 5000),
-    (512 / 50_000, 2.0): (490, 9800),
-    (0.03, 1.3): (40, 2000),
-    (0.1, 0.7): (1, 10, 100),
-    (0.25, 8.0): (30, 500),
-    (0.5, 0.6): (1, 10, 70),
-    (0.5, 8.0): (1, 100, 5000),
+    (512 / 50_000, 0.8): (490, 5000),
+    (0.5, 0.6): (1, 70),
+    (0.5, 8.0): (1, 5000),
 }
 PRV = [
     (rate, sigma, steps, delta)
@@ -222,12 +211,14 @@ PRV = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha:UserWarning")
+@pytest.mark.filterwarnings("ignore")  # of its imports, and of the order of a divergence
 @pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), rest_long(PRV))
 def test_our_price_lies_within_the_bounds_of_opacus(
     rate: float, sigma: float, steps: int, delta: float
 ) -> None:
     """Gopi, Lee and Wutschitz 2021 (arXiv 2106.02848): a lower and an upper bound."""
+    from opacus.accountants import PRVAccountant  # noqa: PLC0415  (it takes seconds)
+
     ours = total_epsilon((TrainingEvent(rate, sigma, steps),), delta)
     # Its default, and less where that would be no more than a guess.
     error = max(0.001, min(0.01, 0.05 * ours))
@@ -298,10 +289,10 @@ def test_two_halves_cost_the_whole(sampler: str, accountant: str) -> None:
 # What people read.
 
 
-@given(st.floats(1e-12, 1e9))
-@settings(max_examples=300, deadline=None, database=None)
-def test_a_price_is_never_shown_smaller_than_it_is(epsilon: float) -> None:
-    assert epsilon * (1 - 1e-9) <= float(format_epsilon(epsilon)) <= epsilon * (1 + 1.1e-3)
+def test_a_price_is_never_shown_smaller_than_it_is() -> None:
+    drawn = 10 ** np.random.default_rng(0).uniform(-12, 9, 3000)
+    for epsilon in (*drawn, *map(float, range(1, 2000)), *10.0 ** np.arange(-12, 9)):
+        assert epsilon * (1 - 1e-9) <= float(format_epsilon(epsilon)) <= epsilon * (1 + 1.1e-3)
 
 
 def test_statement_says_what_was_promised_and_what_was_not() -> None:

@@ -27,10 +27,8 @@ from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.storage import files
 from dpmac_cli.training.canaries import Canaries
 from tests import secret_search
-from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import SEED, after, contents, digits_config, run_trainer, train_digits
 from tests.helpers import (
     CLIP_LIMIT,
@@ -120,15 +118,9 @@ def an_audit(**other: Any) -> Audit:
     ("guesses", "right"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 4), (6, 4), (8, 4)]
 )
 def test_the_highest_are_guessed_in_and_the_lowest_out(guesses: int, right: int) -> None:
-    assert an_audit(guesses=guesses).right == right
-    shuffled = np.random.default_rng(3).permutation(8)
     found = an_audit(guesses=guesses)
-    mixed = replace(
-        found,
-        scores=tuple(found.scores[i] for i in shuffled),
-        coins=tuple(found.coins[i] for i in shuffled),
-    )
-    assert mixed.right == right
+    backwards = replace(found, scores=found.scores[::-1], coins=found.coins[::-1])
+    assert found.right == backwards.right == right
 
 
 @pytest.mark.promise("audit")
@@ -148,21 +140,6 @@ def test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve(
 
 
 # Files.
-
-
-def write(values: Any) -> Path:
-    run = Path("run")
-    run.mkdir(exist_ok=True)
-    (run / folder.CONFIG).write_text("")
-    text = values if isinstance(values, str) else json.dumps(values)
-    (run / folder.AUDIT).write_text(text)
-    return run
-
-
-@pytest.mark.parametrize("claimed", [1.0, None])
-def test_what_is_written_is_read(claimed: float | None) -> None:
-    found = an_audit(claimed=claimed)
-    assert read_audit(write(json.loads(files.to_json(found.as_json())))) == found
 
 
 # As typed.
@@ -287,7 +264,9 @@ def whitened(trainer: Trainer, batch: list[int]) -> Tensor:
 @pytest.mark.promise("audit")
 @pytest.mark.parametrize(
     ("name", "centre", "chunk", "others"),
-    pairs_short(OPTIMIZER_NAMES, ["own", "far out"], [3, 1000], [[], [0, 1, 2, 3, 45]]),
+    pairs_short(
+        ["dp-sgd", "dp-macadam", "adaclip"], ["own", "far out"], [3, 1000], [[], [0, 1, 2, 3, 45]]
+    ),
 )
 def test_a_canary_moves_the_sum_by_no_more_than_a_record_may(
     name: str, centre: str, chunk: int, others: list[int]
@@ -331,9 +310,6 @@ def test_a_canary_is_clipped_by_the_function_that_clips_records(
     assert whitened(trainer, [40]).norm().item() == pytest.approx(2 * CLIP_LIMIT, rel=1e-6)
 
 
-# What they leave alone.
-
-
 # Who is drawn.
 
 
@@ -372,9 +348,6 @@ def test_coins_are_fair_and_independent_of_all_that_is_public() -> None:
     assert not torch.equal(one.coins, other.coins)
     assert not torch.equal(one._coordinates, other._coordinates)
     assert len(torch.unique(one._coordinates)) == 60
-
-
-# What is heard.
 
 
 # Stopped and resumed.

@@ -17,11 +17,9 @@ from dpmac_cli.accounting.calibration import (
     longest_run,
 )
 from dpmac_cli.accounting.events import SAMPLERS, Scores, TrainingEvent
-from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.cli.account import Question, answer
-from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.errors import BudgetError
 from tests.tiers import rest_long
 
 pytestmark = pytest.mark.promise("target")
@@ -117,46 +115,6 @@ def test_a_target_that_only_the_fine_grid_shows_is_met() -> None:
     assert total_epsilon((event,), DELTA, widest=COARSE) > target
     sigma = calibrate_noise(event, DELTA, target)
     assert total_epsilon((replace(event, noise_multiplier=sigma),), DELTA) <= target
-
-
-def ask(line: str) -> list[Row]:
-    """The answer to a line, such as ``--sigma 1 --delta 0.1``."""
-    words = line.replace("--", "").split()
-    given = {
-        name.replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)
-    }
-    return answer(Question.model_validate(given))[0]
-
-
-# Questions
-
-
-REFUSED = {
-    "": ["Add --sigma to compute epsilon, or --epsilon to compute sigma."],
-    "--sigma 1 --dataset-size 9": ["Add --batch-size, and --epochs or --steps, to --dataset-size."],
-    "--sigma 1 --epsilon 1 --epochs 1": ["--sigma, --epsilon and --epochs together"],
-    "--sigma 1 --epochs 1 --steps 1": ["--epochs and --steps contradict"],
-    "--sigma 1 --dataset digits --batch-size 1438": [
-        "--batch-size (1438) must not be above the size of the dataset, 1437"
-    ],
-    "--sigma nan": ["--sigma: 'nan' is not a number"],
-    "--sigma 0.009": ["--sigma must be at least 0.01"],
-    "--epsilon inf": ["--epsilon: 'inf' is not a number"],
-    "--sigma 1 --dataset mnits": ["Did you mean mnist"],
-    "--sigma -1,x --epochs 1.5 --steps 2 --delta 7 --sampler none --accountant none": [
-        *("--sigma must be", "--sigma: 'x'", "--epochs: '1.5'", "--delta must be"),
-        *("there is no sampler", "there is no accountant", "--epochs and --steps"),
-    ],
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_every_fault_of_a_question_is_named_at_once(line: str) -> None:
-    with pytest.raises(InputError) as caught:
-        ask(line)
-    assert len(caught.value.errors) == len(REFUSED[line])
-    for part in REFUSED[line]:
-        assert [part in error for error in caught.value.errors].count(True) == 1, part
 
 
 def test_the_number_of_trials_is_drawn_from_its_distribution() -> None:

@@ -233,24 +233,3 @@ def test_the_page_of_a_run_has_card_course_attacks_and_settings(
     markers = [use for use in course.iter(f"{SVG}use") if use.get("y") is not None]
     assert len(markers) > 4  # two epochs in each of two panels, and ticks
     assert attacks.find(f".//{SVG}path") is not None
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("{run}/report.json",), "report.json is a file. Name the folder of the run."),
-        (("{run}", "--html", "page.pdf"), "--html page.pdf must end in .html"),
-        (("{run}", "--html", "{there}"), "already exists. Add --force to replace it"),
-    ],
-)
-def test_what_cannot_be_written_is_refused(
-    args: tuple[str, ...], message: str, finished: Finished, tmp_path: Path
-) -> None:
-    there = tmp_path / "there.html"
-    there.write_text("mine")
-    given: dict[str, Any] = {"run": finished.folder, "there": there}
-    result = dpmac("report", *(arg.format(**given) for arg in args))
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-    assert there.read_text() == "mine"
-    assert not Path("report.html").exists()

@@ -6,7 +6,6 @@ Skipped on machines without a GPU.
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +17,10 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs.trainer import Trainer
-from dpmac_cli.training.schedules import Recipe, StepPlan
+from dpmac_cli.training.schedules import StepPlan
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import after, digits_config, train_events
-from tests.helpers import Batches, SecureSpy, Spy, a_key, class_task, make_trainer
+from tests.helpers import Batches, Spy, a_key, class_task, make_trainer
 
 SIDE = 8
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -58,18 +57,9 @@ def network(name: str) -> nn.Module:
     return NETWORKS[name]()
 
 
-def trainer_on(
-    device: torch.device,
-    optimizer: str,
-    model: nn.Module,
-    spy: Spy,
-    physical_batch: int = 64,
-    **recipe: Any,
-) -> Trainer:
+def trainer_on(device: torch.device, optimizer: str, model: nn.Module, spy: Spy) -> Trainer:
     """A trainer with the same weights, records and noise on any device."""
-    plan = StepPlan(
-        steps=9, steps_per_epoch=5, physical_batch=physical_batch, recipe=Recipe(**recipe)
-    )
+    plan = StepPlan(steps=9, steps_per_epoch=5, physical_batch=64)
     return make_trainer(
         optimizer,
         spy,
@@ -77,7 +67,7 @@ def trainer_on(
         data=images(device),
         model=copy.deepcopy(model).to(device),
         sampler=Batches(*np.arange(RECORDS).reshape(-1, BATCH)),
-        noise=Noise(a_key(0), secure=isinstance(spy, SecureSpy)),
+        noise=Noise(a_key(0)),
         clip_norm=0.5,
     )
 
@@ -89,13 +79,11 @@ def released(trainer: Trainer, spy: Spy) -> list[Tensor]:
     return [spy.whitened_sum(t).double().cpu() for t in range(STEPS)]
 
 
-def assert_same_steps(
-    optimizer: str, model: nn.Module, kind: type[Spy] = Spy, **options: Any
-) -> None:
+def assert_same_steps(optimizer: str, model: nn.Module) -> None:
     """Both devices release the same sums, up to rounding that is far below the noise."""
-    spies = [kind(1.0, BATCH) for _ in range(2)]
+    spies = [Spy(1.0, BATCH) for _ in range(2)]
     trainers = [
-        trainer_on(device, optimizer, model, spy, **options)
+        trainer_on(device, optimizer, model, spy)
         for device, spy in zip((CPU, CUDA), spies, strict=True)
     ]
     sums = [released(trainer, spy) for trainer, spy in zip(trainers, spies, strict=True)]

@@ -46,11 +46,6 @@ def facts(result: Evaluation) -> tuple[float, list[list[int]]]:
     return result.loss, result.confusion.tolist()
 
 
-def score(trainer: Trainer) -> tuple[float, list[list[int]]]:
-    """The test set scored now."""
-    return facts(evaluate(trainer.model, trainer.data, trainer.data.test))
-
-
 # Evaluation.
 
 
@@ -68,30 +63,6 @@ def test_every_sample_is_scored(tail: int) -> None:
     assert result.accuracy == pytest.approx(accuracy_score(truth, guess))
     assert result.per_class == pytest.approx(recall_score(truth, guess, average=None).tolist())
     assert result.loss == pytest.approx(cross_entropy(logits, data.train.labels).item())
-
-
-def test_an_output_that_is_no_number_is_wrong_and_counted_apart() -> None:
-    data, network = tiny_data(records=40), tiny_model()
-    whole = evaluate(network, data, data.train)
-    assert whole.unanswered == 0
-    labels, classes = data.train.labels, len(whole.confusion)
-
-    class Broken(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            logits: Tensor = network(x)
-            logits[::4, 1] = torch.nan
-            return logits
-
-    result = evaluate(Broken(), data, data.train)
-    lost = torch.arange(len(labels)) % 4 == 0
-    assert result.unanswered == int(lost.sum())
-    assert result.samples == len(labels)
-    right = network(data.standardised(data.train.images)).argmax(1) == labels
-    assert result.accuracy == int((right & ~lost).sum()) / len(labels)
-    kept = torch.bincount(labels[~lost], minlength=classes)
-    assert torch.equal(result.confusion.sum(1), kept)
-    shares = [float((right & ~lost)[labels == k].double().mean()) for k in range(classes)]
-    assert result.per_class == pytest.approx(shares)
 
 
 class WhenTraining(nn.Module):
@@ -133,12 +104,9 @@ def in_blocks_of(size: int, monkeypatch: pytest.MonkeyPatch, *args: Any, **kwarg
 
 
 @every_optimizer
-@pytest.mark.parametrize("choice", ["paper", "tracked"])
-def test_blocks_do_not_show(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet = GaussianMechanism(0.0, 8)
-    whole, parts = (
-        in_blocks_of(size, monkeypatch, name, quiet, kappa=choice, phi=choice) for size in (1000, 7)
-    )
+def test_blocks_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, choices = GaussianMechanism(0.0, 8), {"kappa": "tracked", "phi": "tracked"}
+    whole, parts = (in_blocks_of(n, monkeypatch, name, quiet, **choices) for n in (1000, 7))
     torch.testing.assert_close(walk(parts, 12), walk(whole, 12), rtol=0, atol=1e-12)
     assert parts.state.tensors().keys() == whole.state.tensors().keys()
     for key, tensor in parts.state.tensors().items():
@@ -259,15 +227,11 @@ def too_many(
     return sizes
 
 
-def chunked(name: str, records: int = 600, **kwargs: Any) -> Trainer:
+def chunked(name: str) -> Trainer:
     """Batches of all 600 records in chunks of at most 256, in float32."""
-    data = tiny_data(torch.float32, records=records)
-    batches = Batches(range(records))
-    plan = replace(PLAN, physical_batch=256)
-    mechanism = GaussianMechanism(1.0, records)
-    return make_trainer(
-        name, mechanism, plan=plan, dtype=torch.float32, data=data, sampler=batches, **kwargs
-    )
+    data, batches = tiny_data(torch.float32, records=600), Batches(range(600))
+    plan, mechanism = replace(PLAN, physical_batch=256), GaussianMechanism(1.0, 600)
+    return make_trainer(name, mechanism, plan=plan, dtype=torch.float32, data=data, sampler=batches)
 
 
 @pytest.mark.promise("faults")

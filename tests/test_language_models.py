@@ -42,8 +42,8 @@ def model(*, lora: bool) -> nn.Module:
     return made
 
 
-def texts(count: int = COUNT) -> dict[str, Tensor]:
-    records = Texts(count, WORDS, LENGTH, seed=1)
+def texts() -> dict[str, Tensor]:
+    records = Texts(COUNT, WORDS, LENGTH, seed=1)
     assert len({int(mask.sum()) for mask in records.mask}) > 1, "of unequal length"
     return {"input_ids": records.ids, "attention_mask": records.mask}
 
@@ -106,10 +106,10 @@ LIMIT = 12
 TEXTS = ("no pain", "severe pain since days and mild fever", "x", "cough\x00 <s> chest")
 
 
-def written(family: str = "gpt2", count: int = 60) -> list[str]:
+def written(family: str = "gpt2") -> list[str]:
     """Write a language model, a table of notes and its schema; return the flags of a short run."""
     write_network(Path(family), family, causal=True)
-    rows = [f"{text},{row % 20}" for row, (text, _) in enumerate(notes(count))]
+    rows = [f"{text},{row % 20}" for row, (text, _) in enumerate(notes(60))]
     Path("notes.csv").write_text("\n".join(["note,person", *rows]))
     Path("notes.yaml").write_text(f"drop: [person]\ncolumns: {{note: {{text: {LIMIT}}}}}")
     flags = "--dataset notes.csv --schema notes.yaml --task language-model --sigma 1 --steps 2"
@@ -190,28 +190,6 @@ def test_the_loss_of_a_text_is_the_mean_over_its_own_tokens(family: str) -> None
     assert len(set(drawn)) > 1
     with torch.no_grad():
         assert torch.allclose(network(x), torch.cat([network(row) for row in torch.split(x, 1)]))
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--train", "head"], "has no separate head. Use --train lora, norm or all."),
-        (["--model", "mlp"], "--model mlp is not for --task language-model"),
-        (["--cover-scores"], "Leave out --cover-scores."),
-        (["--backbone", "./bert"], "are not continued by bert. For --task language-model use a"),
-        (["--dataset", "two.csv", "--schema", "two.yaml"], "declare one column, of text."),
-    ],
-)
-def test_what_a_language_model_cannot_do(more: list[str], said: str) -> None:
-    flags = written()
-    write_network(Path("bert"), "bert")
-    Path("two.csv").write_text("note,age\n" + "no pain,4\nmild pain,5\n" * 9)
-    Path("two.yaml").write_text("columns: {note: {text: 9}, age: {range: [0, 9]}}")
-    shown = dpmac(*flags, *more)
-    assert shown.exit_code == 2
-    assert said in shown.output
-    plain = [flag for flag in flags if flag not in ("--task", "language-model")]
-    assert "declares no label" in dpmac(*plain).output
 
 
 @pytest.mark.promise("alone")

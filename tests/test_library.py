@@ -12,30 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dpmac_cli
 from dpmac_cli import (
     ArrayData,
     InputError,
     ModelError,
-    Moments,
-    Optimizer,
-    PrivateMean,
     Settings,
     TrainingEvent,
     finish,
     make_private,
-    register_optimizer,
     resolve,
     train,
 )
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.data.dataset import Split
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.dp.geometry import Ball, Geometry
 from dpmac_cli.errors import named, named_as_flags
-from tests.digits_runs import SIGMA, digits_config, run_trainer
+from tests.digits_runs import digits_config, run_trainer
 
 SOURCE = Path(dpmac_cli.__file__)
 DOCS = SOURCE.parent.parent / "docs"
@@ -192,32 +187,6 @@ def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
     trainer = run_trainer(config, model=net())
     assert trainer.mechanism.noise_multiplier == config.privacy.sigma > 4
     assert total_epsilon((config.privacy.event,), config.privacy.delta) <= 0.1
-
-
-def test_an_optimizer_of_ones_own_is_registered_and_moves_theta() -> None:
-    told: list[tuple[float, float, int]] = []
-
-    @register_optimizer("halved", lr_on={"digits": 0.25})
-    class Halved(Optimizer, frozen=True):
-        """Half a step."""
-
-        lr: float = 1.0
-        clip_norm: float
-
-        def geometry(self) -> Geometry:
-            return Ball(self.clip_norm)
-
-        def update(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
-            told.append((eta, private.noise_ratio, moments.step))
-            theta.sub_(private.value, alpha=eta / 2)
-
-    ours = run_trainer(digits_config(optimizer="halved", seed=1))
-    double = run_trainer(digits_config(optimizer="dp-sgd", seed=1, lr=0.125))
-    for _ in range(3):
-        ours.step()
-        double.step()
-    assert torch.equal(ours.state.theta, double.state.theta)
-    assert told == [(0.25, SIGMA / 128, step) for step in (1, 2, 3)]
 
 
 # The page

@@ -19,18 +19,21 @@ from torch.nn.functional import one_hot
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.classified import Classified
-from dpmac_cli.tasks.intervals import clopper_pearson, widened
+from dpmac_cli.tasks.intervals import clopper_pearson
 from dpmac_cli.training.evaluation import Evaluation
 from tests.digits_runs import metrics_of, report_of
 from tests.helpers import answers_of, class_task
-from tests.helpers import class_task as as_task
 from tests.typed import dpmac
 
 CHOSEN = [metric.name for metric in Classification.metrics if metric.chosen]
 
 
+def evaluated_of(labels: Tensor, logits: Tensor) -> Evaluation:
+    return Evaluation(0.0, logits, labels, class_task(logits.shape[1]))
+
+
 def scored(labels: Tensor, logits: Tensor) -> Classified:
-    return answers_of(Evaluation(0.0, logits, labels, class_task(logits.shape[1])))
+    return answers_of(evaluated_of(labels, logits))
 
 
 def drawn(classes: int, records: int = 400, share: float | None = None) -> tuple[Tensor, Tensor]:
@@ -75,6 +78,7 @@ def test_an_output_that_is_no_number_is_wrong_in_every_metric() -> None:
     lost = torch.arange(len(labels)) % 5 == 0
     right = (logits.argmax(1) == labels) & ~lost
     assert after["accuracy"] == pytest.approx(right.double().mean().item())
+    assert evaluated_of(labels, spoiled).unanswered == 80
     nothing = scored(labels, torch.full_like(logits, torch.nan)).metrics()
     assert nothing.pop("average-precision") == pytest.approx(1 / 3, abs=0.05)  # all rank last
     assert {nothing[name] for name in CHOSEN if name in nothing} == {0.0}
@@ -123,7 +127,7 @@ def evaluated(
 ) -> Evaluation:
     labels = torch.arange(right + wrong) % classes
     answers = torch.where(torch.arange(right + wrong) < right, labels, (labels + 1) % classes)
-    return Evaluation(0.0, 3.0 * one_hot(answers, classes), labels, as_task(classes), units)
+    return Evaluation(0.0, 3.0 * one_hot(answers, classes), labels, class_task(classes), units)
 
 
 @pytest.mark.parametrize(("right", "wrong"), [(65, 0), (60, 5), (1, 1), (0, 7), (990, 10)])
@@ -154,7 +158,7 @@ def test_records_of_one_person_are_not_independent() -> None:
     labels = torch.from_numpy(owners % 2)
     logits = one_hot(torch.where(torch.from_numpy(right), labels, 1 - labels), 2).float()
     both = [
-        answers_of(Evaluation(0.0, logits, labels, as_task(2), units))
+        answers_of(Evaluation(0.0, logits, labels, class_task(2), units))
         for units in (None, units_of(owners))
     ]
     alone, grouped = (one.intervals(one.metrics(), 300) for one in both)
@@ -173,7 +177,7 @@ def test_persons_who_are_as_often_right_may_differ_in_other_metrics() -> None:
     logits = one_hot(torch.where(wrong, 1 - labels, labels), 2).float()
     widths = []
     for units in (None, units_of(owners)):
-        answers = answers_of(Evaluation(0.0, logits, labels, as_task(2), units))
+        answers = answers_of(Evaluation(0.0, logits, labels, class_task(2), units))
         low, high = answers.intervals(answers.metrics(), 300)["balanced-accuracy"]
         widths.append(high - low)
     assert widths[1] > 1.8 * widths[0]
@@ -181,12 +185,12 @@ def test_persons_who_are_as_often_right_may_differ_in_other_metrics() -> None:
 
 @pytest.mark.parametrize(
     ("units", "share", "icc"),
-    [(20, 0.99, None), (50, 0.95, None), (20, 0.9, 0.7), (50, 0.97, 0.7), (200, 0.99, 0.3)],
+    [(20, 0.99, None), (50, 0.97, 0.7), (200, 0.99, 0.3)],
 )
 def test_intervals_cover_the_populations_accuracy(
     units: int, share: float, icc: float | None
 ) -> None:
-    """With normal intervals between units, 0.907 in the fourth case, and 0.82 in the first."""
+    """With normal intervals between units, 0.907 in the second case, and 0.82 in the first."""
     assert simulation.accuracy(1000, units, share, icc) >= 0.94
 
 
@@ -195,22 +199,13 @@ def test_intervals_cover_other_metrics_by_unit() -> None:
         assert coverage >= 0.92
 
 
-def test_noise_widens_an_interval_and_never_narrows_it() -> None:
-    exact = clopper_pearson(0.9, 100)
-    assert widened(0.9, exact, 0.0) == pytest.approx(exact)
-    low, high = widened(0.9, exact, 0.1)
-    assert 0.9 - low == pytest.approx(np.hypot(0.9 - exact[0], 0.196), rel=1e-3)
-    assert (low, high) < (exact[0], 1.01)
-    assert high > exact[1]
-
-
 def test_no_interval_is_narrow_beside_a_wide_one_of_the_accuracy() -> None:
     """Of 13 persons, of which one has most of the wrong answers."""
     owners = np.repeat(np.arange(13), 14)
     labels = torch.arange(len(owners)) % 2
     wrong = torch.from_numpy((owners == 4) & (np.arange(len(owners)) % 14 < 10))
     logits = 3.0 * one_hot(torch.where(wrong, 1 - labels, labels), 2)
-    answers = answers_of(Evaluation(0.0, logits, labels, as_task(2), units_of(owners)))
+    answers = answers_of(Evaluation(0.0, logits, labels, class_task(2), units_of(owners)))
     found = answers.intervals(answers.metrics(), 300)
     low, high = found["accuracy"]
     least, most = found["balanced-accuracy"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
-from scipy.stats import kstest, norm
+from scipy.stats import kstest
 
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.resolve import resolve
@@ -83,18 +83,7 @@ def test_a_seed_repeats_and_its_streams_differ(seed: int) -> None:
     for place, key in enumerate(streams.values()):
         words = np.random.SeedSequence(seed, spawn_key=(place, 0)).generate_state(4, np.uint64)
         assert key == words.tobytes()  # 256 bits
-    drawn = [first(key) for key in streams.values()]
-    for x, y in combinations(drawn, 2):
-        assert abs(correlation(x, y)) < 0.15
-
-
-@pytest.mark.promise("noise")
-@pytest.mark.parametrize("step", [1, 2**16, 2**32, 2**33, 2**62])
-def test_every_bit_of_a_seed_matters(step: int) -> None:
-    """torch's generator on the CPU keeps 32: two seeds 2^32 apart give it the same noise."""
-    one, other = by_name(make_keys(7)), by_name(make_keys(7 + step))
-    for name in STREAMS:
-        assert abs(correlation(first(one[name]), first(other[name]))) < 0.15
+    assert len({*streams.values()}) == len(STREAMS)
 
 
 @pytest.mark.promise("noise")
@@ -110,8 +99,7 @@ def test_every_bit_of_a_key_matters() -> None:
 
 
 @pytest.mark.promise("noise")
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("seed", [5, None])
+@pytest.mark.parametrize(("seed", "sampler"), [*zip((5, None, 5), SAMPLERS, strict=True)])
 def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: str) -> None:
     config = resolve({"dataset": "digits", "sigma": 6, "seed": seed, "sampler": sampler}).plan
     keys = make_keys(seed)
@@ -176,31 +164,6 @@ def test_a_lane_of_a_step_has_a_key_stream_of_its_own(step: int) -> None:
 
 
 # Draws.
-
-
-@either_source
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 5)])
-def test_draws_are_like_what_they_are_for(
-    dtype: torch.dtype, shape: tuple[int, ...], is_secure: bool
-) -> None:
-    like = torch.full(shape, 3.0, dtype=dtype)
-    drawn = Noise(a_key(1), secure=is_secure).at(1).standard_normal(like)
-    assert (drawn.shape, drawn.dtype, drawn.device) == (like.shape, dtype, like.device)
-    assert (like == 3).all()
-
-
-@pytest.mark.promise("noise")
-@either_source
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tails_are_as_heavy_as_they_should_be(dtype: torch.dtype, is_secure: bool) -> None:
-    """Counts beyond 3, 4 and 5; short tails are what an adversary looks for."""
-    count = 10_000_000
-    source = Noise(a_key(0), secure=is_secure).at(1)
-    drawn = source.standard_normal(torch.empty(count, dtype=dtype)).abs()
-    for reach in (3, 4, 5):
-        expected = 2 * count * float(norm.sf(reach))
-        assert abs(int((drawn > reach).sum()) - expected) < 4 * expected**0.5
 
 
 @pytest.mark.promise("noise")
@@ -388,16 +351,6 @@ def test_the_noise_of_a_step_is_handed_out_once(is_secure: bool) -> None:
     assert torch.equal(again.at(10).standard_normal(torch.zeros(1000)), seen[-1])
 
 
-@pytest.mark.promise("noise")
-def test_draws_share_neither_memory_nor_key_stream() -> None:
-    noise = Noise(a_key(1))
-    one = noise.at(1).standard_normal(torch.zeros(5000))
-    kept = one.clone()
-    other = noise.at(2).standard_normal(torch.zeros(5000))
-    assert torch.equal(one, kept)
-    assert abs(correlation(one, other)) < 0.08
-
-
 def off_the_lattice(draws: torch.Tensor) -> NDArray[np.float64]:
     """How far the u behind each pair is from the nearest that can occur, in shares of the gap."""
     released = torch.round(draws / GRID) * GRID  # as the mechanism does
@@ -428,27 +381,6 @@ def test_secure_draws_hide_the_words_that_they_come_from(monkeypatch: pytest.Mon
     assert kstest(off_the_lattice(hidden), "uniform").pvalue > 1e-3
     moved = (hidden - plain).numpy()
     assert kstest(moved, "uniform", (-DITHER / 2, DITHER)).pvalue > 1e-3
-
-
-@pytest.mark.promise("noise")
-@either_source
-def test_neighbouring_draws_have_nothing_in_common(is_secure: bool) -> None:
-    """The two normals of a pair share a radius: neither they nor their squares correlate."""
-    count = 1_000_000
-    z = Noise(a_key(0), secure=is_secure).at(1).standard_normal(torch.empty(2 * count))
-    for power in (1, 2, 3):
-        x, y = (half.double() ** power for half in (z[:count], z[count:]))
-        assert abs(correlation(x, y)) < 4 / count**0.5
-    for lag in (1, 2, 100):
-        assert abs(correlation(z[:-lag], z[lag:])) < 4 / count**0.5
-
-
-@pytest.mark.promise("noise")
-@either_source
-def test_no_draw_comes_twice(is_secure: bool) -> None:
-    source = Noise(a_key(0), secure=is_secure).at(1)
-    x, y = (source.standard_normal(torch.zeros(1000)) for _ in range(2))
-    assert abs(correlation(x, y)) < 0.15
 
 
 # Layers such as dropout.

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from pyarrow import parquet
-from sklearn.datasets import load_breast_cancer
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import dpmac_cli
@@ -34,9 +33,8 @@ from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.units import units_in
 from dpmac_cli.data.user_data import inspect
-from dpmac_cli.storage.cache import Rows
 from tests.helpers import load
-from tests.test_every_reader import Listed
+from tests.test_every_reader import Listed, seen
 
 CLASSES = ("cat", "dog", "eel")
 
@@ -151,11 +149,10 @@ def test_sixteen_bits_become_eight_by_the_range_of_the_format(
 def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
     last = np.random.default_rng(0).integers(0, 256, (6, 4, 5, 3), np.uint8)
     first = last.transpose(0, 3, 1, 2)
-    for number, x in enumerate((last, first)):
+    for x in (last, first):
         tests = {"x_test": x[:2], "y_test": np.array([2, 0])}
-        source = Source(table(tmp_path / f"{number}.npz", x=x, **tests))
+        source = Source(table(tmp_path / "t.npz", x=x, **tests))
         assert described(inspect(source)) == (6, 2, (3, 4, 5), ("0", "1", "2"))
-        assert not inspect(source).held_out
         (images, labels), (test_images, test_labels) = load(source)
         assert np.array_equal(images, first)
         assert np.array_equal(test_images, first[:2])
@@ -165,9 +162,7 @@ def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"y": None}, "must contain the arrays x"),
         ({"x_test": np.zeros((1, 4, 5), np.uint8)}, "must both be given"),
-        ({"y": np.zeros(6, complex)}, "must have one integer per record"),
         ({"y": np.full(6, 0.5)}, "a label that is no whole number from 0"),
         ({"y": np.arange(5)}, "6 records, and y has 5 labels"),
         ({"classes": np.array(["a", "b"])}, "contains the label 2 (there are 2 classes"),
@@ -176,17 +171,12 @@ def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
             "'\\x1b[31mb' contains characters that cannot",
         ),
         ({"classes": np.array(["a", "a", "b"])}, "has 2 classes a. Class names must be unique"),
-        ({"x": np.zeros((6, 4, 5))}, "numbers need a public range"),
         ({"x": np.zeros((6, 4, 5), np.uint16)}, "(x / 257).astype('uint8') for 16 bits"),
         ({"x": np.zeros((6, 4, 5, 2), np.uint8)}, "1 or 3 channels"),
         ({"x": np.array([[np.nan], *[[0.0]] * 5])}, "NaN or infinity in 1 record"),
-        ({"x": np.zeros((6, 2)), "low": np.zeros(2), "high": np.full(2, 1e-40)}, "2 of 2 col"),
         ({"x": np.zeros((6, 2)), "low": np.ones(2), "high": np.array([2, 1 + 1e-9])}, "1 of 2 col"),
-        ({"y": np.array([0, 999_999] * 3)}, "the label 999999, but no 1"),
         ({"y": np.array([0, 2**63] * 3, np.uint64)}, f"the label {2**63}, but no 1"),
-        ({"x": np.zeros((6, 2))}, "--feature-range LOW,HIGH"),
         ({"x": np.zeros((6, 2)), "low": np.ones(2), "high": np.ones(2)}, "low below high"),
-        ({"y": np.zeros(6, np.int64)}, "one class, 0. A classifier needs at least two"),
         ({"x": np.zeros((0, 4, 5), np.uint8), "y": np.zeros(0, np.int64)}, "there are no records"),
         (
             {"x_test": np.zeros((1, 4, 5), np.uint8), "y_test": np.array([7])},
@@ -202,25 +192,6 @@ def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
 )
 def test_arrays_that_are_no_data_set(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     assert message in refused(table(tmp_path / "d.npz", **arrays))
-
-
-def test_files_that_are_no_images_are_named_or_left_out(tmp_path: Path) -> None:
-    folder(tmp_path)
-    (tmp_path / "cat" / "notes.txt").write_text("meow")
-    said = refused(tmp_path)
-    assert "notes.txt is not an image" in said
-    assert "--skip-bad" in said
-    whole = (tmp_path / "dog" / "1.png").read_bytes()
-    (tmp_path / "dog" / "1.png").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "cat" / "notes.txt").unlink()
-    assert "1.png cannot be read as an image" in refused(tmp_path, split_seed=5)
-    source = Source(tmp_path, skip_bad=True)
-    found = inspect(source)
-    assert len(found.skipped) == 1
-    assert "1.png" in found.skipped[0]
-    assert found.facts.train_size + found.facts.test_size == 11
-    (x, _), (x_test, _) = load(source)
-    assert len(x) + len(x_test) == 11
 
 
 @pytest.mark.promise("reading")
@@ -266,35 +237,7 @@ def test_a_declared_class_needs_no_records(tmp_path: Path, parts: tuple[str, ...
     assert inspect(one).facts.train_size == 2  # all of the class cat are held out
 
 
-def test_what_was_taken_from_the_records_is_known(tmp_path: Path) -> None:
-    folder(tmp_path / "a")
-    assert inspect(Source(tmp_path / "a")).inferred == ("channels", "image size", "classes")
-    assert inspect(Source(tmp_path / "a", channels=3)).inferred == ("image size", "classes")
-    assert inspect(Source(table(tmp_path / "t.npz"))).inferred == ("classes",)
-    assert "arrays are not converted" in refused(tmp_path / "t.npz", channels=3)
-
-
 COUNT, BAD_RECORDS_CLASSES = 60, ("a", "b")
-
-
-def values(x: Any) -> Any:
-    return x.read() if isinstance(x, Rows) else x
-
-
-def owners(side: Any) -> Any:
-    return [""] * len(side.y) if side.units is None else side.units
-
-
-def seen(source: Source) -> tuple[DataFacts, list[set[tuple[bytes, int, str]]]]:
-    """Facts, and the records of each side, each as the network sees it, with label and unit."""
-    sides = [
-        {
-            (np.asarray(x).tobytes(), int(y), str(u))
-            for x, y, u in zip(values(side.x), side.y, owners(side), strict=True)
-        }
-        for side in parts(source)
-    ]
-    return inspect(source), sides
 
 
 def parts(source: Source) -> Any:
@@ -345,7 +288,7 @@ def test_a_missing_value_does_not_change_the_categories_of_others() -> None:
         source = Source(in_memory.path, schema=schema, in_memory=in_memory, skip_bad=True)
         found.append(seen(source))
     assert found[0][1] == found[1][1]
-    assert len(found[1][0].skipped) == 1
+    assert found[1][2] == 1
 
 
 def numbers(count: int = COUNT) -> tuple[Any, Any, Any]:
@@ -376,7 +319,7 @@ def test_the_split_does_not_depend_on_the_types_of_arrays(
     plain = seen(arrays(x, y, units[0]))
     other = seen(arrays(x.astype(kinds[0]), y.astype(kinds[1]), units[1]))
     assert plain[1] == other[1]
-    assert plain[0].facts == other[0].facts
+    assert plain[0] == other[0]
 
 
 @pytest.mark.promise("reading")
@@ -615,7 +558,7 @@ def test_a_unit_on_both_sides_keeps_its_test_records(place: str) -> None:
     own_records = {record for side in (*before[1], *after[1]) for record in side}
     own_records = {record for record in own_records if record[2] == str(other)}
     for one, two in zip(before[1], after[1], strict=True):
-        assert one - own_records == two - own_records
+        assert {*one} - own_records == {*two} - own_records
     owned = [{record[2] for record in side} for side in after[1]]
     assert not owned[0] & owned[1]
     assert str(other) in owned[1]
@@ -636,37 +579,24 @@ def test_arrays_are_what_their_file_is(tmp_path: Path) -> None:
     in_memory = ArrayData(x, y, low=[0.0] * 5, high=[2.0] * 5)
     filed, held = seen(Source(tmp_path / "table.npz")), seen(Source(Path("a"), in_memory=in_memory))
     assert filed[1] == held[1]
-    assert filed[0].facts == held[0].facts
+    assert filed[0] == held[0]
 
 
-@pytest.mark.parametrize("kind", [pd.DataFrame, pl.DataFrame])
+@pytest.mark.parametrize("kind", [pd.DataFrame, pl.from_pandas])
 def test_data_frames_are_read_as_their_schema_says(kind: Any, tmp_path: Path) -> None:
-    bunch = load_breast_cancer(as_frame=True)
-    frame = bunch.data.iloc[:, :3].assign(
-        kind=pd.Series(["benign" if t else "malignant" for t in bunch.target])
-    )
-    ranges = {"mean radius": 40, "mean texture": 50, "mean perimeter": 300}
-    schema = {
-        "label": {"column": "kind", "classes": ["malignant", "benign"]},
-        "columns": {name: {"range": [0, top]} for name, top in ranges.items()},
-    }
+    frame = pd.DataFrame({"age": np.linspace(20, 90, 60), "kind": ["benign", "malignant"] * 30})
+    label = {"column": "kind", "classes": ["malignant", "benign"]}
+    schema = {"label": label, "columns": {"age": {"range": [0, 100]}}}
     frame.to_csv(tmp_path / "table.csv", index=False)
-    (tmp_path / "schema.yaml").write_text(str(schema))
-    given = kind(frame) if kind is pd.DataFrame else pl.from_pandas(frame)
-    held = resolve(QUICK, dataset=from_dataframe(given, schema)).plan
-    filed = resolve(QUICK, dataset=tmp_path / "table.csv", schema=tmp_path / "schema.yaml").plan
-    ours, theirs = (
-        load_data(plan.data.source, Path(), torch.device("cpu")).train for plan in (held, filed)
-    )
-    assert torch.equal(ours.images, theirs.images)
-    assert torch.equal(ours.labels, theirs.labels)
-    sources = [plan.data.source for plan in (held, filed)]
-    ours_of, theirs_of = (source.schema for source in sources if isinstance(source, Source))
-    assert ours_of == theirs_of is not None
-    with pytest.raises(InputError, match=r"schema: columns\.mean radius: needs either a range"):
-        from_dataframe(given, {**schema, "columns": {"mean radius": {}}})
-    with pytest.raises(InputError, match="There is no column mean radius"):
-        resolve(QUICK, dataset=from_dataframe(frame.drop(columns="mean radius"), schema))
+    given = from_dataframe(kind(frame), schema)
+    held = seen(Source(given.path, schema=given.schema, in_memory=given))
+    filed = seen(Source(tmp_path / "table.csv", schema=schema_of(schema, "schema")))
+    assert held[1] == filed[1]
+    assert held[0] == filed[0]
+    with pytest.raises(InputError, match=r"schema: columns\.age: needs either a range"):
+        from_dataframe(kind(frame), {**schema, "columns": {"age": {}}})
+    with pytest.raises(InputError, match="There is no column age"):
+        resolve(QUICK, dataset=from_dataframe(frame.drop(columns="age"), schema))
 
 
 def test_what_cannot_be_records_is_told_at_once() -> None:

@@ -30,9 +30,8 @@ from tests.typed import dpmac
 
 SHORT = ("--steps", "4", "--batch-size", "64", "--sigma", "4", "--device", "cpu")
 
-#: Networks as an outsider would write them.
-NETWORKS = {
-    "recurrent": """
+#: A network as an outsider would write it.
+RECURRENT = """
 import torch
 from torch import nn
 
@@ -50,8 +49,7 @@ def make(shape, classes):
     pixels = shape[0] * shape[1] * shape[2]
     return nn.Sequential(nn.Flatten(), Gate(pixels, 24), nn.Dropout(0.1), Gate(24, 24),
                          nn.Linear(24, classes))
-""",
-}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -149,13 +147,8 @@ def test_what_is_held_out_stays_out_and_is_said_to_be_private() -> None:
     assert json.loads(done("eval", "run", "--json")) == scored
 
 
-def names_of(count: int) -> str:
-    """The classes of photos, as they are declared."""
-    return ",".join(f"digit-{digit}" for digit in range(count))
-
-
 #: The whole schema of photos, declared.
-DECLARED = {"channels": "1", "image_size": "8", "classes": names_of(10)}
+DECLARED = "--channels 1 --image-size 8 --classes " + ",".join(f"digit-{n}" for n in range(10))
 
 
 def interrupted(data: str, *flags: str) -> Finished:
@@ -265,7 +258,7 @@ def test_what_a_network_draws_and_does_not_train_stays() -> None:
 
 @pytest.mark.promise("code")
 def test_no_checkpoint_has_its_network_imported() -> None:
-    Path("net_own.py").write_text(NETWORKS["recurrent"])
+    Path("net_own.py").write_text(RECURRENT)
     interrupted(wine("wine.npz"), "model", "net_own.py:make")
     Path("net_own.py").write_text("import pathlib\npathlib.Path('executed').touch()")
     for given in ((), ("--model", "mlp")):
@@ -286,7 +279,7 @@ def test_no_settings_file_has_its_network_imported(command: str) -> None:
         assert "mine.yaml: --model net_own.py:make is code, which" in said
         assert "add --model net_own.py:make to the command line" in said
     assert not Path("executed").exists()
-    Path("net_own.py").write_text(NETWORKS["recurrent"])
+    Path("net_own.py").write_text(RECURRENT)
     typed = ("--config", "mine.yaml", "--model", "net_own.py:make", "--out", "out")
     accepted = dpmac(command, *typed, *more, *["--dry-run"] * bool(more))
     assert accepted.exit_code == 0, accepted.output
@@ -346,22 +339,17 @@ def published(run: str) -> dict[str, Any]:
     return {name: report[name] for name in ("dataset", "model", "input", "classes", "privacy")}
 
 
-def typed(flags: dict[str, str]) -> list[str]:
-    """Settings as they are typed."""
-    return [part for name, v in flags.items() for part in (f"--{name.replace('_', '-')}", v)]
-
-
 @pytest.mark.promise("reading")
 def test_a_record_that_is_left_out_changes_no_published_byte() -> None:
     """Unreadable, no image at all, or of no class: nothing tells that it was there."""
     photos("photos", records=100)
     flags = ("--dataset", "photos", "--skip-bad", "--seed", "3", "--model", "mlp-small", *SHORT)
-    done("train", *flags, *typed(DECLARED), "--out", "without")
+    done("train", *flags, *DECLARED.split(), "--out", "without")
     Path("photos/train/digit-3/bad.png").write_bytes(b"no image")
     Path("photos/train/digit-3/bad.txt").write_text("no image")
     Path("photos/train/fox").mkdir()
     shutil.copy("photos/train/digit-1/1.png", "photos/train/fox/1.png")
-    output = done("train", *flags, *typed(DECLARED), "--out", "with")
+    output = done("train", *flags, *DECLARED.split(), "--out", "with")
     assert "3 records of photos are left out" in " ".join(output.split())
     assert published("with") == published("without")
     for name in ("model.safetensors", "config.yaml", "model-card.md"):

@@ -118,14 +118,6 @@ def test_an_optimizer_sees_no_sum_without_noise(monkeypatch: pytest.MonkeyPatch)
     assert all(size == 4 * count for count, size in seen)
 
 
-def test_the_budget_is_kept() -> None:
-    private = make_private(network(), "digits", epsilon=1.0, epochs=2, batch_size=128, seed=1)
-    assert len(list(private)) == 24
-    assert private.epsilon <= 1.0
-    cut = make_private(network(), "digits", **{**SETTINGS, "steps": 400}, max_epsilon=0.5)
-    assert len(cut) < 400
-
-
 class MixesInEvaluation(nn.Module):
     """Keeps samples apart in training mode alone."""
 

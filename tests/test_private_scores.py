@@ -47,9 +47,9 @@ CLASSES = 3
 TRAINING = TrainingEvent(0.05, 3.0, 50)
 
 
-def outputs(records: int, *, seed: int = 0) -> Evaluation:
+def outputs(records: int) -> Evaluation:
     """Random outputs, right for about half of the records; one of them is not a number."""
-    draws = torch.Generator().manual_seed(seed)
+    draws = torch.Generator().manual_seed(0)
     labels = torch.randint(CLASSES, (records,), generator=draws)
     logits = torch.randn(records, CLASSES, generator=draws)
     logits[torch.arange(records), labels] += 0.7
@@ -175,8 +175,9 @@ def test_scores_are_due_as_often_as_they_are_priced(
 @pytest.mark.promise("scores")
 @pytest.mark.parametrize("every", rest_long([7, 1, None]))
 def test_all_scores_together_cost_what_training_does(every: int | None) -> None:
+    settings: dict[str, Any] = {"recipe": "paper", "batch_size": 1437}  # cheap to price
     plan = resolve(
-        dataset="digits", epsilon=3, recipe="paper", cover_scores=True, score_every=every
+        dataset="digits", epsilon=3, cover_scores=True, score_every=every, **settings
     ).plan
     assert plan.privacy.scores is not None
     released = [
@@ -306,10 +307,11 @@ def test_a_budget_that_ends_a_run_pays_for_its_last_score(sampler: str) -> None:
 @pytest.mark.promise("scores")
 @pytest.mark.parametrize("more", rest_long([0.5, 3.0]))
 def test_the_budget_of_a_fork_pays_for_the_scores_of_its_parent(more: float) -> None:
-    flags: dict[str, Any] = {"sigma": 2.0, "epochs": 2, "batch_size": 200, "score_every": "4"}
+    flags: dict[str, Any] = {"sigma": 6.0, "epochs": 8, "score_every": "16"}
+    flags["batch_size"] = 1437  # cheap to price
     before = train_digits(cover_scores=True, out="parent", **flags).report
     budget = cost_of_scores(before) + more
-    changes = {"epochs": "4", "max_epsilon": f"{budget}", "out": "fork"}
+    changes = {"epochs": "16", "max_epsilon": f"{budget}", "out": "fork"}
     try:
         report = run.finish(run.fork("parent", changes)).report
     except BudgetError:

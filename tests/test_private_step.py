@@ -21,7 +21,6 @@ from dpmac_cli import (
     ArrayData,
     BudgetError,
     Cyclic,
-    Ellipsoid,
     InputError,
     ModelError,
     Noise,
@@ -30,15 +29,13 @@ from dpmac_cli import (
     RandomAllocation,
     ball,
     clipped_grad,
-    ellipsoid,
     make_private,
     total_epsilon,
 )
 from dpmac_cli import step as step_module
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
-from dpmac_cli.randomness.noise import SeededNormals
-from dpmac_cli.randomness.sampling import KeyedSampler
 from tests.helpers import without
+from tests.test_resume import Draws
 
 WORDS, LENGTH, RECORDS, BATCH = 20, 6, 200, 12
 #: Noise that is cheap to price.
@@ -350,24 +347,13 @@ def test_no_noise_and_no_batch_is_drawn_again(
     seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By whatever continues from a state, from a seed or not; and no key is in the state."""
-    noise, batches, keys = list[Tensor](), list[tuple[int, ...]](), list[Keys]()
-    standard_normal, draw = SeededNormals.standard_normal, KeyedSampler.draw
-
-    def spied(self: SeededNormals, *given: Any) -> Tensor:
-        noise.append(standard_normal(self, *given))
-        return noise[-1].clone()
-
-    def drawn(self: KeyedSampler, step: int) -> Any:
-        found = draw(self, step)
-        batches.append(tuple(found))
-        return found
+    keys = list[Keys]()
 
     def kept(*given: Any, **options: Any) -> Keys:
         keys.append(make_keys(*given, **options))
         return keys[-1]
 
-    monkeypatch.setattr(SeededNormals, "standard_normal", spied)
-    monkeypatch.setattr(KeyedSampler, "draw", drawn)
+    draws = Draws(monkeypatch)
     monkeypatch.setattr(step_module, "make_keys", kept)
     first, again, state = started(seed=seed), started(seed=seed), dict[str, Any]()
     for batch in first.loader(Notes()):
@@ -377,8 +363,8 @@ def test_no_noise_and_no_batch_is_drawn_again(
             break
     again.load_state_dict(state, taken=4)
     trained(again, Notes())
-    assert not any(a.eq(b).any() for a, b in itertools.combinations(noise, 2))
-    assert len({*batches}) == len(batches) == 8
+    assert not any(a.eq(b).any() for a, b in itertools.combinations(draws.noise, 2))
+    assert len({*draws.batches}) == len(draws.batches) == 8
     written = pickle.dumps(state) + repr(state).encode()
     for each in keys:
         for name in STREAMS:
@@ -557,46 +543,6 @@ def notes(count: int = 9) -> dict[str, Tensor]:
     records = Notes()
     rows = [records[i] for i in range(count)]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def region(theta: Tensor, *, is_ball: bool) -> Ellipsoid:
-    """A region that clips most records, with a centre that is not the origin unless a ball."""
-    if is_ball:
-        return ball(RADIUS, theta)
-    torch.manual_seed(5)
-    return ellipsoid(0.02 * torch.randn_like(theta), 0.1 + torch.rand_like(theta))
-
-
-def of_size(vector: Tensor, region: Ellipsoid) -> float:
-    """The norm of a difference of sums, in that of the region."""
-    return float((vector.double() / region.scale.double()).norm())
-
-
-def great(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A loss with gradients of very different sizes."""
-    scale = torch.logspace(-2, 2, WORDS)[batch["input_ids"][:, 0]]
-    return loss(model, batch) * scale
-
-
-@pytest.mark.promise("one")
-@pytest.mark.parametrize("is_ball", [True, False])
-@pytest.mark.parametrize("isolate", [True, False])
-@pytest.mark.parametrize("physical", [256, 4])
-def test_a_record_moves_the_sum_by_at_most_one(
-    is_ball: bool,
-    isolate: bool,
-    physical: int,
-) -> None:
-    model, batch = reader(), notes()
-    where = region(weights(model), is_ball=is_ball)
-    clipped = clipped_grad(
-        model, great, where, batch_size=9, physical_batch=physical, isolate=isolate
-    )
-    total, moved = clipped(batch), []
-    for row in range(9):
-        moved.append(of_size(total - clipped(without(batch, row)), where))
-    assert max(moved) <= clipped.sensitivity
-    assert max(moved) > 0.99, "records are clipped"
 
 
 def centred(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

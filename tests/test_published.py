@@ -15,20 +15,12 @@ from dpmac_cli.release.run import finish
 from dpmac_cli.runs import folder
 from tests import secret_search as search
 from tests.conftest import OPTIMIZER_NAMES
-from tests.digits_runs import SEED, after, digits_config
+from tests.digits_runs import PUBLIC_FILES, SEED, after, digits_config
 from tests.secret_search import Secrets
 from tests.tiers import one_in
 
 #: Batches of a size that no public number is near to: a draw deviates by 19 on average.
 BATCH = 700
-PUBLIC_FILES = {
-    folder.SUMS,
-    "config.yaml",
-    "metrics.jsonl",
-    "model-card.md",
-    "model.safetensors",
-    "report.json",
-}
 
 
 def names(where: Path) -> set[str]:

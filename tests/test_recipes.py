@@ -197,8 +197,8 @@ def same(found: Any, kept: Any) -> None:
         assert found == kept
 
 
-#: Studies with a budget in each column, whose noise takes ten seconds to calibrate.
-SLOW = ("bench-mnist", "bench-cifar10")
+#: Recipes that take seconds to price or to calibrate.
+SLOW = ("bench-mnist", "bench-cifar10", "mnist", "mnist-dp-sgd", "mnist-epsilon-1", "cifar10")
 
 
 @pytest.mark.parametrize(

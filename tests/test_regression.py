@@ -135,14 +135,10 @@ def test_records_that_differ_in_their_target_alone_are_no_copies() -> None:
     [
         ("{column: cost, range: [9, 3]}", "must be smaller than the second.*Swap them"),
         ("{column: cost, range: [3, 3]}", "3 to 3, but the first number must be smaller"),
-        ("{column: cost, range: [3]}", r"needs two numbers.*such as \[0, 100\].*, not \['3'\]"),
-        ("{column: cost, range: [0, lots]}", "needs two numbers"),
-        ("{column: cost, range: [0, nan]}", "needs two numbers"),
         ("{column: cost, range: [-2, 5], transform: log1p}", "needs a range above -1"),
         ("{column: cost, range: [1, 5], kind: count}", "kind is not read any more"),
         ("{column: cost}", r"classes: \[no, yes\], or for numbers.*range: \[0, 100\]"),
         ("{column: cost, classes: [a, b], range: [0, 1]}", "needs either the names of its classes"),
-        ("{column: cost, classes: [a]}", "at least two names"),
         ("{column: cost, classes: [a, b], transform: log1p}", "is for numbers, not for classes"),
         ("{column: cost, range: [0, 9], transform: log}", "'none' or 'log1p'"),
     ],
@@ -162,16 +158,10 @@ def test_arrays_that_cannot_be_meant_are_explained() -> None:
     both = {"target_low": 0, "target_high": 1}
     assert "must be one number each" in said(target_low=0)
     assert "1e+30. Swap them." in said(target_low=1, target_high=0)
-    assert said(target_low=0, target_high=0).endswith("between -1e+30 and 1e+30.")
-    assert "log1p needs a range above -1" in said(
-        **both | {"target_low": -1}, target_transform="log1p"
-    )
     assert "contradict" in said(**both, classes=["a", "b"])
     assert "one number per record" in said(np.zeros((40, 3)), **both)
-    assert "must be one number each" in said(target_low=[[0]], target_high=[[1]])
     assert "must have 2 numbers per record" in said(target_low=[0, 1], target_high=[1, 2])
     assert "y has a target that is NaN or infinite" in said([*y[:3], math.nan, *y[4:]], **both)
-    assert "y must have one number per record" in said([*y[:3], "x", *y[4:]], **both)
     assert "target_low and target_high" in said()
 
 

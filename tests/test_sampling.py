@@ -224,6 +224,14 @@ def test_no_record_is_drawn_more_often_than_is_priced(
 
 
 @pytest.mark.promise("sampling")
+def test_a_sampler_draws_at_the_rate_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the batch does not divide the number of records."""
+    most, sampler = math.floor(Fraction(6 / 7) * 2**64), sampler_of("poisson", 7, 6, secure=True)
+    deal_words(monkeypatch, [most - 1, most, *[0] * 5])
+    assert sampler.draw(1).tolist() == [0, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.promise("sampling")
 def test_a_word_is_used_once() -> None:
     """Word for word the key stream of the step, 64 bits per record."""
     keys = KeyStream(a_key(7))
@@ -238,9 +246,11 @@ def test_a_word_is_used_once() -> None:
 
 
 @pytest.mark.promise("sampling")
-@pytest.mark.parametrize("flags", [{}, {"physical_batch": 7}, {"physical_batch": 1000}])
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "sampler"),
+    [*zip(({"physical_batch": 7}, {}, {"physical_batch": 1000}), SAMPLERS, strict=True)],
+)
+def test_a_run_samples_at_the_rate_that_is_priced(flags: dict[str, Any], sampler: str) -> None:
     """The expected batch over n, however few samples are worked on at a time."""
     config = resolve(
         {"dataset": "digits", "sigma": 4, "batch_size": 100, "seed": 3, "sampler": sampler, **flags}

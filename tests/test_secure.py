@@ -19,11 +19,9 @@ from dpmac_cli.release.run import finish
 from dpmac_cli.release.sentences import SENTENCES
 from tests.digits_runs import (
     after,
-    contents,
     digits_config,
     run_trainer,
 )
-from tests.typed import dpmac
 
 #: What may be said of randomness.
 NO_SECRETS, PLAINLY, SECURELY, BOTH_WAYS = (row[2] for row in SENTENCES if row[0] == "randomness")
@@ -86,42 +84,3 @@ def test_a_fork_that_changes_secure_tells_it() -> None:
     assert randomness(second) == {"secure": False, "statement": BOTH_WAYS}
     third = finish(run.fork(Path("second"), {"steps": "12", "out": "third"}))
     assert randomness(third) == {"secure": False, "statement": BOTH_WAYS}
-
-
-# What it says.
-
-
-# What it refuses.
-
-
-@pytest.mark.promise("secure")
-@pytest.mark.parametrize(
-    ("flag", "why"),
-    [
-        (("--seed", "5"), "a seed reveals the random numbers"),
-        (("--no-dp",), "without noise there is nothing to secure"),
-    ],
-    ids=["seed", "no-dp"],
-)
-def test_what_contradicts_secure_is_refused(flag: tuple[str, ...], why: str) -> None:
-    """Typed both, or one of them in a file: neither is dropped unasked."""
-    keys = {"--seed": "seed: 5", "--no-dp": "no-dp: true"}
-    Path("secure.yaml").write_text("dataset: digits\nsecure: true\n")
-    Path("other.yaml").write_text(f"dataset: digits\n{keys[flag[0]]}\n")
-    before = contents(Path())
-    base = ("train", "--steps", "3")
-    for typed in (
-        ("--dataset", "digits", "--secure", *flag),
-        ("--config", "secure.yaml", *flag),
-        ("--config", "other.yaml", "--secure"),
-    ):
-        result = dpmac(*base, *typed)
-        assert result.exit_code == 2
-        assert result.stdout == ""
-        message = " ".join(result.stderr.split())
-        assert f"contradict each other: {why}" in message
-        assert message.endswith("Give one.")
-        assert flag[0].strip("-") in message
-        assert "secure" in message
-        assert "Traceback" not in message
-    assert contents(Path()) == before

@@ -118,35 +118,6 @@ def inputs(of: Source) -> tuple[list[list[float]], list[int]]:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("30,f,A", "old,f,A", "Record 1 has no number in age"),
-        ("name\n", "title\n", "There is no column name, which the schema declares"),
-        ("name\n", "title\n", "The schema does not declare the column title"),
-        (PATIENTS, PATIENTS.partition("\n")[0] + "\n", "there are no records"),
-        (",C,", ",D,", ""),
-    ],
-)
-def test_a_table_that_cannot_be_used_is_refused(
-    tmp_path: Path, old: str, new: str, message: str
-) -> None:
-    table = PATIENTS.replace(old, new)
-    assert table != PATIENTS
-    (tmp_path / "patients.yaml").write_text(SCHEMA)
-    (tmp_path / "patients.csv").write_text(table)
-    typed = ("train", "--dataset", tmp_path / "patients.csv")
-    result = dpmac(*typed, "--schema", tmp_path / "patients.yaml", "--steps", "1", "--batch-size",
-                   "1", "--sigma", "9", "--out", tmp_path / "run")  # fmt: skip
-    if not message:
-        assert result.exit_code == 0, result.output
-        return
-    assert result.exit_code == 2
-    assert message in result.output
-    assert "Traceback" not in result.output
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
         ("[0, 100]", "[100, 0]", "first number of a range must be smaller than the second"),
         ("[0, 100]", "[0]", "columns.age.range"),
         ("[0, 100]", "[0, .inf]", "columns.age.range"),
@@ -334,22 +305,16 @@ CELLS: list[tuple[Mapping[str, Any], str | None, float | str]] = [
     (NUMBER, " -1e3 ", -1000),
     (NUMBER, "+.5", 0.5),
     (NUMBER, "12,5", UNREAD),
-    (NUMBER, "1,200", UNREAD),
     (NUMBER, "inf", UNREAD),
-    (NUMBER, "0x10", UNREAD),
     (NUMBER, "1_000", UNREAD),
     (NUMBER, "12 kg", UNREAD),
     (NUMBER, "1e999", UNREAD),
     ({**NUMBER, "decimal": ","}, "12,5", 12.5),
-    ({**NUMBER, "decimal": ","}, ",5", 0.5),
     ({**NUMBER, "decimal": ","}, "28.570", UNREAD),
     ({**NUMBER, "decimal": ","}, "12.5", UNREAD),
     ({**NUMBER, "thousands": "."}, "1.200,00", 1200),
     ({**NUMBER, "thousands": "."}, "28.570", 28_570),
-    ({**NUMBER, "thousands": "."}, "28.57", UNREAD),
     ({**NUMBER, "thousands": "."}, "1.2345", UNREAD),
-    ({**NUMBER, "thousands": "."}, "1.200.000", 1_200_000),
-    ({**NUMBER, "thousands": "."}, "1200,5", 1200.5),
     ({**NUMBER, "thousands": ","}, "1,200.50", 1200.5),
     ({**NUMBER, "thousands": ","}, "12,5", UNREAD),
     ({**NUMBER, "thousands": ",", "decimal": "."}, "28.570", 28.57),
@@ -358,15 +323,12 @@ CELLS: list[tuple[Mapping[str, Any], str | None, float | str]] = [
     *((NUMBER, word, NONE) for word in (None, "", " ", "NA", "nan", "NULL", "None", "#N/A")),
     ({**NUMBER, "missing_words": ["999", "k.A."]}, " k.A. ", NONE),
     ({**NUMBER, "missing_words": [999]}, "999.0", NONE),
-    ({**NUMBER, "missing_words": ["999"]}, "998", 998),
     ({**NUMBER, "decimal": ",", "missing_words": ["-9,9"]}, "-9,90", NONE),
     (NUMBER, "k.A.", UNREAD),
     ({"categories": ["A", "B"]}, " B ", 1),
     ({"categories": ["A", "B"]}, "b", UNREAD),
     ({"categories": ["A", "NA"]}, "NA", 1),
-    ({"categories": ["A"], "missing_words": ["?"]}, "?", NONE),
     (YES_NO, "Ja", 1),
-    (YES_NO, "nein", 0),
     (YES_NO, "si", UNREAD),
     (YES_NO, "", NONE),
     ({"type": "boolean", "categories": ["NÃO", "SIM"]}, "não", 0),
@@ -374,10 +336,8 @@ CELLS: list[tuple[Mapping[str, Any], str | None, float | str]] = [
     (DAY, "2004-02-29T18:00:00+02:00", day(2004, 2, 29, 18)),
     (DAY, "2004-02-30", UNREAD),
     (DAY, "20040102", UNREAD),
-    (DAY, "31.12.2004", UNREAD),
     (DAY, "soon", UNREAD),
     (GERMAN, "31.12.2004", day(2004, 12, 31)),
-    (GERMAN, "31.02.2004", UNREAD),
     (GERMAN, "2004-01-02", UNREAD),
     ({**GERMAN, "missing_words": ["01.01.1900"]}, "1.1.1900", NONE),
 ]
@@ -410,13 +370,10 @@ def test_a_cell_is_read_as_declared_whatever_stands_beside_it(
     [
         (NUMBER, pa.array([9, None]).slice(0, 1), 9),
         ({"categories": ["9", "10000000000"]}, pa.array([1e10]), 1),
-        ({**NUMBER, "missing_words": ["999.0"]}, pa.array([999]), NONE),
         ({**NUMBER, "missing_words": [-9.9]}, pa.array([-9.9], pa.float32()), NONE),
         ({**NUMBER, "thousands": "."}, pa.array([1.234]), 1.234),
-        (GERMAN, pa.array([date(2004, 12, 31)]), day(2004, 12, 31)),
         (GERMAN, pa.array([datetime(2004, 12, 31, 6)], pa.timestamp("ns")), day(2004, 12, 31, 6)),
         ({**GERMAN, "missing_words": ["01.01.1900"]}, pa.array([date(1900, 1, 1)]), NONE),
-        ({**DAY, "missing_words": ["1900-01-01"]}, pa.array([datetime(1900, 1, 1)]), NONE),
         ({"type": "boolean", "categories": ["false", "true"]}, pa.array([True]), 1),
     ],
 )
@@ -556,6 +513,8 @@ def test_a_missing_unit_is_no_unit_that_records_share(tmp_path: Path, unit: str)
             "{range: [2015-01-01, 2024-12-31]}",
             "(dates need type: date)",
         ),
+        ("{text: 16, range: [0, 1]}", "either a range or categories or text"),
+        ("{text: 2}", "text: "),
         ("{type: date, range: [2015, 2024]}", "needs two dates, such as [2015-01-01"),
         ("{type: date, range: [2015-02-30, 2024-01-01]}", "such as [2015-01-01"),
         ("{type: date, range: [2025-01-01, 2024-01-01]}", "first date of a range must be"),

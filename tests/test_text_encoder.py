@@ -171,20 +171,15 @@ def test_another_architecture_is_named(changes: dict[str, Any], said: str) -> No
 
 
 def test_missing_and_damaged_files_are_named() -> None:
-    assert "no such folder" in refused("./nowhere")
     folder = write_encoder(Path("encoder"))
-    for name, hint in (
-        ("tokenizer.json", "save_pretrained(FOLDER)"),
-        ("model.safetensors", "save_pretrained(FOLDER)"),
-        ("config.json", "save_pretrained(FOLDER)"),
-    ):
+    for name in ("tokenizer.json", "model.safetensors", "config.json"):
         kept = (folder / name).read_bytes()
         (folder / name).unlink()
         (folder / "vocab.txt").touch()
         (folder / "pytorch_model.bin").touch()
         message = refused()
         assert f"has no {name}" in message
-        assert hint in message
+        assert "save_pretrained(FOLDER)" in message
         (folder / name).write_bytes(b"{]")
         assert name in refused()
         (folder / name).write_bytes(kept)
@@ -218,8 +213,8 @@ def plan(data: InMemoryData | str, **more: Any) -> TrainPlan:
     return resolve({**SHORT, "dataset": data, **more}).plan
 
 
-def some_notes(count: int = 80, seed: int = 0) -> ArrayData:
-    rows = notes(count, seed)
+def some_notes(count: int = 80) -> ArrayData:
+    rows = notes(count)
     return ArrayData([text for text, _ in rows], [kind for _, kind in rows])
 
 
@@ -249,7 +244,7 @@ def gradients_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.promise("one")
-@pytest.mark.parametrize("part", TRAINED)
+@pytest.mark.parametrize("part", ["lora", "all"])  # which has the norms
 def test_padding_has_no_gradient(part: str) -> None:
     """A larger limit changes none but for rounding, and what padding contains does not matter."""
     few = [row for row, text in enumerate(TEXTS) if len(text) < 10]
@@ -341,16 +336,15 @@ def trained(data: InMemoryData | str | None = None, **more: Any) -> dict[str, An
 
 @pytest.mark.parametrize("part", rest_long(["lora", "norm", "all"]))
 def test_a_trained_encoder_is_published_and_predicts(part: str) -> None:
-    trained(file_of_notes(), out=Path("head"))
-    report = trained("notes.npz", train=part)
+    report = trained(file_of_notes(), train=part)
     public = report["model"]["public_part"]
     assert public["train"] == part
     assert (PARTS[part] in public["statement"]) == (part != "all")
     assert ("trained further" in public["statement"]) == (part == "all")
-    before, found = (load_file(f"{name}/model.safetensors") for name in ("head", "run"))
-    assert before.keys() == found.keys()
-    moved = {name for name in before if not torch.equal(before[name], found[name])}
-    inner = {name.removeprefix("frozen.network.") for name in moved if "head" not in name}
+    found, inner = load_file("run/model.safetensors"), set[str]()
+    for name, before in load_file("encoder/model.safetensors").items():
+        if "pooler" not in name and not torch.equal(found[f"frozen.network.{name}"], before):
+            inner.add(name)
     assert inner
     assert all("Norm" in name for name in inner) or part != "norm"
     count = load_model("run").model

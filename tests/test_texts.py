@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import yaml
 from torch import Tensor, nn
 
-from dpmac_cli import ArrayData, from_dataframe, predict, resolve, score
+from dpmac_cli import ArrayData, predict, resolve, score
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.data.texts import as_inputs
 from dpmac_cli.data.writing import WRITTEN, how_written
@@ -80,19 +78,6 @@ def refused(dataset: str | InMemoryData = "notes.csv", **more: Any) -> str:
     return str(caught.value)
 
 
-def inputs(of: TrainPlan) -> Tensor:
-    """Training and test records as the network sees them."""
-    source, folder = of.data.source, of.data.folder
-    data = load_data(source, folder, torch.device("cpu"), found=of.data.found)
-    images = torch.cat([data.train.images, data.test.images])
-    return data.standardised(images)[:, :, 0, 0]
-
-
-def tokens(texts: list[str], limit: int = 16) -> Tensor:
-    """Texts as inputs."""
-    return text_inputs("encoder", texts, limit)
-
-
 def test_a_model_needs_no_encoder_once_it_is_published() -> None:
     table()
     report = trained()
@@ -100,16 +85,6 @@ def test_a_model_needs_no_encoder_once_it_is_published() -> None:
     assert score("run").result.accuracy == report["test"]["accuracy"]
     table("new.csv", 10, seed=1)
     assert len(predict("run", "new.csv").predicted) == 10
-
-
-def write_sources() -> None:
-    """Write the same texts as a folder and as an .npz."""
-    texts, kinds = zip(*notes(80), strict=True)
-    for row, (text, kind) in enumerate(notes(80)):
-        path = Path("folder", CLASSES[kind], f"{row:02}.txt")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    np.savez("texts.npz", x=np.array(texts), y=kinds)
 
 
 @pytest.mark.promise("features")
@@ -120,33 +95,6 @@ def test_the_inputs_of_a_text_depend_on_that_text_alone() -> None:
     assert np.array_equal(as_inputs(TEXTS[::-1], reader)[::-1], together)
     for row, text in enumerate(TEXTS):
         assert np.array_equal(as_inputs([text], reader)[0], together[row])
-
-
-def test_a_text_without_an_encoder_and_an_encoder_without_texts_are_named() -> None:
-    table()
-    assert "--backbone minilm" in refused(backbone=None)
-    texts = [text for text, _ in notes(20)]
-    assert "--backbone minilm" in refused(ArrayData(texts, [0, 1] * 10), backbone=None)
-    write_sources()
-    assert "--backbone minilm" in refused("folder", backbone=None)
-    assert "--backbone minilm" in refused("texts.npz", backbone=None)
-    numbers = ArrayData(np.ones((20, 3)), [0, 1] * 10, low=0, high=1)
-    assert "must contain texts" in refused(numbers)
-    assert "is for texts, but digits contains images" in refused("digits")
-    categories = "note: {categories: [a], missing: input}"
-    Path("schema.yaml").write_text(SCHEMA.replace("note: {text: 16}", categories))
-    frame = pd.DataFrame({"note": list("ab" * 9), "age": [1] * 18, "outcome": list(CLASSES) * 9})
-    assert "Declare a column of texts" in refused(from_dataframe(frame, "schema.yaml"))
-
-
-def test_limits_that_the_encoder_does_not_support_are_named() -> None:
-    table()
-    Path("schema.yaml").write_text(SCHEMA.replace("16", "100"))
-    assert "may have 100 tokens, but the encoder supports 64" in refused()
-    Path("schema.yaml").write_text(SCHEMA.replace("16", "2"))
-    assert "note" in refused()
-    Path("schema.yaml").write_text(SCHEMA.replace("text: 16", "text: 16, range: [0, 1]"))
-    assert "either a range or categories or text" in refused()
 
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "own-texts.md").read_text(encoding="utf-8")

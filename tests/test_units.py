@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -22,7 +21,6 @@ from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import units_in, units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
-from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.release import run
 from dpmac_cli.training.schedules import Recipe
 from tests.digits_runs import after, report_of
@@ -35,9 +33,9 @@ SIZES = (1, 2, 3, 5, 8, 20, 1)
 OWNERS = np.repeat(np.arange(len(SIZES)), SIZES)
 
 
-def in_units(dtype: torch.dtype = torch.float64) -> Data:
+def in_units() -> Data:
     """Records whose pixels and labels differ within a unit, not in the order of units."""
-    data = tiny_data(dtype, records=len(OWNERS))
+    data = tiny_data(records=len(OWNERS))
     units = units_of(np.random.default_rng(0).permutation(OWNERS))
     return replace(data, train=replace(data.train, units=units))
 
@@ -61,14 +59,6 @@ def test_records_of_a_unit_are_its_own_and_none_comes_twice_too_early(count: int
         times = Counter(records.tolist()).values()
         assert max(times) <= -(-count // SIZES[unit])
         assert len(times) == min(count, SIZES[unit])
-
-
-def test_every_record_of_a_unit_is_taken_as_often() -> None:
-    units = units_of(["a"] * 20 + ["b"] * 7)
-    drawn = np.zeros(4000, np.int64)
-    counts = np.bincount(units.records(drawn, words(4000), 8).ravel(), minlength=27)
-    assert counts[20:].sum() == 0
-    assert abs(counts[:20] - 1600).max() < 5 * 1600**0.5
 
 
 @pytest.mark.promise("unit")
@@ -101,7 +91,8 @@ def added(name: str, recipe: Recipe, data: Data, units: list[int], steps: int = 
 
 @pytest.mark.promise("unit")
 @pytest.mark.parametrize(
-    ("name", "records", "augment"), all_pairs([*OPTIMIZERS], [1, 3, 8], ["none", "flip"])
+    ("name", "records", "augment"),
+    all_pairs(["dp-sgd", "dp-macadam", "adaclip"], [1, 3, 8], ["none", "flip"]),  # and their balls
 )
 def test_a_unit_moves_the_clipped_sum_by_at_most_one(name: str, records: int, augment: str) -> None:
     """However many records it has. Adam's second step is in an ellipsoid that is not the first."""
@@ -121,11 +112,12 @@ def test_a_unit_moves_the_clipped_sum_by_at_most_one(name: str, records: int, au
 # Own data.
 
 
-def patients(records: int = 120, units: int = 30) -> tuple[Any, Any, Any]:
+def patients() -> tuple[Any, Any, Any]:
+    """Numbers, classes and units of 120 records."""
     draws = np.random.default_rng(1)
-    x = draws.normal(size=(records, 3))
-    unit = draws.integers(0, units, records)
-    return x, (x[:, 0] + draws.normal(0, 0.3, records) > 0).astype(np.int64), unit
+    x = draws.normal(size=(120, 3))
+    unit = draws.integers(0, 30, 120)
+    return x, (x[:, 0] + draws.normal(0, 0.3, 120) > 0).astype(np.int64), unit
 
 
 def write_npz(name: str = "scans.npz", **more: Any) -> Path:
@@ -206,13 +198,13 @@ def test_a_run_names_its_unit_everywhere() -> None:
     assert re.search(r"\d+ held-out samples of \d+ units", dpmac("eval", "run").output)
 
 
-def in_folders(persons: int = 24) -> Path:
+def in_folders() -> Path:
     """Three images per person, of which every third person has some in both classes."""
     return pictures(
         *(
             f"{('ill', 'well')[(number == 0 and person % 3 == 0) ^ person % 2]}"
             f"/p{person:02}/{'series/' * (number == 2)}{number}.png"
-            for person in range(persons)
+            for person in range(24)
             for number in range(3)
         )
     )
@@ -256,35 +248,18 @@ def test_a_folder_under_two_names_is_not_two_units() -> None:
 
 
 @pytest.mark.promise("unit")
-@pytest.mark.parametrize("dataset", ["digits", "flat.npz"])
-def test_a_unit_that_nothing_tells_is_refused(dataset: str) -> None:
-    x, y, _ = patients()
-    np.savez("flat.npz", x=x, y=y, low=-4, high=4)
-    result = dpmac("train", "--dataset", dataset, "--unit", "patient", "--steps", "2")
-    assert result.exit_code == 2
-    assert "an array unit" in " ".join(result.output.split())
-
-
-@pytest.mark.promise("unit")
-@pytest.mark.parametrize(
-    "continued",
-    [
-        lambda: run.resume("stopped", {}),
-        lambda: run.fork("stopped", {"out": "forked", "steps": "14"}),
-    ],
-)
-def test_covered_scores_do_not_go_on_with_another_number_of_units(continued: Any) -> None:
+def test_covered_scores_do_not_go_on_with_another_number_of_units() -> None:
     x, y, _ = patients()
     tested = {"x_test": x[:40], "y_test": y[:40]}
 
     def write(per_unit: int) -> str:
         return str(write_npz(**tested, unit_test=1000 + np.arange(40) % (40 // per_unit)))
 
-    settings = {"dataset": write(2), "sigma": "6", "steps": "12", "cover_scores": True}
-    run.finish(run.train(resolve({**settings, "out": "stopped"}).plan, after(6)))
+    settings = {"dataset": write(2), "sigma": "6", "steps": "4", "cover_scores": True}
+    run.finish(run.train(resolve({**settings, "out": "stopped"}).plan, after(2)))
     write(4)
     with pytest.raises(InputError, match="numbers of records are not those"):
-        run.finish(continued())
+        run.finish(run.resume("stopped", {}))
 
 
 @pytest.mark.long

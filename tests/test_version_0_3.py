@@ -6,7 +6,6 @@ scores), of several numbers (a table), and the result of a search.
 
 import csv
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -84,11 +83,3 @@ def test_runs_are_listed_with_their_scores() -> None:
 def test_cards_are_written(run: Path) -> None:
     card = dpmac("card", run, "--contact", "dpo@clinic.example")
     assert "| contact | dpo@clinic.example |" in card.stdout
-
-
-@pytest.mark.parametrize("name", ["number", "search"])
-def test_pages_are_written(name: str, tmp_path: Path) -> None:
-    copy = shutil.copytree(RUNS / name, tmp_path / "run")
-    page = dpmac("report", copy, "--html", tmp_path / "page.html")
-    assert page.exit_code == 0, page.output
-    assert "<svg" in (tmp_path / "page.html").read_text()

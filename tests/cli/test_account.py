@@ -59,17 +59,6 @@ def told(line: str) -> dict[str, str]:
 # Prices
 
 
-@pytest.mark.promise("price")
-def test_the_line_of_the_issue() -> None:
-    result = account("--sigma 1.0 --epochs 5")
-    assert result.exit_code == 0
-    assert result.stderr == ""
-    assert result.stdout.startswith("epsilon 0.785 at delta 1e-05\n")
-    assert "\x1b" not in result.stdout
-    (row,) = answered("--sigma 1.0 --epochs 5")
-    assert row["epsilon"] == pytest.approx(0.7850, abs=1e-3)
-
-
 def test_words_say_what_the_json_says() -> None:
     (row,) = answered(SMALL)
     facts = told(SMALL)
@@ -117,76 +106,6 @@ def test_an_answer_that_is_copied_stays_within_the_target(
     for answer in (repr(row[key]), shown):
         (again,) = answered(f"{line} --{solved} {answer}")
         assert again["epsilon"] <= 0.7
-
-
-#: Targets that cannot be met, and the line that prices the nearest that can.
-UNREACHABLE = [
-    ("--batch-size 8 --steps 10", "--batch-size 8 --steps 10 --sigma 10000"),
-    ("--batch-size 8 --sigma 1", "--batch-size 8 --sigma 1 --steps 1"),
-]
-
-
-@pytest.mark.parametrize(("line", "nearest"), UNREACHABLE)
-def test_a_target_out_of_reach_is_exit_code_3_with_the_nearest(line: str, nearest: str) -> None:
-    shared = "--dataset-size 40 --accountant rdp"
-    result = account(f"{shared} {line} --epsilon 1e-6")
-    assert (result.exit_code, result.stdout) == (3, "")
-    assert "Traceback" not in result.stderr
-    (row,) = answered(f"{shared} {nearest}")
-    assert row["epsilon"] > 1e-6
-    assert format_epsilon(row["epsilon"]) in result.stderr
-
-
-# What is typed wrongly
-
-
-#: Lines that must fail with exit code 2, and what is said.
-BAD: list[tuple[str, list[str]]] = [
-    ("", ["--sigma", "--epsilon"]),
-    ("--sgima 1", ["--sgima", "--sigma"]),
-    ("--sigma", ["--sigma"]),
-    ("--sigma 1 --dataset-size 40", ["Add --batch-size, and --epochs or --steps"]),
-    (
-        "--sigma 1 --epsilon 3 --epochs 5",
-        ["--sigma", "--epsilon", "--epochs"],
-    ),
-    ("--sigma 1 --epochs 1 --steps 1", ["--epochs and --steps contradict"]),
-    ("--sigma 1 --dataset mnist --dataset-size 4", ["--dataset and --dataset-size contradict"]),
-    ("--sigma 1 --dataset mnits", ["Did you mean mnist"]),
-    ("--sigma 1 --sampler posson", ["Did you mean poisson"]),
-    ("--sigma x,-1 --delta 2", ["'x' is not a number", "not -1", "--delta must be"]),
-    ("--sigma 1e-9", ["at least 0.01"]),
-    ("--sigma 1 --batch-size 60001", ["--batch-size (60001)", "60000"]),
-    (f"--sigma 1 --steps {'9' * 400}", ["--steps"]),
-    ("nowhere", ["nowhere does not exist"]),
-    (".", [". is not a run folder: it contains no report.json."]),
-    ("killed", ["killed has not written its report.json", "dpmac train --resume killed"]),
-    ("text.json", ["text.json is not a valid report of dpmac"]),
-    ("model.safetensors", ["model.safetensors does not exist"]),
-    ("folder", ["folder/report.json"]),
-    ("text.json/report.json", ["text.json/report.json"]),
-    ("a" * 300, ["a" * 300]),
-    ("text.json --sigma 1 --epochs 2", ["--sigma contradicts", "--epochs contradicts"]),
-    ("text.json --delta 7 --dataset mnist", ["--dataset contradicts", "--delta must be"]),
-    ("--solve steps", ["What is left out of --sigma, --epochs and --epsilon is solved for"]),
-]
-
-
-@pytest.mark.parametrize(("line", "said"), BAD)
-def test_a_wrong_line_is_explained_and_nothing_is_written(
-    line: str, said: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "text.json").write_text("nothing of ours")
-    (tmp_path / "folder" / "report.json").mkdir(parents=True)
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / "config.yaml").write_text("dataset: digits\n")
-    before = contents(tmp_path)
-    result = account(line)
-    assert result.exit_code == 2, result.output
-    for part in said:
-        assert part in result.stderr
-    assert "Traceback" not in result.output
-    assert contents(tmp_path) == before
 
 
 # A run

@@ -17,7 +17,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.clipping.batch_invariance import Manner
 from dpmac_cli.models.registry import MODELS
 from dpmac_cli.optim import OPTIMIZERS
-from dpmac_cli.plots import COLOURS, DASHES, new_figure, write_figure
+from dpmac_cli.plots import new_figure, write_figure
 from dpmac_cli.runs import environment
 from tests.typed import ENVIRONMENT, started
 
@@ -166,14 +166,3 @@ def test_a_picture_is_whole_and_the_same_again(name: str, tmp_path: Path) -> Non
     else:
         assert first.startswith(b"\x89PNG\r\n\x1a\n")
         assert first.endswith(b"IEND\xaeB`\x82")
-
-
-def test_no_two_lines_look_alike() -> None:
-    _, (panel,) = new_figure(1)
-    most = len(COLOURS) * len(DASHES)
-    drawn = [panel.plot([0, 1], [2, 3])[0] for _ in range(most)]
-    styles = [(line.get_color(), line.get_linestyle()) for line in drawn]
-    assert len(set(styles)) == most
-    # The first few differ in both, for those who see no colour.
-    assert len({dash for _, dash in styles[:4]}) == 4
-    assert len({colour for colour, _ in styles[:7]}) == 7

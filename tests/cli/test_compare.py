@@ -278,22 +278,6 @@ def test_a_run_whose_process_dies_has_failed_and_others_go_on(tmp_path: Path) ->
     assert "its process died (signal 9)" in str(events[0])
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--executor", "cloud"], "there is no executor 'cloud'. Known: local, ray"),
-        (["--executor", "slurm"], "Submit dpmac train as an array of jobs"),
-        (["--slurm", "time=60"], "Submit dpmac train as an array of jobs"),
-        (["--jobs", "0"], "--jobs must be at least 1 and at most 1,024, not 0"),
-        (["--cluster", "auto"], "Add --executor ray"),
-    ],
-)
-def test_an_executor_that_cannot_be_is_refused(flags: list[str], words: str) -> None:
-    result = dpmac(*LONG, *flags)
-    assert result.exit_code == 2
-    assert words in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
-
-
 def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(

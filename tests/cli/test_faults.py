@@ -2,7 +2,6 @@
 
 import os
 import resource
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -341,25 +340,3 @@ def test_a_refused_run_replaces_nothing() -> None:
     ):
         assert dpmac(*RUN, "--force", *flags).exit_code == code
         assert contents(Path("run")) == before
-
-
-# Altered files
-
-
-@pytest.mark.promise("faults")
-def test_an_edited_configuration_is_refused_and_written_anew() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        at_step(6, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
-        assert dpmac(*RUN).exit_code == 130
-    config = Path("run/config.yaml")
-    written = config.read_text()
-    config.write_text(written.replace("sigma: 6", "sigma: 60"))
-    assert config.read_text() != written
-    before = contents(Path("run"))
-    said = failed(dpmac("train", "--resume", "run"), 2, "run/config.yaml was edited or damaged")
-    assert "fork the run with a flag: dpmac train --fork run --out NEW --lr 0.01" in said
-    assert contents(Path("run")) == before
-    config.unlink()
-    assert dpmac("train", "--resume", "run").exit_code == 0
-    assert config.read_text() == written
-    assert counted("run") == [6, 3]

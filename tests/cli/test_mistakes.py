@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from dpmac_cli.cli.app import app
 from dpmac_cli.models.encoders import ENCODERS
 from tests.digits_runs import contents
-from tests.tiny_bert import write_encoder
+from tests.tiny_bert import write_encoder, write_network
 
 TRANSCRIPTS = Path(__file__).with_name("mistakes.md")
 HEADING = """# Mistakes
@@ -54,6 +54,11 @@ search: {lr: 1}
 epochs: 5:40
 clip-norm: 10:1
 batchsize: [64, 128]
+sigma: 2
+h1: 0:1
+steps: 1,1
+delta: [0.1, 0.2]
+gamma: x
 """
 NET = """from torch import nn
 
@@ -75,6 +80,11 @@ def set_scene(folder: Path) -> None:
         "notes.txt": "hello\n",
         "broken.yaml": "sigma: [0.5\nlr: 1\n",
         "settings.yaml": "dataset: digits\nlearning_rate: 0.1\nsigma: high\n",
+        "both.yaml": "sigma: 1\nepsilon: 3\n",
+        "there.html": "mine\n",
+        "secure.yaml": "dataset: digits\nsecure: true\n",
+        "seeded.yaml": "dataset: digits\nseed: 5\n",
+        "open.yaml": "dataset: digits\nno-dp: true\n",
         "search.yaml": SEARCH,
         "net.py": NET,
         "stays.csv": STAYS,
@@ -89,18 +99,22 @@ def set_scene(folder: Path) -> None:
         "clinic.csv": NOTES,
         "gaps.csv": NOTES + ",40,home\n" * 2,
         "note.yaml": OUTCOME + "note: {text: 16}\n  age: {range: [0, 120]}\n",
+        "prose.yaml": "columns: {note: {text: 12}}\ndrop: [age, outcome]\n",
+        "two.yaml": "columns: {note: {text: 9}, age: {range: [0, 99]}}\ndrop: [outcome]\n",
         "long.yaml": OUTCOME + "note: {text: 512}\n  age: {range: [0, 120]}\n",
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
     _set_scene_of_texts(folder)
+    (folder / "killed").mkdir()
+    (folder / "killed" / "config.yaml").write_text("dataset: digits\n")
     (folder / "photos" / "cats").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(folder / "photos" / "cats" / "1.png")
     np.savez(folder / "table.npz", x=np.zeros((30, 4), np.float32), y=np.arange(30) % 3)
     np.savez(folder / "gap.npz", x=np.zeros((30, 4), np.float32), y=np.arange(30) % 2 * 999_999)
     np.savez(folder / "unlabelled.npz", x=np.zeros((30, 4), np.float32))
     with contextlib.chdir(folder):
-        assert say("train --dataset digits --sigma 1.5 --steps 3 --seed 0 --out run --quiet") == (
+        assert say("train --dataset digits --sigma 6 --steps 3 --seed 0 --out run --quiet") == (
             "",
             0,
         )
@@ -113,6 +127,7 @@ def _set_scene_of_texts(folder: Path) -> None:
         (folder / "letters" / kind).mkdir(parents=True)
         (folder / "letters" / kind / "1.txt").write_bytes("fi\u00e8vre".encode("latin-1"))
     write_encoder(folder / "encoder")
+    write_network(folder / "gpt2", "gpt2", causal=True)
     write_encoder(folder / "t5", model_type="t5")
     (write_encoder(folder / "bare") / "tokenizer.json").rename(folder / "bare" / "vocab.txt")
     known = ENCODERS["minilm"]
@@ -138,6 +153,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.promise("mistakes")
 @pytest.mark.parametrize(("typed", "said", "code"), transcripts())
 def test_a_mistake_is_answered_so_and_changes_nothing(
     scene: Path, typed: str, said: str, code: int, monkeypatch: pytest.MonkeyPatch

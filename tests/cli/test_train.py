@@ -11,14 +11,11 @@ import pytest
 from rich.console import Console
 
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.cli import compare
 from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.release.prediction import score
 from dpmac_cli.runs.session import Progress, Started, Update
-from dpmac_cli.studies.grid import plan
-from dpmac_cli.studies.local import Ended
 from tests.digits_runs import SEED, contents, digits_config, report_of, train_digits
 from tests.typed import dpmac, process, shell
 
@@ -130,49 +127,6 @@ def test_a_fork_goes_to_a_new_folder_and_says_what_it_is_of() -> None:
     assert f"privacy epsilon {format_epsilon(report['privacy']['epsilon'])} at" in result.stdout
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two runs and a settings file."""
-    where = tmp_path_factory.mktemp("two")
-    (where / "my.yaml").write_text("dataset: digits\nsteps: 5\n")
-    train_digits(out=where / "parent", steps=3)
-    train_digits(out=where / "other", steps=1)
-    return where
-
-
-@pytest.mark.promise("ledger")
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            ("--config", "my.yaml"),
-            "--fork and --config contradict each other: a run has its settings",
-        ),
-        (("--resume", "parent"), "--resume and --fork contradict each other: give one"),
-        ((), "parent has already taken 3 steps, but 3 are requested. Set --epochs"),
-        (("--lr", "0.01"), "or --steps (above 3)"),
-        (("--steps", "5", "--out", "parent"), "--out parent is the run to fork"),
-        (("--steps", "5", "--out", "parent", "--force"), "--out parent is the run to fork"),
-        (("--steps", "5", "--out", "other"), "--out other already contains a run"),
-        (("--steps", "5", "--optimizer", "dp-sgd"), "--optimizer cannot change in a fork"),
-        (("--steps", "5", "--seed", "3"), "--seed cannot change in a fork. Start a new run"),
-        (("--steps", "5", "--epsilon", "1"), "--epsilon cannot change in a fork"),
-        (("--steps", "5", "--canaries", "20"), "--canaries cannot change in a fork"),
-        (("--stepz", "5"), "No such option"),
-    ],
-)
-def test_forks_that_are_refused(
-    flags: Sequence[str], said: str, two: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(two)
-    before = contents(two)
-    result = dpmac("train", "--fork", "parent", *flags)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert said in " ".join(result.stderr.split())
-    assert "Traceback" not in result.stderr
-    assert contents(Path()) == before
-
-
 # Processes of their own
 
 
@@ -242,35 +196,31 @@ def test_the_bar_keeps_to_one_line(width: int) -> None:
     display.close()
 
 
+def said(*updates: Update) -> str:
+    """What is printed on the way, on one line."""
+    display, console = bar(80)
+    for update in updates:
+        display.show(update)
+    display.close()
+    assert isinstance(console.file, io.StringIO)
+    return " ".join(console.file.getvalue().split())
+
+
 @pytest.mark.parametrize(
     ("planned", "times"), [(10.01, 1), (10.0, 0), (math.inf, 0), (None, 0)], ids=str
 )
 def test_a_weak_guarantee_is_remarked_on_once(planned: float | None, times: int) -> None:
-    display, console = bar(80)
-    for step in (1, 2):
-        display.show(Update(event=Progress(step, 0.1), epsilon=planned, planned=planned))
-    display.close()
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().count("note: epsilon will be 10.01. Above 10") == times
+    text = said(*(Update(event=Progress(n, 0.1), epsilon=planned, planned=planned) for n in (1, 2)))
+    assert text.count("note: epsilon will be 10.01. Above 10") == times
 
 
 @pytest.mark.parametrize(("pace", "times"), [(1.0, 1), (0.01, 0)])
 def test_a_slow_run_says_once_how_long_it_takes_and_what_is_faster(pace: float, times: int) -> None:
-    display, console = bar(80)
-    for step in range(1, 3000, 100):
-        display.show(Update(event=Progress(step, 5 + pace * step), epsilon=1.0, planned=1.0))
-    display.close()
-    assert isinstance(console.file, io.StringIO)
-    said = " ".join(console.file.getvalue().split())
-    assert said.count("at this pace, training takes 16.3 hours more. Faster: fewer") == times
-    assert said.count("--backbone") == times
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
-    grid = plan({"dataset": "digits", "sigma": "1"}, None, Path("runs"))
-    console = Console(width=60, file=io.StringIO(), force_terminal=terminal, color_system=None)
-    why = " ".join(f"word{i}" for i in range(60))
-    list(compare.shown([Ended(0, why)], console, grid, len(grid.runs)))
-    assert isinstance(console.file, io.StringIO)
-    assert f"failed: {why}" in " ".join(console.file.getvalue().split())
+    text = said(
+        *(
+            Update(event=Progress(step, 5 + pace * step), epsilon=1.0, planned=1.0)
+            for step in range(1, 3000, 100)
+        )
+    )
+    assert text.count("at this pace, training takes 16.3 hours more. Faster: fewer") == times
+    assert text.count("--backbone") == times

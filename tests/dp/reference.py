@@ -80,9 +80,9 @@ class Subject:
         """The layers, each with its per-sample gradients as the program stores them."""
         return self.clipped_sum.gradients(x, y, ball=ball)
 
-    def forms(self, x: Tensor, y: Tensor, *, ball: bool = True) -> list[PerSampleGradients]:
+    def forms(self, x: Tensor, y: Tensor) -> list[PerSampleGradients]:
         """The layers' per-sample gradients as the program stores them."""
-        return [form for _, form in self.gradients(x, y, ball=ball)]
+        return [form for _, form in self.gradients(x, y)]
 
     def squared_norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> SquaredNorms:
         """The norms that the program clips by."""

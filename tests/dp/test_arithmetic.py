@@ -253,10 +253,10 @@ class Odd(nn.Module):
         return x + ONE_ULP * off[self.kind]
 
 
-def found(kind: str, *more: nn.Module, chunk: int = 50, fixed: bool = False) -> Any:
+def found(kind: str, *more: nn.Module, fixed: bool = False) -> Any:
     # A layer without products, which libraries round in their own ways.
     network = nn.Sequential(nn.Tanh(), Odd(kind), nn.ReLU(), *more)
-    return find_manner(network, torch.randn(TRIED, 3), chunk, fixed=fixed)
+    return find_manner(network, torch.randn(TRIED, 3), 50, fixed=fixed)
 
 
 @pytest.mark.promise("alone")

@@ -108,10 +108,9 @@ class Case:
         else:
             self.region = ball(float(g.norm()) / 2, g)
 
-    def whitened_sum(self, left_out: int | None = None) -> Tensor:
-        """sum of c_i (g_i - m) / b as computed, all or all but one, float64."""
-        keep = torch.arange(len(self.x)) != (-1 if left_out is None else left_out)
-        total = self.subject.add(self.x[keep], self.y[keep], self.region)
+    def whitened_sum(self) -> Tensor:
+        """sum of c_i (g_i - m) / b as computed, float64."""
+        total = self.subject.add(self.x, self.y, self.region)
         whitened: Tensor = total.double() / self.region.scale.double()
         return whitened
 

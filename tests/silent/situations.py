@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import WeightedRandomSampler
 
+from tests.layer_cases import Doubled
 from tests.silent.judge import CLASSES, COLUMNS, Run, Situation
 
 HIDDEN = 5
@@ -143,18 +144,6 @@ class MixesLater(Net):
     def hidden(self, x: Tensor) -> Tensor:
         h = super().hidden(x)
         return centred(h) if self.mixes else h
-
-
-class Doubled(torch.autograd.Function):
-    """Multiply by two, with a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return 2 * gradients[0]
 
 
 class CentredBackward(torch.autograd.Function):
@@ -338,12 +327,8 @@ class MixesByGlobal(Net):
         return centred(h) if Switches.mixes else h
 
 
-class MixesByClass(Net):
+class MixesByClass(MixesLater):
     """Reads a flag of its class."""
-
-    def hidden(self, x: Tensor) -> Tensor:
-        h = super().hidden(x)
-        return centred(h) if self.mixes else h
 
 
 class MixesByList(Net):
@@ -528,14 +513,6 @@ def write_in_place(run: Run) -> None:
             p.mul_(0.5)
 
 
-def to_double_and_back(run: Run) -> None:
-    run.net.double().float()
-
-
-def to_channels_last(run: Run) -> None:
-    run.net.to(memory_format=torch.channels_last)
-
-
 def replace_parameter(run: Run) -> None:
     run.net.first.weight = nn.Parameter(run.net.first.weight.detach() * 0.5)
 
@@ -551,14 +528,6 @@ def load(run: Run, *, assign: bool = False) -> None:
 
 def assign_state(run: Run) -> None:
     load(run, assign=True)
-
-
-def freeze(run: Run) -> None:
-    run.net.first.requires_grad_(False)
-
-
-def unfreeze(run: Run) -> None:
-    run.net.first.requires_grad_(True)
 
 
 def add_layer(run: Run) -> None:
@@ -596,10 +565,6 @@ def replace_tensor(run: Run) -> None:
     run.net.scale = torch.full((HIDDEN,), 2.0)
 
 
-def write_tensor(run: Run) -> None:
-    run.net.scale.fill_(2.0)
-
-
 def larger_epsilon(run: Run) -> None:
     run.net.norm.eps = 10.0
 
@@ -622,10 +587,6 @@ def harmless(run: Run) -> None:
     sum(p.numel() for p in net.parameters())
 
 
-def evaluation_mode(run: Run) -> None:
-    run.net.eval()
-
-
 def switch(name: str) -> Callable[[Run], None]:
     """Return what sets a flag of the network."""
 
@@ -633,10 +594,6 @@ def switch(name: str) -> Callable[[Run], None]:
         setattr(run.net, name, True)
 
     return change
-
-
-def halve_clip_norm(run: Run) -> None:
-    run.set_clip_norm(0.5)
 
 
 def prune_first(run: Run) -> None:
@@ -677,24 +634,6 @@ def mixed_alone(output: Tensor, target: Tensor) -> Tensor:
 
 
 # Contexts.
-
-
-@contextmanager
-def autocast(_: int) -> Iterator[None]:
-    with torch.autocast("cpu", torch.bfloat16):
-        yield
-
-
-@contextmanager
-def without_grad(_: int) -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@contextmanager
-def inference(_: int) -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @contextmanager
@@ -828,13 +767,13 @@ SITUATIONS = (
     S(
         "net.double().float()",
         Net,
-        to_double_and_back,
+        lambda run: run.net.double().float(),
         refused="first.weight is in other memory .*before make_private",
     ),
     S(
         "net.to(memory_format=channels_last)",
         Convolution,
-        to_channels_last,
+        lambda run: run.net.to(memory_format=torch.channels_last),
         refused="first.weight is in other memory .*before make_private",
     ),
     S(
@@ -856,11 +795,16 @@ SITUATIONS = (
         assign_state,
         refused="first.weight was replaced .*make_private again",
     ),
-    S("a layer frozen", Net, freeze, refused="first.weight was frozen .*make_private again"),
+    S(
+        "a layer frozen",
+        Net,
+        lambda run: run.net.first.requires_grad_(False),
+        refused="first.weight was frozen .*make_private again",
+    ),
     S(
         "a layer unfrozen",
         frozen,
-        unfreeze,
+        lambda run: run.net.first.requires_grad_(True),
         refused="first.weight was unfrozen .*make_private again",
     ),
     S("a layer added", Net, add_layer, refused="added was added.*make_private again"),
@@ -871,7 +815,7 @@ SITUATIONS = (
         replace_forward,
         refused="forward was added.*make_private again",
     ),
-    S("model.eval()", Net, evaluation_mode),
+    S("model.eval()", Net, lambda run: run.net.eval()),
     S(
         "a weight used outside its layer by a flag",
         UsedOutsideLater,
@@ -890,7 +834,7 @@ SITUATIONS = (
         switch("skips"),
         refused="skips was added.*make_private again",
     ),
-    S("clip norm set by attribute", Net, halve_clip_norm, refused="clip_norm"),
+    S("clip norm set by attribute", Net, lambda run: run.set_clip_norm(0.5), refused="clip_norm"),
     S("forward hook that scales, put in", Net, hook_forward, refused="hooks of first changed"),
     S("forward hook that mixes, put in", Net, hook_mixing, refused="hooks of first changed"),
     S(
@@ -947,8 +891,13 @@ SITUATIONS = (
         replace_tensor,
         refused="scale was replaced",
     ),
-    S("a tensor written that is an attribute", Scaled, write_tensor),
-    S("a buffer written", ScaledByBuffer, write_tensor, refused="scale was written to"),
+    S("a tensor written that is an attribute", Scaled, lambda run: run.net.scale.fill_(2.0)),
+    S(
+        "a buffer written",
+        ScaledByBuffer,
+        lambda run: run.net.scale.fill_(2.0),
+        refused="scale was written to",
+    ),
     S(
         "eps of a norm set",
         normed(lambda: nn.GroupNorm(1, HIDDEN)),
@@ -957,9 +906,9 @@ SITUATIONS = (
     ),
     S("scoring, copying, moving to where it is", Net, harmless),
     # Around the steps.
-    S("autocast around the loop", Net, around=autocast),
-    S("torch.no_grad() around the loop", Net, around=without_grad),
-    S("torch.inference_mode() around the loop", Net, around=inference),
+    S("autocast around the loop", Net, around=lambda _: torch.autocast("cpu", torch.bfloat16)),
+    S("torch.no_grad() around the loop", Net, around=lambda _: torch.no_grad()),
+    S("torch.inference_mode() around the loop", Net, around=lambda _: torch.inference_mode()),
     S("torch.set_float32_matmul_precision('medium')", Net, around=half_products),
     S("float64 by default", Net, around=double_by_default),
     S(
