@@ -7,6 +7,7 @@ of a batch that knows its sensitivity.
 
 import math
 import secrets
+import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -54,11 +55,14 @@ from dpmac_cli.training.chunks import BatchSum, ChunkedSum
 from dpmac_cli.training.distributed import Ranks, check_single_process
 from dpmac_cli.training.lineage import (
     TRAINING,
+    Parts,
     Training,
     attach,
     carried_by,
     check_composable,
     check_counted,
+    others_held_by,
+    trainings_of,
 )
 from dpmac_cli.training.loading import (
     NOT_DRAWN,
@@ -304,7 +308,10 @@ def carry(network: nn.Module, plan: TrainPlan, unit: tuple[str, str]) -> Trainin
 class PrivateProgram(Unshared):
     """Private training of a network in a program, and its cost with all earlier training."""
 
-    __slots__ = ("_base", "_earlier", "_keys", "_notes", "_plan", "_step", "_steps")
+    __slots__ = (
+        *("_base", "_earlier", "_keys", "_notes", "_one_at_a_time", "_others"),
+        *("_plan", "_step", "_steps"),
+    )
 
     def _begin(
         self, plan: TrainPlan, earlier: tuple[Training, ...], notes: tuple[str, ...]
@@ -318,6 +325,8 @@ class PrivateProgram(Unshared):
         self._keys = make_keys(plan.settings.seed, part=len(earlier))
         self._base = 0  # steps of the state that was loaded
         self._step: Step | None = None
+        self._others: Parts = ()  # of other networks, which a step reads
+        self._one_at_a_time = threading.Lock()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -405,8 +414,13 @@ class PrivateProgram(Unshared):
         return (*self._before, self.event)
 
     def _check_budget(self) -> None:
-        """Raise BudgetError if all steps have begun; InputError in one of several processes."""
+        """Raise BudgetError if all steps have begun; InputError in one of several processes.
+
+        Raises ModelError if a network that a step reads had steps that are not counted.
+        """
         check_single_process()
+        own = () if self._step is None else (self._step.training,)
+        check_counted(trainings_of(self._others), (*self._earlier, *own))
         if self._base + self._begun >= self._steps:
             raise BudgetError(
                 f"All {self._steps} steps have been taken, and epsilon is "
@@ -538,13 +552,14 @@ class PrivateStep(PrivateProgram):
                 on these records.
             RunError: memory ran out with a single record, or the device failed.
         """
-        self._check_budget()
-        drawn, step = self._drawn, self._step
-        if drawn is None or step is None or not drawn.is_of(self.taken + 1, batch):
-            raise InputError(NOT_DRAWN)
-        with self._sums.given(drawn.records, drawn.rows):
-            number = step.take()
-        self._drawn = None
+        with self._one_at_a_time:
+            self._check_budget()
+            drawn, step = self._drawn, self._step
+            if drawn is None or step is None or not drawn.is_of(self.taken + 1, batch):
+                raise InputError(NOT_DRAWN)
+            with self._sums.given(drawn.records, drawn.rows):
+                number = step.take()
+            self._drawn = None
         return number
 
     def state_dict(self) -> dict[str, Any]:
@@ -615,8 +630,9 @@ class PrivateStep(PrivateProgram):
     def _prepare(self, structure: Structure) -> Step:
         """Validate the network and the loss on a structure, and build what takes the steps."""
         self.check_process()
-        check_counted(self._model, self._loss, self._earlier)
+        check_counted(carried_by(self._model, self._loss), self._earlier)
         plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
+        self._others = others_held_by(objective)
         check_trial(objective, Trial(structure, None), isolated=plan.settings.isolate)
         steps = steps_of(plan, self._steps, device_of(objective))
         secure = plan.settings.secure

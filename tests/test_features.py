@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -188,6 +189,37 @@ def test_a_frozen_part_of_ones_own_sees_one_record_at_a_time() -> None:
             others = torch.cat([x[:1], 100 * x[1:].flip(0)])
             assert torch.equal(run(x)[0], run(others)[0])
             torch.testing.assert_close(run(x)[0], parts.features(x[:1])[0])
+
+
+class Keeps(nn.Module):
+    """Divides by the largest number so far, and counts large ones in a buffer."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = np.full(1, 1e-6)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest[0] = max(self.largest[0], float(x.abs().max()))
+        if self.largest[0] > 0:
+            self.count += 1
+        return x / float(self.largest[0])
+
+
+@pytest.mark.promise("features")
+def test_a_frozen_part_keeps_nothing_of_a_record(cache: Path) -> None:
+    """Neither for the next one, nor in what is published."""
+    model = nn.Sequential(Keeps(), nn.Flatten(), nn.Linear(64, 10))
+    parts, data = cut_before_head(model, DIGITS.shape), some_digits()
+    parts.own = True
+    with patch.object(feature_cache, "AT_A_TIME", 20):
+        found, _ = featured(parts, data, {}, cache)
+    x = data.standardised(data.train.images).flatten(1)
+    alone = x / x.abs().amax(1, keepdim=True)
+    torch.testing.assert_close(found.train.images.flatten(1), alone)
+    assert model[0].count == 0
 
 
 @pytest.mark.promise("features")

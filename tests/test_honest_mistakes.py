@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from dpmac_cli import (
     ArrayData,
@@ -162,6 +162,7 @@ REPEATED: dict[str, Callable[[Any], Any]] = {
     "a rare class": lambda whole: Subset(whole, [*range(60), *[1] * 20]),
     "behind a transform": lambda whole: Transformed(Subset(whole, [*range(60), 1])),
     "beside its transform": lambda whole: ConcatDataset([Transformed(whole), whole]),
+    "stacked": lambda whole: StackDataset(x=Subset(whole, [*range(60), 1]), y=records(61)),
 }
 
 

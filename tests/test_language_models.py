@@ -161,6 +161,20 @@ def test_a_folder_trains_on_the_texts_of_a_table(family: str, part: str) -> None
     )
 
 
+@pytest.mark.promise("published")
+def test_an_adapter_does_not_tell_where_its_network_was() -> None:
+    flags, place = written(), Path("home-of-somebody").resolve()
+    place.mkdir()
+    Path("gpt2").rename(place / "gpt2")
+    flags[flags.index("./gpt2")] = f"{place}/gpt2"
+    shown = dpmac(*flags)
+    assert shown.exit_code == 0, shown.output
+    public = [file for file in Path("run").iterdir() if file.is_file()]
+    assert Path("run/adapter_config.json") in public
+    telling = [file.name for file in public if place.name.encode() in file.read_bytes()]
+    assert telling == ["config.yaml"]
+
+
 def test_texts_in_memory_have_no_targets() -> None:
     write_network(Path("gpt2"), "gpt2", causal=True)
     data = ArrayData([text for text, _ in notes(60)])

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from dpmac_cli import (
 )
 from dpmac_cli.optim import OPTIMIZERS, register_optimizer
 from dpmac_cli.optim.dp_sgd import DPSGD
+from dpmac_cli.training.chunks import ChunkedSum
 from tests.digits_runs import digits_network as network
 from tests.digits_runs import train_digits, weights
 from tests.kinks import largest_move
@@ -188,3 +191,24 @@ def test_threads_that_share_a_batch_move_no_record_across_a_kink(instructions: s
         check=True,
     )
     assert 0.9 < float(done.stdout.split()[-1]) <= 1
+
+
+@pytest.mark.promise("one")
+def test_threads_take_one_step_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the memory of a sum, which may have a record of both steps in it."""
+    inside, most = list[int](), list[int]()
+    summed = ChunkedSum.of
+
+    def slowly(*args: Any) -> Any:
+        inside.append(1)
+        time.sleep(0.02)
+        most.append(len(inside))
+        found = summed(*args)
+        inside.pop()
+        return found
+
+    monkeypatch.setattr(ChunkedSum, "of", slowly)
+    private = make_private(network(), "digits", **SETTINGS)
+    with ThreadPoolExecutor(2) as threads:
+        numbers = [*threads.map(lambda _: private.step(), range(4))]
+    assert (sorted(numbers), max(most)) == ([1, 2, 3, 4], 1)

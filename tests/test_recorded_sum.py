@@ -13,6 +13,7 @@ import itertools
 import multiprocessing
 import re
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -241,6 +242,31 @@ def test_what_a_replay_would_compute_otherwise_is_not_recorded(
     trainer.step()
     [found] = sums.recordings.values()
     assert isinstance(found, str)
+
+
+#: A tensor that a program may replace.
+SCALE = [torch.ones(9)]
+
+
+class Scaled(Mixed):
+    """Reads a global tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * SCALE[0].view(x.shape[1:]))
+
+
+@pytest.mark.promise("alone")
+def test_memory_that_a_replay_reads_is_not_used_for_other_records() -> None:
+    trainer = make_trainer(
+        "dp-adam", dtype=torch.float32, model=Scaled(), data=tiny_data(torch.float32)
+    )
+    scale = weakref.ref(SCALE[0])
+    sums = recording(trainer, lambda function: (function(), function))
+    trainer.step()
+    [found] = sums.recordings.values()
+    assert not isinstance(found, str)
+    SCALE[0] = torch.zeros(9)
+    assert scale() is not None
 
 
 def recording_all(per_sample: PerSample) -> None:

@@ -214,6 +214,19 @@ def test_a_resume_is_charged_what_was_begun_before(killed: Truth) -> None:
 
 
 @pytest.mark.promise("ledger")
+@pytest.mark.usefixtures("killed")
+def test_the_ledger_of_an_earlier_session_is_refused() -> None:
+    """A backup puts it back, and it does not know the steps since."""
+    file = RUN / folder.CHECKPOINTS / ledger.FILE
+    before = file.read_bytes()
+    finish(run.resume(RUN, {}, after(1)))
+    file.write_bytes(before)
+    for continued in (run.resume(RUN), run.fork(RUN, FORK)):
+        with pytest.raises(InputError, match=r"spent\.json is missing or damaged"):
+            finish(continued)
+
+
+@pytest.mark.promise("ledger")
 @pytest.mark.parametrize("steps", [99, 400])
 def test_a_step_is_reserved_before_it_begins(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     step, ahead = Trainer.step, []

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -185,6 +186,14 @@ def test_missing_and_damaged_files_are_named() -> None:
         (folder / name).write_bytes(kept)
     (folder / "modeling.py").write_text("1 / 0")
     assert "has code of its own, which dpmac does not run" in refused()
+
+
+@pytest.mark.promise("reading")
+def test_a_tokenizer_that_cannot_read_every_text_is_refused() -> None:
+    """It would fail at the first record with another word."""
+    folder = write_encoder(Path("encoder"))
+    Tokenizer(models.WordLevel({"pain": 0})).save(str(folder / "tokenizer.json"))
+    assert "it has no token for words that it does not know" in refused()
 
 
 @pytest.mark.promise("features")

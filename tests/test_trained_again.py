@@ -4,7 +4,9 @@ import copy
 import json
 import pickle
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from dpmac_cli import (
 )
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.release.private import PrivateTraining
-from dpmac_cli.training.lineage import carried_by
+from dpmac_cli.training.lineage import Training, attach, carried_by
 from tests.digits_runs import digits_network as network
 
 SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "device": "cpu"}
@@ -119,6 +121,70 @@ def test_what_a_teacher_learned_is_added(monkeypatch: pytest.MonkeyPatch) -> Non
     assert carried_by(Student(teacher)) == carried_by(teacher)
     second = trained(network(), loss=from_closure)
     assert second.epsilon == both(first, second) > first.epsilon
+
+
+class Distilling:
+    """A loss with a teacher, as an object or by a method."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self.parts = SimpleNamespace(teacher=teacher)
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        bias: Tensor = self.parts.teacher[3].bias.detach()
+        pull = (output - bias).square().mean()
+        return cross_entropy(output, target) + pull
+
+
+def distilled(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that reads the global by a function."""
+    return Distilling(TEACHER)(output, target)
+
+
+def by_function(output: Tensor, target: Tensor) -> Tensor:
+    return distilled(output, target)
+
+
+@pytest.mark.promise("again")
+@pytest.mark.parametrize(
+    "holding",
+    [
+        Distilling,
+        lambda teacher: Distilling(teacher).__call__,
+        lambda teacher: lambda output, target, held=teacher: cross_entropy(output, target),
+        lambda teacher: lambda *_, held=teacher: None,
+        lambda teacher: partial(print, [*teacher.parameters()]),
+        lambda teacher: partial(print, dict(teacher.named_parameters())),
+        lambda teacher: by_function,
+    ],
+    ids=["object", "method", "default", "keyword", "parameters", "named parameters", "function"],
+)
+def test_a_teacher_is_found_wherever_a_loss_holds_it(
+    holding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = network()
+    privacy = resolve(SETTINGS, dataset="digits").plan.privacy
+    done = Training(event=privacy.event, unit=("", ""), private=True, seeded=False, secure=False)
+    done.begin()
+    attach(teacher, done)
+    monkeypatch.setattr(sys.modules[__name__], "TEACHER", teacher)
+    assert carried_by(network(), holding(teacher)) == (done,)
+
+
+@pytest.mark.promise("again")
+def test_networks_that_learn_from_each_other_are_not_charged_alone() -> None:
+    one, other = network(), network()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        pull = (output - other[3].bias.detach()).square().mean()  # type: ignore[operator]
+        return cross_entropy(output, target) + pull
+
+    first = make_private(one, "digits", loss=loss, **SETTINGS)
+    second = make_private(other, "digits", **SETTINGS)
+    first.step()
+    second.step()
+    with pytest.raises(ModelError, match="or one that it or its loss uses, was trained by another"):
+        first.step()
+    assert first.taken == 1
 
 
 @pytest.mark.promise("again")

@@ -682,6 +682,12 @@ class Adjustable(nn.Module):
         return logits
 
 
+@torch.enable_grad()
+def differentiated(net: nn.Module) -> None:
+    """Compute gradients, as the loop that was there before."""
+    net(torch.ones(1, 1, SIDE, SIDE)).sum().backward()
+
+
 #: Changes to an :class:`Adjustable`, and what the refusal says. ``first.weight`` is trained.
 CHANGES: dict[str, tuple[Change, str]] = {
     "frozen": (lambda n: n.first.requires_grad_(False), r"first\.weight was frozen"),
@@ -704,6 +710,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda n: n.first.register_forward_pre_hook(lambda *_: None),
         "hooks of first changed",
     ),
+    "a gradient": (differentiated, r"first\.weight has a gradient.*net\.zero_grad"),
 }
 
 

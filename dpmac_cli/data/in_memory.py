@@ -255,11 +255,13 @@ def _origins(dataset: Any) -> Iterator[Origin]:
 
     A dataset that holds another one of its size, such as one with transforms, has its records.
     """
-    from torch.utils.data import Dataset  # noqa: PLC0415
+    from torch.utils.data import Dataset, StackDataset  # noqa: PLC0415
 
-    parts, indices = getattr(dataset, "datasets", None), getattr(dataset, "indices", None)
-    inner = getattr(dataset, "dataset", None)
-    if isinstance(parts, list | tuple):  # ConcatDataset
+    parts: Any = getattr(dataset, "datasets", None)
+    indices, inner = getattr(dataset, "indices", None), getattr(dataset, "dataset", None)
+    if isinstance(dataset, StackDataset):  # the first part tells records apart
+        yield from _origins(next(iter(parts.values() if isinstance(parts, dict) else parts)))
+    elif isinstance(parts, list | tuple):  # ConcatDataset
         for part in parts:
             yield from _origins(part)
     elif indices is not None and inner is not None:  # Subset

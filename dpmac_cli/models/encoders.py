@@ -24,6 +24,8 @@ from dpmac_cli.storage.files import table
 HERE = Path(__file__).parent
 CONFIG, TOKENIZER, POOLING = "config.json", "tokenizer.json", "1_Pooling/config.json"
 WEIGHTS, SHARDS = "model.safetensors", "model-*-of-*.safetensors"
+#: A text that no tokenizer has in its vocabulary.
+UNHEARD_OF = "\u16a0\u0e01 \U00013000"
 #: What a folder of a network on texts is, in words.
 FOLDER = f"a folder in Hugging Face's format ({CONFIG}, {TOKENIZER}, {WEIGHTS})"
 
@@ -371,6 +373,10 @@ def reader_of(content: bytes, config: EncoderConfig, limit: int) -> TextReader:
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as failure:  # tokenizers has no class of its own
         raise ValueError(f"it is not of the library tokenizers ({failure})") from failure
+    try:
+        tokenizer.encode(UNHEARD_OF)
+    except Exception as failure:
+        raise ValueError("it has no token for words that it does not know") from failure
     most = max(tokenizer.get_vocab().values(), default=-1) + 1
     if most > config.tokens:
         raise ValueError(f"it has {most} tokens, but the network {config.tokens}")

@@ -35,6 +35,11 @@ IN_PLACE = (
     "p.copy_(values), or load_state_dict. Cast and move a network before make_private. To train it "
     "as it is now, call make_private again: epsilon also counts the steps taken so far."
 )
+#: Remedy for gradients of parameters, which a step leaves without any.
+OUTSIDE = (
+    "which no noise covers: loss.backward() was called outside of the step. If an optimizer then "
+    "changed the network, build it again. To go on without: net.zero_grad()."
+)
 #: Containers that are compared by identity and by their items, as dicts and other objects are.
 CONTAINERS = (list, tuple, set, frozenset, deque)
 #: Values that are compared by ==.
@@ -55,6 +60,7 @@ class _Place(NamedTuple):
     number: int
     trained: bool
     requires_grad: bool
+    gradient: bool  # whether it is trained and has one
     hooks: tuple[int, ...]
     memory: tuple[Any, ...]
 
@@ -161,7 +167,8 @@ class Fingerprint:
         plain = tensor.layout == torch.strided and not kept
         where = (tensor.data_ptr(), tensor.stride()) if plain else ()
         memory = (tensor.shape, tensor.dtype, tensor.device, *where)
-        return _Place(id(tensor), trained, tensor.requires_grad, hooks, memory)
+        gradient = trained and tensor.grad is not None
+        return _Place(id(tensor), trained, tensor.requires_grad, gradient, hooks, memory)
 
 
 def _after(tensor: Tensor) -> tuple[int, ...]:
@@ -203,6 +210,8 @@ def _said(path: tuple[str, ...], before: Any, after: Any, remedy: str) -> str:
     elif before.requires_grad != after.requires_grad:
         how = "unfrozen" if after.requires_grad else "frozen"
         said = f"{name} was {how} (requires_grad_({after.requires_grad}))."
+    elif after.gradient and not before.gradient:
+        return f"{name} has a gradient, {OUTSIDE}"
     elif before.hooks != after.hooks:
         said = f"the hooks of {name} changed."
     elif before.trained:

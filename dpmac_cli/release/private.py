@@ -28,7 +28,7 @@ from dpmac_cli.runs.session import Evaluated, Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer, unit_of
 from dpmac_cli.step import PrivateProgram
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.lineage import carried_by, check_composable
+from dpmac_cli.training.lineage import carried_by, check_composable, others_held_by
 from dpmac_cli.training.schedules import LossKind
 
 
@@ -99,6 +99,7 @@ class PrivateTraining(PrivateProgram):
         self._begin(plan, earlier, resolved.notes)
         self._task = prepare(plan, device, self._keys, model=model)
         self._step = make_trainer(plan, self._task, self._keys, steps=self._steps, loss=own)
+        self._others = others_held_by(model, own)
         on_run = (*self._task.notes, *self._step.notes)
         if any(not p.requires_grad for p in model.parameters()):
             on_run = (trained_parts(model), *on_run)
@@ -142,10 +143,11 @@ class PrivateTraining(PrivateProgram):
                 on these records.
             RunError: memory ran out with a single sample, or the device failed.
         """
-        self._check_budget()
-        began = time.perf_counter()
-        number = self._step.take()
-        self._seconds += time.perf_counter() - began
+        with self._one_at_a_time:
+            self._check_budget()
+            began = time.perf_counter()
+            number = self._step.take()
+            self._seconds += time.perf_counter() - began
         return number
 
     def standardise(self, x: Tensor) -> Tensor:

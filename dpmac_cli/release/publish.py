@@ -69,7 +69,8 @@ def _write_adapter(task: PreparedRun, plan: TrainPlan, where: Path) -> None:
     """Write the LoRA updates of a language model; nothing for other runs."""
     if plan.data.facts.task.network is None or not isinstance(task.model, WithHead):
         return
-    tensors, config = adapter_of(task.model, str(plan.recorded["backbone"]))
+    # Its folder without those above it, which may tell of the user.
+    tensors, config = adapter_of(task.model, f"./{Path(plan.recorded['backbone']).resolve().name}")
     if tensors:
         files.write_atomically(where / folder.ADAPTER, safetensors.torch.save(tensors))
         files.write_atomically(where / folder.ADAPTER_CONFIG, files.to_json(config).encode())

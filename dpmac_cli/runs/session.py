@@ -130,6 +130,7 @@ class Session:
             "seconds": self.seconds,
             "facts": self.task.compared,
             "start": self.task.start,
+            "parts": len(self.ledger.spent.earlier),
         }
         checkpoint.save(self.where, state.tensors(), record)
 

@@ -225,7 +225,8 @@ def _continued(run: Path, given: Mapping[str, Any], *, fork: bool) -> tuple[Trai
             f"{run} is a trial of a search, whose cost is not that of one run, so it can neither "
             "be resumed nor forked. To end the search, repeat its command of dpmac tune."
         )
-    if spent is None or spent.begun < step:
+    # A ledger that was put back from a backup does not know the later parts of its run.
+    if spent is None or spent.begun < step or len(spent.earlier) < saved.record["parts"]:
         raise InputError(
             f"{run / folder.CHECKPOINTS / folder.LEDGER} is missing or damaged, so the number of "
             "steps taken is unknown, and the run can be neither resumed nor forked. Start a new "

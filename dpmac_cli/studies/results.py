@@ -198,8 +198,8 @@ SEEDS = (
     "model that you publish without one."
 )
 ONE_SEED = (
-    " Runs of one seed share batches and noise, which can be subtracted from two of their models. "
-    "Publish at most one of them."
+    " The total is for runs drawn independently: those of one seed share batches and noise, which "
+    "can be subtracted from two of their models. Publish at most one of them."
 )
 OTHERS = " Other runs on the same records add to the cost, also those deleted or replaced."
 

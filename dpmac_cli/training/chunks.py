@@ -112,6 +112,7 @@ class ChunkedSum(ABC):
         self._check_dtype()
         for p in self._parameters:
             p.requires_grad_(True)
+            p.grad = None  # of training outside
         capacity = rounded_up(self.chunk)
         self.clipped_sum = (
             RecordedChunkSum(self.per_sample, capacity, batch)

@@ -7,12 +7,13 @@ and as a part of another network. A state dict does not hold it.
 
 import inspect
 import secrets
-from collections.abc import Iterator, Sequence
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from types import FunctionType, MethodType
-from typing import Any
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter
 from torch import nn
@@ -61,6 +62,12 @@ class Training:
         return replace(self.event, steps=self.begun)
 
 
+#: Variables of modules and parameters.
+Parts: TypeAlias = Sequence[dict[str, Any]]
+#: Folders of installed packages and of Python's library.
+PACKAGES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+#: Values that hold no network.
+PLAIN = (str, bytes, int, float, complex, type(None))
 #: Reads a training from the result of ``asdict``.
 TRAINING = TypeAdapter(Training)
 
@@ -74,26 +81,36 @@ def attach(network: nn.Module, training: Training) -> None:
 def carried_by(network: nn.Module, loss: Any = None) -> tuple[Training, ...]:
     """Return the trainings with steps that a network or its loss carries in any part.
 
-    That includes networks that either holds or reads, such as a teacher in a list, a closure or a
-    global. A pickled copy of a network that was trained further since has begun fewer steps; the
-    most count.
+    That includes networks and parameters that either holds or reads, such as a teacher in a list,
+    an object, a closure or a global. A pickled copy of a network that was trained further since has
+    begun fewer steps; the most count.
     """
+    return trainings_of(_parts_held_by(network, loss))
+
+
+def others_held_by(network: nn.Module, loss: Any = None) -> Parts:
+    """Return the parts of other networks that a network or its loss holds or reads."""
+    own = set(map(id, _parts(network)))
+    return [part for part in _parts_held_by(network, loss) if id(part) not in own]
+
+
+def trainings_of(parts: Iterable[dict[str, Any]]) -> tuple[Training, ...]:
+    """Return the trainings with steps that some parts carry."""
     found: dict[str, Training] = {}
-    held = chain.from_iterable(map(_parts, _networks_of(network, loss)))
-    for training in chain.from_iterable(part.get(LINEAGE, ()) for part in held):
+    for training in chain.from_iterable(part.get(LINEAGE, ()) for part in parts):
         if training.begun > 0:
             known = found.setdefault(training.number, training)
             found[training.number] = max(known, training, key=lambda each: each.begun)
     return tuple(found.values())
 
 
-def check_counted(network: nn.Module, loss: Any, earlier: Sequence[Training]) -> None:
-    """Raise ModelError if a network or its loss was trained besides some earlier trainings."""
-    now = carried_by(network, loss)
-    if {training.number for training in now} - {training.number for training in earlier}:
+def check_counted(now: Sequence[Training], counted: Sequence[Training]) -> None:
+    """Raise ModelError for trainings that are not among those that are counted."""
+    if {training.number for training in now} - {training.number for training in counted}:
         raise ModelError(
-            "The network was trained by another PrivateStep or make_private since this one was "
-            "created, so its epsilon does not count those steps. Create this one again."
+            "The network, or one that it or its loss uses, was trained by another PrivateStep or "
+            "make_private since this one was created, so its epsilon does not count those steps. "
+            "Create this one again. To train several networks together, make them parts of one."
         )
 
 
@@ -124,16 +141,17 @@ def _parts(network: nn.Module) -> Iterator[dict[str, Any]]:
     return map(vars, chain(network.modules(), network.parameters()))
 
 
-def _networks_of(*holders: Any) -> Iterator[nn.Module]:
-    """Yield the networks among some objects, and those that they hold or read as variables."""
+def _parts_held_by(*holders: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of networks among some objects, and of those that they hold or read."""
     left, seen = list(holders), dict[int, Any]()
     while left:
         value = left.pop()
-        if id(value) in seen:
+        if isinstance(value, PLAIN) or id(value) in seen:
             continue
         seen[id(value)] = value  # while it is held, no other object gets its id
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            yield vars(value)
         if isinstance(value, nn.Module):
-            yield value
             left += [*vars(value).values(), value.forward]
         elif isinstance(value, (list, tuple, set, frozenset)):
             left += value
@@ -146,5 +164,17 @@ def _networks_of(*holders: Any) -> Iterator[nn.Module]:
             left += [function, getattr(value, "__self__", None)]  # of a compiled network, itself
             if isinstance(function, (FunctionType, MethodType)):
                 read = inspect.getclosurevars(function)
-                globals_ = (of for of in read.globals.values() if not isinstance(of, FunctionType))
-                left += [*read.nonlocals.values(), *globals_]
+                left += [*read.nonlocals.values(), *filter(_is_followed, read.globals.values())]
+                given = getattr(function, "__kwdefaults__", None) or {}
+                left += [*(function.__defaults__ or ()), *given.values()]
+        elif not isinstance(value, (type, ModuleType)):
+            held = getattr(value, "__dict__", None)
+            left += held.values() if isinstance(held, dict) else ()
+
+
+def _is_followed(value: Any) -> bool:
+    """Return whether a global of a function may lead to a trained network.
+
+    The functions of installed packages do not.
+    """
+    return not (isinstance(value, FunctionType) and value.__code__.co_filename.startswith(PACKAGES))

@@ -7,12 +7,14 @@ replay starts them at once. Noise and the optimizer's rule are not part of it.
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.batches import Batch, samples_in, tensors_in
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
@@ -53,6 +55,7 @@ class _Recording:
     """A recorded chunk, and the memory that it reads and writes."""
 
     given: list[Tensor]  # rows, labels, which rows count, and the region
+    read: list[Tensor]  # what else it reads: once freed, its memory would hold other records
     doubtful: Tensor  # whether float64 is needed, bool, ()
     replay: Callable[[], None]
 
@@ -116,9 +119,10 @@ class RecordedChunkSum(ClippedChunkSum):
             return self.sum_up(gradients, RegionMetric(region), counted, out)
 
         with forked():
-            before = _generators(out)
-            for _ in range(BEFORE):
-                doubtful = sum_up()
+            before, reads = _generators(out), _Reads()
+            for number in range(BEFORE):
+                with reads if number == 0 else nullcontext():
+                    doubtful = sum_up()
             computed = out.clone()
             try:
                 found, replay = self._record(sum_up)
@@ -133,7 +137,28 @@ class RecordedChunkSum(ClippedChunkSum):
                 return DRAWN
         if not (out.equal(computed) and found.equal(doubtful)):
             return OTHERWISE
-        return _Recording(_given(x, y, counted, region), found, replay)
+        return _Recording(_given(x, y, counted, region), reads.found, found, replay)
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """Finds the tensors that are read and were there before, such as those of a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found, self._computed = list[Tensor](), set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.data_ptr() and _memory(tensor) not in self._computed:
+                self.found.append(tensor)
+                self._computed.add(_memory(tensor))
+        result = func(*args, **(kwargs or {}))
+        self._computed |= set(map(_memory, tensors_in(result)))
+        return result
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _given(x: Batch, y: Batch, counted: Tensor, region: Ellipsoid) -> list[Tensor]:

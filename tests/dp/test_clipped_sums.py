@@ -17,6 +17,7 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
     softmax,
 )
+from torch.nn.modules.module import register_module_forward_hook
 
 from dpmac_cli.dp.clipping.batch_invariance import fill_rows
 from dpmac_cli.dp.clipping.batches import Structure
@@ -204,6 +205,58 @@ def test_other_networks_are_no_sequence_of_known_layers(model: nn.Module) -> Non
     assert chain_of(model) is None
     known = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     assert chain_of(known) == list(known)
+
+
+@pytest.mark.promise("alone")
+def test_a_hook_of_all_modules_sees_one_sample_at_a_time() -> None:
+    """It may mix samples for values that no made-up sample has."""
+    seen = list[int]()
+
+    def hook(module: nn.Module, given: Any, out: Tensor) -> None:
+        seen.append(len(out))
+
+    handle = register_module_forward_hook(hook)
+    try:
+        model = nn.Sequential(nn.Linear(4, CLASSES), nn.ReLU())
+        per_sample = PerSample(model, numbers(4), rowwise=True)
+        seen.clear()
+        per_sample(torch.ones(RECORDS, 4), torch.zeros(RECORDS).long())
+    finally:
+        handle.remove()
+    assert {*seen} == {1}
+
+
+class Limited(torch.autograd.Function):
+    """Scales down large inputs, with a rule for vmap that scales all samples by the largest."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x / x.abs().max().clamp(min=100)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return gradients[0] / x.abs().max().clamp(min=100)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return Limited.apply(x), in_dims[0]
+
+
+@pytest.mark.promise("alone")
+def test_a_networks_own_rule_for_vmap_is_not_called() -> None:
+    """It sees all samples, and made-up ones need not show that it mixes them."""
+    network = Do(lambda net, x: net.head(Limited.apply(x)), head=nn.Linear(4, CLASSES))
+    per_sample = PerSample(network, numbers(4))
+    assert "has a torch.autograd.Function with a vmap of its own" in per_sample.notes[0]
+    x, y = torch.ones(RECORDS, 4), torch.zeros(RECORDS).long()
+    before, _ = per_sample(x, y)
+    x[0] = 1e6
+    assert torch.equal(before[1:], per_sample(x, y)[0][1:])
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:

@@ -5,6 +5,7 @@ Removing a record changes both for the others. Differences of rounding are withi
 clipped sum, except at a kink, such as that of ReLU, where they change on which side a record is.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -117,10 +118,11 @@ def unaffected(
 ) -> Callable[[Tensor], Tensor]:
     """Return a function of up to ``size`` rows, none of which changes or rounds another.
 
-    It always computes the same number of rows. Where that does not help, it runs row by row.
+    It always computes the same number of rows. Where that does not help, it runs row by row, each
+    on a copy of the network if that is not built in, so that it keeps nothing of a row.
 
     Args:
-        run: maps rows to rows.
+        run: a network or a method of one, which maps rows to rows.
         like: a tensor with the shape of a row, its dtype and device.
         size: largest number of rows.
         own: whether ``run`` may mix rows, so that it sees one at a time.
@@ -133,7 +135,9 @@ def unaffected(
         if not own or out_of_memory(failure):
             raise  # vmap runs whatever is built in
     if manner is None:
-        return lambda rows: torch.cat([run(row) for row in torch.split(rows, 1)])
+        return lambda rows: torch.cat(
+            [(copy.deepcopy(run) if own else run)(row) for row in torch.split(rows, 1)]
+        )
     count = manner.rows(size, size)
     return lambda rows: each(fill_rows(rows, count))[: len(rows)]
 

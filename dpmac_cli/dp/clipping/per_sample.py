@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import autograd_function
 from torch.func import functional_call, grad, vmap
 from torch.linalg import vector_norm
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear
+from torch.nn.modules import module as of_modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,10 +63,15 @@ _NO_RULE = (
     "it has a torch.autograd.Function without a rule for vmap. If its forward and backward consist "
     "of torch operations, define setup_context in it and set generate_vmap_rule = True."
 )
+OWN_RULE = "a torch.autograd.Function with a vmap of its own"
 #: Words of messages of torch, and remedies.
 REMEDIES = {
     "generate_vmap_rule": _NO_RULE,
     "setup_context": _NO_RULE,
+    OWN_RULE: (
+        f"it has {OWN_RULE}, which sees several records. If its forward and backward consist of "
+        "torch operations, remove its vmap, and set generate_vmap_rule = True."
+    ),
     "data-dependent control flow": (
         "it decides by the values of a record, as in if x.max() > 1 or x.item(). Use "
         "torch.where(condition, a, b)."
@@ -434,9 +441,13 @@ class PerSample:
 
 
 def chain_of(model: nn.Module) -> list[nn.Module] | None:
-    """Return the parts of a sequence of known layers; None for any other network."""
+    """Return the parts of a sequence of known layers; None for any other network.
+
+    It has no hooks, not even those of all modules, because they would see several samples.
+    """
     held = vars(model)
-    if "forward" in held or any(held[key] for key in held if key.endswith("_hooks")):
+    hooked = any(held[key] for key in held if key.endswith("_hooks"))
+    if "forward" in held or hooked or of_modules._has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
     if type(model) is nn.Sequential:
         parts = list(map(chain_of, model))
@@ -541,9 +552,20 @@ def each_alone(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def _supported() -> Iterator[None]:
-    """Choose what vmap supports: the only backend of attention with a batching rule, and masks."""
-    with sdpa_kernel(SDPBackend.MATH), masks_kept():
+    """Choose what vmap supports: the only backend of attention with a batching rule, and masks.
+
+    A vmap of the network's own is not called, because it sees several samples.
+    """
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        masks_kept(),
+        replaced(autograd_function, "custom_function_call_vmap_helper", _reject_own_rule),
+    ):
         yield
+
+
+def _reject_own_rule(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(OWN_RULE)
 
 
 class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
