@@ -83,13 +83,6 @@ def test_epsilons_make_columns_of_the_noise_that_meets_them() -> None:
     assert len({run.plan.privacy.sigma for run in study.runs}) == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "seeds"), [("1", (0,)), ("3", (0, 1, 2)), ("3,7", (3, 7)), ("3,3,7", (3, 7))]
-)
-def test_seeds_are_how_many_or_which(text: str, seeds: tuple[int, ...]) -> None:
-    assert grid(optimizers="dp-sgd", seeds=text).seeds == seeds
-
-
 def test_the_address_is_the_settings_and_the_seed() -> None:
     one, again = (grid(optimizers="dp-sgd", sigma="1", seeds="2") for _ in range(2))
     assert [run.folder for run in one.runs] == [run.folder for run in again.runs]

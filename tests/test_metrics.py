@@ -194,11 +194,6 @@ def test_intervals_cover_the_populations_accuracy(
     assert simulation.accuracy(1000, units, share, icc) >= 0.94
 
 
-def test_intervals_cover_other_metrics_by_unit() -> None:
-    for coverage in simulation.others(150, 50, 0.3, 1.0).values():
-        assert coverage >= 0.92
-
-
 def test_no_interval_is_narrow_beside_a_wide_one_of_the_accuracy() -> None:
     """Of 13 persons, of which one has most of the wrong answers."""
     owners = np.repeat(np.arange(13), 14)

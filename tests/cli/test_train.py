@@ -165,40 +165,12 @@ def test_a_display_that_is_lost_costs_only_itself(where: str) -> None:
     assert score(Path("run"), None, None, "cpu").result.accuracy == report["test"]["accuracy"]
 
 
-STEPS = 58_800
-
-
-def bar(width: int) -> tuple[RunDisplay, Console]:
-    console = Console(width=width, file=io.StringIO(), force_terminal=True)
-    display = RunDisplay(console)
-    config = digits_config(steps=STEPS)
-    display.show(
-        Started(
-            plan=config,
-            folder=Path("runs/some-run"),
-            parameters=(582_346, 582_346),
-            done=0,
-            steps=STEPS,
-        )
-    )
-    return display, console
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_bar_keeps_to_one_line(width: int) -> None:
-    display, console = bar(width)
-    for step in (1, 999, 9_999, STEPS - 1):
-        display.show(Update(event=Progress(step, step * 0.001), epsilon=10.38, planned=10.39))
-        (line,) = console.render_lines(display._bar.get_renderable())
-        shown = "".join(segment.text for segment in line)
-        assert f"{step}/{STEPS}" in shown
-        assert "ε ≤ 10.38 of 10.39" in shown
-    display.close()
-
-
 def said(*updates: Update) -> str:
-    """What is printed on the way, on one line."""
-    display, console = bar(80)
+    """What is printed in a long run, on one line."""
+    console = Console(width=80, file=io.StringIO(), force_terminal=True)
+    display, where = RunDisplay(console), Path("runs/some-run")
+    plan, size = digits_config(steps=58_800), (582_346, 582_346)
+    display.show(Started(plan=plan, folder=where, parameters=size, done=0, steps=58_800))
     for update in updates:
         display.show(update)
     display.close()
