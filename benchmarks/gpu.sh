@@ -30,8 +30,8 @@ part() {  # NAME SECONDS COMMAND...
 }
 
 if [ -n "$dry" ]; then
-    step=(--quick --rounds 2 --no-peers --batch 4 --only dp-adam,dp-macadam)
-    deep=(wrn-16-4) run=(--steps 2) text=(--layers 1 --width 32 --words 50 --records 2000)
+    step=(--quick --rounds 2 --warm 0.1 --no-peers --batch 4 --only dp-adam,dp-macadam)
+    deep=(mlp) run=(--steps 2) text=(--layers 1 --width 32 --words 50 --records 2000)
 else
     step=(--quick --rounds 5 --warm 0.5)
     deep=(wrn-16-4 resnet18 vit-tiny) run=() text=(--physical-batch 256)
@@ -42,11 +42,11 @@ part step_time 100 python benchmarks/step_time.py --device $device --model mlp c
 part deep 220 python benchmarks/step_time.py --device $device --model "${deep[@]}" "${step[@]}" --json "$out/deep.json"
 part tests 180 python -m pytest -q tests/test_cuda.py
 part lora 60 python benchmarks/language_model.py --device $device --steps 8 --public 20 "${text[@]}"
-part mnist 40 dpmac train --dataset mnist --device $device --seed 0 --out "$out/mnist" --force "${run[@]}"
-part secure 40 dpmac train --dataset mnist --device $device --secure --out "$out/secure" --force "${run[@]}"
-part cifar10 80 dpmac train --dataset cifar10 --device $device --seed 0 --out "$out/cifar10" --force "${run[@]}"
+part mnist 40 dpmac train --dataset mnist --sigma 0.8 --device $device --seed 0 --out "$out/mnist" --force "${run[@]}"
+part secure 40 dpmac train --dataset mnist --sigma 0.8 --device $device --secure --out "$out/secure" --force "${run[@]}"
+part cifar10 80 dpmac train --dataset cifar10 --sigma 0.8 --device $device --seed 0 --out "$out/cifar10" --force "${run[@]}"
 if [ -z "$dry" ] && [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
-    part two_gpus 120 torchrun --nproc-per-node 2 -m dpmac_cli train --dataset cifar10 --device cuda --out "$out/two" --force
+    part two_gpus 120 torchrun --nproc-per-node 2 -m dpmac_cli train --dataset cifar10 --sigma 0.8 --device cuda --out "$out/two" --force
 fi
 python benchmarks/gpu_checks.py "$out" || [ -n "$dry" ] || failed=1
 echo "== done: $out"
