@@ -305,8 +305,9 @@ def ours(
     mechanism = (SecureMechanism if secure else GaussianMechanism)(SIGMA, size.batch)
     sampler, noise = None, None
     if ranks is None or ranks.leads:
+        rate = size.batch / len(data.train)
         sampler = KeyedSampler(
-            "poisson", size=len(data.train), batch=size.batch, key=keys.sampler, secure=secure
+            "poisson", size=len(data.train), rate=rate, steps=1, key=keys.sampler, secure=secure
         )
         noise = Noise(keys.noise, secure=secure)
     model = size.build().to(data.gain.device)

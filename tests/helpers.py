@@ -224,7 +224,9 @@ def make_trainer(
     torch.set_num_threads(1)
     data, keys = data or tiny_data(dtype), make_keys(seed)
     records, batch = data.train.size, int(mechanism.expected_batch)
-    sampler = sampler or KeyedSampler("poisson", size=records, batch=batch, key=keys.sampler)
+    sampler = sampler or KeyedSampler(
+        "poisson", size=records, rate=min(1.0, batch / records), steps=1, key=keys.sampler
+    )
     leads = ranks is None or ranks.leads
     layers = LayerDraws(keys.layers) if plan.recipe.augmented or data.train.units else None
     event = TrainingEvent(min(1.0, batch / records), mechanism.noise_multiplier, plan.steps)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.stats import binom, chisquare, kstest
 
 from dpmac_cli.accounting.events import SAMPLERS
+from dpmac_cli.accounting.sampling import Poisson
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler, SecureDraws
@@ -27,8 +28,13 @@ either_way = pytest.mark.parametrize("secure", [False, True], ids=["numpy", "cip
 each_way = pytest.fixture(scope="module", params=[False, True], ids=["numpy", "cipher"])
 
 
-def sampler_of(name: str, size: int, batch: int, secure: bool, seed: int = 1) -> Sampler:
-    return KeyedSampler(name, size=size, batch=batch, key=a_key(seed), secure=secure)
+def sampler_of(
+    name: str, size: int, batch: int, secure: bool, seed: int = 1, base: int = 0
+) -> Sampler:
+    rate, steps = batch / size, math.ceil(size / batch)
+    return KeyedSampler(
+        name, size=size, rate=rate, steps=steps, key=a_key(seed), secure=secure, base=base
+    )
 
 
 def inclusions(sampler: Sampler, size: int, steps: int) -> NDArray[np.bool_]:
@@ -182,7 +188,7 @@ def test_a_batch_is_a_function_of_key_and_step(name: str, secure: bool) -> None:
 def test_epochs_begin_with_the_keys_of_a_branch(name: str, secure: bool) -> None:
     """A branch is charged for its own epochs: it must not continue one of another key."""
     for base in (0, 3, 5):
-        sampler = KeyedSampler(name, size=50, batch=15, key=a_key(1), secure=secure, base=base)
+        sampler = sampler_of(name, 50, 15, secure, base=base)
         drawn = np.concatenate([sampler.draw(base + step) for step in range(1, 5)])
         assert np.sort(drawn).tolist() == list(range(50))
 
@@ -224,9 +230,11 @@ def test_no_record_is_drawn_more_often_than_is_priced(
 
 
 @pytest.mark.promise("sampling")
-def test_a_sampler_draws_at_the_rate_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_drawn_at_the_rate_that_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the batch does not divide the number of records."""
-    most, sampler = math.floor(Fraction(6 / 7) * 2**64), sampler_of("poisson", 7, 6, secure=True)
+    sampling = Poisson(n=7, batch_size=6)
+    most = math.floor(Fraction(sampling.event(1.0, 1).sampling_rate) * 2**64)
+    sampler = sampling.draws(a_key(1), secure=True)
     deal_words(monkeypatch, [most - 1, most, *[0] * 5])
     assert sampler.draw(1).tolist() == [0, 2, 3, 4, 5, 6]
 

@@ -55,10 +55,12 @@ class BatchSampling:
             secure: draw with a cipher.
             base: steps that were taken before, with another key.
         """
+        priced = self.event(sigma=0.0, steps=0)
         return KeyedSampler(
-            self.sampler,
+            priced.sampler,
             size=self.n,
-            batch=self.batch_size,
+            rate=priced.sampling_rate,
+            steps=priced.steps_per_epoch,
             key=key,
             secure=secure,
             base=base,

@@ -14,6 +14,7 @@ from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.named import BEST, PAPER
 from dpmac_cli.config.settings import DELTA, Settings
 from dpmac_cli.data.registry import DATASETS, Dataset, Defaults
+from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.registry import BACKBONES, MODELS, SMALL, Scattered, Trained
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.tasks.classification import Classification
@@ -60,6 +61,9 @@ class Regime:
 ANY = Regime(12, 20, 0.01, 0.95)
 #: Heads on vectors of public encoders of images and of texts.
 IMAGES, TEXTS = Regime(12, 20, 0.003, 0.95), Regime(12, 20, 0.005, 0.9)
+#: Learning rates of a language model: of all weights times its width, and of a part of them times
+#: the square root (docs/language-models.md).
+WHOLE_MODEL, PART_OF_MODEL = 0.32, 0.08
 
 
 def best(given: Settings, facts: Dataset) -> dict[str, Any]:
@@ -108,6 +112,10 @@ def _budget(given: Settings) -> dict[str, Any]:
 
 def _regime(given: Settings, facts: Dataset) -> Regime:
     """Return how to train a network: a head of fixed features, a perceptron or another one."""
+    if given.backbone is not None and facts.task.network is not None:
+        width = read_encoder(given.backbone).config.width
+        whole, part = WHOLE_MODEL / width, PART_OF_MODEL / math.sqrt(width)
+        return replace(TEXTS, rate=whole if given.train == "all" else part)
     if given.backbone is not None:
         return TEXTS if facts.texts else IMAGES
     if given.features is not None:

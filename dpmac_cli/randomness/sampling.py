@@ -72,10 +72,10 @@ class KeyedSampler:
     Args:
         name: a key of that table.
         size: number n of training records.
-        batch: expected batch size B in [1, n]. The actual size may differ or be 0, and is private.
+        rate: q of "poisson", in (0, 1]. The size of a batch may be 0, and is private.
+        steps: number of steps of an epoch, whose batches are disjoint for the other samplers.
         key: secret key of the sampler.
         secure: whether to use a cipher for draws.
-        rate: q of "poisson", in (0, 1]; None for B/n.
         base: steps taken before the key was created. Continuing an epoch of another key would use
             a record more often than the once per epoch that its privacy cost covers.
     """
@@ -85,16 +85,15 @@ class KeyedSampler:
         name: str,
         *,
         size: int,
-        batch: int,
+        rate: float,
+        steps: int,
         key: bytes,
         secure: bool = False,
-        rate: float | None = None,
         base: int = 0,
     ) -> None:
         self._name, self._size, self._base = name, size, base
-        self._rate = batch / size if rate is None else rate
+        self._rate, self._steps = rate, steps
         self._keys, self._kind = KeyStream(key), SecureDraws if secure else SeededDraws
-        self._steps = math.ceil(size / batch)
         self._epoch, self._dealt = -1, np.empty(0, np.int64)
 
     def draw(self, step: int) -> Indices:

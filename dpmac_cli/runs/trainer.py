@@ -148,14 +148,14 @@ def _check_size(plan: TrainPlan, train: int, test: int) -> None:
 
 def _sampler(plan: TrainPlan, keys: Keys) -> KeyedSampler:
     """Return the sampler of a run; canaries are drawn like its records."""
-    privacy = plan.privacy
+    event = plan.privacy.event
     return KeyedSampler(
-        privacy.event.sampler,
-        size=plan.data.facts.train_size + privacy.canaries,
-        batch=privacy.batch_size,
+        event.sampler,
+        size=plan.data.facts.train_size + plan.privacy.canaries,
+        rate=event.sampling_rate,
+        steps=event.steps_per_epoch,
         key=keys.sampler,
         secure=plan.settings.secure,
-        rate=privacy.event.sampling_rate,
         base=keys.base,
     )
 
