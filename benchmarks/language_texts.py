@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--parts", default="lora,all")
     parser.add_argument("--epsilons", default="8,none")
-    parser.add_argument("--flags", default="--steps 60", help="other flags of dpmac train")
+    parser.add_argument("--flags", default="", help="other flags of dpmac train")
     given = parser.parse_args()
     for seed, private in itertools.product(
         map(int, given.seeds.split(",")), given.private.split(",")

@@ -135,6 +135,9 @@ def test_a_folder_trains_on_the_texts_of_a_table(family: str, part: str) -> None
     report = json.loads(Path("run/report.json").read_text())
     low, high = report["test"]["perplexity_interval"]
     assert 1 < low < report["test"]["perplexity"] < high
+    width = read_encoder(f"./{family}").config.width
+    rate = 0.64 / width if part == "all" else 0.16 / math.sqrt(width)
+    assert report["hyperparameters"]["lr"] == pytest.approx(rate, rel=0.05)
     assert math.log(report["test"]["perplexity"]) == pytest.approx(report["test"]["loss"])
     assert f"test perplexity {report['test']['perplexity']:,.1f}" in shown.output
     card = Path("run/model-card.md").read_text()

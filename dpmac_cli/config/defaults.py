@@ -61,9 +61,9 @@ class Regime:
 ANY = Regime(12, 20, 0.01, 0.95)
 #: Heads on vectors of public encoders of images and of texts.
 IMAGES, TEXTS = Regime(12, 20, 0.003, 0.95), Regime(12, 20, 0.005, 0.9)
-#: Learning rates of a language model: of all weights times its width, and of a part of them times
-#: the square root (docs/language-models.md).
-WHOLE_MODEL, PART_OF_MODEL = 0.32, 0.08
+#: Epochs of a language model, and its learning rates: that of all weights times its width, and that
+#: of a part of them times the square root of it (docs/language-models.md).
+LANGUAGE_EPOCHS, WHOLE_MODEL, PART_OF_MODEL = 5, 0.64, 0.16
 
 
 def best(given: Settings, facts: Dataset) -> dict[str, Any]:
@@ -114,8 +114,9 @@ def _regime(given: Settings, facts: Dataset) -> Regime:
     """Return how to train a network: a head of fixed features, a perceptron or another one."""
     if given.backbone is not None and facts.task.network is not None:
         width = read_encoder(given.backbone).config.width
-        whole, part = WHOLE_MODEL / width, PART_OF_MODEL / math.sqrt(width)
-        return replace(TEXTS, rate=whole if given.train == "all" else part)
+        part = PART_OF_MODEL / math.sqrt(width)
+        rate = WHOLE_MODEL / width if given.train == "all" else part
+        return replace(TEXTS, epochs=LANGUAGE_EPOCHS, rate=rate)
     if given.backbone is not None:
         return TEXTS if facts.texts else IMAGES
     if given.features is not None:
