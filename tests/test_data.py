@@ -3,12 +3,9 @@
 from pathlib import Path
 from urllib.error import URLError
 
-import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torchvision.datasets import mnist
-from torchvision.transforms.functional import normalize
 
 from dpmac_cli.data import loaders
 from dpmac_cli.data.dataset import Data, Split, fingerprint
@@ -47,28 +44,6 @@ def check_against_catalog(name: str, data: Data) -> None:
 
 def test_digits_are_as_the_catalog_says(digits: Data) -> None:
     check_against_catalog("digits", digits)
-
-
-def test_digits_are_split_without_loss_or_overlap(digits: Data) -> None:
-    bunch = load_digits()
-    whole = np.column_stack([bunch.data, bunch.target]).astype(np.int64)
-    parts = [
-        torch.column_stack([split.images.flatten(1).long(), split.labels]).numpy()
-        for split in (digits.train, digits.test)
-    ]
-    assert sorted(map(tuple, np.concatenate(parts))) == sorted(map(tuple, whole))
-
-
-def test_standardisation_is_torchvisions(digits: Data) -> None:
-    facts = DATASETS["digits"]
-    wanted = normalize(
-        digits.train.images.double() / facts.levels, list(facts.mean), list(facts.std)
-    )
-    standardised = digits.standardised(digits.train.images)
-    assert standardised.dtype == torch.float32
-    torch.testing.assert_close(standardised.double(), wanted, rtol=1e-6, atol=1e-6)
-    assert abs(standardised.mean()) < 0.01
-    assert abs(standardised.std() - 1) < 0.01
 
 
 def records(split: Split) -> Records:

@@ -140,23 +140,6 @@ def test_runs_on_records_that_were_corrected_are_none_of_the_study(
         assert folders() == first
 
 
-@pytest.mark.usefixtures("uncalibrated")
-def test_a_file_says_it_too_and_flags_win(tmp_path: Path) -> None:
-    file = tmp_path / "study.yaml"
-    file.write_text(
-        "dataset: digits\noptimizers: [dp-sgd, dp-adam]\nsigma: [1.0, 2.0]\nseeds: 2\n"
-        "batch-size: 64\n"
-    )
-    study = plan({}, file, ROOT)
-    assert len(study.runs) == 8
-    assert {run.plan.privacy.batch_size for run in study.runs} == {64}
-    fewer = plan({"sigma": "1.5", "seeds": "7"}, file, ROOT)
-    assert {run.plan.privacy.sigma for run in fewer.runs} == {1.5}
-    assert fewer.seeds == tuple(range(7))
-    budget = plan({"epsilon": "3"}, file, ROOT)
-    assert budget.column == "epsilon"
-
-
 def test_a_study_has_an_end() -> None:
     many = ",".join(str(1 + n / 1000) for n in range(200))
     [fault] = faults(optimizers="dp-sgd", sigma=many, seeds="100")

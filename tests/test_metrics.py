@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from scipy.stats import binomtest
 from sklearn import metrics as sklearn
 from torch import Tensor
@@ -21,9 +20,7 @@ from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.classified import Classified
 from dpmac_cli.tasks.intervals import clopper_pearson
 from dpmac_cli.training.evaluation import Evaluation
-from tests.digits_runs import metrics_of, report_of
 from tests.helpers import answers_of, class_task
-from tests.typed import dpmac
 
 CHOSEN = [metric.name for metric in Classification.metrics if metric.chosen]
 
@@ -208,16 +205,3 @@ def test_no_interval_is_narrow_beside_a_wide_one_of_the_accuracy() -> None:
 
 
 SHORT = ("--dataset", "digits", "--sigma", "6", "--device", "cpu")
-
-
-def test_training_shows_and_records_the_metric() -> None:
-    result = dpmac("train", *SHORT, "--epochs", "2", "--metric", "auroc", "--out", "run")
-    assert result.exit_code == 0, result.output
-    lines = metrics_of("run")
-    for line in lines:
-        assert f"test AUROC {line['test_auroc']:.2%}" in result.stdout
-    assert "test accuracy" not in result.stdout
-    test = report_of("run")["test"]
-    assert test["auroc"] == lines[-1]["test_auroc"]
-    assert test["accuracy"] == lines[-1]["test_accuracy"]
-    assert yaml.safe_load(Path("run/config.yaml").read_text())["metric"] == "auroc"

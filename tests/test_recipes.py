@@ -17,7 +17,6 @@ import torch
 from typer.testing import CliRunner
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.cli.account import Question, answer
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.defaults import completed, recipe_notes
 from dpmac_cli.config.named import RECIPES, file_of
@@ -99,20 +98,6 @@ def test_the_rule_knows_only_public_facts() -> None:
         np.savez("t.npz", x=x, y=labels, x_test=x[:90], y_test=tested, low=low, high=high)
         found.append(dict(resolve(dataset="t.npz", sigma=9).plan.recorded))
     assert found[0] == found[1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("targets", "more"), [("1,8", {}), ("1", {"model": "mlp"}), ("3", {"recipe": "paper"})]
-)
-def test_account_prices_what_train_runs(targets: str, more: dict[str, str]) -> None:
-    asked = Question.model_validate({"epsilon": targets, "dataset": "mnist", **more})
-    rows, notes, _ = answer(asked)
-    for target, row in zip(map(float, targets.split(",")), rows, strict=True):
-        plan = resolve({"dataset": "mnist", "epsilon": target, **more}).plan
-        assert row.events == (plan.privacy.event,)
-        assert row.batch_size == plan.privacy.batch_size
-    assert bool(notes) is (more.get("recipe") != "paper")
 
 
 @pytest.mark.usefixtures("uncalibrated")

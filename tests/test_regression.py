@@ -74,32 +74,6 @@ def evaluated(
     return Evaluation(0.0, outputs, targets, task, units)
 
 
-@pytest.mark.long
-def test_a_number_is_predicted_in_its_own_units(tmp_path: Path) -> None:
-    file, folder = write_table(tmp_path, care.rows(120, "cost"), SCHEMA), tmp_path / "run"
-    flags = f"--schema {tmp_path}/care.yaml --unit person --epsilon 8 --epochs 30 --seed 0"
-    done = dpmac("train", "--dataset", file, *flags.split(), "--out", folder)
-    assert done.exit_code == 0, done.output
-    (said,) = re.findall(r"\ntest MAE ([\d.,]+) on \d+ samples", done.stdout)
-    report = report_of(folder)
-    test, target = report["test"], report["target"]
-    assert number(test["mae"]) == said
-    assert target == {"name": "cost", "kind": "regression", "low": 0.0, "high": 10_000.0} | {
-        "transform": "log1p"
-    }
-    assert report["recipe"]["loss"] == "mse"
-    assert test["r2"] > 0.3
-    assert test["mae_interval"][0] < test["mae"] < test["mae_interval"][1]
-    assert "range of the target" in json.dumps(report["privacy"]["computed_from_records"])
-    shown = dpmac("eval", folder).stdout
-    assert f"MAE {said}" in shown
-    assert "R2" in shown
-    found = json.loads(dpmac("eval", folder, "--json").stdout)
-    assert found["mae"] == test["mae"]
-    assert f"MAE {said}" in dpmac("runs", tmp_path).stdout
-    assert "Test MAE and epsilon" in _page(folder, tmp_path)
-
-
 def _page(folder: Path, where: Path) -> str:
     assert dpmac("report", folder, "--html", where / "page.html").exit_code == 0
     return (where / "page.html").read_text()

@@ -25,7 +25,7 @@ from dpmac_cli.release.prediction import score
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.storage.digest import digest
-from tests.digits_runs import report_of, train_digits
+from tests.digits_runs import train_digits
 from tests.typed import dpmac
 
 CPU = torch.device("cpu")
@@ -44,19 +44,6 @@ def file(tmp_path: Path) -> Path:
 def header(file: Path) -> Any:
     with safetensors.safe_open(file, framework="pt") as opened:
         return json.loads(opened.metadata()["dpmac"])
-
-
-def test_weights_load_into_plain_torch(run: Path) -> None:
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    plain.load_state_dict(safetensors.torch.load_file(run / "model.safetensors"), strict=True)
-    facts = header(run / "model.safetensors")
-    data = load_data("digits", run, CPU)
-    # A reader has nothing but the header to prepare the images with.
-    pixels = data.test.images.double() / facts["input"]["levels"]
-    mean, std = (torch.tensor(facts["input"][key]).view(-1, 1, 1) for key in ("mean", "std"))
-    right = plain(((pixels - mean) / std).float()).argmax(1) == data.test.labels
-    report = report_of(run)
-    assert right.double().mean().item() == pytest.approx(report["test"]["accuracy"])
 
 
 #: A network whose state_dict is not its parameters and buffers alone.

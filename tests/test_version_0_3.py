@@ -70,16 +70,6 @@ def test_numbers_are_predicted_as_version_0_3_did(
         assert [float(row[column]) for row in rows] == pytest.approx(values, rel=1e-4)
 
 
-def test_runs_are_listed_with_their_scores() -> None:
-    shown = dpmac("runs", RUNS, "--json")
-    found = {Path(entry["folder"]).name: entry for entry in json.loads(shown.stdout)["runs"]}
-    assert found.keys() == {*NAMES}
-    assert {entry["state"] for entry in found.values()} == {"finished"}
-    for name, entry in found.items():
-        assert entry["epsilon"] == report_of(RUNS / name)["privacy"]["epsilon"]
-        assert entry["dataset"] == report_of(RUNS / name)["dataset"]["name"]
-
-
 def test_cards_are_written(run: Path) -> None:
     card = dpmac("card", run, "--contact", "dpo@clinic.example")
     assert "| contact | dpo@clinic.example |" in card.stdout

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from typer.testing import Result
 
-from dpmac_cli import load_model, predict
+from dpmac_cli import load_model
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.release.publish import Finished
 from tests.digits_runs import report_of
@@ -87,20 +87,6 @@ def test_an_npz_of_images_on_a_registered_data_set(digits: Path) -> None:
         assert sum(shares) == pytest.approx(1, abs=1e-5)
         assert row["predicted"] == str(np.argmax(shares))
     assert os.stat("predictions.csv").st_mode & 0o777 == 0o600
-
-
-def test_a_folder_of_images_flat_and_nested() -> None:
-    pictures(Path("photos"), names=("dog", "cat"))
-    run = train("photos", "--test-fraction", "0.3")
-    pictures(Path("new"), names=("deep/er", "."))
-    Path("new/.hidden").write_text("")
-    rows = predicted(run, "new")
-    assert list(rows[0]) == ["file", "predicted", "p_cat", "p_dog"]
-    assert len(rows) == 24
-    assert [row["file"] for row in rows] == sorted(row["file"] for row in rows)
-    pixels = np.stack([np.asarray(Image.open(Path("new") / row["file"])) for row in rows])
-    same = predict(run, pixels).probabilities
-    assert [float(row["p_dog"]) for row in rows] == pytest.approx(same[:, 1].tolist())
 
 
 def test_images_unlike_those_of_the_training_are_refused_together() -> None:
