@@ -38,7 +38,9 @@ from dpmac_cli.runs import checkpoint, ledger, train
 
 #: 480 steps in a few seconds, so checkpoints are due by steps: by default one is also written every
 #: fiftieth of the steps, but only if that takes little of the time.
-SETTINGS = ("--dataset", "digits", "--sigma", "6", "--epochs", "40", "--checkpoint-every", "2")
+SETTINGS = ("--dataset", "digits", "--sigma", "6", "--epochs", "40")
+#: Also given when a run is resumed, because it is no setting of the run.
+OFTEN = ("--checkpoint-every", "2")
 #: Kills of one run before it may end.
 KILLS_A_RUN = 4
 #: Share of the kills that strike while a command is yet to save anything, and at any time; the
@@ -110,7 +112,7 @@ def _typed(out: Path, args: Sequence[str]) -> None:
 
 def begun(optimizer: str, out: Path) -> tuple[str, ...]:
     """Return the command that begins a run, whatever a kill has left in its place."""
-    return (*SETTINGS, "--optimizer", optimizer, "--out", str(out), "--force")
+    return (*SETTINGS, *OFTEN, "--optimizer", optimizer, "--out", str(out), "--force")
 
 
 def epsilon_of(out: Path) -> float:
@@ -180,7 +182,9 @@ def disturbed(
     trained = whole - set_up
     while True:
         saved = checkpoint.path_in(out).exists()
-        running = command(out, *(("--resume", str(out)) if saved else begun(optimizer, out)))
+        running = command(
+            out, *(("--resume", str(out), *OFTEN) if saved else begun(optimizer, out))
+        )
         if sum(stages.values()) < KILLS_A_RUN and not stages[AFTER]:
             kind = rng.random()
             longest = set_up if kind < EARLY else whole if kind < EARLY + ANY_TIME else trained
