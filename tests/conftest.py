@@ -62,6 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     private = [item for item in items if item.get_closest_marker("promise")]
     short = {name_of(item) for item in private if not item.get_closest_marker("long")}
     config.stash[LONG_ALONE] = {name_of(item) for item in private} - short
+    # It takes minutes: at the end, a worker would be left alone with it.
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
     named = any("::" in name for name in config.invocation_params.args)
     if config.getoption("--long") or named:
         return
