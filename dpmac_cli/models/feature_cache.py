@@ -39,8 +39,8 @@ def featured(
     ``parts`` is on the device of the data. ``settings`` are JSON values of everything else that
     features depend on besides weights and records.
     """
-    parts = copy.deepcopy(parts)
-    like = parts.features(data.standardised(data.train.at(slice(PROBED))[0])).cpu().numpy()
+    parts, tried = copy.deepcopy(parts), copy.deepcopy(parts)
+    like = tried.features(data.standardised(data.train.at(slice(PROBED))[0])).cpu().numpy()
     file = kept_file(
         folder / f"{_key(parts, data, like, settings)}{WHOLE}",
         len(data.train) + len(data.test),
