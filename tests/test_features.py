@@ -208,10 +208,25 @@ class Keeps(nn.Module):
         return x / float(self.largest[0])
 
 
+class Assigns(nn.Module):
+    """Divides by the largest number, and adds it to a buffer, which vmap allows."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + x.abs().amax()
+        return x / x.abs().amax()
+
+
 @pytest.mark.promise("features")
-def test_a_frozen_part_keeps_nothing_of_a_record(cache: Path) -> None:
+@pytest.mark.parametrize("part", [Keeps, Assigns])
+def test_a_frozen_part_keeps_nothing_of_a_record(part: type[nn.Module], cache: Path) -> None:
     """Neither for the next one, nor in what is published."""
-    model = nn.Sequential(Keeps(), nn.Flatten(), nn.Linear(64, 10))
+    model = nn.Sequential(part(), nn.Flatten(), nn.Linear(64, 10))
     parts, data = cut_before_head(model, DIGITS.shape), some_digits()
     data.train.images[1:] //= 4  # the first has the largest number
     parts.own = True

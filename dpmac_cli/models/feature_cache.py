@@ -34,12 +34,12 @@ def featured(
     """Return a dataset with the features of every image, and the SHA-256 of the features.
 
     Features are read from the cache, or computed and stored there. They need no standardisation.
-    They are computed by a copy of the network, so that nothing that it keeps is published.
+    They are computed by copies of the network, so that nothing that it keeps is published.
 
     ``parts`` is on the device of the data. ``settings`` are JSON values of everything else that
     features depend on besides weights and records.
     """
-    parts, tried = copy.deepcopy(parts), copy.deepcopy(parts)
+    tried = copy.deepcopy(parts)
     like = tried.features(data.standardised(data.train.at(slice(PROBED))[0])).cpu().numpy()
     file = kept_file(
         folder / f"{_key(parts, data, like, settings)}{WHOLE}",

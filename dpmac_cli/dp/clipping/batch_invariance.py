@@ -118,8 +118,9 @@ def unaffected(
 ) -> Callable[[Tensor], Tensor]:
     """Return a function of up to ``size`` rows, none of which changes or rounds another.
 
-    It always computes the same number of rows. Where that does not help, it runs row by row, each
-    on a copy of the network if that is not built in, so that it keeps nothing of a row.
+    It always computes the same number of rows. Where that does not help, it runs row by row. A
+    network that is not built in is copied, for each row if they run one by one, so that it keeps
+    nothing of a row.
 
     Args:
         run: a network or a method of one, which maps rows to rows.
@@ -128,7 +129,7 @@ def unaffected(
         own: whether ``run`` may mix rows, so that it sees one at a time.
     """
     drawn = torch.randn(TRIED, *like.shape, generator=torch.Generator().manual_seed(0))
-    each, manner = each_alone(run) if own else run, None
+    each, manner = each_alone(copy.deepcopy(run)) if own else run, None
     try:
         manner = find_manner(each, drawn.to(like), size, fixed=True)
     except Exception as failure:
