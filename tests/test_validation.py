@@ -27,7 +27,7 @@ from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import DpmacError, InputError, ModelError
 from dpmac_cli.models.build import build_model, without_batch_norm
 from dpmac_cli.models.fingerprint import Fingerprint
-from dpmac_cli.models.registry import BuiltIn, UserModel, parse_model
+from dpmac_cli.models.registry import BuiltIn, parse_model
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.release.run import train
 from dpmac_cli.step import clipped_grad
@@ -595,19 +595,6 @@ def failure(spec: str) -> tuple[type[Exception], str]:
     with pytest.raises(DpmacError) as raised:
         build_model(parse_model(spec), DIGITS.signature, seed=0)
     return raised.type, str(raised.value)
-
-
-def test_a_factory_without_arguments_and_one_with_shape_and_classes(own: Path) -> None:
-    assert parse_model(f"{own}:plain") == UserModel(str(own), "plain")
-    assert parse_model("mlp") == BuiltIn("mlp")
-    x = torch.zeros(2, *DIGITS.shape)
-    assert build_model(UserModel(str(own), "plain"), DIGITS.signature, seed=0)(x).shape == (2, 10)
-    assert build_model(UserModel(str(own), "Net"), DIGITS.signature, seed=0, fix_norm=True)(
-        x
-    ).shape == (
-        2,
-        10,
-    )
 
 
 @pytest.mark.parametrize(
