@@ -3,18 +3,11 @@
 #   docker build -t dpmac .
 #   docker run --rm -v "$PWD:/runs" dpmac train --dataset digits
 #
-# With CUDA:
-#
-#   docker build -t dpmac:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
-#   docker run --rm --gpus all -v "$PWD:/runs" dpmac:cuda train --dataset digits
+# On a GPU, add --gpus all to docker run.
 FROM python:3.13-slim
-
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 ENV PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
     DPMAC_DATA_DIR=/runs/data DPMAC_CACHE_DIR=/runs/.dpmac-cache HOME=/tmp
-
-RUN pip install torch torchvision --index-url "$TORCH_INDEX"
 
 COPY pyproject.toml README.md LICENSE /src/
 COPY dpmac_cli /src/dpmac_cli

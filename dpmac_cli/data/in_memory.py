@@ -255,7 +255,7 @@ def _origins(dataset: Any) -> Iterator[Origin]:
 
     A dataset that holds another one of its size, such as one with transforms, has its records.
     """
-    from torch.utils.data import Dataset, StackDataset  # noqa: PLC0415
+    from torch.utils.data import Dataset, StackDataset  # noqa: PLC0415  (torch takes a second)
 
     parts: Any = getattr(dataset, "datasets", None)
     indices, inner = getattr(dataset, "indices", None), getattr(dataset, "dataset", None)
