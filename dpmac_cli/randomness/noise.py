@@ -18,8 +18,9 @@ from torch import Tensor
 
 from dpmac_cli.randomness.keystream import DITHER, KEY_BYTES, LEAST_U, KeyStream, Unshared
 
-#: Pairs of normals that are computed at a time, to stay in the cache of a processor.
-PAIRS = 1 << 17
+#: Pairs of normals that are computed at a time: those of a block of coordinates (BLOCK of
+#: dp/clipping/layers.py), which stay in the cache of a processor.
+PAIRS = 1 << 18
 #: Key streams of a draw: words of its radii, of its angles, and of the dither of the first normal
 #: and of the second normal of each pair.
 LANES = 4

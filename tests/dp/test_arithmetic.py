@@ -23,6 +23,8 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     Manner,
     find_manner,
 )
+from dpmac_cli.dp.clipping.matmul import apply, matmul
+from dpmac_cli.dp.clipping.norms import roundoff
 from dpmac_cli.dp.precision import PLACES, SETTINGS, Arithmetic, full_float32
 from dpmac_cli.models import feature_cache
 from dpmac_cli.models.features import FrozenFeatures
@@ -153,6 +155,26 @@ def trainer_of(net: nn.Module | None = None) -> Any:
 
 
 @pytest.mark.promise("precision")
+@pytest.mark.parametrize("rows", [0, 1, 5, 256])
+@pytest.mark.parametrize(("terms", "columns"), [(0, 3), (1, 1), (22, 10), (784, 300)])
+def test_products_are_within_their_bound(rows: int, terms: int, columns: int) -> None:
+    a, bias = torch.randn(rows, 2, terms), torch.randn(columns)
+    for b in (torch.randn(columns, terms), torch.randn(terms, columns).T):
+        exact = a.double() @ b.double().T + bias
+        error = roundoff(terms + 1, a.dtype) * (a.abs().double() @ b.abs().double().T + bias.abs())
+        with full_float32():
+            assert ((matmul(a, b, bias) - exact).abs() <= error).all()
+
+
+def test_a_linear_layer_has_the_gradients_of_torch() -> None:
+    linear, x = nn.Linear(7, 3).requires_grad_(False), torch.randn(5, 7, requires_grad=True)
+    delta = torch.randn(5, 3)
+    found, expected = (
+        torch.autograd.grad(f(x), x, delta) for f in (partial(apply, linear), linear)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps() -> None:
     torch.set_float32_matmul_precision("medium")
     BACKENDS.cudnn.conv.fp32_precision = "tf32"

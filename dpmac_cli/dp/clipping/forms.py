@@ -146,8 +146,9 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
     elif samples * size > HELD:
         step = _at_a_time(delta, size)
         return Instantiated(lambda: (instantiate(layer, some) for some in in_groups(uses, step)))
-    # A few samples at a time, whose gradients stay in the cache while they are written.
-    columns = instantiate(layer, uses, max(2, _piece(delta) // 4 // size))
+    # A few samples at a time, whose outputs and gradients stay in the cache.
+    step = max(2, _piece(delta) // 4 // max(size, delta.numel() // samples))
+    columns = instantiate(layer, uses, step)
     return Instantiated(lambda: [columns])
 
 

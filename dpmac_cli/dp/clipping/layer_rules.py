@@ -22,6 +22,9 @@ from dpmac_cli.dp.clipping.unfold import (
 #: are faster than a grouped convolution.
 FEW_INPUTS = 64
 FEW_POSITIONS = 256
+#: Channels that oneDNN computes at a time. A grouped convolution of multiples of them is faster
+#: than products of patches (1.1 to 1.9 times on an AMD EPYC, Zen 5, with AVX2 and AVX-512).
+CHANNELS = 16
 
 #: Layers whose gradients are sums of products of output gradients and patches of inputs.
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -160,8 +163,9 @@ def _convolution(conv: Any, use: Use) -> Gradients:
     """
     samples, bias = use.samples, _over_positions(use.delta, use.rows)
     outputs, *kernel = conv.weight.shape
-    few = math.prod(kernel) <= FEW_INPUTS or math.prod(use.delta.shape[2:]) <= FEW_POSITIONS
-    if conv.groups == 1 and few:
+    many = math.prod(kernel) > FEW_INPUTS and math.prod(use.delta.shape[2:]) > FEW_POSITIONS
+    whole = not (use.delta.is_cuda or outputs % CHANNELS or kernel[0] % CHANNELS)
+    if conv.groups == 1 and not many and not whole:
         by_position = gradients_by_position(conv, use.delta, use.rows)
         patches = inputs_by_position(conv, use.inputs, use.rows)
         return {"weight": OuterProducts(by_position, patches, bias=False), "bias": bias}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from dpmac_cli.dp.clipping.matmul import matmul
 from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
 
 
@@ -53,7 +54,7 @@ class OuterProducts:
         """Compute (c delta)^T a, one matrix product."""
         weighted = kept(self.delta * c.view(-1, 1, 1), valid).view(-1, self.delta.shape[2])
         weight, bias = self._split(out)
-        torch.mm(weighted.T, kept(self.a, valid).view(-1, self.a.shape[2]), out=weight)
+        weight.copy_(matmul(weighted.T, kept(self.a, valid).view(-1, self.a.shape[2]).T))
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
 
@@ -95,7 +96,7 @@ class OuterProducts:
         weight, bias = self._split(coefficients)
         samples, terms, _ = inputs.shape
         flat = outputs.reshape(samples * terms, -1)
-        total = (inputs.reshape(samples * terms, -1) @ weight.T).mul_(flat).sum(1)
+        total = matmul(inputs.reshape(samples * terms, -1), weight).mul_(flat).sum(1)
         total = total if bias is None else total.addmv_(flat, bias)
         return total.double().view(samples, terms)
 

@@ -38,6 +38,7 @@ from dpmac_cli.dp.clipping.batches import (
 )
 from dpmac_cli.dp.clipping.layer_rules import KNOWN, RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
+from dpmac_cli.dp.clipping.matmul import apply
 from dpmac_cli.dp.clipping.projections import by_projections, masks_kept, replaced
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
@@ -213,7 +214,7 @@ class PerSample:
         rows, called, inputs, outputs = by_row(x, self.views), list[nn.Module](), [], []
         with torch.enable_grad():
             for part in chain:
-                given, rows = rows, part(rows)
+                given, rows = rows, apply(part, rows)
                 if type(part) in RULES:
                     rows = rows if rows.requires_grad else rows.requires_grad_()
                     called.append(part)
