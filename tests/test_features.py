@@ -397,11 +397,13 @@ def test_features_are_a_function_of_one_image() -> None:
 def test_a_record_more_changes_no_feature_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit: whoever came last was alone in its batch, and would be rounded otherwise."""
+    """Bit by bit, though the number of rows changes each: the last one is alone in its batch."""
     monkeypatch.setattr(feature_cache, "AT_A_TIME", 64)
     records, others = 65, torch.zeros(2, dtype=torch.long)
     images = torch.randint(0, 256, (records, 3, 32, 32), generator=a_generator(4)).byte()
-    parts = FrozenFeatures(public_of_backbones(), nn.Flatten(), torch.float16)
+    backbone = public_of_backbones()
+    backbone.register_forward_hook(lambda _, given, out: out + len(given[0]))
+    parts = FrozenFeatures(backbone, nn.Flatten(), torch.float16)
 
     def of_records(kept: torch.Tensor) -> torch.Tensor:
         train = Split(kept, torch.zeros(len(kept), dtype=torch.long))

@@ -508,16 +508,19 @@ def stepping() -> PrivateStep:
 
 
 @pytest.mark.promise("resume")
-def test_a_copy_of_the_process_adds_no_noise() -> None:
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_copy_of_the_process_adds_no_noise(prepared: bool) -> None:
     """It has the same keys: the difference of the two releases would have no noise."""
     before = torch.get_num_threads()
     try:
         step = stepping()
-        batch = next(iter(step.loader(Notes())))
-        assert "in another process, of which this one is a copy" in str(
-            in_a_fork(lambda: step(batch))
-        )
-        assert step(batch) == 1
+        given = [next(iter(step.loader(Notes())))] if prepared else []
+
+        def take() -> int:
+            return step(*(given or [next(iter(step.loader(Notes())))]))
+
+        assert "in another process, of which this one is a copy" in str(in_a_fork(take))
+        assert take() == 1
     finally:
         torch.set_num_threads(before)
 

@@ -324,6 +324,7 @@ CELLS: list[tuple[Mapping[str, Any], str | None, float | str]] = [
     ({**NUMBER, "missing_words": ["999", "k.A."]}, " k.A. ", NONE),
     ({**NUMBER, "missing_words": [999]}, "999.0", NONE),
     ({**NUMBER, "decimal": ",", "missing_words": ["-9,9"]}, "-9,90", NONE),
+    (NUMBER, "998", 998),
     (NUMBER, "k.A.", UNREAD),
     ({"categories": ["A", "B"]}, " B ", 1),
     ({"categories": ["A", "B"]}, "b", UNREAD),

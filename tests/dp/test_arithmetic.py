@@ -154,7 +154,6 @@ def trainer_of(net: nn.Module | None = None) -> Any:
     return make_trainer("dp-macadam", model=net, data=data, plan=plan, dtype=torch.float32)
 
 
-@pytest.mark.promise("precision")
 @pytest.mark.parametrize("rows", [0, 1, 5, 256])
 @pytest.mark.parametrize(("terms", "columns"), [(0, 3), (1, 1), (22, 10), (784, 300)])
 def test_products_are_within_their_bound(rows: int, terms: int, columns: int) -> None:
@@ -175,6 +174,7 @@ def test_a_linear_layer_has_the_gradients_of_torch() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.promise("precision")
 def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps() -> None:
     torch.set_float32_matmul_precision("medium")
     BACKENDS.cudnn.conv.fp32_precision = "tf32"
