@@ -166,17 +166,13 @@ def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
         ({"y": np.full(6, 0.5)}, "a label that is no whole number from 0"),
         ({"y": np.arange(5)}, "6 records, and y has 5 labels"),
         ({"classes": np.array(["a", "b"])}, "contains the label 2 (there are 2 classes"),
-        (
-            {"classes": np.array(["a", "\x1b[31mb", "c"])},
-            "'\\x1b[31mb' contains characters that cannot",
-        ),
+        ({"classes": np.array(["a", "\x1b[31mb", "c"])}, "'\\x1b[31mb' contains characters that"),
         ({"classes": np.array(["a", "a", "b"])}, "has 2 classes a. Class names must be unique"),
         ({"x": np.zeros((6, 4, 5), np.uint16)}, "(x / 257).astype('uint8') for 16 bits"),
         ({"x": np.zeros((6, 4, 5, 2), np.uint8)}, "1 or 3 channels"),
         ({"x": np.array([[np.nan], *[[0.0]] * 5])}, "NaN or infinity in 1 record"),
         ({"x": np.zeros((6, 2)), "low": np.ones(2), "high": np.array([2, 1 + 1e-9])}, "1 of 2 col"),
         ({"y": np.array([0, 2**63] * 3, np.uint64)}, f"the label {2**63}, but no 1"),
-        ({"x": np.zeros((6, 2)), "low": np.ones(2), "high": np.ones(2)}, "low below high"),
         ({"x": np.zeros((0, 4, 5), np.uint8), "y": np.zeros(0, np.int64)}, "there are no records"),
         (
             {"x_test": np.zeros((1, 4, 5), np.uint8), "y_test": np.array([7])},

@@ -101,14 +101,6 @@ def test_the_rule_knows_only_public_facts() -> None:
 
 
 @pytest.mark.usefixtures("uncalibrated")
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_recipe_by_name_is_its_file(name: str) -> None:
-    noise = {"sigma": 1} if name.startswith("bench") else {}
-    by_file = resolve({"pretrained": None, **noise}, SAMPLES / f"{name}.yaml").plan
-    assert resolve({"recipe": name, **noise}).plan.recorded == by_file.recorded
-
-
-@pytest.mark.usefixtures("uncalibrated")
 def test_the_list_names_every_recipe_and_its_command() -> None:
     text = CliRunner().invoke(app, ["recipes"]).stdout
     for name, recipe in RECIPES.items():

@@ -5,7 +5,6 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.clipping.batch_invariance import Manner
 from dpmac_cli.models.registry import MODELS
 from dpmac_cli.optim import OPTIMIZERS
-from dpmac_cli.plots import new_figure, write_figure
 from dpmac_cli.runs import environment
 from tests.typed import ENVIRONMENT, started
 
@@ -147,22 +145,3 @@ def test_env_tries_the_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     *_, single, double = printed().splitlines()
     assert single == "  float32: none"
     assert double.startswith("  float64: On this machine, ")
-
-
-def draw(path: Path) -> bytes:
-    figure, (panel,) = new_figure(1)
-    panel.plot([0, 1], [2, 3], label="a line")
-    panel.legend()
-    write_figure(figure, path)
-    return path.read_bytes()
-
-
-@pytest.mark.parametrize("name", ["a.PNG", "a.svg"])
-def test_a_picture_is_whole_and_the_same_again(name: str, tmp_path: Path) -> None:
-    first = draw(tmp_path / name)
-    assert draw(tmp_path / name) == first
-    if name.endswith("svg"):
-        assert ElementTree.fromstring(first).tag.endswith("svg")
-    else:
-        assert first.startswith(b"\x89PNG\r\n\x1a\n")
-        assert first.endswith(b"IEND\xaeB`\x82")
