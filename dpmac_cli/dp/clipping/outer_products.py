@@ -9,6 +9,9 @@ from torch.linalg import vector_norm
 from dpmac_cli.dp.clipping.matmul import matmul
 from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
 
+#: Numbers of a product that are copied to their place at a time: 8 MiB of float32.
+COPIED = 1 << 21
+
 
 @dataclass(frozen=True)
 class OuterProducts:
@@ -51,10 +54,14 @@ class OuterProducts:
         return SquaredNorms(value, slack, reach)
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Compute (c delta)^T a, one matrix product."""
+        """Compute (c delta)^T a, some outputs at a time."""
         weighted = kept(self.delta * c.view(-1, 1, 1), valid).view(-1, self.delta.shape[2])
+        inputs = kept(self.a, valid).view(-1, self.a.shape[2]).T
         weight, bias = self._split(out)
-        weight.copy_(matmul(weighted.T, kept(self.a, valid).view(-1, self.a.shape[2]).T))
+        rows = max(1, COPIED // len(inputs))
+        parts = (torch.split(t, rows) for t in (weight, weighted.T.contiguous()))
+        for to, delta in zip(*parts, strict=True):
+            to.copy_(matmul(delta, inputs))
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
 
