@@ -285,7 +285,6 @@ FLAGS = (
 )
 
 
-@pytest.mark.long
 def test_the_command_shows_a_plan_and_no_trial(draws: list[int]) -> None:
     shown = []
     for number in (1, 4):

@@ -165,7 +165,6 @@ def test_the_page_of_a_comparison_has_its_table_and_a_picture(
     assert COLOURS[4].lower() in {color.lower() for color in colors}
 
 
-@pytest.mark.long
 def test_what_fails_for_one_reason_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("")
     net = f"{tmp_path / 'net.py'}:Net"
@@ -289,7 +288,6 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert not Path("study").exists()
 
 
-@pytest.mark.long
 def test_a_cluster_that_is_not_there_is_told_at_once_and_nothing_is_left() -> None:
     need("ray")
     for where in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"):
