@@ -31,6 +31,7 @@ from dpmac_cli import (
     tune,
 )
 from dpmac_cli.data.schema import InMemoryData, Source
+from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.studies.grid import plan as grid_of
 from dpmac_cli.studies.search import plan_search
 from tests.digits_runs import digits_network, refused, train_digits
@@ -483,3 +484,14 @@ def test_logits_in_an_object_are_taken_and_what_is_frozen_is_said() -> None:
     said = "10 parameters are trained: 1.weight, 1.bias; 16 parameters are frozen: 0.weight, 0.bias"
     assert step.notes == (f"{said}.",)
     assert repr(step) == f"PrivateStep(0 of 2 steps; {said})"
+
+
+def test_a_number_of_numpy_that_is_set_again_is_no_change() -> None:
+    network: Any = nn.Linear(2, 1)
+    network.rate = np.float64(0.5)
+    kept = Fingerprint(network, [id(p) for p in network.parameters()])
+    network.rate = np.float64(0.5)
+    kept.check()
+    network.rate = np.float64(0.6)
+    with pytest.raises(ModelError, match="rate changed"):
+        kept.check()

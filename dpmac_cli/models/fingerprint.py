@@ -42,8 +42,8 @@ OUTSIDE = (
 )
 #: Containers that are compared by identity and by their items, as dicts and other objects are.
 CONTAINERS = (list, tuple, set, frozenset, deque)
-#: Types of values that are compared by ==.
-PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device}
+#: Values that are compared by ==.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 #: Beginnings of the names of attributes that dpmac and torch.compile give to modules, and
 #: attributes whose tensors are compared one by one.
 PASSED_OVER = ("_dpmac_", "_is_torch_compile", "_parameters", "_buffers")
@@ -136,7 +136,7 @@ class Fingerprint:
             for key, value in vars(module).items():
                 if key.startswith(PASSED_OVER):
                     continue
-                if type(value) in PLAIN:
+                if isinstance(value, PLAIN):
                     found[name, key] = value
                     continue
                 items = _inside(value)
@@ -184,14 +184,14 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, CONTAINERS):
         return list(value)
     held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    return list(held.items()) if held and isinstance(held, dict) else []
+    return list(held.items()) if isinstance(held, dict) else []
 
 
 def _item(item: Any) -> Any:
     """Return an item of a container, or of a dict with its key, in a form that is compared."""
     if isinstance(item, tuple):
         return tuple(map(_item, item))
-    return item if type(item) in PLAIN else id(item)
+    return item if isinstance(item, PLAIN) else id(item)
 
 
 def _moved(before: Any, after: Any) -> bool:
