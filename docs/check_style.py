@@ -4,7 +4,7 @@
     python docs/check_style.py --sample 20 --seed 0    # sentences drawn at random, to be read
 
 Reads comments, strings and docstrings of Python files, and the whole text of tables, templates,
-configurations and pages, and counts the words of pages. Add to :data:`BANNED` what reads badly
+configurations and pages. Add to :data:`BANNED` what reads badly
 wherever you find it.
 """
 
@@ -71,8 +71,6 @@ HISTORY: Mapping[str, str] = {
     r"\bwhen this was measured\b|\bhave been removed\b|\bwas removed\b": "what is",
     r"\b(in|of) dpmac 0\.\d": "what is, or the version beside a measurement",
 }
-#: Words of a page: most of them, those that have more, and all in docs/ together.
-MOST, MORE, TOGETHER = 1500, {"configuration.md": 2500}, 31_500
 #: A sentence without markup, code or table cells.
 SENTENCE = re.compile(r"(?<=[.!?] )[A-Z][^.|`\"{}<>]+\.(?= )")
 #: First words that no docstring begins with.
@@ -120,19 +118,13 @@ def faults(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def pages() -> Iterator[str]:
-    """Yield pages that are too long or tell history."""
-    total = 0
+    """Yield lines of pages that tell history."""
     for path in sorted((ROOT / "docs").glob("*.md")):
         text = path.read_text(encoding="utf-8")
-        total += (words := len(text.split()))
-        if words > (most := MORE.get(path.name, MOST)):
-            yield f"docs/{path.name}: {words:,} words, but a page has at most {most:,}"
         for number, line in enumerate(text.splitlines(), 1):
             for pattern, instead in HISTORY.items():
                 if found := re.search(pattern, line, re.IGNORECASE):
                     yield f"docs/{path.name}:{number}: '{found[0]}': write {instead}"
-    if total > TOGETHER:
-        yield f"docs: {total:,} words, but all pages together have at most {TOGETHER:,}"
 
 
 def sample(count: int, seed: int) -> Iterator[str]:
