@@ -14,6 +14,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -118,6 +119,8 @@ TRAINERS: dict[str, tuple[Start, tuple[type[Exception], ...]]] = {
 def found(side: str, situation: Situation) -> dict[str, Any]:
     """Return what is kept of a verdict."""
     start, refusals = TRAINERS[side]
+    if side != "dpmac":
+        situation = replace(situation, weights=())  # they clip the gradient of the weighted loss
     if (situation.settings or situation.isolate) and side != "dpmac":
         return {"outcome": "-"}  # settings of dpmac
     verdict = judge(start, situation, refusals, messages=side == "dpmac")

@@ -9,7 +9,7 @@ import math
 import secrets
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -29,6 +29,7 @@ from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.in_memory import check_copies
 from dpmac_cli.dp.clipping.batches import (
+    NOTHING,
     Batch,
     Structure,
     check_rows,
@@ -41,7 +42,15 @@ from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, joined, part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
-from dpmac_cli.errors import BudgetError, DivergedError, InputError, ModelError, raise_errors
+from dpmac_cli.dp.weights import RecordWeights
+from dpmac_cli.errors import (
+    BudgetError,
+    DivergedError,
+    InputError,
+    ModelError,
+    counted,
+    raise_errors,
+)
 from dpmac_cli.models.trial import BatchLoss, Objective, Trial, device_of, trained_parts
 from dpmac_cli.models.validation import check_trial
 from dpmac_cli.optim import Optimizer
@@ -84,6 +93,11 @@ SETTINGS_OF_STEP = (
     *("isolate", "epochs", "steps", "sigma", "epsilon", "max_epsilon", "delta", "secure"),
     *("optimizer", "lr", "clip_norm", "beta1", "beta2", "gamma", "gamma_prime", "h1", "h2"),
     *("kappa", "phi", "lr_schedule", "warmup_steps", "weight_decay", "physical_batch", "seed"),
+)
+#: Private note on weights that were cut.
+CUT = (
+    "weights returned numbers outside 0 to largest_weight, or NaN, for {} that a step used; they "
+    "were cut to that range, and NaN to 0."
 )
 #: Unit of privacy of a batch's rows.
 RECORD_UNIT = ("training record", "")
@@ -228,6 +242,8 @@ class Step(Unshared):
         eta = self.optimizer.lr * recipe.rate(state.step, self.plan.steps)
         if recipe.weight_decay:
             theta.mul_(1 - eta * recipe.weight_decay)
+        if self.optimizer.proportional:
+            eta /= recipe.loss.mean_weight
         self.optimizer.update(theta, eta, private, moments)  # lines 12 to 15
         return self.geometry.next(private, moments, region, spread)  # lines 16 to 20
 
@@ -332,6 +348,15 @@ class PrivateProgram(Unshared):
     def notes(self) -> tuple[str, ...]:
         """Return notes on probable mistakes in valid settings, and on how the network is run."""
         return self._notes
+
+    @property
+    def private_notes(self) -> tuple[str, ...]:
+        """Return notes on the records, for whoever holds them. Do not log or publish them.
+
+        They are exact: no noise is added, and epsilon does not cover them.
+        """
+        cut = 0 if self._step is None else int(self._step.sums.clipped_sum.cut)
+        return (CUT.format(counted(cut, "record")),) * bool(cut)
 
     def __repr__(self) -> str:
         parts = trained_parts(self.model)[:-1]
@@ -451,6 +476,14 @@ class PrivateStep(PrivateProgram):
         loss: ``loss(model, batch)`` returns one loss per record, a tensor of shape (records,). The
             loss of a record must not depend on the others, which is validated.
         sampling: how batches are drawn, such as :class:`~dpmac_cli.Poisson`.
+        weights: ``weights(batch)`` returns the weight of each record, from 0 to ``largest_weight``,
+            a tensor of shape (records,). It is called with one record at a time. Divided by
+            ``largest_weight``, it multiplies the record's gradient after clipping. What a record
+            makes of it outside this range is cut, and counted in :attr:`private_notes`. Weights
+            from 0 to 1 do not change the privacy cost. By default those of the loss, if it calls
+            torch's ``cross_entropy`` or ``nll_loss`` with ``weight=``, or
+            ``binary_cross_entropy_with_logits`` with ``pos_weight=``, for one label per record.
+        largest_weight: largest number that ``weights`` returns, which is public.
         example: a public batch of at least one row, with the shapes and types of the records. Its
             integers are used to validate the network. By default they are 0 and 1, and the shapes
             those of the first record.
@@ -463,7 +496,7 @@ class PrivateStep(PrivateProgram):
             added. If there is no ``example``, the first batch is awaited.
     """
 
-    __slots__ = ("_drawn", "_loss", "_model", "_sampling", "_structure", "_sums")
+    __slots__ = ("_drawn", "_loss", "_model", "_sampling", "_structure", "_sums", "_weigh")
     _plan: TrainPlan
 
     def __init__(
@@ -472,13 +505,16 @@ class PrivateStep(PrivateProgram):
         loss: BatchLoss,
         *,
         sampling: BatchSampling,
+        weights: Callable[[Batch], Tensor] | None = None,
+        largest_weight: float = 1.0,
         example: Batch | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__()
         _check_arguments(model, loss, sampling, keywords)
         self._model, self._loss, self._sampling = model, loss, sampling
-        earlier = carried_by(model, loss)
+        self._weigh = None if weights is None else RecordWeights(weights, largest_weight, "batch")
+        earlier = carried_by(model, (loss, weights))
         check_composable(earlier, RECORD_UNIT)
         named = {
             "model": f"{type(model).__module__}:{type(model).__qualname__}",
@@ -630,15 +666,17 @@ class PrivateStep(PrivateProgram):
     def _prepare(self, structure: Structure) -> Step:
         """Validate the network and the loss on a structure, and build what takes the steps."""
         self.check_process()
-        check_counted(carried_by(self._model, self._loss), self._earlier)
+        check_counted(carried_by(self._model, (self._loss, self._weigh)), self._earlier)
         plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
-        self._others = others_held_by(objective)
+        self._others = others_held_by(objective, self._weigh)
+        if self._weigh is not None and structure.keep:
+            self._weigh.check_example(structure.template, NOTHING)
         check_trial(objective, Trial(structure, None), isolated=plan.settings.isolate)
         steps = steps_of(plan, self._steps, device_of(objective))
         secure = plan.settings.secure
         with full_float32():
             draws, batch = LayerDraws(keys.layers), plan.privacy.batch_size
-            sums = BatchSum(objective, structure, draws, steps.physical_batch, batch)
+            sums = BatchSum(objective, structure, draws, steps.physical_batch, batch, self._weigh)
             self._step = Step(
                 sums,
                 optimizer=plan.optimizer,
@@ -724,8 +762,9 @@ class ClippedGrad:
         physical_batch: int,
         *,
         isolate: bool,
+        weigh: RecordWeights | None = None,
     ) -> None:
-        self._objective = objective
+        self._objective, self._weigh = objective, weigh
         self.region, self.notes = region, tuple[str, ...]()
         self._batch, self._physical, self._isolate = batch_size, physical_batch, isolate
         self._sums: BatchSum | None = None
@@ -777,7 +816,9 @@ class ClippedGrad:
         check_trial(self._objective, Trial(structure, None), isolated=self._isolate)
         draws = LayerDraws(secrets.token_bytes(KEY_BYTES))
         with full_float32():
-            self._sums = BatchSum(self._objective, structure, draws, self._physical, self._batch)
+            self._sums = BatchSum(
+                self._objective, structure, draws, self._physical, self._batch, self._weigh
+            )
         self._structure = structure
         self._chunk, self.notes = self._sums.chunk, self._sums.notes
         return self._sums
@@ -797,6 +838,8 @@ def clipped_grad(
     batch_size: int,
     physical_batch: int = 256,
     isolate: bool = False,
+    weights: Callable[[Batch], Tensor] | None = None,
+    largest_weight: float = 1.0,
 ) -> ClippedGrad:
     """Return a function of a batch: the sum of its clipped per-record gradients, without noise.
 
@@ -806,7 +849,7 @@ def clipped_grad(
     Adding or removing a record moves the sum by at most ``clipped.sensitivity``, 1, in the norm
     ||(.)/b|| of the region: by at most C for a ball of radius C. Rounding is included. Gradient g_i
     of a record adds c_i (g_i - m), where c_i <= 1 is the largest factor with which it is in the
-    region.
+    region, times its weight.
 
     The network and the loss are validated on the first batch, and compared with what was validated
     before each further one. Parameters become views of ``clipped.theta``. Nothing is accounted for:
@@ -818,9 +861,10 @@ def clipped_grad(
         batch_size: expected number of records in a batch, which must not depend on the records.
         physical_batch: records to process at a time.
         isolate: accept a network that computes something else for a batch than for one record.
+        weights, largest_weight: see :class:`PrivateStep`.
 
     Raises:
-        InputError: a number of records is below 1.
+        InputError: a number of records is below 1, or the weights are no function.
         ModelError: the network or the loss cannot be clipped.
     """
     counts = {"batch_size": batch_size, "physical_batch": physical_batch}
@@ -829,7 +873,9 @@ def clipped_grad(
         for name, value in counts.items()
         if not value >= 1
     )
-    return ClippedGrad(Objective(model, loss), region, batch_size, physical_batch, isolate=isolate)
+    weigh = None if weights is None else RecordWeights(weights, largest_weight, "batch")
+    objective, sizes = Objective(model, loss), (batch_size, physical_batch)
+    return ClippedGrad(objective, region, *sizes, isolate=isolate, weigh=weigh)
 
 
 def _check_region(region: Ellipsoid, theta: Tensor) -> None:

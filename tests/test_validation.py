@@ -282,7 +282,7 @@ def test_numbers_that_are_drawn_in_place_differ_between_samples() -> None:
     dropped = classifier(lambda x: x * torch.empty(len(x), 1, 1, 1).bernoulli_(0.5))
     per_sample = PerSample(dropped, numbers(*IMAGE))
     assert per_sample.vmapped, per_sample.notes
-    losses, _ = per_sample(torch.randn(1, *IMAGE).expand(40, -1, -1, -1), torch.zeros(40).long())
+    losses, *_ = per_sample(torch.randn(1, *IMAGE).expand(40, -1, -1, -1), torch.zeros(40).long())
     assert 5 < int((losses == losses[0]).sum()) < 35
     assert len(torch.unique(losses)) == 2
 

@@ -9,7 +9,7 @@ from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
-from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS
+from dpmac_cli.config.settings import BALANCED, DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.data.schema import DataFacts, LeftOut, listed
 from dpmac_cli.errors import counted
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
@@ -35,6 +35,12 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
     data, privacy, optimizer = plan.data, plan.privacy, plan.optimizer
     if isinstance(optimizer, AdaClip | InEllipsoid) and optimizer.h1 > optimizer.h2:
         yield f"--h1 ({optimizer.h1:g}) must not be above --h2 ({optimizer.h2:g})."
+    if plan.recipe.loss.name.startswith("quantile") and optimizer.centred:
+        yield (
+            f"--loss {plan.recipe.loss.name} is not for --optimizer {optimizer.name}, which clips "
+            "about a centre that moves: the predictions would cover another share of the records. "
+            "Use --optimizer dp-adam, dp-sgd or dp-adambc."
+        )
     lengths = [] if epochs is None else [epochs]
     yield from misfits(data.dataset, data.facts.train_size, privacy.batch_size, lengths)
     if plan.recipe.warmup >= privacy.steps:
@@ -70,6 +76,7 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
     if plan.recipe.augmented and not data.facts.is_images and data.facts.shape[1:] == (1, 1):
         yield f"--augmentations is for images, but {data.dataset} is a table. Leave it out."
     yield from _loss_faults(plan.recipe.loss, data)
+    yield from _weight_faults(plan.recipe.loss, plan.settings.class_weights, data)
 
 
 def _loss_faults(loss: LossKind, data: DataPlan) -> Iterator[str]:
@@ -79,16 +86,42 @@ def _loss_faults(loss: LossKind, data: DataPlan) -> Iterator[str]:
             f"--loss {loss.name}: records of {data.dataset} have {task.of_record} each. Use "
             f"{' or '.join(task.losses)}."
         )
-    weights = loss.weights
-    if (weights or loss.smoothing) and not task.weighted:
+    if loss.name.startswith("quantile") and task.outputs > 1:
         yield (
-            f"--class-weights and --label-smoothing are for classes, but records of {data.dataset} "
-            f"have {task.of_record} each. Leave them out."
+            f"--loss {loss.name}: a quantile is of one number, but records of {data.dataset} have "
+            f"{task.of_record} each. Train a model for each of them."
+        )
+    if loss.smoothing and not task.weighted:
+        yield (
+            f"--label-smoothing is for classes, but records of {data.dataset} have "
+            f"{task.of_record} each. Leave it out."
+        )
+
+
+def _weight_faults(loss: LossKind, chosen: str | None, data: DataPlan) -> Iterator[str]:
+    """Yield faults in class weights, as ``chosen``, and in declared shares."""
+    task, weights, shares = data.facts.task, loss.weights, loss.shares
+    if chosen is not None and not task.weighted:
+        yield (
+            f"--class-weights is for classes, but records of {data.dataset} have {task.of_record} "
+            "each. Leave it out."
+        )
+        return
+    if chosen == BALANCED and not shares:
+        yield (
+            "--class-weights balanced needs the shares of the classes, which are private if they "
+            "are counted in the records. Declare what is known of them with --shares, such as "
+            "--shares 0.94,0.06, or give weights as numbers."
         )
     elif weights and (len(weights) != task.outputs or min(weights) <= 0):
         yield (
             f"--class-weights must be {task.outputs} numbers above 0, one for each class of "
-            f"{data.dataset}, not {', '.join(f'{w:g}' for w in weights)}."
+            f"{data.dataset}, not {chosen}."
+        )
+    if shares and (len(shares) != task.outputs or min(shares) <= 0 or abs(sum(shares) - 1) > 0.01):
+        yield (
+            f"--shares must be {task.outputs} numbers above 0 with the sum 1, one for each class "
+            f"of {data.dataset}, not {', '.join(f'{share:g}' for share in shares)}."
         )
 
 

@@ -26,7 +26,7 @@ from dpmac_cli.config.plan import (
     TrainPlan,
     unit_of_privacy,
 )
-from dpmac_cli.config.settings import DATA, NEEDS, SETTINGS, Settings
+from dpmac_cli.config.settings import BALANCED, DATA, NEEDS, SETTINGS, Settings
 from dpmac_cli.config.sources import Values, given_settings, over, read_yaml
 from dpmac_cli.data.column_schema import TOKENS
 from dpmac_cli.data.registry import DATASETS, Dataset, Defaults
@@ -320,7 +320,6 @@ def _features(settings: Settings, data: DataPlan) -> registry.Features | None:
 
 
 def _recipe(settings: Settings, records: int = 1) -> Recipe:
-    weights = filter(None, (settings.class_weights or "").split(","))
     return Recipe(
         schedule=settings.lr_schedule,
         warmup=settings.warmup_steps,
@@ -329,8 +328,23 @@ def _recipe(settings: Settings, records: int = 1) -> Recipe:
         views=settings.augmentations or 1,
         augment=settings.augment or "none",
         records=records,
-        loss=LossKind(settings.loss, settings.label_smoothing, tuple(map(float, weights))),
+        loss=_loss(settings),
     )
+
+
+def _loss(settings: Settings) -> LossKind:
+    """Return the loss, with balanced weights as numbers; none if the shares are no shares."""
+    shares, weights = _numbers(settings.shares), tuple[float, ...]()
+    if settings.class_weights != BALANCED:
+        weights = _numbers(settings.class_weights)
+    elif min(shares, default=0.0) > 0:
+        weights = tuple(1 / share for share in shares)
+    return LossKind(settings.loss, settings.label_smoothing, weights, shares)
+
+
+def _numbers(text: str | None) -> tuple[float, ...]:
+    """Return the numbers of a text such as "1,15"."""
+    return tuple(map(float, text.split(","))) if text else ()
 
 
 #: Checkpoints by default: every minute, and every fiftieth of the steps if they take little time.

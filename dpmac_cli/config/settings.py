@@ -68,8 +68,11 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "tokens": ("backbone",),
     "task": ("backbone",),
     "augment": ("augmentations",),
+    "shares": ("class_weights",),
     "score_every": ("cover_scores",),
 }
+#: Class weights that follow from the shares of the classes.
+BALANCED = "balanced"
 #: Default of ``delta`` in (epsilon, delta).
 DELTA = 1e-5
 #: Values that may replace a registered name: a test and a description.
@@ -334,9 +337,19 @@ class Settings(Priced, frozen=True):
     """Label smoothing: fraction of a label that is spread evenly over all classes."""
     class_weights: Annotated[
         str | None,
-        Pattern(rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5"),
+        Pattern(
+            rf"{BALANCED}|\s*{NUMBER}(\s*,\s*{NUMBER})+\s*",
+            "balanced, or two numbers or more, such as 1,15",
+        ),
     ] = None
-    """Public weights of the classes, or of each label's positives, such as 1,5."""
+    """Public weights of the classes, such as 1,15, divided by the largest. They multiply a record's
+    gradient after clipping. With balanced: the inverse of --shares."""
+    shares: Annotated[
+        str | None,
+        Pattern(rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 0.94,0.06"),
+    ] = None
+    """Public shares of the classes among the records, such as 0.94,0.06: what is known of them, not
+    counted in these records."""
     canaries: Annotated[
         int | None,
         Field(ge=2, le=1000000),

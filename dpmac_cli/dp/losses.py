@@ -13,9 +13,18 @@ from torch import Tensor
 from torch.nn.functional import (
     cross_entropy,
     huber_loss,
+    l1_loss,
     mse_loss,
 )
 
+from dpmac_cli.dp.weights import (
+    Weigh,
+    WeightsApart,
+    bounded,
+    of_classes,
+    of_quantile,
+    relative,
+)
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import what_failed
 
@@ -49,14 +58,13 @@ def _huber(outputs: Tensor, targets: Tensor) -> Tensor:
     return huber_loss(outputs, targets, reduction="none", delta=HUBER) / HUBER
 
 
-def _quantile(outputs: Tensor, targets: Tensor, level: float) -> Tensor:
-    errors = targets - outputs
-    return torch.maximum(level * errors, (level - 1) * errors)
+def _absolute(outputs: Tensor, targets: Tensor) -> Tensor:
+    return l1_loss(outputs, targets, reduction="none")
 
 
-#: Losses of numbers, one value per output. The parameter of a loss follows a colon in its name.
-OF_NUMBERS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
-    {"mse": _squared, "huber": _huber, "quantile": _quantile}
+#: Losses of numbers, one value per output. The level of a quantile acts by weights after clipping.
+OF_NUMBERS: Mapping[str, Loss] = MappingProxyType(
+    {"mse": _squared, "huber": _huber, "quantile": _absolute}
 )
 
 
@@ -73,38 +81,43 @@ def _of_numbers(each: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     return each(outputs, targets.to(outputs.dtype)).mean(1)
 
 
-def build_loss(
-    name: str,
-    smoothing: float = 0.0,
-    weights: Sequence[float] = (),
-    device: torch.device | None = None,
-) -> Loss:
-    """Return a loss by name.
+def build_loss(name: str, smoothing: float = 0.0) -> Loss:
+    """Return a loss by name, without the weights of records: see :func:`build_weights`.
 
     Args:
         name: "cross-entropy"; "focal" (Lin et al. 2017, arXiv 1708.02002); for targets scaled to
             [-1, 1] "mse", "huber", which is linear for errors above :data:`HUBER`, or "quantile:Q",
-            the pinball loss of the Q-quantile (Koenker and Bassett 1978); "next-token", which a
-            language model computes itself.
+            the absolute error, of which weights make the Q-quantile; "next-token", which a language
+            model computes itself.
         smoothing: label smoothing (Szegedy et al. 2016, arXiv 1512.00567), in [0, 1).
-        weights: public weights of each class.
     """
-    kind, _, parameter = name.partition(":")
+    kind, _, _ = name.partition(":")
     if kind == "next-token":
         return _own
     if kind in OF_NUMBERS:
-        each = partial(OF_NUMBERS[kind], **({"level": float(parameter)} if parameter else {}))
-        return partial(_of_numbers, each)
-    factors = torch.tensor(weights, dtype=torch.float64, device=device) if weights else None
+        return partial(_of_numbers, OF_NUMBERS[kind])
 
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        weight = None if factors is None else factors.to(outputs.dtype)
-        losses = cross_entropy(outputs, labels, weight, label_smoothing=smoothing, reduction="none")
+        losses = cross_entropy(outputs, labels, label_smoothing=smoothing, reduction="none")
         if name == "focal":
             losses = (1 - torch.exp(-plain(outputs, labels))) ** FOCUS * losses
         return losses
 
     return loss
+
+
+def build_weights(name: str, weights: Sequence[float], device: torch.device) -> Weigh | None:
+    """Return the weights of records that belong to a loss; None if all are 1.
+
+    Args:
+        name: name of a loss, as in :func:`build_loss`.
+        weights: public weights of the classes, above 0; () for equal weights.
+        device: device of the labels.
+    """
+    kind, _, level = name.partition(":")
+    if kind == "quantile":
+        return of_quantile(float(level))
+    return of_classes(weights, device) if weights else None
 
 
 def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
@@ -115,13 +128,18 @@ def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
     values for a batch, or for the same sample again.
     """
 
+    def of_one(output: Tensor, label: Tensor) -> Tensor:
+        with torch.enable_grad(), WeightsApart():
+            return loss(output, label).reshape(())
+
     def alone() -> Tensor:
         pairs = zip(torch.split(outputs, 1), torch.split(labels, 1), strict=True)
-        return torch.stack([loss(*pair).reshape(()) for pair in pairs])
+        return torch.stack([of_one(*pair) for pair in pairs])
 
     try:
-        with torch.enable_grad():
-            found, again = alone(), alone()
+        found, again = alone(), alone()
+    except ModelError:
+        raise
     except Exception as failure:
         raise ModelError(
             f"The loss failed on one sample, an output of shape {(1, *outputs.shape[1:])} and a "
@@ -134,17 +152,20 @@ def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
             "It must not store anything between calls or use random numbers. With ignore_index "
             "use reduction='sum', with which a sample whose label is ignored adds nothing."
         )
+    apart = WeightsApart(len(outputs))
     try:
-        whole = loss(outputs, labels)
+        with apart:
+            whole = loss(outputs, labels)
     except Exception:  # noqa: BLE001  (it may be written for one sample, and is called with one)
         return
+    if apart.weights is not None:
+        found = found * relative(bounded(apart.weights).value).to(found.dtype)
     expected = (found,) if whole.ndim else (found.mean(), found.sum())
     same = (torch.allclose(whole, of, 1e-4, 1e-6) for of in expected if whole.shape == of.shape)
     if whole.shape == expected[0].shape and not any(same):
         raise ModelError(
             "The loss computes something else for a batch than for one sample at a time, and dpmac "
             "computes it for each sample alone, which bounds its influence. Remove operations "
-            "across samples, such as comparing pairs of them or choosing the hardest. Class "
-            "weights need reduction='sum', or class_weights='1,2' (a number per class) without "
-            "loss=: the mean divides by them, so they would have no effect."
+            "across samples, such as comparing pairs of them or choosing the hardest. Weights of "
+            "records belong in weights=, a function that returns one for each record."
         )

@@ -30,6 +30,8 @@ class AdaClip(Optimizer, frozen=True):
     """
 
     of_privacy: ClassVar[frozenset[str]] = frozenset({"beta1", "beta2", "h1", "h2"})
+    proportional: ClassVar[bool] = True
+    centred: ClassVar[bool] = True
 
     lr: Scale = 1e-3
     beta1: Decay = 0.99

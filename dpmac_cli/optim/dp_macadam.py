@@ -28,6 +28,7 @@ class InEllipsoid(Optimizer, frozen=True):
 
     of_privacy: ClassVar[frozenset[str]] = frozenset({"h1", "h2", "kappa"})
     keeps: ClassVar[str] = "mv"
+    centred: ClassVar[bool] = True
 
     beta1: Decay = 0.9
     h1: Variance

@@ -1,6 +1,6 @@
 """DP-SGD, gradient descent with a fixed clipping norm."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dpmac_cli.optim.optimizer import InBall, Scale, register_optimizer
 
@@ -22,6 +22,8 @@ class DPSGD(InBall, frozen=True):
 
     If every gradient is clipped, only the product of $C$ and $\eta$ matters.
     """
+
+    proportional: ClassVar[bool] = True
 
     lr: Scale = 0.1
 

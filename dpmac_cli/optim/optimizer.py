@@ -40,6 +40,12 @@ class Optimizer(BaseModel, frozen=True, extra="forbid"):
     of_privacy: ClassVar[frozenset[str]] = frozenset()
     #: Moments that it keeps, each of the size of theta: "m", "v", "mv" or none.
     keeps: ClassVar[str] = ""
+    #: Whether updates are proportional to gradients. The rate is then divided by the public mean
+    #: weight of a record, so that weights of records do not make it smaller.
+    proportional: ClassVar[bool] = False
+    #: Whether gradients are clipped about a centre other than 0. Weights of records then act more
+    #: slowly, and a quantile is not reached.
+    centred: ClassVar[bool] = False
 
     lr: Scale  # eta
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
+from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.trial import trained_parts
 from dpmac_cli.release.publish import Finished, publish
@@ -46,6 +47,12 @@ class PrivateTraining(PrivateProgram):
         loss: name of a loss, or a function ``loss(output, target)`` of tensors of one sample, shape
             (1, classes) and (1,), that returns its loss. It runs on each sample separately, and
             must not store or print its inputs, which are private.
+        weights: ``weights(x, target)`` returns the weight of a record, from 0 to
+            ``largest_weight``, a tensor of shape (1,), or with units (K,) for K records. It is
+            called with the records of one unit at a time. Divided by ``largest_weight``, it
+            multiplies the gradient after clipping; see :class:`~dpmac_cli.PrivateStep`. By default
+            the class weights of the loss, if any.
+        largest_weight: largest number that ``weights`` returns, which is public.
         keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
             optimizer="dp-macadam"``.
 
@@ -70,12 +77,16 @@ class PrivateTraining(PrivateProgram):
         settings: Settings | None = None,
         *,
         loss: str | Loss | None = None,
+        weights: Callable[[Tensor, Tensor], Tensor] | None = None,
+        largest_weight: float = 1.0,
         **keywords: Any,
     ) -> None:
         super().__init__()
         named, own = (loss, None) if isinstance(loss, str) else (None, loss)
         name = f"{type(model).__module__}:{type(model).__qualname__}"
-        earlier = carried_by(model, own) if isinstance(model, nn.Module) else ()
+        weigh = None if weights is None else RecordWeights(weights, largest_weight, "x", "target")
+        held = (own, weights)  # networks that these read count, too
+        earlier = carried_by(model, held) if isinstance(model, nn.Module) else ()
         counted = tuple(training.done for training in earlier if training.private)
         chosen: dict[str, Any] = {"dataset": data, "model": name}
         if loss is not None:
@@ -98,8 +109,16 @@ class PrivateTraining(PrivateProgram):
         self._target, self._seconds = resolved.settings.epsilon or math.inf, 0.0
         self._begin(plan, earlier, resolved.notes)
         self._task = prepare(plan, device, self._keys, model=model)
-        self._step = make_trainer(plan, self._task, self._keys, steps=self._steps, loss=own)
-        self._others = others_held_by(model, own)
+        if weigh is not None and plan.recipe.loss.weights:
+            raise InputError(
+                "class_weights and weights= are two ways to say the same. Use one of them."
+            )
+        self._step = make_trainer(
+            plan, self._task, self._keys, steps=self._steps, loss=own, weigh=weigh
+        )
+        self._others = others_held_by(model, held)
+        weighed = weigh.name if weigh is not None else self._step.sums.per_sample.weighed
+        self._plan = _with_weights(self._plan, weighed)
         on_run = (*self._task.notes, *self._step.notes)
         if any(not p.requires_grad for p in model.parameters()):
             on_run = (trained_parts(model), *on_run)
@@ -210,6 +229,12 @@ def _with_loss(plan: TrainPlan, loss: Loss) -> TrainPlan:
     called = f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__qualname__)}"
     recipe = replace(plan.recipe, loss=LossKind(called))
     return replace(plan, recipe=recipe, settings=plan.settings.replace(loss=called))
+
+
+def _with_weights(plan: TrainPlan, weighed: str) -> TrainPlan:
+    """Return a plan, and so a report, that names where a program's weights come from, if any."""
+    loss = replace(plan.recipe.loss, weighed=weighed)
+    return replace(plan, recipe=replace(plan.recipe, loss=loss))
 
 
 #: Opacus also uses this name.

@@ -82,6 +82,12 @@ class Case:
         return self.counted if self.plan.privacy.scores else "records"
 
     @property
+    def class_weights(self) -> str:
+        """Return the class weights, divided by the largest."""
+        weights = self.plan.recipe.loss.weights
+        return ", ".join(f"{weight / max(weights):.4g}" for weight in weights)
+
+    @property
     def inferred(self) -> str:
         """Parts of the schema that were taken from the records."""
         return listed(self.plan.data.found.inferred)
@@ -210,6 +216,20 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
         lambda c: c.data.found.inferred,
         "Its {c.inferred} were not declared but taken from the records, and are treated as public. "
         "One record can change them, which epsilon does not cover.",
+    ),
+    (
+        "public records",
+        lambda c: c.recipe.loss.weights,
+        "Its class weights, {c.class_weights}, multiply the gradient of a record after clipping. "
+        "They are treated as public: if they were computed from the labels of the records, they "
+        "are facts taken from those, which epsilon does not cover.",
+    ),
+    (
+        "public records",
+        lambda c: c.recipe.loss.weighed,
+        "The weights of {c.recipe.loss.weighed}, at most 1, multiply the gradient of a record "
+        "after clipping. What they use besides that record is treated as public: if it was "
+        "computed from the records, it is a fact taken from those, which epsilon does not cover.",
     ),
     (
         "texts",

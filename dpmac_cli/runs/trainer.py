@@ -12,6 +12,7 @@ from dpmac_cli.config.plan import DataPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.losses import Loss, check_loss
 from dpmac_cli.dp.precision import full_float32
+from dpmac_cli.dp.weights import Weigh
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
@@ -86,6 +87,7 @@ def make_trainer(
     steps: int,
     ranks: Ranks | None = None,
     loss: Loss | None = None,
+    weigh: Weigh | None = None,
 ) -> Trainer:
     """Return the trainer of a run, ready for its first step.
 
@@ -97,6 +99,7 @@ def make_trainer(
         ranks: the processes of the run.
         loss: loss of one output, shape (1, classes), and its label, instead of the plan's. It runs
             on each sample separately.
+        weigh: weights of records, instead of the plan's.
 
     Raises:
         InputError: the data cannot be used.
@@ -114,7 +117,7 @@ def make_trainer(
     layers = LayerDraws(keys.layers, rank) if drawn else None
     with full_float32():
         trainer = Trainer(
-            DataSum(task.trained, task.data, fixed, privacy.batch_size, layers, loss),
+            DataSum(task.trained, task.data, fixed, privacy.batch_size, layers, loss, weigh),
             optimizer=plan.optimizer,
             mechanism=mechanism_of(privacy, secure=secure),
             plan=fixed,

@@ -34,8 +34,9 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, most_samples
 from dpmac_cli.dp.clipping.layers import blocks, flatten_parameters, without_gradients
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
-from dpmac_cli.dp.losses import Loss, build_loss, returned
+from dpmac_cli.dp.losses import Loss, build_loss, build_weights, returned
 from dpmac_cli.dp.precision import Arithmetic
+from dpmac_cli.dp.weights import Weigh
 from dpmac_cli.errors import InputError, ModelError, RunError
 from dpmac_cli.models.fingerprint import DURING, Fingerprint
 from dpmac_cli.randomness.layers import LayerDraws
@@ -69,7 +70,9 @@ class ChunkedSum(ABC):
         loss: loss per sample.
         views: number of inputs per sample, whose mean loss counts.
         physical_batch: samples to process at a time. batch: expected number B in a step.
-        private: whether rows must not round others. rowwise: whether the loss is built in.
+        private: whether rows must not round others.
+        rowwise: whether loss and weights are built in.
+        weigh: weights of rows, :mod:`dpmac_cli.dp.weights`; by default those of the loss, if any.
 
     Raises:
         ModelError: layers cannot be clipped.
@@ -99,11 +102,14 @@ class ChunkedSum(ABC):
         views: int = 1,
         private: bool = True,
         rowwise: bool = False,
+        weigh: Weigh | None = None,
     ) -> None:
         self._layers, self._private = layers, private
         self.arithmetic, self.model = Arithmetic.now(), model
         model.train()  # as validated
-        self.per_sample = PerSample(model, inputs, labels, views, loss, rowwise=rowwise)
+        self.per_sample = PerSample(
+            model, inputs, labels, views, loss, rowwise=rowwise, weigh=weigh
+        )
         self.chunk = min(first_chunk(physical_batch, batch), self.per_sample.most)
         found = self.per_sample.layers
         self._parameters = [p for layer in found for p in layer.parameters.values()]
@@ -147,9 +153,10 @@ class ChunkedSum(ABC):
         def run(x: Any) -> Any:
             y = map_rows(lambda t: t.expand(samples_in(x), *t.shape[1:]), label)
             with code_of_network(x):
-                losses, found = self.per_sample(x, y)
+                losses, weights, found = self.per_sample(x, y)
             # These decide on which side of a kink samples are.
-            return losses, [g if isinstance(g, Tensor) else [u.inputs for u in g] for g in found]
+            by_layer = [g if isinstance(g, Tensor) else [u.inputs for u in g] for g in found]
+            return losses, weights.value, by_layer
 
         if not (self.per_sample.vmapped and self.chunk > 1 and self._private):
             return Manner(), self.per_sample.notes
@@ -246,7 +253,7 @@ class BatchSum(ChunkedSum):
     """Sum over the records of batches that a program supplies, and the sampler that they are.
 
     Takes a network that returns its own losses, the structure of a sample, the random draws of its
-    layers, samples to process at a time, and B.
+    layers, samples to process at a time, B, and weights of records.
     """
 
     def __init__(
@@ -256,6 +263,7 @@ class BatchSum(ChunkedSum):
         layers: LayerDraws,
         physical_batch: int,
         batch: float,
+        weigh: Weigh | None = None,
     ) -> None:
         super().__init__(
             objective,
@@ -265,6 +273,7 @@ class BatchSum(ChunkedSum):
             loss=returned,
             physical_batch=physical_batch,
             batch=batch,
+            weigh=weigh,
         )
         self._most = most_samples(batch)
 
@@ -295,7 +304,7 @@ class DataSum(ChunkedSum):
     """Sum over the training records of a dataset, or the records of its units.
 
     Takes the model, the data on its device, the plan, B, the random draws of layers, augmented
-    views and the records of units, and a loss instead of the plan's.
+    views and the records of units, and a loss and weights of records instead of the plan's.
     """
 
     def __init__(
@@ -306,10 +315,12 @@ class DataSum(ChunkedSum):
         batch: float,
         layers: LayerDraws | None,
         own: Loss | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
         self.data, self._recipe = data, plan.recipe
         inputs, kind = plan.recipe.inputs, plan.recipe.loss
-        loss = own or build_loss(kind.name, kind.smoothing, kind.weights, data.gain.device)
+        loss, device = own or build_loss(kind.name, kind.smoothing), data.gain.device
+        built_in = None if own else build_weights(kind.name, kind.weights, device)
         several = (inputs,) if inputs > 1 else ()
         images, labels = data.train.images.shape[1:], data.train.labels
         super().__init__(
@@ -322,7 +333,8 @@ class DataSum(ChunkedSum):
             physical_batch=plan.physical_batch,
             batch=batch,
             private=plan.private,
-            rowwise=own is None,
+            rowwise=own is None and weigh is None,
+            weigh=weigh or built_in,
         )
 
     def _read(self, drawn: Indices, part: slice, step: int) -> tuple[Tensor, Tensor]:

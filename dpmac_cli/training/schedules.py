@@ -16,11 +16,38 @@ AUGMENTS = ("crop+flip", "crop", "flip")
 
 @dataclass(frozen=True)
 class LossKind:
-    """Loss per sample: see :func:`~dpmac_cli.dp.losses.build_loss`."""
+    """Loss per sample: see :func:`~dpmac_cli.dp.losses.build_loss`.
 
-    name: str = "cross-entropy"  # a name in tasks.known.LOSSES, or of a user-supplied function
-    smoothing: float = 0.0  # label smoothing
-    weights: tuple[float, ...] = ()  # class weights; empty for equal weights
+    Attributes:
+        name: a name in tasks.known.LOSSES, or of a user-supplied function.
+        smoothing: label smoothing.
+        weights: public class weights; empty for equal weights.
+        shares: public shares of the classes; empty if none are declared.
+        weighed: where the weights of records come from, if they are a program's; "" for none.
+    """
+
+    name: str = "cross-entropy"
+    smoothing: float = 0.0
+    weights: tuple[float, ...] = ()
+    shares: tuple[float, ...] = ()
+    weighed: str = ""
+
+    @property
+    def mean_weight(self) -> float:
+        """Mean weight of a record, relative to the largest; a public number.
+
+        Of class weights it is the mean over the declared shares, or else over the classes. Of a
+        quantile's weights it is that where the predictions are right.
+        """
+        kind, _, parameter = self.name.partition(":")
+        if kind == "quantile":
+            level = float(parameter)
+            return 2 * level * (1 - level) / max(level, 1 - level)
+        if not self.weights:
+            return 1.0
+        shares = self.shares or (1 / len(self.weights),) * len(self.weights)
+        total = sum(share * weight for share, weight in zip(shares, self.weights, strict=True))
+        return total / (sum(shares) * max(self.weights))
 
 
 @dataclass(frozen=True)

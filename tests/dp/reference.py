@@ -78,7 +78,7 @@ class Subject:
 
     def gradients(self, x: Tensor, y: Tensor, *, ball: bool = True) -> ByLayer:
         """The layers, each with its per-sample gradients as the program stores them."""
-        return self.clipped_sum.gradients(x, y, ball=ball)
+        return self.clipped_sum.gradients(x, y, ball=ball)[0]
 
     def forms(self, x: Tensor, y: Tensor) -> list[PerSampleGradients]:
         """The layers' per-sample gradients as the program stores them."""

@@ -30,6 +30,7 @@ from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import ROW, RegionMetric, SquaredNorms
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
+from dpmac_cli.dp.weights import Weights, equal_weights
 from dpmac_cli.training.chunks import ChunkedSum, first_chunk
 from tests.helpers import in_chunks_of, make_trainer
 from tests.pairwise import all_pairs
@@ -348,9 +349,12 @@ class Given:
         self.layer, self.use = layer, use
         given: Any = SimpleNamespace(layers=[layer], views=1)
         self.clipped_sum = ClippedChunkSum(given, capacity, batch)
-        self.clipped_sum.gradients = self.gradients  # type: ignore[assignment, method-assign]
+        self.clipped_sum.gradients = self.weighted  # type: ignore[assignment, method-assign]
         self.limit = clip_limit(max(capacity, batch))
         self.chunk = capacity
+
+    def weighted(self, rows: Tensor, y: Tensor, *, ball: bool = True) -> tuple[ByLayer, Weights]:
+        return self.gradients(rows, y, ball=ball), equal_weights(rows)
 
     def gradients(self, rows: Tensor, y: Tensor, *, ball: bool = True) -> ByLayer:
         use = use_of(self.layer.module, self.use.inputs[rows], self.use.delta[rows])

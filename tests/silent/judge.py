@@ -74,6 +74,8 @@ class Situation:
         build: makes the network, which takes (records, COLUMNS, 1, 1), with fresh weights.
         change: what is done after the first step.
         loss: the loss, and what it means for one record alone, if that is not the same.
+        weights: class weights of the loss, which dpmac multiplies after clipping; others clip the
+            gradient of the weighted loss, ``alone``.
         around: context of each step, by its number from 1.
         meant: whether that context changes what the network computes for one record, too.
         wrap: what is handed to the trainer instead of the network itself.
@@ -88,6 +90,7 @@ class Situation:
     refused: str = ""
     loss: Loss | None = None
     alone: Loss = cross_entropy
+    weights: Sequence[float] = ()
     around: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
     meant: bool = False
     wrap: Callable[[nn.Module], nn.Module] = itself
@@ -155,7 +158,8 @@ class Oracle:
         x, y = (part[row : row + 1] for part in records())
         meant = self.situation.around(1 + changed) if self.situation.meant else nullcontext()
         with meant:
-            loss: Any = self.situation.alone(net(x.double()), y).sum()
+            alone = cross_entropy if self.situation.weights else self.situation.alone
+            loss: Any = alone(net(x.double()), y).sum()
             loss.backward()
         trained = {name: p for name, p in named.items() if p.requires_grad}
         return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
@@ -174,6 +178,9 @@ class Oracle:
             if not bool(norm.isfinite()):
                 continue
             factor = float((self.clip_norm / norm.clamp(min=1e-30)).clamp(max=1.0))
+            if weights_of_classes := self.situation.weights:
+                label = int(records()[1][row])
+                factor *= weights_of_classes[label] / max(weights_of_classes)
             for name, part in g.items():
                 total[name] -= part * factor * LR / RECORDS
         return total

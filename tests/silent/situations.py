@@ -740,13 +740,14 @@ SITUATIONS = (
         Net,
         loss=nn.CrossEntropyLoss(torch.tensor(CLASS_WEIGHTS)),
         alone=weighted,
-        refused="Class weights need reduction='sum'",
+        weights=CLASS_WEIGHTS,
     ),
     S(
         "class weights, sum",
         Net,
         loss=nn.CrossEntropyLoss(torch.tensor(CLASS_WEIGHTS), reduction="sum"),
         alone=weighted,
+        weights=CLASS_WEIGHTS,
     ),
     S(
         "a loss that mixes records",

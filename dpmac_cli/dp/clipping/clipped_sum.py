@@ -14,6 +14,7 @@ from dpmac_cli.dp.clipping.forms import ByLayer, choose_form, total_squared_norm
 from dpmac_cli.dp.clipping.norms import Mask, RegionMetric, SquaredNorms
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.mechanism import Ellipsoid
+from dpmac_cli.dp.weights import Weights
 from dpmac_cli.torch_errors import code_of_network
 
 #: Number of samples that a step may add up before the margin for rounding grows.
@@ -44,6 +45,9 @@ class ClippedChunkSum:
             a unit's records, is clipped once.
         capacity: largest number of samples in a call of :meth:`of`; public.
         batch: expected number B of samples in a step; by default one chunk.
+
+    Attributes:
+        cut: number of samples so far whose weight was outside [0, 1], int64, (). Private.
     """
 
     def __init__(
@@ -53,11 +57,13 @@ class ClippedChunkSum:
         self.views = per_sample.views
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
+        first = next(iter(self.layers[0].parameters.values()))
+        self.cut = torch.zeros((), dtype=torch.long, device=first.device)
 
     def of(
         self, x: Batch, y: Batch, metric: RegionMetric, out: Tensor, samples: int | None = None
     ) -> None:
-        """Write the sum of c_i (g_i - m) into ``out``, with each ||c_i (g_i - m)/b|| <= 1.
+        """Write the sum of w_i c_i (g_i - m) into ``out``, with each ||c_i (g_i - m)/b|| <= 1.
 
         A sample whose gradient or norm is not finite adds exactly zero.
 
@@ -76,9 +82,9 @@ class ClippedChunkSum:
             raise ValueError(f"{rows} samples, but the capacity is {self._capacity}")
         counted = self.counted(x, samples, out)
         with code_of_network(x):  # norms and sums may run the network's code again
-            gradients = self.gradients(x, y, ball=metric.region.is_ball)
-            if bool(self.sum_up(gradients, metric, counted, out)):
-                self.sum_up_precisely(gradients, metric, counted, out)
+            gradients, weights = self.gradients(x, y, ball=metric.region.is_ball)
+            if bool(self.sum_up(gradients, weights, metric, counted, out)):
+                self.sum_up_precisely(gradients, weights, metric, counted, out)
 
     @staticmethod
     def counted(x: Batch, samples: int | None, out: Tensor) -> Tensor:
@@ -87,35 +93,47 @@ class ClippedChunkSum:
         return torch.arange(rows, device=out.device) < (rows if samples is None else samples)
 
     def sum_up(
-        self, gradients: ByLayer, metric: RegionMetric, counted: Tensor, out: Tensor
+        self,
+        gradients: ByLayer,
+        weights: Weights,
+        metric: RegionMetric,
+        counted: Tensor,
+        out: Tensor,
     ) -> Tensor:
         """Write the sum of the samples that count; return whether float64 is needed, bool, ().
 
         Nothing in it waits for a device, or has a shape that depends on values.
         """
         squared, doubtful = self.norms(gradients, metric, counted)
-        self._add_up(gradients, squared, metric.region, counted, out)
+        self._add_up(gradients, squared, weights, metric.region, counted, out)
+        self.cut.add_((weights.cut & counted).sum())
         return doubtful
 
     def sum_up_precisely(
-        self, gradients: ByLayer, metric: RegionMetric, counted: Tensor, out: Tensor
+        self,
+        gradients: ByLayer,
+        weights: Weights,
+        metric: RegionMetric,
+        counted: Tensor,
+        out: Tensor,
     ) -> None:
         """Write the sum of the samples that count, in float64."""
         gradients, squared = self.precise_norms(gradients, metric)
         total = torch.empty_like(out, dtype=torch.float64)
-        self._add_up(gradients, squared, metric.region, counted, total)
+        self._add_up(gradients, squared, weights, metric.region, counted, total)
         out.copy_(total)
 
     def _add_up(
         self,
         gradients: ByLayer,
         squared: SquaredNorms,
+        weights: Weights,
         region: Ellipsoid,
         counted: Tensor,
         out: Tensor,
     ) -> None:
         c, valid = clip_weights(squared, self._limit)
-        c = torch.where(counted, c, 0)
+        c = torch.where(counted, c * weights.value, 0)  # after clipping: w c (g - m)
         total, c, kept = c.sum(), c.to(out.dtype), self._mask(valid)
         for layer, form in gradients:
             form.weighted_sum(c, kept, out[layer.start : layer.stop])
@@ -126,11 +144,11 @@ class ClippedChunkSum:
         """Return the mask of samples to keep, None if there is no other."""
         return None if bool(valid.all()) else valid
 
-    def gradients(self, x: Batch, y: Batch, *, ball: bool) -> ByLayer:
-        """Return every layer's per-sample gradients, in the form for a ball or an ellipsoid."""
-        _, by_layer = self._per_sample(x, y)
+    def gradients(self, x: Batch, y: Batch, *, ball: bool) -> tuple[ByLayer, Weights]:
+        """Return every layer's per-sample gradients, for a ball or an ellipsoid, and weights."""
+        _, weights, by_layer = self._per_sample(x, y)
         pairs = zip(self.layers, by_layer, strict=True)
-        return [(layer, choose_form(layer, uses, ball=ball)) for layer, uses in pairs]
+        return [(layer, choose_form(layer, uses, ball=ball)) for layer, uses in pairs], weights
 
     def weights(self, squares: Tensor) -> Tensor:
         """Return c_i for squared norms without rounding, float64, shape (samples,)."""

@@ -11,7 +11,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any, NoReturn, TypeAlias
@@ -41,6 +41,15 @@ from dpmac_cli.dp.clipping.layers import Layer, find_layers
 from dpmac_cli.dp.clipping.matmul import apply
 from dpmac_cli.dp.clipping.projections import by_projections, masks_kept, replaced
 from dpmac_cli.dp.losses import Loss, plain
+from dpmac_cli.dp.weights import (
+    Weigh,
+    Weights,
+    WeightsApart,
+    bounded,
+    check_alone,
+    equal_weights,
+    of_unit,
+)
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.layers import forked, seed_all
 from dpmac_cli.torch_errors import code_of_network, out_of_memory, what_failed
@@ -90,6 +99,13 @@ OTHER_CALLS = (
     "layers in each forward pass, and use torch.where(condition, a, b) to choose."
 )
 
+#: Messages for weights that cannot be used.
+TWO_WEIGHTS = "The loss has class weights, and weights= was given, too. Use one of them."
+REDUCED = (
+    "A unit has {} records, each with its weight, but the loss returned a tensor of shape {} for "
+    "it. Return one loss per record: with torch's losses, use reduction='none'."
+)
+
 #: Modules without parameters that act on each row alone.
 ROWWISE = frozenset(
     {
@@ -118,13 +134,15 @@ class PerSample:
         labels: structure of the labels of a sample.
         views: number of inputs per sample, public. The network may mix them with each other.
         loss: one loss per row.
-        rowwise: whether the loss is known to act on each row alone.
+        rowwise: whether loss and weights are built in, and so act on each row alone.
+        weigh: weights of rows, :mod:`dpmac_cli.dp.weights`; by default those of the loss, if any.
 
     Attributes:
         layers: the trainable parameters of the model, split by module.
         views: number of inputs per sample.
         vmapped: whether samples run under vmap instead of in a loop.
         idle: names of the layers on which the loss does not depend.
+        weighed: torch's loss whose class weights are the weights of records; "" for none.
         notes: messages about how the network is run.
 
     Raises ModelError if the network fails on a made-up sample, or the loss depends on no layer.
@@ -139,9 +157,11 @@ class PerSample:
         loss: Loss = plain,
         *,
         rowwise: bool = False,
+        weigh: Weigh | None = None,
     ) -> None:
         model = unwrapped(model)
         self._model, self._loss_of, self.views = model, loss, views
+        self._weigh, self._rowwise = weigh, rowwise
         self.inputs, self._labels = inputs, labels
         self.layers = find_layers(model)
         names = {id(p): name for name, p in model.named_parameters()}
@@ -152,6 +172,7 @@ class PerSample:
         # Calls of recorded layers: names of the layers, and shape of the output for one sample.
         self._shapes: list[tuple[frozenset[str], tuple[int, ...]]] = []
         self.idle: tuple[str, ...] = ()
+        self.weighed = ""
         self.notes: tuple[str, ...] = ()
         # Names of the layers whose gradients follow from calls.
         self._recorded = _known(self.layers)
@@ -168,8 +189,8 @@ class PerSample:
         loose = (layer for layer in self.layers if layer.name not in self._recorded)
         return max(1, WRITTEN_OUT // max(1, sum(layer.stop - layer.start for layer in loose)))
 
-    def __call__(self, x: Batch, y: Batch) -> tuple[Tensor, Found]:
-        """Return the losses of a chunk, and the uses of each layer or its gradients.
+    def __call__(self, x: Batch, y: Batch) -> tuple[Tensor, Weights, Found]:
+        """Return losses and weights of a chunk, and the uses of each layer or its gradients.
 
         Args:
             x: inputs: tensors of shape (samples, ...), or (samples, views, ...).
@@ -182,8 +203,8 @@ class PerSample:
             return self._chained(self._chain, x, y)
         if self.vmapped:
             return self._mapped(self._model, self.layers, x, y)
-        losses, found = self._looped(x, y)
-        return losses, [*found]
+        losses, weights, found = self._looped(x, y)
+        return losses, weights, [*found]
 
     def multiply_each_record_alone(self) -> None:
         """Give each sample its own weights from now on, so that products are of one sample."""
@@ -202,16 +223,35 @@ class PerSample:
         made = (of.made_up(samples, double=double) for of in (self.inputs, self._labels))
         return next(made), next(made)
 
-    def _loss(self, network: Callable[[Batch], Any], x: Batch, y: Batch) -> Tensor:
-        """Return the loss of one sample, the mean over its views."""
+    def _loss(
+        self, network: Callable[[Batch], Any], x: Batch, y: Batch, apart: WeightsApart | None = None
+    ) -> tuple[Tensor, Weights]:
+        """Return loss and weight of one sample: the mean loss, with weights, over its views."""
         alone = partial(torch.unsqueeze, dim=0)
         rows, labels = (t if self.views > 1 else map_rows(alone, t) for t in (x, y))
-        outputs = network(rows)
-        return self._loss_of(outputs.float() if self._single else outputs, labels).mean()
+        apart = apart or WeightsApart(self.views)
+        with nullcontext() if self._rowwise else apart:
+            outputs = network(rows)
+            losses = self._loss_of(outputs.float() if self._single else outputs, labels)
+        if self._weigh is not None:
+            if apart.weights is not None:
+                raise ModelError(TWO_WEIGHTS)
+            if losses.numel() != self.views:
+                raise ModelError(REDUCED.format(self.views, tuple(losses.shape)))
+            weights = bounded(self._weigh(rows, labels, outputs))
+            return of_unit(losses.reshape(self.views), weights)
+        loss = losses.mean()
+        if apart.weights is None:
+            return loss, equal_weights(loss)
+        weights = bounded(apart.weights)
+        return loss, Weights(weights.value.mean(), weights.cut.any())
 
-    def _chained(self, chain: Sequence[nn.Module], x: Batch, y: Batch) -> tuple[Tensor, Found]:
-        """Return losses and uses of a sequence of known layers, which runs on the whole chunk."""
-        rows, called, inputs, outputs = by_row(x, self.views), list[nn.Module](), [], []
+    def _chained(
+        self, chain: Sequence[nn.Module], x: Batch, y: Batch
+    ) -> tuple[Tensor, Weights, Found]:
+        """Return losses, weights and uses of known layers, which run on the whole chunk."""
+        first = rows = by_row(x, self.views)
+        called, inputs, outputs = list[nn.Module](), [], []
         with torch.enable_grad():
             for part in chain:
                 given, rows = rows, apply(part, rows)
@@ -220,16 +260,25 @@ class PerSample:
                     called.append(part)
                     inputs.append(given.detach())
                     outputs.append(rows)
-            losses = self._loss_of(rows, by_row(y, self.views)).view(-1, self.views).mean(1)
+            labels = by_row(y, self.views)
+            losses = self._loss_of(rows, labels).view(-1, self.views)
+            if self._weigh is None:
+                losses = losses.mean(1)
+                weights = equal_weights(losses)
+            else:
+                of_rows = bounded(self._weigh(first, labels, rows))
+                losses, weights = of_unit(
+                    losses, Weights(*(t.view(-1, self.views) for t in of_rows))
+                )
             deltas = torch.autograd.grad(losses.sum(), outputs)
         by_sample = [[t.unflatten(0, (-1, self.views)) for t in of] for of in (inputs, deltas)]
         calls = _calls(called, *by_sample)
-        return losses.detach(), [_uses(layer, calls) for layer in self.layers]
+        return losses.detach(), weights, [_uses(layer, calls) for layer in self.layers]
 
     def _mapped(
         self, model: nn.Module, layers: Sequence[Layer], x: Batch, y: Batch
-    ) -> tuple[Tensor, Found]:
-        """Return losses, and uses or gradients, by vmap."""
+    ) -> tuple[Tensor, Weights, Found]:
+        """Return losses, weights, and uses or gradients, by vmap."""
         loose = [n for la, n in zip(layers, self._names, strict=True) if not self._records(la)]
         parameters = dict(model.named_parameters())
         trained: dict[str, Tensor] = {n: parameters[n] for names in loose for n in names}
@@ -253,30 +302,34 @@ class PerSample:
             own: dict[str, Tensor],
             x: Batch,
             y: Batch,
-        ) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        ) -> tuple[Tensor, tuple[Tensor, Weights, list[Tensor]]]:
             called.clear()
             read.clear()
             left[:] = taps
             given = trained | own
             network = partial(functional_call, model, given) if given else model
-            loss = self._loss(network, x, y)
+            loss, weight = self._loss(network, x, y)
             if left:
                 raise ModelError(OTHER_CALLS)
-            return loss, (loss, read)
+            return loss, (loss, weight, read)
 
         one: Any = grad(loss_of, argnums=(0, 1), has_aux=True)
         by_row = 0 if self._by_row else None
         trained, own = (self._for_each(samples_in(x), of) for of in (trained, own))
         mapped = vmap(one, in_dims=(None, by_row, by_row, 0, 0), randomness="different")
         with torch.no_grad(), _supported(), self._tapped(layers, tap), _DrawnAnew():
-            (deltas, g), (losses, inputs) = mapped(taps, trained, own, x, y)
+            (deltas, g), (losses, weights, inputs) = mapped(taps, trained, own, x, y)
         calls = _calls(called, inputs, deltas)
-        return losses, [
-            _uses(layer, calls)
-            if self._records(layer)
-            else torch.cat([g.pop(name).reshape(len(losses), -1) for name in names], 1)
-            for layer, names in zip(layers, self._names, strict=True)
-        ]
+        return (
+            losses,
+            weights,
+            [
+                _uses(layer, calls)
+                if self._records(layer)
+                else torch.cat([g.pop(name).reshape(len(losses), -1) for name in names], 1)
+                for layer, names in zip(layers, self._names, strict=True)
+            ],
+        )
 
     def _for_each(self, samples: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors as they are, or one for each sample, in the same memory."""
@@ -314,23 +367,24 @@ class PerSample:
                 stack.callback(handle.remove)
             yield
 
-    def _looped(self, x: Batch, y: Batch) -> tuple[Tensor, list[Tensor]]:
-        """Return losses and gradients of samples that run one after the other."""
+    def _looped(self, x: Batch, y: Batch) -> tuple[Tensor, Weights, list[Tensor]]:
+        """Return losses, weights and gradients of samples that run one after the other."""
         like, samples = _first(self.layers), samples_in(x)
         found = [like.new_zeros(samples, layer.stop - layer.start) for layer in self.layers]
-        losses = []
-        for i, (loss, gradients) in enumerate(self._one_by_one(self._model, x, y)):
+        losses, weights = list[Tensor](), list[Weights]()
+        for i, (loss, weight, gradients) in enumerate(self._one_by_one(self._model, x, y)):
             losses.append(loss)
+            weights.append(weight)
             for layer, names, g in zip(self.layers, self._names, found, strict=True):
                 for name, slot in zip(names, layer.slices.values(), strict=True):
                     if (part := gradients.pop(name)) is not None:
                         g[i, slot] = part.flatten()
-        return torch.stack(losses), found
+        return torch.stack(losses), _stacked(weights), found
 
     def _one_by_one(
         self, model: nn.Module, x: Batch, y: Batch, shared: Iterable[Tensor] = ()
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor | None]]]:
-        """Yield the loss of each sample and its gradients by parameter; None if it has no effect.
+    ) -> Iterator[tuple[Tensor, Weights, dict[str, Tensor | None]]]:
+        """Yield loss, weight and gradients of each sample by parameter; None if it has no effect.
 
         Each sample gets a new copy of the network, so none leaves anything to the next. Tensors in
         ``shared`` are not copied.
@@ -342,10 +396,10 @@ class PerSample:
             named = dict(alone.named_parameters())
             trained = {n: named[n].requires_grad_() for names in self._names for n in names}
             with torch.enable_grad():
-                loss = self._loss(alone, x_i, y_i)
+                loss, weight = self._loss(alone, x_i, y_i)
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
-            yield loss.detach(), {name: _taken(p) for name, p in trained.items()}
+            yield loss.detach(), weight, {name: _taken(p) for name, p in trained.items()}
 
     def _try(self) -> str | None:
         """Find the layers to record; return why vmap cannot run the network, None if it can."""
@@ -363,6 +417,8 @@ class PerSample:
                 self.idle = self._find_idle(probe, x, y)
             if len(self.idle) == len(layers):
                 raise ModelError(UNTRAINED)
+            if not self._rowwise:
+                self._check_weights(probe, x, y)
             why = ""
             for some in (_known(layers), set[str]()):
                 self._recorded = some
@@ -382,11 +438,21 @@ class PerSample:
                     self._recorded -= wrong
         return why
 
+    def _check_weights(self, probe: nn.Module, x: Batch, y: Batch) -> None:
+        """Raise ModelError if class weights in the loss do not multiply all of it."""
+        x_0, y_0 = (map_rows(partial(_row, 0), batch) for batch in (x, y))
+
+        def loss_within(apart: WeightsApart) -> Tensor:
+            with constant_draws():
+                return self._loss(copy.deepcopy(probe), x_0, y_0, apart)[0]
+
+        self.weighed = check_alone(loss_within, self.views)
+
     def _find_idle(self, probe: nn.Module, x: Batch, y: Batch) -> tuple[str, ...]:
         """Return the names of layers on which no sample's loss depends."""
         idle = {name for names in self._names for name in names}
         with constant_draws():
-            for _, gradients in self._one_by_one(probe, x, y, probe.parameters()):
+            for *_, gradients in self._one_by_one(probe, x, y, probe.parameters()):
                 idle -= {name for name, g in gradients.items() if g is not None}
                 gradients.clear()
         pairs = zip(self.layers, self._names, strict=True)
@@ -400,6 +466,7 @@ class PerSample:
         Gradients of few samples, and of one layer by its rule, are in memory at a time.
         """
         wrong, found, expected = set[str](), list[Tensor](), list[Tensor]()
+        found_weights, expected_weights = list[Tensor](), list[Tensor]()
         step = min(self.most, samples_in(x))
         with constant_draws():
             called = self._note_calls(probe, layers, x, y)
@@ -413,15 +480,19 @@ class PerSample:
             for begin in range(0, samples_in(x), step):
                 few = itemgetter(slice(begin, begin + step))
                 some_x, some_y = (map_rows(few, batch) for batch in (x, y))
-                losses, by_layer = self._mapped(probe, layers, some_x, some_y)
+                losses, weights, by_layer = self._mapped(probe, layers, some_x, some_y)
                 found.append(losses)
+                found_weights.append(weights.value)
                 alone = self._one_by_one(probe, some_x, some_y, probe.parameters())
-                for i, (loss, gradients) in enumerate(alone):
+                for i, (loss, weight, gradients) in enumerate(alone):
                     expected.append(loss)
+                    expected_weights.append(weight.value)
                     for la, got, names in zip(layers, by_layer, self._names, strict=True):
                         if not _alike(_written(la, got, i), [gradients.pop(n) for n in names]):
                             wrong.add(la.name)
-        return wrong, _alike([torch.cat(found)], [torch.stack(expected)])
+        same_losses = _alike([torch.cat(found)], [torch.stack(expected)])
+        same_weights = _alike([torch.cat(found_weights)], [torch.stack(expected_weights)])
+        return wrong, same_losses and same_weights
 
     def _note_calls(
         self, model: nn.Module, layers: Sequence[Layer], x: Batch, y: Batch
@@ -439,6 +510,11 @@ class PerSample:
         with self._tapped(layers, note), torch.enable_grad():
             self._loss(model, x_0, y_0)
         return called
+
+
+def _stacked(weights: Sequence[Weights]) -> Weights:
+    """Return weights of samples as those of a chunk."""
+    return Weights(*map(torch.stack, zip(*weights, strict=True)))
 
 
 def chain_of(model: nn.Module) -> list[nn.Module] | None:

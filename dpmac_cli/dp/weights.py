@@ -1,0 +1,299 @@
+"""Weights of records: factors from 0 to 1 on gradients that are already clipped.
+
+Clipping takes the size of a gradient away, and with it whatever its loss was multiplied by. So a
+weight multiplies the gradient afterwards: a record adds w c (g - m). With w in [0, 1] it moves the
+sum by at most as much as with weight 1, and the accountant has nothing to learn. For a ball about 0
+the ratios of weights are exact. With a centre m, the released mean is m + sum w c (g - m) / B: its
+fixed point is the same weighted mean, which it reaches more slowly.
+
+A unit of several records adds the clipped mean of its weighted gradients, sum w g / sum w, times
+the mean of its weights.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from dpmac_cli.dp.clipping.batches import Batch, map_rows, samples_in
+from dpmac_cli.errors import InputError, ModelError, raise_errors
+from dpmac_cli.torch_errors import type_and_place
+
+#: Takes inputs and labels of some rows, and the network's outputs, shape (rows, ...). Returns a
+#: weight per row, shape (rows,): any number, cut to [0, 1] by :func:`bounded`.
+Weigh: TypeAlias = Callable[[Batch, Batch, Tensor], Tensor]
+
+#: Remedy in messages.
+REMEDY = (
+    "Clipping takes the size of a gradient away, so these weights would have no effect. Remove "
+    "them from the loss, and pass weights=, a function that returns one weight for each record: "
+    "it multiplies the gradient after clipping."
+)
+
+
+class Weights(NamedTuple):
+    """Weights of some samples.
+
+    Attributes:
+        value: in [0, 1], float64, shape (samples,).
+        cut: whether the weight was outside [0, 1] or NaN, bool, shape (samples,). Private.
+    """
+
+    value: Tensor
+    cut: Tensor
+
+
+def bounded(found: Tensor) -> Weights:
+    """Return numbers as weights in [0, 1], whatever they are; NaN becomes 0."""
+    given = found.detach().double()
+    value = torch.nan_to_num(given, nan=0.0).clamp(0.0, 1.0)
+    return Weights(value, given != value)
+
+
+def equal_weights(losses: Tensor) -> Weights:
+    """Return weight 1 for each loss, in the shape of the losses."""
+    ones = torch.ones_like(losses, dtype=torch.float64)
+    return Weights(ones, torch.zeros_like(losses, dtype=torch.bool))
+
+
+def relative(weights: Tensor) -> Tensor:
+    """Return weights in [0, 1], shape (..., rows), divided by their mean; 0 if all are 0."""
+    mean = weights.mean(-1, keepdim=True)
+    return torch.where(mean > 0, weights / mean, 0.0)
+
+
+def of_unit(losses: Tensor, rows: Weights) -> tuple[Tensor, Weights]:
+    """Return the loss and the weight of samples of several rows.
+
+    Args:
+        losses: losses, shape (..., rows).
+        rows: weights of the rows, in the same shape.
+
+    Returns:
+        sum w l / sum w, and the mean of w, shape (...). The loss of a unit without weight is 0.
+    """
+    loss = (losses * relative(rows.value).to(losses.dtype)).mean(-1)
+    return loss, Weights(rows.value.mean(-1), rows.cut.any(-1))
+
+
+def of_classes(weights: Sequence[float], device: torch.device) -> Weigh:
+    """Return the weights of classes, divided by the largest, for labels of shape (rows,)."""
+    table = torch.tensor(weights, dtype=torch.float64, device=device)
+    table = table / table.max()
+
+    def weigh(_: Batch, labels: Tensor, __: Tensor) -> Tensor:
+        return table[labels]
+
+    return weigh
+
+
+def of_quantile(level: float) -> Weigh:
+    """Return the weights with which the absolute error has the quantile ``level`` as its minimum.
+
+    The pinball loss (Koenker and Bassett 1978) is the absolute error times ``level`` where the
+    target is above the prediction, and times 1 - ``level`` below it. Divided by the larger of both.
+    Outputs and targets have shape (rows, 1).
+    """
+    above, below = (share / max(level, 1 - level) for share in (level, 1 - level))
+
+    def weigh(_: Batch, targets: Tensor, outputs: Tensor) -> Tensor:
+        return torch.where(targets > outputs, above, below).squeeze(1)
+
+    return weigh
+
+
+class RecordWeights:
+    """Weights that a program gives, called on one record at a time.
+
+    Args:
+        function: returns one weight per row, from the inputs, or from inputs and labels.
+        largest: number by which weights are divided.
+        arguments: names of what the function takes, for messages.
+
+    Raises InputError if the arguments cannot be used.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], largest: float, *arguments: str) -> None:
+        raise_errors(
+            fault
+            for fault, wrong in (
+                (
+                    f"weights must be a function weights({', '.join(arguments)}) that returns one "
+                    f"weight per record, not a {type(function).__name__}.",
+                    not callable(function),
+                ),
+                (
+                    f"largest_weight must be a number above 0, not {largest!r}.",
+                    not (isinstance(largest, (int, float)) and 0 < largest < math.inf),
+                ),
+            )
+            if wrong
+        )
+        self._function, self._largest, self._arguments = function, largest, arguments
+
+    @property
+    def name(self) -> str:
+        """Return the module and the name of the function."""
+        named: Any = self._function
+        return f"{named.__module__}:{getattr(named, '__qualname__', type(named).__qualname__)}"
+
+    def check_example(self, x: Batch, y: Batch) -> None:
+        """Raise InputError if the weight of a row of a public example is not in [0, largest]."""
+        for i in range(samples_in(x)):
+            row = map_rows(itemgetter(slice(i, i + 1)), x), map_rows(itemgetter(slice(i, i + 1)), y)
+            weight = self(*row, torch.empty(0))
+            if bool(bounded(weight).cut):
+                raise InputError(
+                    f"Row {i} of the example has the weight {float(weight) * self._largest:g}, but "
+                    f"weights go from 0 to largest_weight, {self._largest:g}. What is outside "
+                    "would be cut. Set largest_weight to the largest number that weights returns."
+                )
+
+    def __call__(self, x: Batch, y: Batch, outputs: Tensor) -> Tensor:
+        """Return the weights of rows, divided by the largest one. Raises ModelError."""
+        del outputs
+        rows, given = samples_in(x), (x, y)[: len(self._arguments)]
+        called = f"weights({', '.join(self._arguments)})"
+        try:
+            found: Any = self._function(*given)
+        except Exception as failure:
+            if "vmap" in str(failure):
+                raise  # a function of one record that vmap cannot run, which has a remedy
+            raise ModelError(
+                f"{called} failed on one record: {type_and_place(failure)}. It is called with one "
+                f"record at a time, and returns its weight, a tensor of shape ({rows},)."
+            ) from failure
+        if not isinstance(found, Tensor) or found.numel() != rows or found.is_complex():
+            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ModelError(
+                f"{called} returned {shape} for {rows} record{'s' * (rows > 1)}. It must return "
+                f"one weight for each record, a tensor of shape ({rows},)."
+            )
+        return found.reshape(rows).double() / self._largest
+
+
+#: Losses of torch whose class weights are taken apart, and the argument that has them.
+TAKEN: Mapping[Callable[..., Tensor], str] = MappingProxyType(
+    {
+        functional.cross_entropy: "weight",
+        functional.nll_loss: "weight",
+        functional.binary_cross_entropy_with_logits: "pos_weight",
+    }
+)
+
+
+class WeightsApart(TorchFunctionMode):
+    """Computes losses of torch without their class weights, and notes the weights of the rows.
+
+        with WeightsApart() as apart:
+            losses = torch.nn.CrossEntropyLoss(weight=weight)(outputs, labels)
+        apart.weights  # of the labels, divided by the largest; None if no loss had weights
+
+    Args:
+        rows: number of rows of a record: 1, or those of a unit.
+        scale: factor on losses that had weights, for :func:`check_alone`.
+
+    Raises ModelError in the block for weights that no weight of a record can replace.
+    """
+
+    def __init__(self, rows: int = 1, scale: float = 1.0) -> None:
+        super().__init__()
+        self._rows, self._scale = rows, scale
+        self.weights: Tensor | None = None
+        self.taken = ""
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch gives it no types
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = TAKEN.get(func)
+        if name is None:
+            return func(*args, **kwargs)
+        given = inspect.signature(func).bind(*args, **kwargs)
+        given.apply_defaults()
+        arguments = given.arguments
+        self._check_row_weights(func, arguments)
+        if arguments[name] is None:
+            return func(*args, **kwargs)
+        self._check(func, name, arguments)
+        weights = _weights_of_labels(name, arguments)
+        if self.weights is not None:
+            self._refuse(func, f"{name}= a second time for one record")
+        self.weights, self.taken = weights, func.__name__
+        arguments[name] = None
+        reduction, arguments["reduction"] = arguments["reduction"], "none"
+        losses = func(*given.args, **given.kwargs).reshape(self._rows)
+        # The mean of these is the mean with weights, sum w l / sum w.
+        factors = relative(bounded(weights).value).to(losses.dtype)
+        losses = losses * factors * self._scale
+        if reduction == "none":
+            return losses
+        return losses.sum() if reduction == "sum" else losses.mean()
+
+    def _check_row_weights(self, func: Any, arguments: Mapping[str, Any]) -> None:
+        """Raise ModelError for a weight of each row, in a loss whose class weights have a name."""
+        rows = TAKEN[func] == "pos_weight" and arguments["input"].numel() == self._rows
+        if rows and arguments["weight"] is not None:
+            self._refuse(func, "weight=")
+
+    def _check(self, func: Any, name: str, arguments: Mapping[str, Any]) -> None:
+        """Raise ModelError unless each row has one hard label."""
+        outputs, target = arguments["input"], arguments["target"]
+        if arguments["size_average"] is not None or arguments["reduce"] is not None:
+            self._refuse(func, f"{name}= and size_average= or reduce=")
+        if arguments.get("label_smoothing"):
+            self._refuse(func, f"{name}= and label smoothing")
+        if name == "weight" and target.is_floating_point():
+            self._refuse(func, f"{name}= and soft labels")
+        if name == "pos_weight" and outputs.numel() != self._rows:
+            self._refuse(func, f"{name}= and {outputs.numel()} outputs per record")
+        if target.numel() != self._rows:
+            self._refuse(func, f"{name}= and {target.numel()} targets per record")
+
+    def _refuse(self, func: Any, why: str) -> NoReturn:
+        raise ModelError(f"The loss calls {func.__name__} with {why}. {REMEDY}")
+
+
+def _weights_of_labels(name: str, arguments: Mapping[str, Any]) -> Tensor:
+    """Return the weight of each row's label, divided by the largest weight; shape (rows,)."""
+    weight, target = arguments[name].double(), arguments["target"]
+    if name == "pos_weight":
+        positive, label = weight.reshape(()), target.double().reshape(-1)
+        found = torch.where(label == 1, positive, torch.where(label == 0, 1.0, torch.nan))
+        largest = positive.clamp(min=1.0)
+    else:
+        label = target.reshape(-1)
+        ignored = label == arguments["ignore_index"]
+        found = torch.where(ignored, 0.0, weight[label.clamp(0, len(weight) - 1)])
+        largest = weight.max()
+    relative_to_largest: Tensor = found / largest
+    return relative_to_largest
+
+
+def check_alone(losses: Callable[[WeightsApart], Tensor], rows: int = 1) -> str:
+    """Return the name of torch's loss that has weights; "" for none.
+
+    Args:
+        losses: computes the loss of one record within a mode.
+        rows: see :class:`WeightsApart`.
+
+    Raises ModelError if the loss consists of more than that: the weight of a record multiplies its
+    whole gradient.
+    """
+    once, twice = WeightsApart(rows), WeightsApart(rows, scale=2.0)
+    first, second = losses(once), losses(twice)
+    if once.weights is not None and not torch.allclose(2 * first, second, 1e-4, 1e-6):
+        raise ModelError(
+            "The loss adds other terms to a loss with class weights, but the weight of a record "
+            f"multiplies its whole gradient. {REMEDY}"
+        )
+    return once.taken
