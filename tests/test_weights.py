@@ -93,7 +93,8 @@ def expected_sum(g: Tensor, weights: Tensor, region: Ellipsoid) -> Tensor:
     """sum of w c (g - m), float64."""
     norms = whiten(g, region).norm(dim=1)
     factors = weights.double() * (1 / norms).clamp(max=1)
-    return (factors[:, None] * (g - region.centre.double())).sum(0)
+    total: Tensor = (factors[:, None] * (g - region.centre.double())).sum(0)
+    return total
 
 
 class Sums:
@@ -235,7 +236,7 @@ def test_positive_weights_of_one_output_are_those_of_its_label() -> None:
 
 @pytest.mark.promise("unit")
 def test_a_unit_adds_the_clipped_mean_of_its_weighted_gradients_times_its_mean_weight() -> None:
-    x, y = (part.unflatten(0, (4, 3)) for part in rows())
+    x, y = (part.view(4, 3, *part.shape[1:]) for part in rows())
     for loss, weigh in (
         (build_loss("cross-entropy"), build_weights("cross-entropy", CLASS_WEIGHTS, CPU)),
         (loss_with_weights("mean"), None),
@@ -251,7 +252,7 @@ def test_a_unit_adds_the_clipped_mean_of_its_weighted_gradients_times_its_mean_w
         theta = flatten_parameters(per_sample.layers)
         out = torch.empty_like(theta)
         ClippedChunkSum(per_sample).of(x, y, RegionMetric(ball(1.0)), out)
-        g, w = gradients_of(plain_loss).unflatten(0, (4, 3)), OF_CLASS.double().unflatten(0, (4, 3))
+        g, w = gradients_of(plain_loss).view(4, 3, -1), OF_CLASS.double().view(4, 3)
         of_unit = (w[:, :, None] * g).sum(1) / w.sum(1, keepdim=True)
         expected = expected_sum(of_unit, w.mean(1), ball(1.0))
         torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
@@ -427,7 +428,7 @@ def test_report_and_card_name_the_weights(tmp_path: Path) -> None:
     x, y = rows()
     data = ArrayData(x.numpy(), y.numpy(), x.numpy(), y.numpy(), low=-9, high=9, classes="abc")
     settings: dict[str, Any] = {"sigma": 1, "steps": 1, "batch_size": RECORDS}
-    said = {
+    said: dict[str, Any] = {
         "Its class weights, 0.3333, 0.6667, 1, multiply": {"class_weights": "1,2,3"},
         "The weights of cross_entropy, at most 1, multiply": {"loss": nn.CrossEntropyLoss(WEIGHT)},
         f"The weights of {__name__}:by_feature, at most 1, multiply": {"weights": by_feature},
@@ -491,7 +492,7 @@ def rare(records: int = 30_000) -> tuple[Any, Any]:
 def balanced_accuracy(**given: Any) -> float:
     x, y = rare()
     data = ArrayData(x[:24_000], y[:24_000], x[24_000:], y[24_000:], low=-3, high=3, classes="ny")
-    options = {"epsilon": 3.0, "device": "cpu"} | given
+    options: dict[str, Any] = {"epsilon": 3.0, "device": "cpu"} | given
     private = make_private(nn.Linear(6, 2), data, optimizer="dp-adam", lr=0.01, **options)
     list(private)
     return 100 * private.evaluate().metric("balanced-accuracy")
