@@ -203,6 +203,16 @@ def test_the_examples_of_steps_on_your_own_batches_run(capsys: pytest.CaptureFix
 
 
 @pytest.mark.long
+def test_the_example_of_weights_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """With weights, a class that 8% of the records have is found; no weight is cut."""
+    [block] = BLOCK.findall((DOCS / "weights.md").read_text())
+    exec(compile(block, "weights.md", "exec"), {"__name__": "notebook"})
+    balanced, cut = capsys.readouterr().out.split()
+    assert float(balanced) > 0.8
+    assert cut == "()"
+
+
+@pytest.mark.long
 def test_the_examples_of_the_page_run_in_order(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

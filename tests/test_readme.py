@@ -35,7 +35,7 @@ README = ROOT / "README.md"
 PAGES = {
     "own": (README, DOCS / "own-data.md", DOCS / "own-network.md", DOCS / "resume.md"),
     "prices": (DOCS / "tour.md", DOCS / "choosing-epsilon.md"),
-    "settings": (DOCS / "fine-tuning.md", DOCS / "tuning.md"),
+    "settings": (DOCS / "fine-tuning.md", DOCS / "tuning.md", DOCS / "weights.md"),
     "ranks and files": (DOCS / "clusters.md", DOCS / "publishing.md"),
 }
 BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
