@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +17,11 @@ from scipy import stats
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.report import events_of
 from dpmac_cli.release.run import fork, resume, train
-from dpmac_cli.studies.grid import Grid, plan
+from dpmac_cli.studies.grid import Grid, listed_values, plan
 from dpmac_cli.studies.results import (
     Cell,
     Comparison,
@@ -60,6 +62,14 @@ def test_every_combination_is_run_with_every_seed() -> None:
             "optimizer": run.plan.optimizer.name,
             "lr": f"{run.plan.optimizer.lr:g}",
         }
+
+
+def test_a_text_with_commas_is_one_value() -> None:
+    for name, option in SETTINGS.items():
+        description = "" if option.pattern is None else option.pattern.description
+        if example := re.search(r"such as (\S+,\S+)$", description):
+            assert listed_values(example[1], option) == [example[1]], name
+    assert listed_values("0.1,0.2", SETTINGS["lr"]) == ["0.1", "0.2"]
 
 
 def test_a_setting_without_effect_is_no_second_run() -> None:

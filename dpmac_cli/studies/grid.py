@@ -35,7 +35,7 @@ from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.optim import OPTIMIZERS
 
 #: Settings whose values may have commas.
-WITH_COMMAS = ("classes", "feature_range", "unit", "class_weights")
+WITH_COMMAS = ("classes", "feature_range", "unit", "class_weights", "shares")
 #: A range to draw numbers from.
 RANGE = re.compile(rf"({NUMBER}):({NUMBER})")
 #: Most combinations of values, each of which is validated before anything is trained.

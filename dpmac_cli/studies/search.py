@@ -49,7 +49,7 @@ SEARCHED: Mapping[str, Option] = {
     name: option
     for name, option in SETTINGS.items()
     if option.group in (TASK, OPTIMIZER, RECIPE)
-    and name not in ("dataset", "recipe", "class_weights")
+    and name not in ("dataset", "recipe", "class_weights", "shares")
     and not option.switch
 }
 
