@@ -443,8 +443,9 @@ class PerSample:
         x_0, y_0 = (map_rows(partial(_row, 0), batch) for batch in (x, y))
 
         def loss_within(apart: WeightsApart) -> Tensor:
+            alone = copy.deepcopy(probe, {id(p): p for p in probe.parameters()})
             with constant_draws():
-                return self._loss(copy.deepcopy(probe), x_0, y_0, apart)[0]
+                return self._loss(alone, x_0, y_0, apart)[0]
 
         self.weighed = check_alone(loss_within, self.views)
 
