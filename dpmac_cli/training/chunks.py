@@ -153,10 +153,7 @@ class ChunkedSum(ABC):
         def run(x: Any) -> Any:
             y = map_rows(lambda t: t.expand(samples_in(x), *t.shape[1:]), label)
             with code_of_network(x):
-                losses, weights, found = self.per_sample(x, y)
-            # These decide on which side of a kink samples are.
-            by_layer = [g if isinstance(g, Tensor) else [u.inputs for u in g] for g in found]
-            return losses, weights.value, by_layer
+                return self.per_sample.observed(x, y)
 
         if not (self.per_sample.vmapped and self.chunk > 1 and self._private):
             return Manner(), self.per_sample.notes

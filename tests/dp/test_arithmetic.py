@@ -332,6 +332,57 @@ def test_a_network_that_no_way_helps_takes_the_same_steps_with_each_record_alone
     torch.testing.assert_close(walk(trainer, 3), expected)
 
 
+def hinge(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return torch.relu(1 - y * model(x).squeeze(1))
+
+
+def raw_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return a product that belongs to no layer with a rule."""
+    return x @ weight
+
+
+class Raw(nn.Module):
+    """A network of products without layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(10, 32) / 4)
+        self.second = nn.Parameter(torch.randn(32, 1) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return raw_product(torch.relu(raw_product(x, self.first)), self.second)
+
+
+def layered() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
+#: Initial weights with which a trial of losses and gradients alone finds no rounding.
+MISSED = (2, 8, 9, 11, 33, 38)
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize("build", [layered, Raw])
+@pytest.mark.parametrize(
+    "seed", rest_long([*MISSED, *sorted({*range(40)} - {*MISSED})], short=len(MISSED))
+)
+def test_rounding_that_a_kink_hides_is_found(seed: int, build: Callable[[], nn.Module]) -> None:
+    """A hinge loss of 0 hides how the output was rounded, until a record is at its kink."""
+    torch.manual_seed(seed)
+    clipped = clipped_grad(build(), hinge, ball(1.0), batch_size=64, physical_batch=64)
+    sums = clipped.prepare((torch.zeros(1, 10), torch.zeros(1)))
+    for _ in range(4):
+        record = torch.randn(1, 10), torch.randn(1)
+        assert sums.per_sample.vmapped, sums.notes
+        for samples in (20, 19):
+            rows = sums.manner.rows(samples, sums.chunk)
+            copies = tuple(t.expand(rows, *t.shape[1:]).contiguous() for t in record)
+            results = sums.per_sample.observed(copies, ())
+            assert len(results) > 4
+            assert all(bool((rows == rows[0]).all()) for rows in results)
+
+
 class Scaled(nn.Module):
     """Reads the value of a weight, which has none where each record has weights of its own."""
 

@@ -174,6 +174,8 @@ class PerSample:
         self.idle: tuple[str, ...] = ()
         self.weighed = ""
         self.notes: tuple[str, ...] = ()
+        # Results of the network's operations, where they are asked for: see :meth:`observed`.
+        self._results: list[Tensor] | None = None
         # Names of the layers whose gradients follow from calls.
         self._recorded = _known(self.layers)
         known = rowwise and len(self._recorded) == len(self.layers)
@@ -205,6 +207,20 @@ class PerSample:
             return self._mapped(self._model, self.layers, x, y)
         losses, weights, found = self._looped(x, y)
         return losses, weights, [*found]
+
+    def observed(self, x: Batch, y: Batch) -> list[Tensor]:
+        """Return everything that a chunk's gradients are computed from, one row per sample or view.
+
+        A result that is equal for two samples may come from values that differ, such as the zero of
+        a ReLU or of a hinge loss. So the results of all operations are included.
+        """
+        results = self._results = list[Tensor]()
+        try:
+            losses, weights, found = self(x, y)
+        finally:
+            self._results = None
+        uses = [g if isinstance(g, Tensor) else [use.inputs for use in g] for g in found]
+        return [losses, weights.value, *results, *tensors_in(uses)]
 
     def multiply_each_record_alone(self) -> None:
         """Give each sample its own weights from now on, so that products are of one sample."""
@@ -271,6 +287,8 @@ class PerSample:
                     losses, Weights(*(t.view(-1, self.views) for t in of_rows))
                 )
             deltas = torch.autograd.grad(losses.sum(), outputs)
+        if self._results is not None:
+            self._results += [out.detach() for out in outputs]
         by_sample = [[t.unflatten(0, (-1, self.views)) for t in of] for of in (inputs, deltas)]
         calls = _calls(called, *by_sample)
         return losses.detach(), weights, [_uses(layer, calls) for layer in self.layers]
@@ -288,6 +306,7 @@ class PerSample:
         }
         taps = [like.new_zeros(shape) for names, shape in self._shapes if names & self._recorded]
         left, called, read = list[Tensor](), list[nn.Module](), list[Tensor]()
+        kept = None if self._results is None else list[Tensor]()
 
         def tap(module: nn.Module, given: Tensor, out: Tensor) -> Tensor:
             if not left or out.shape != left[0].shape:
@@ -302,23 +321,26 @@ class PerSample:
             own: dict[str, Tensor],
             x: Batch,
             y: Batch,
-        ) -> tuple[Tensor, tuple[Tensor, Weights, list[Tensor]]]:
+        ) -> tuple[Tensor, tuple[Tensor, Weights, list[Tensor], list[Tensor]]]:
             called.clear()
             read.clear()
             left[:] = taps
             given = trained | own
-            network = partial(functional_call, model, given) if given else model
-            loss, weight = self._loss(network, x, y)
+            network = partial(_called_with, model, given) if given else model
+            with nullcontext() if kept is None else _KeptResults(kept):
+                loss, weight = self._loss(network, x, y)
             if left:
                 raise ModelError(OTHER_CALLS)
-            return loss, (loss, weight, read)
+            return loss, (loss, weight, read, kept or [])
 
         one: Any = grad(loss_of, argnums=(0, 1), has_aux=True)
         by_row = 0 if self._by_row else None
         trained, own = (self._for_each(samples_in(x), of) for of in (trained, own))
         mapped = vmap(one, in_dims=(None, by_row, by_row, 0, 0), randomness="different")
         with torch.no_grad(), _supported(), self._tapped(layers, tap), _DrawnAnew():
-            (deltas, g), (losses, weights, inputs) = mapped(taps, trained, own, x, y)
+            (deltas, g), (losses, weights, inputs, results) = mapped(taps, trained, own, x, y)
+        if self._results is not None:
+            self._results += results
         calls = _calls(called, inputs, deltas)
         return (
             losses,
@@ -578,6 +600,11 @@ def _tapped_product(
     return out if layer is None else tap(layer, x, out)
 
 
+def _called_with(model: nn.Module, parameters: dict[str, Tensor], x: Batch) -> Any:
+    """Call a network with other parameters; a batch that is a tuple is one argument."""
+    return functional_call(model, parameters, (x,))
+
+
 def _first(layers: Sequence[Layer]) -> Tensor:
     """Return the first parameter, of which the others have dtype and device."""
     return next(iter(layers[0].parameters.values()))
@@ -668,6 +695,25 @@ class _DrawnAnew(TorchFunctionMode):
             given = dict(zip(("tensor", "p"), args, strict=False)) | (kwargs or {})
             return torch.bernoulli(torch.zeros_like(given["tensor"]) + given.get("p", 0.5))
         return func(*args, **(kwargs or {}))
+
+
+class _KeptResults(TorchFunctionMode):
+    """Keeps copies of the results of operations on a sample, inside of vmap."""
+
+    def __init__(self, results: list[Tensor]) -> None:
+        super().__init__()
+        self._results = results
+        self._level = torch._C._functorch.maybe_current_level() or 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "empty" not in getattr(func, "__name__", ""):  # which has no values yet
+            self._results += [t.detach().clone() for t in tensors_in(result) if self._keeps(t)]
+        return result
+
+    def _keeps(self, tensor: Tensor) -> bool:
+        """Return whether a result depends on samples, and outlives a vmap of the network's own."""
+        return 0 < torch._C._functorch.maybe_get_level(tensor) <= self._level
 
 
 @contextmanager
