@@ -51,6 +51,7 @@ from dpmac_cli.errors import (
     counted,
     raise_errors,
 )
+from dpmac_cli.models.modes import notes_on_modes
 from dpmac_cli.models.trial import BatchLoss, Objective, Trial, device_of, trained_parts
 from dpmac_cli.models.validation import check_trial
 from dpmac_cli.optim import Optimizer
@@ -272,7 +273,7 @@ class Step(Unshared):
 
         That includes buffers and frozen parameters, which are published without noise.
         """
-        with self.sums.unchanged.training():
+        with self.sums.unchanged.as_validated():
             self.sums.unchanged.check()
         self.sums.unchanged.check_values()
 
@@ -369,7 +370,7 @@ class PrivateProgram(Unshared):
     @property
     @abstractmethod
     def model(self) -> nn.Module:
-        """Return the network. Every step sets it to training mode."""
+        """Return the network. Steps run it in the modes in which it was validated."""
 
     @property
     def taken(self) -> int:
@@ -533,7 +534,7 @@ class PrivateStep(PrivateProgram):
 
     @property
     def model(self) -> nn.Module:
-        """Return the network. Every step sets it to training mode."""
+        """Return the network. Steps run it in the modes in which it was validated."""
         return self._model
 
     def loader(
@@ -688,7 +689,8 @@ class PrivateStep(PrivateProgram):
             )
         self._structure, self._sums = structure, sums
         frozen = any(not p.requires_grad for p in objective.parameters())
-        self._notes = (*self._notes, *[trained_parts(objective)] * frozen, *sums.notes)
+        modes = notes_on_modes(objective)
+        self._notes = (*self._notes, *[trained_parts(objective)] * frozen, *modes, *sums.notes)
         return self._step
 
 

@@ -5,8 +5,8 @@ mistake, and the network may change itself in a step, by which it could carry a 
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_modules
 
 from dpmac_cli.errors import ModelError
+from dpmac_cli.models.modes import Modes
 from dpmac_cli.storage.digest import identical
 
 #: Remedy for changes between steps.
@@ -66,7 +67,7 @@ class _Place(NamedTuple):
 
 
 class Fingerprint:
-    """A network as it was when this object was made, in training mode.
+    """A network as it was when this object was made, with the mode of each module.
 
     Args:
         network: network whose trained parameters may change in place, and nothing else.
@@ -75,7 +76,7 @@ class Fingerprint:
 
     def __init__(self, network: nn.Module, trained: Collection[int]) -> None:
         self._network, self._trained = network, frozenset(trained)
-        self._modules = list(network.modules())
+        self._modes = Modes(network)
         self._kept: list[Any] = []  # while it is held, no other object gets its id
         self._copies = {
             name: (tensor, tensor.detach().clone())
@@ -113,16 +114,9 @@ class Fingerprint:
                 "would be published without noise, so nothing is. Keep no statistics in it."
             )
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Set the network to training mode, as it was validated, and restore its modes."""
-        modes = [(module, module.training) for module in self._modules]
-        self._network.train()
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+    def as_validated(self) -> AbstractContextManager[None]:
+        """Set each module to the mode in which it was validated, and restore the others after."""
+        return self._modes.applied()
 
     def _now(self) -> dict[tuple[str, ...], Any]:
         """Return everything that must stay as it is, by path, in a form that is compared by ==."""

@@ -23,6 +23,7 @@ from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
 from dpmac_cli.dp.clipping.per_sample import constant_draws
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.fingerprint import Fingerprint
+from dpmac_cli.models.modes import evaluating
 from dpmac_cli.models.trial import Trial, device_of
 from dpmac_cli.torch_errors import what_failed
 
@@ -109,7 +110,8 @@ def check_trial(
         ) from failure
     with explained(trial):
         with torch.no_grad():
-            _check_output(probe.double().eval(), trial, FEW, scored=True)
+            with evaluating(probe.double()):
+                _check_output(probe, trial, FEW, scored=True)
             prepared(probe, frozen)
             for count in (1,) if isolated else (FEW, 1):
                 _check_output(probe, trial, count)
@@ -153,7 +155,7 @@ def check_precision(model: nn.Module, trial: Trial) -> None:
     Raises ModelError.
     """
     x = trial.inputs.to(device_of(model)).made_up(1)
-    network = copy.deepcopy(model).train()
+    network = copy.deepcopy(model)
     trained = [p for p in network.parameters() if p.requires_grad]
     with torch.random.fork_rng(), _Permitted():  # type: ignore[no-untyped-call]
         loss = trial.losses(network(x)).sum()
@@ -187,7 +189,7 @@ def _check_parts(model: nn.Module, frozen: bool) -> None:
 
 def _check_layer(name: str, module: nn.Module, frozen: bool) -> None:
     """Reject a layer that mixes samples, or whose gradients depend on the batch."""
-    if isinstance(module, MIXING_LAYERS) and not frozen:
+    if isinstance(module, MIXING_LAYERS) and not frozen and not _is_constant(module):
         raise ModelError(
             f"The layer {name} is a {type(module).__name__}, which mixes the samples of a "
             "batch and keeps statistics of them without noise. Use "
@@ -199,6 +201,11 @@ def _check_layer(name: str, module: nn.Module, frozen: bool) -> None:
             f"The layer {name} changes its weights or gradients depending on the batch. "
             "Leave out max_norm and scale_grad_by_freq."
         )
+
+
+def _is_constant(norm: Any) -> bool:
+    """Return whether a batch norm is in evaluation mode, in which its statistics are constants."""
+    return not norm.training and norm.running_mean is not None and not is_lazy(norm.running_mean)
 
 
 def _check_tensor(name: str, value: Tensor, frozen: bool) -> None:
@@ -263,11 +270,12 @@ def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = 
 
 
 def prepared(model: nn.Module, frozen: bool) -> nn.Module:
-    """Set a model to the mode in which it runs, and turn dropout into the identity."""
-    model = model.train(not frozen)
+    """Turn dropout into the identity, and set a ``frozen`` model to evaluation mode."""
+    if frozen:
+        model.eval()
     for module in model.modules():
         if type(module) in DROPOUT:
-            module.forward = lambda x: x  # still in training mode, which other code may check
+            module.forward = lambda x: x  # still in its mode, which other code may check
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
     return model

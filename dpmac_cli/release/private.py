@@ -19,6 +19,7 @@ from dpmac_cli.data.schema import InMemoryData
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.modes import notes_on_modes
 from dpmac_cli.models.trial import trained_parts
 from dpmac_cli.release.publish import Finished, publish
 from dpmac_cli.runs import folder
@@ -119,14 +120,14 @@ class PrivateTraining(PrivateProgram):
         self._others = others_held_by(model, held)
         weighed = weigh.name if weigh is not None else self._step.sums.per_sample.weighed
         self._plan = _with_weights(self._plan, weighed)
-        on_run = (*self._task.notes, *self._step.notes)
+        on_run = (*self._task.notes, *notes_on_modes(model), *self._step.notes)
         if any(not p.requires_grad for p in model.parameters()):
             on_run = (trained_parts(model), *on_run)
         self._notes = (*resolved.notes, *self._notes_on_earlier(), *on_run)
 
     @property
     def model(self) -> nn.Module:
-        """Return the network. Every step sets it to training mode."""
+        """Return the network. Steps run it in the modes in which it was validated."""
         return self._task.model
 
     @property

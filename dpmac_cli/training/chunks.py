@@ -78,7 +78,7 @@ class ChunkedSum(ABC):
         ModelError: layers cannot be clipped.
 
     Attributes:
-        model: the network, which each step sets to training mode.
+        model: the network, which each step runs in the modes in which it was validated.
         theta: the model's parameters, moved into one vector, shape (d,).
         chunk: initial number of samples per chunk: the physical batch, or fewer.
         clipped_sum: clipped sum of one chunk.
@@ -106,7 +106,6 @@ class ChunkedSum(ABC):
     ) -> None:
         self._layers, self._private = layers, private
         self.arithmetic, self.model = Arithmetic.now(), model
-        model.train()  # as validated
         self.per_sample = PerSample(
             model, inputs, labels, views, loss, rowwise=rowwise, weigh=weigh
         )
@@ -183,8 +182,8 @@ class ChunkedSum(ABC):
 
     def check(self) -> None:
         """Raise ModelError if the network is no longer the one that was validated."""
-        self.model.train()  # as validated; the caller may have left it in evaluation mode
-        self.unchanged.check()
+        with self.unchanged.as_validated():  # the program may have left it in evaluation mode
+            self.unchanged.check()
 
     def of(self, drawn: Indices, step: int, metric: RegionMetric, chunk: int) -> tuple[Tensor, int]:
         """Return the sum over a batch, shape (d,), and the chunk size that fits into memory.
@@ -202,9 +201,11 @@ class ChunkedSum(ABC):
         Raises ModelError if the network changes itself, and RunError if memory runs out with one
         sample.
         """
-        with nullcontext() if self._layers is None else self._layers.of(step):
-            found = self._add_up(drawn, step, metric, chunk)
-        self.unchanged.check(DURING)
+        draws = nullcontext() if self._layers is None else self._layers.of(step)
+        with self.unchanged.as_validated():
+            with draws:
+                found = self._add_up(drawn, step, metric, chunk)
+            self.unchanged.check(DURING)
         return found
 
     def _add_up(

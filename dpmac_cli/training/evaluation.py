@@ -17,6 +17,7 @@ from dpmac_cli.dp.clipping.batch_invariance import (
     unaffected,
 )
 from dpmac_cli.dp.losses import build_loss
+from dpmac_cli.models.modes import evaluating
 from dpmac_cli.models.trial import dtype_of
 from dpmac_cli.tasks.task import Results, Task
 from dpmac_cli.torch_errors import code_of_network
@@ -112,14 +113,13 @@ def outputs(
 
     They are converted to the dtype of the model.
     """
-    training, dtype = model.training, dtype_of(model)
-    model.eval()
-    for x in inputs:
-        with code_of_network(x):
-            rows = x.to(torch.promote_types(x.dtype, dtype))
-            logits = model(fill_rows(rows, LEAST_ROWS)) if run is None else run(rows)
-        yield logits[: len(x)]
-    model.train(training)
+    dtype = dtype_of(model)
+    with evaluating(model):
+        for x in inputs:
+            with code_of_network(x):
+                rows = x.to(torch.promote_types(x.dtype, dtype))
+                logits = model(fill_rows(rows, LEAST_ROWS)) if run is None else run(rows)
+            yield logits[: len(x)]
 
 
 def _alone(model: nn.Module, data: Data, size: int) -> Callable[[Tensor], Tensor]:
@@ -128,10 +128,9 @@ def _alone(model: nn.Module, data: Data, size: int) -> Callable[[Tensor], Tensor
     The network sees each of them alone. Nor may one round another: it could move it across a kink
     or to another class.
     """
-    like, training = data.gain.new_empty(data.test.images.shape[1:]), model.training
-    run = unaffected(model.eval(), like, size, own=True)
-    model.train(training)
-    return run
+    like = data.gain.new_empty(data.test.images.shape[1:])
+    with evaluating(model):
+        return unaffected(model, like, size, own=True)
 
 
 def evaluate(model: nn.Module, data: Data, split: Split, *, covered: bool = False) -> Evaluation:

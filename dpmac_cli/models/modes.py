@@ -1,0 +1,67 @@
+"""Training and evaluation mode of the modules of a network, which decide what it computes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+#: Note for modules that would drop values in training mode.
+NOT_DROPPING = (
+    "In evaluation mode, as it was passed, the network drops nothing: {}. To train with dropout, "
+    "call network.train() and create this again."
+)
+
+
+class Modes:
+    """Mode of each module of a network, as it was when this object was made."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+        self._modes = [(module, module.training) for module in network.modules()]
+
+    def restore(self) -> None:
+        """Set each module to its mode."""
+        if all(module.training == mode for module, mode in self._modes):
+            return
+        _, mode = self._modes[0]
+        self._network.train(mode)  # a module may do more in it than set its mode
+        for module, mode in self._modes:
+            module.training = mode
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Set each module to its mode, and restore the modes that they had."""
+        before = Modes(self._network)
+        self.restore()
+        try:
+            yield
+        finally:
+            before.restore()
+
+
+def notes_on_modes(network: nn.Module) -> list[str]:
+    """Return a note that names the modules whose dropout is turned off by their mode, if any."""
+    names = [
+        f"{name.removeprefix('network.')} ({type(module).__name__})"
+        for name, module in network.named_modules()
+        if not module.training and _drops(module)
+    ]
+    return [NOT_DROPPING.format(", ".join(names))] * bool(names)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Return whether a module of torch drops values in training mode."""
+    rate = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
+    of_torch = type(module).__module__.startswith("torch.nn.")
+    return of_torch and isinstance(share := getattr(module, rate, 0.0), float) and share > 0
+
+
+@contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Set a network to evaluation mode, and restore the mode of each module."""
+    before = Modes(network)
+    network.eval()
+    try:
+        yield
+    finally:
+        before.restore()
