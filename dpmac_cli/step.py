@@ -52,7 +52,14 @@ from dpmac_cli.errors import (
     raise_errors,
 )
 from dpmac_cli.models.modes import notes_on_modes
-from dpmac_cli.models.trial import BatchLoss, Objective, Trial, device_of, trained_parts
+from dpmac_cli.models.trial import (
+    BatchLoss,
+    Objective,
+    Trial,
+    device_of,
+    fitted,
+    trained_parts,
+)
 from dpmac_cli.models.validation import check_trial
 from dpmac_cli.optim import Optimizer
 from dpmac_cli.randomness.keystream import KEY_BYTES, Unshared, make_keys
@@ -672,6 +679,7 @@ class PrivateStep(PrivateProgram):
         self._others = others_held_by(objective, self._weigh)
         if self._weigh is not None and structure.keep:
             self._weigh.check_example(structure.template, NOTHING)
+        structure = fitted(objective, structure)
         check_trial(objective, Trial(structure, None), isolated=plan.settings.isolate)
         steps = steps_of(plan, self._steps, device_of(objective))
         secure = plan.settings.secure
@@ -814,7 +822,7 @@ class ClippedGrad:
     def prepare(self, example: Batch) -> BatchSum:
         """Validate the network on the structure of a batch, whose values are not used."""
         check_rows(example, None)
-        structure = Structure.of(example)
+        structure = fitted(self._objective, Structure.of(example))
         check_trial(self._objective, Trial(structure, None), isolated=self._isolate)
         draws = LayerDraws(secrets.token_bytes(KEY_BYTES))
         with full_float32():

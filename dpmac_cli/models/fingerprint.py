@@ -45,9 +45,10 @@ OUTSIDE = (
 CONTAINERS = (list, tuple, set, frozenset, deque)
 #: Values that are compared by ==.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-#: Beginnings of the names of attributes that dpmac and torch.compile give to modules, and
+#: Beginnings of the names of attributes that dpmac and torch.compile give to modules, lists of its
+#: weights that a recurrent layer makes again when one of them was replaced for a moment, and
 #: attributes whose tensors are compared one by one.
-PASSED_OVER = ("_dpmac_", "_is_torch_compile", "_parameters", "_buffers")
+PASSED_OVER = ("_dpmac_", "_is_torch_compile", "_flat_weight", "_parameters", "_buffers")
 #: Hooks of all modules of the process.
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     *(of_modules._global_forward_hooks, of_modules._global_forward_pre_hooks),

@@ -1,17 +1,37 @@
 """Made-up samples for validation, and losses of a network's outputs."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.batches import Batch, Structure
+from dpmac_cli.dp.clipping.batches import (
+    NORMAL,
+    PUBLIC,
+    SHARES,
+    Batch,
+    Structure,
+    map_rows,
+    samples_in,
+    tensors_in,
+)
 from dpmac_cli.dp.clipping.per_sample import unwrapped
+from dpmac_cli.randomness.layers import forked, seed_all
 
 #: Number of parameters to name; of more, the first and the last are named.
 NAMED = 5
+#: Number of samples on which a network is tried.
+TRIED = 5
+#: Least number of different rows of an example whose numbers replace all that would be made up:
+#: with fewer, trials of how a network treats several records would see too little.
+ENOUGH = 7
+#: Operations that round no number.
+EXACT = frozenset({"_to_copy", "copy_", "clone", "detach", "index", "cat", "stack", "embedding"})
 #: A loss of the network and a batch: one number per record, shape (records,).
 BatchLoss = Callable[[Any, Any], Tensor]
 
@@ -38,7 +58,7 @@ class Trial:
         return outputs if self.classes is None else (outputs.square() / 2 + outputs).sum(1)
 
     def samples(self, count: int) -> Batch:
-        """Return fixed random samples, numbers in float64."""
+        """Return fixed random samples, numbers in float64 unless they keep their dtype."""
         return self.inputs.made_up(count, double=True)
 
 
@@ -70,6 +90,73 @@ class Objective(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return the losses of a batch, shape (samples,)."""
         return self.loss(self.network, batch)
+
+
+def fitted(model: nn.Module, structure: Structure) -> Structure:
+    """Return a structure whose made-up rows a network or its loss can be tried on.
+
+    Trials are most precise in float64, which a network fails in if it has tensors of its own in
+    float32, such as a frozen teacher, or casts its inputs. Normally distributed numbers fit most
+    networks, but no loss of probabilities. The first combination is chosen with which losses are
+    finite; the structure as it is, if there is none.
+
+    Args:
+        model: maps a batch to losses. It is not changed.
+        structure: structure of a sample, perhaps with the rows of a public example.
+    """
+    try:
+        return next(filter(lambda each: _works(model, each), _ways(model, structure)), structure)
+    except (Exception, SystemExit):  # noqa: BLE001  (it cannot be copied: validation says so)
+        return structure
+
+
+def _ways(model: nn.Module, structure: Structure) -> Iterator[Structure]:
+    """Yield ways to make up numbers, the most precise and most random first."""
+    numbers = [t for t in tensors_in(structure.template) if t.is_floating_point()]
+    others = max(0, len(numbers) - 1)
+    kinds = [(NORMAL,) * len(numbers)]
+    if others:
+        kinds += [(NORMAL, *(PUBLIC,) * others)] if structure.keep else []
+        kinds += [(NORMAL, *(SHARES,) * others)]
+    if numbers:
+        kinds += [(SHARES,) * len(numbers)]
+    if structure.keep and all(len(torch.unique(t, dim=0)) >= ENOUGH for t in numbers):
+        kinds += [(PUBLIC,) * len(numbers)]
+    alike = {t.dtype for t in numbers} <= {dtype_of(model)}
+    for own in (False, True) if alike else (True,):
+        for kind in kinds:
+            yield replace(structure, numbers=kind, own=own)
+
+
+def _works(model: nn.Module, structure: Structure) -> bool:
+    """Return whether a network has finite losses for made-up samples, none of them rounded more."""
+    network = copy.deepcopy(model)
+    network = network if structure.own else network.double()
+    rows, noticed = structure.made_up(TRIED, double=True), _InFloat32()  # type: ignore[no-untyped-call]
+    losses = list[Tensor]()
+    try:
+        with forked(), torch.no_grad(), noticed:
+            seed_all(0)
+            for row in range(samples_in(rows)):
+                losses += tensors_in(network(map_rows(itemgetter(slice(row, row + 1)), rows)))
+    except (Exception, SystemExit):  # noqa: BLE001  (of any kind: another way may work)
+        return False
+    finite = all(bool(loss.isfinite().all()) for loss in losses)
+    return finite and (structure.own or not noticed.found)
+
+
+class _InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """Notices whether something is computed of numbers in float32."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not (func.is_view or func.overloadpacket.__name__ in EXACT):
+            given, computed = tensors_in((args, kwargs)), tensors_in(result)
+            both = [any(t.dtype == torch.float32 for t in some) for some in (given, computed)]
+            self.found |= all(both)
+        return result
 
 
 def trained_parts(model: nn.Module) -> str:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
-from dpmac_cli.dp.clipping.per_sample import constant_draws
+from dpmac_cli.dp.clipping.per_sample import SINGLE, constant_draws
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.models.modes import evaluating
@@ -110,7 +110,8 @@ def check_trial(
         ) from failure
     with explained(trial):
         with torch.no_grad():
-            with evaluating(probe.double()):
+            probe = probe if trial.inputs.own else probe.double()
+            with evaluating(probe):
                 _check_output(probe, trial, FEW, scored=True)
             prepared(probe, frozen)
             for count in (1,) if isolated else (FEW, 1):
@@ -139,7 +140,7 @@ class _Permitted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
                 "that: dpmac adds up the gradients of several processes itself."
             )
         result = func(*args, **(kwargs or {}))
-        for value in tensors_in(result):
+        for value in () if func.is_view else tensors_in(result):  # a record may be in float16
             if value.is_floating_point() and value.itemsize < 4:
                 raise ModelError(
                     f"The model computes {func.overloadpacket.__name__} in {value.dtype}, as under "
@@ -173,7 +174,8 @@ def explained(trial: Trial) -> Iterator[None]:
         if reason is None:
             raise
         raise ModelError(
-            f"The model failed on samples of shape {trial.inputs} in float64: "
+            f"The model failed on samples of shape {trial.inputs}"
+            f"{'' if trial.inputs.own else ' in float64'}: "
             f"{what_failed(reason)} It must accept any number of such samples, including one. "
             "Tensors that it creates must use the dtype and device of its inputs (x.new_zeros)."
         ) from failure
@@ -329,13 +331,13 @@ def _check_alone(model: nn.Module, trial: Trial) -> None:
     In training it would see one at a time. The model is in float64 and :func:`prepared`. Raises
     ModelError, which names the part that differs.
     """
-    x = trial.samples(FEW)
+    x, own = trial.samples(FEW), trial.inputs.own
     whole = _values_by_part(model, x)
     for row in range(FEW):
         alone = _values_by_part(model, map_rows(itemgetter(slice(row, row + 1)), x))
-        if _differ(whole[-1][1], alone[-1][1], row):
+        if _differ(whole[-1][1], alone[-1][1], row, own=own):
             pairs = zip(whole, alone, strict=False)
-            first = next(name for (name, of), (_, one) in pairs if _differ(of, one, row))
+            first = next(name for (name, of), (_, one) in pairs if _differ(of, one, row, own=own))
             raise _mixed(model, first)
 
 
@@ -360,17 +362,28 @@ def _values_by_part(model: nn.Module, x: Batch) -> list[tuple[str, Any]]:
     return found
 
 
-def _differ(batch: Any, one: Any, row: int) -> bool:
-    """Return whether values of a row of a batch are others alone, by more than rounding."""
+def _differ(batch: Any, one: Any, row: int, *, own: bool) -> bool:
+    """Return whether values of a row of a batch are others alone, by more than rounding.
+
+    ``own``: whether they are not computed in float64.
+    """
     pairs = zip(tensors_in(batch), tensors_in(one), strict=False)
     return any(
         of.shape[:1] == (FEW,)
         and of[row : row + 1].shape == alone.shape
         and not torch.allclose(
-            of[row : row + 1].double(), alone.double(), rtol=1e-6, atol=1e-9, equal_nan=True
+            of[row : row + 1].double(), alone.double(), *_rounding(of, own), equal_nan=True
         )
         for of, alone in pairs
     )
+
+
+def _rounding(values: Tensor, own: bool) -> tuple[float, float]:
+    """Return how much rounding may change values, relative to each, and in all."""
+    if not own:
+        return 1e-6, 1e-9
+    largest = values.double().abs().nan_to_num(posinf=0).max() if values.numel() else 0.0
+    return SINGLE, SINGLE * float(largest)
 
 
 def _mixed(model: nn.Module, name: str) -> ModelError:

@@ -136,8 +136,9 @@ class ChunkedSum(ABC):
         """Return inputs and labels of a part of the drawn samples."""
 
     def _check_dtype(self) -> None:
-        """Raise ModelError if the network would cast its inputs."""
-        for given in tensors_in(self.per_sample.inputs.template):
+        """Raise ModelError if the network would cast its inputs, and was not tried with them."""
+        inputs = self.per_sample.inputs
+        for given in () if inputs.own else tensors_in(inputs.template):
             if given.is_floating_point() and given.dtype != self.theta.dtype:
                 raise ModelError(
                     f"The parameters are {self.theta.dtype}, but the network's input is "

@@ -4,7 +4,7 @@ A batch is a tensor, or any nesting of dicts, lists, tuples and named tuples of 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -16,6 +16,8 @@ from dpmac_cli.errors import InputError, raise_errors
 
 #: A pytree of tensors, shape (samples, ...) each.
 Batch: TypeAlias = Any
+#: How numbers are made up: normally distributed, between 0 and 1, or as in a public example.
+NORMAL, SHARES, PUBLIC = "normal", "between 0 and 1", "those of the example"
 #: A batch without tensors, such as the labels of a network that returns its own losses.
 NOTHING: Batch = ()
 
@@ -54,14 +56,18 @@ class Structure:
 
     Attributes:
         template: a batch of at least one row. Of tensors of numbers, only shape, dtype and device
-            are used.
+            are used, unless ``numbers`` says otherwise.
         keep: whether integers are those of the template, in turn. Otherwise they alternate between
             1 and 0, which are valid as classes, tokens, and masks of either meaning: every one of
             the first tensor, two or more of the others, so that no mask hides all of a kind.
+        numbers: how the numbers of each tensor of numbers are made up, :data:`NORMAL` by default.
+        own: whether numbers keep their dtype where float64 is asked for.
     """
 
     template: Batch
     keep: bool = False
+    numbers: tuple[str, ...] = ()
+    own: bool = False
 
     @staticmethod
     def of(batch: Batch) -> "Structure":
@@ -70,16 +76,19 @@ class Structure:
 
     def made_up(self, samples: int, *, double: bool = False) -> Batch:
         """Return a fixed batch of random rows; with ``double``, numbers are in float64."""
-        generator, turns = torch.Generator().manual_seed(0), count(1)
+        generator, turns, kinds = torch.Generator().manual_seed(0), count(1), iter(self.numbers)
 
         def rows(like: Tensor) -> Tensor:
             shape = (samples, *like.shape[1:])
-            if like.is_floating_point():
-                dtype = torch.float64 if double else like.dtype
+            numbers = like.is_floating_point()
+            kind = next(kinds, NORMAL) if numbers else PUBLIC
+            dtype = torch.float64 if numbers and double and not self.own else like.dtype
+            if numbers and kind != PUBLIC:
                 drawn = torch.float64 if dtype == torch.float64 else torch.float32
-                return torch.randn(shape, generator=generator, dtype=drawn).to(like.device, dtype)
-            if self.keep:
-                return like[torch.arange(samples, device=like.device) % len(like)]
+                draw = torch.randn if kind == NORMAL else torch.rand
+                return draw(shape, generator=generator, dtype=drawn).to(like.device, dtype)
+            if numbers or self.keep:
+                return like[torch.arange(samples, device=like.device) % len(like)].to(dtype)
             width = max(shape[-1], 1)
             places = torch.arange(samples * like[:1].numel()) % width
             times = min(next(turns), max(1, width // 2))
@@ -90,7 +99,7 @@ class Structure:
 
     def to(self, device: torch.device) -> "Structure":
         """Return the structure on another device."""
-        return Structure(map_rows(lambda t: t.to(device), self.template), self.keep)
+        return replace(self, template=map_rows(lambda t: t.to(device), self.template))
 
     def __str__(self) -> str:
         return shapes_of(self.template)

@@ -61,6 +61,8 @@ WRITTEN_OUT = 1 << 22
 CLASS = Structure(torch.zeros(1, dtype=torch.long), keep=True)
 #: Largest error of gradients in float64, relative to the layer's largest.
 TOLERANCE = 1e-6
+#: The same in float32, for networks that cannot be tried in float64.
+SINGLE = 1e-3
 LOOP = (
     "torch.func.vmap cannot run the network: {} So it runs on one record after the other, which "
     "takes many times as long as plain training."
@@ -428,7 +430,8 @@ class PerSample:
         x, y = self.made_up(2, double=True)
         with forked(), torch.no_grad(), code_of_network(x):
             seed_all(0)
-            probe = copy.deepcopy(self._model).double()
+            probe = copy.deepcopy(self._model)
+            probe = probe if self.inputs.own else probe.double()
             for p in probe.parameters():  # zeros would hide uses of other weights
                 p.add_(torch.randn_like(p), alpha=0.1)
             layers = find_layers(probe)
@@ -490,7 +493,7 @@ class PerSample:
         """
         wrong, found, expected = set[str](), list[Tensor](), list[Tensor]()
         found_weights, expected_weights = list[Tensor](), list[Tensor]()
-        step = min(self.most, samples_in(x))
+        step, tolerance = min(self.most, samples_in(x)), SINGLE if self.inputs.own else TOLERANCE
         with constant_draws():
             called = self._note_calls(probe, layers, x, y)
             idle = [la for la in filter(self._records, layers) if called.isdisjoint(la.called)]
@@ -511,10 +514,13 @@ class PerSample:
                     expected.append(loss)
                     expected_weights.append(weight.value)
                     for la, got, names in zip(layers, by_layer, self._names, strict=True):
-                        if not _alike(_written(la, got, i), [gradients.pop(n) for n in names]):
+                        alone_g = [gradients.pop(n) for n in names]
+                        if not _alike(_written(la, got, i), alone_g, tolerance):
                             wrong.add(la.name)
-        same_losses = _alike([torch.cat(found)], [torch.stack(expected)])
-        same_weights = _alike([torch.cat(found_weights)], [torch.stack(expected_weights)])
+        same_losses = _alike([torch.cat(found)], [torch.stack(expected)], tolerance)
+        same_weights = _alike(
+            [torch.cat(found_weights)], [torch.stack(expected_weights)], tolerance
+        )
         return wrong, same_losses and same_weights
 
     def _note_calls(
@@ -728,7 +734,9 @@ def _row(index: int, rows: Tensor) -> Tensor:
     return rows[index].clone()
 
 
-def _alike(found: Sequence[Tensor], expected: Sequence[Tensor | None]) -> bool:
+def _alike(
+    found: Sequence[Tensor], expected: Sequence[Tensor | None], tolerance: float = TOLERANCE
+) -> bool:
     """Return whether numbers are finite and differ only by rounding; overwrites ``found``.
 
     None stands for zeros.
@@ -738,7 +746,7 @@ def _alike(found: Sequence[Tensor], expected: Sequence[Tensor | None]) -> bool:
         _largest(a if b is None else a.sub_(b.reshape(a.shape)))
         for a, b in zip(found, expected, strict=True)
     ]
-    return max(errors) <= TOLERANCE * max(sizes, default=0.0) < math.inf
+    return max(errors) <= tolerance * max(sizes, default=0.0) < math.inf
 
 
 def _largest(numbers: Tensor) -> float:
