@@ -321,6 +321,13 @@ def test_one_unit_of_several_texts_moves_a_sum_by_at_most_one() -> None:
 
 
 @pytest.mark.promise("features")
+def test_a_text_encoder_stays_in_evaluation_mode(tiny: TextEncoder) -> None:
+    """Its dropout would make a text depend on its place."""
+    network = features(tiny, trained=True).train()
+    assert not any(module.training for module in network.modules())
+
+
+@pytest.mark.promise("features")
 @pytest.mark.parametrize("part", rest_long(TRAINED))
 def test_no_record_rounds_another(part: str) -> None:
     """In the way in which the network runs, bit for bit, whatever the others and the places."""
