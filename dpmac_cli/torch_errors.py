@@ -17,6 +17,12 @@ from dpmac_cli.errors import DpmacError, ModelError, RunError, as_sentence
 #: Messages of failures without a dedicated exception class.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 NO_DEVICE = ("CUDA error", "CUDNN_STATUS", "CUBLAS_STATUS")
+#: Messages for an index beyond the end of a tensor, and what to do.
+INDEX = ("out of bounds", "out of range")
+OUT_OF_RANGE = (
+    "An index is out of range: labels of k classes are 0 to k - 1, and numbers of tokens are below "
+    "num_embeddings. Check the range of yours, or with ignore_index the number that it has. "
+)
 
 
 def out_of_memory(failure: BaseException) -> bool:
@@ -30,7 +36,8 @@ def device_lost(failure: BaseException) -> bool:
 
 
 def _says(failure: BaseException, words: tuple[str, ...]) -> bool:
-    return isinstance(failure, RuntimeError) and any(word in str(failure) for word in words)
+    kinds = RuntimeError, IndexError
+    return isinstance(failure, kinds) and any(word in str(failure) for word in words)
 
 
 @contextmanager
@@ -50,8 +57,9 @@ def code_of_network(batch: Any) -> Iterator[None]:
         shapes = [tuple(t.shape[1:]) for t in tree_leaves(batch) if isinstance(t, Tensor)]
         raise ModelError(
             f"The network failed on samples of shape {', '.join(map(str, shapes))}: "
-            f"{type_and_place(failure)}. Its message may contain private records; "
-            "to show it, use dpmac train --debug."
+            f"{type_and_place(failure)}. {OUT_OF_RANGE if _says(failure, INDEX) else ''}"
+            "Its message may contain private records, so it is not repeated. On the command line, dpmac train "
+            "--debug shows it; in a program, it is the __cause__ of this error."
         ) from failure
 
 
@@ -67,6 +75,18 @@ def what_failed(failure: BaseException) -> str:
 def type_and_place(failure: BaseException) -> str:
     """Return the type and location of an exception, without what it says of a record."""
     return f"{type(failure).__name__}{_place(failure)}"
+
+
+def differentiates(failure: BaseException) -> bool:
+    """Return whether user code called torch.autograd.grad or backward, which failed."""
+    ours, by_user = Path(dpmac_cli.__path__[0]), False
+    for frame in extract_tb(failure.__traceback__):
+        file = Path(frame.filename)
+        if file == Path(torch.autograd.__file__):
+            return by_user
+        if Path(torch.__path__[0]) not in file.parents:
+            by_user = ours not in file.parents
+    return False
 
 
 def _place(failure: BaseException) -> str:

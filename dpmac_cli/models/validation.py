@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
+from dpmac_cli.dp.clipping.batches import Batch, map_rows, parts_by_name, tensors_in
 from dpmac_cli.dp.clipping.per_sample import SINGLE, constant_draws
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.models.modes import evaluating
-from dpmac_cli.models.trial import Trial, device_of
-from dpmac_cli.torch_errors import what_failed
+from dpmac_cli.models.trial import NAMED, Trial, device_of, dtype_of
+from dpmac_cli.torch_errors import differentiates, what_failed
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
 MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
@@ -48,6 +49,18 @@ ROUNDING = (
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 #: Number of samples in a trial.
 FEW = 5
+#: Words of torch's messages about tensors of different types.
+DTYPES = ("same dtype", "scalar type", "expected m1 and m2", "dtype")
+#: Remedies for failures on made-up samples.
+OWN_TENSORS = "Tensors that it creates must use the dtype and device of its inputs (x.new_zeros)."
+TARGETS = (
+    "For one output per record, outputs have shape (records, 1) and targets (records,): write "
+    "model(x).squeeze(1). "
+)
+RANGES = (
+    "If its numbers must be in a range, pass example= with rows that are public: its numbers are "
+    "used where random ones fail. "
+)
 
 
 def check_model(
@@ -104,11 +117,13 @@ def check_trial(
     try:
         probe = copy.deepcopy(model)
     except (Exception, SystemExit) as failure:
+        name = _computed_tensor(model)
+        why = f"{name} was computed from parameters: compute it in forward." if name else ""
         raise ModelError(
-            f"The model cannot be copied: {what_failed(failure)} Validation works on a copy. "
-            "Instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm."
+            f"The model cannot be copied, and validation works on a copy. "
+            f"{why or what_failed(failure)}"
         ) from failure
-    with explained(trial):
+    with explained(trial, model):
         with torch.no_grad():
             probe = probe if trial.inputs.own else probe.double()
             with evaluating(probe):
@@ -165,7 +180,7 @@ def check_precision(model: nn.Module, trial: Trial) -> None:
 
 
 @contextlib.contextmanager
-def explained(trial: Trial) -> Iterator[None]:
+def explained(trial: Trial, model: nn.Module) -> Iterator[None]:
     """Convert exceptions of user code on random samples, which are not private, to ModelError."""
     try:
         yield
@@ -176,9 +191,53 @@ def explained(trial: Trial) -> Iterator[None]:
         raise ModelError(
             f"The model failed on samples of shape {trial.inputs}"
             f"{'' if trial.inputs.own else ' in float64'}: "
-            f"{what_failed(reason)} It must accept any number of such samples, including one. "
-            "Tensors that it creates must use the dtype and device of its inputs (x.new_zeros)."
+            f"{what_failed(reason)} {_remedy(reason, trial, model)}"
         ) from failure
+
+
+def _remedy(reason: BaseException, trial: Trial, model: nn.Module) -> str:
+    """Return what to do about a failure on made-up samples."""
+    said = str(reason)
+    if differentiates(reason):
+        return (
+            "It calls torch.autograd.grad or backward, which the gradient of one record cannot be "
+            "computed through. Use torch.func.grad, or leave out terms of gradients."
+        )
+    if any(word in said for word in DTYPES):
+        return _other_dtypes(trial, model)
+    said_shapes = "size" in said or "shape" in said
+    more = TARGETS if said_shapes and trial.classes is None else ""
+    numbers = RANGES if trial.classes is None and not said_shapes else ""
+    return (
+        f"It must accept any number of such samples, including one. {more or numbers}{OWN_TENSORS}"
+    )
+
+
+def _other_dtypes(trial: Trial, model: nn.Module) -> str:
+    """Return which parts of a batch or a network have another dtype, and a remedy."""
+    wanted, kinds = dtype_of(model), list[str]()
+    for name, t in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if t.dtype == torch.float64:
+            kinds.append(name.removeprefix("network."))
+    parts = {
+        name: part.dtype
+        for name, part in parts_by_name(trial.inputs.template).items()
+        if isinstance(part, Tensor) and part.is_floating_point() and part.dtype != wanted
+    }
+    if kinds and (wanted != torch.float64 or parts):
+        few = ", ".join([*kinds[:NAMED], "..."] if len(kinds) > NAMED else kinds)
+        return (
+            f"These parts of the network are torch.float64, and others or the records are not: "
+            f"{few}. Add this line before training: network.float()"
+        )
+    if parts:
+        named = ", ".join(f"{name} is {dtype}" for name, dtype in parts.items())
+        remedy = f"{next(iter(parts))}.to({wanted})"
+        return f"{named}, and the network {wanted}. Write {remedy} in the loss."
+    return (
+        "A tensor that the network or its loss holds has another dtype, such as weights of classes "
+        f"made of NumPy numbers. Convert it once: weights.to({wanted}). {OWN_TENSORS}"
+    )
 
 
 def _check_parts(model: nn.Module, frozen: bool) -> None:
@@ -197,6 +256,11 @@ def _check_layer(name: str, module: nn.Module, frozen: bool) -> None:
             "batch and keeps statistics of them without noise. Use "
             "nn.GroupNorm(groups, channels) instead, or add --fix-norm to replace it."
         )
+    if any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values()):
+        raise ModelError(
+            f"The layer {name} has torch.nn.utils.weight_norm, which replaces its weight in every "
+            "forward pass. Use torch.nn.utils.parametrizations.weight_norm(layer) instead."
+        )
     bounded = getattr(module, "max_norm", None) is not None
     if bounded or getattr(module, "scale_grad_by_freq", False):
         raise ModelError(
@@ -208,6 +272,17 @@ def _check_layer(name: str, module: nn.Module, frozen: bool) -> None:
 def _is_constant(norm: Any) -> bool:
     """Return whether a batch norm is in evaluation mode, in which its statistics are constants."""
     return not norm.training and norm.running_mean is not None and not is_lazy(norm.running_mean)
+
+
+def _computed_tensor(model: nn.Module) -> str:
+    """Return the name of an attribute that autograd has computed; "" if there is none."""
+    computed = (
+        f"{name}.{key}".lstrip(".")
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    )
+    return next(computed, "")
 
 
 def _check_tensor(name: str, value: Tensor, frozen: bool) -> None:
@@ -260,15 +335,30 @@ def _check_output(model: nn.Module, trial: Trial, count: int, *, scored: bool = 
     else:
         return
     if trial.classes is None:
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else ()
         raise ModelError(
             f"The loss returns {found} for a batch of {count} samples. Return one real loss per "
             "sample, a tensor of shape (samples,): cross_entropy(output, target, reduction='none'),"
-            " or for tokens, (losses * mask).sum(1)."
+            f" or for tokens, (losses * mask).sum(1).{_on_shape(shape, count)}"
         )
     raise ModelError(
         f"The model returns {found} for {count} samples of shape {trial.inputs}. Return one tensor "
         f"of real logits of shape (samples, {trial.classes}), with one column per class."
     )
+
+
+def _on_shape(shape: tuple[int, ...], count: int) -> str:
+    """Return what a shape of losses tells of the shapes of outputs and targets, as a sentence."""
+    if count > 1 and shape == (count, count):
+        return (
+            f" Outputs of shape ({count}, 1) and targets of shape ({count},) give a loss for every "
+            "pair of samples: write model(x).squeeze(1)."
+        )
+    if shape == (count, 1):
+        return (
+            f" Outputs of shape ({count}, 1) give losses of that shape: write model(x).squeeze(1)."
+        )
+    return ""
 
 
 def prepared(model: nn.Module, frozen: bool) -> nn.Module:

@@ -65,7 +65,8 @@ TOLERANCE = 1e-6
 SINGLE = 1e-3
 LOOP = (
     "torch.func.vmap cannot run the network: {} So it runs on one record after the other, which "
-    "takes many times as long as plain training."
+    "takes many times as long as plain training. The guarantee does not cover a network or loss "
+    "that keeps numbers of records in Python, as a running mean by .item() or a list: remove that."
 )
 BY_ROW = (
     "On this machine, products of matrices round a record by the others of a batch. To avoid that, "
