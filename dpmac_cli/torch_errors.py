@@ -58,8 +58,8 @@ def code_of_network(batch: Any) -> Iterator[None]:
         raise ModelError(
             f"The network failed on samples of shape {', '.join(map(str, shapes))}: "
             f"{type_and_place(failure)}. {OUT_OF_RANGE if _says(failure, INDEX) else ''}"
-            "Its message may contain private records, so it is not repeated. On the command line, dpmac train "
-            "--debug shows it; in a program, it is the __cause__ of this error."
+            "Its message may contain private records, so it is not repeated. On the command line, "
+            "dpmac train --debug shows it; in a program, it is the __cause__ of this error."
         ) from failure
 
 

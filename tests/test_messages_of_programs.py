@@ -57,7 +57,8 @@ def squares(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def columns(model: nn.Module, batch: Batch) -> Tensor:
-    return (model(batch[0]) - batch[1].unsqueeze(1)).square()
+    errors: Tensor = model(batch[0]) - batch[1].unsqueeze(1)
+    return errors.square()
 
 
 def penalised(model: nn.Module, batch: Batch) -> Tensor:
@@ -170,7 +171,8 @@ def test_a_penalty_by_torch_func_is_trained() -> None:
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         g = torch.func.grad(lambda x: cross_entropy(model, (x, batch[1])).sum())(batch[0])
-        return cross_entropy(model, batch) + g.square().sum(1)
+        penalty: Tensor = g.square().sum(1)
+        return cross_entropy(model, batch) + penalty
 
     clipped = clipped_grad(mlp(), loss, ball(1.0), batch_size=RECORDS)
     assert bool(clipped((inputs(), labels())).any())
