@@ -17,6 +17,17 @@ from dpmac_cli.errors import DpmacError, ModelError, RunError, as_sentence
 #: Messages of failures without a dedicated exception class.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 NO_DEVICE = ("CUDA error", "CUDNN_STATUS", "CUBLAS_STATUS")
+#: Words of torch's messages about tensors of different types, and what to do.
+DTYPES = ("dtype", "scalar type")
+HELD_DTYPE = (
+    "A tensor that the network or its loss holds has another dtype, such as weights of classes "
+    "made of NumPy numbers. Convert it once: weights.float()."
+)
+#: What to do about gradients within a loss.
+DIFFERENTIATED = (
+    "It calls torch.autograd.grad or backward, which the gradient of one record cannot be computed "
+    "through. Use torch.func.grad, or leave out terms of gradients."
+)
 #: Messages for an index beyond the end of a tensor, and what to do.
 INDEX = ("out of bounds", "out of range")
 OUT_OF_RANGE = (
@@ -75,6 +86,11 @@ def what_failed(failure: BaseException) -> str:
 def type_and_place(failure: BaseException) -> str:
     """Return the type and location of an exception, without what it says of a record."""
     return f"{type(failure).__name__}{_place(failure)}"
+
+
+def mixes_dtypes(failure: BaseException) -> bool:
+    """Return whether an operation failed because its tensors have different dtypes."""
+    return _says(failure, DTYPES)
 
 
 def differentiates(failure: BaseException) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpmac_cli import ball, clipped_grad
+from dpmac_cli.dp.losses import check_loss
 from dpmac_cli.errors import ModelError
 from tests.test_right_programs import (
     RECORDS,
@@ -103,7 +104,7 @@ MISTAKES: Mapping[str, tuple[Callable[[], nn.Module], BatchLoss, Callable[[], Ba
         mlp,
         double_weights,
         lambda: (inputs(), labels()),
-        r"such as weights of classes .*: weights.to\(torch.float32\)",
+        r"such as weights of classes .*: weights.float\(\)",
     ),
     "a column against none": (
         one,
@@ -164,6 +165,19 @@ def test_a_message_names_the_cause_and_what_to_write(name: str) -> None:
     clipped = clipped_grad(build(), loss, ball(1.0), batch_size=RECORDS)
     with pytest.raises(ModelError, match=said):
         clipped(batch())
+
+
+def test_a_message_about_a_loss_of_outputs_names_the_cause() -> None:
+    def penalised(output: Tensor, target: Tensor) -> Tensor:
+        losses = F.cross_entropy(output, target, reduction="none")
+        return losses + torch.autograd.grad(losses.sum(), output)[0].square().sum(1)
+
+    def mapped(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output @ torch.eye(3, dtype=torch.float64), target)
+
+    for loss, said in ((mapped, r"weights.float\(\)"), (penalised, "torch.func.grad")):
+        with pytest.raises(ModelError, match=said):
+            check_loss(loss, torch.randn(RECORDS, 3), labels())
 
 
 def test_a_penalty_by_torch_func_is_trained() -> None:

@@ -165,6 +165,7 @@ def test_made_up_numbers_are_normal_where_these_work() -> None:
     assert all(len(torch.unique(t)) > 4 for t in tensors_in(chosen.made_up(5)))
 
 
+@pytest.mark.promise("alone")
 def test_an_example_of_few_rows_does_not_replace_everything_that_is_made_up() -> None:
     """A trial with equal rows would not see how they are rounded."""
 

@@ -26,7 +26,13 @@ from dpmac_cli.dp.weights import (
     relative,
 )
 from dpmac_cli.errors import ModelError
-from dpmac_cli.torch_errors import what_failed
+from dpmac_cli.torch_errors import (
+    DIFFERENTIATED,
+    HELD_DTYPE,
+    differentiates,
+    mixes_dtypes,
+    what_failed,
+)
 
 #: Takes outputs, shape (samples, outputs), and targets, shape (samples,) for classes, otherwise
 #: like the outputs. Returns shape (samples,).
@@ -141,10 +147,14 @@ def check_loss(loss: Loss, outputs: Tensor, labels: Tensor) -> None:
     except ModelError:
         raise
     except Exception as failure:
+        remedy = "Return a tensor of one loss: cross_entropy(output, target, reduction='none')."
+        if mixes_dtypes(failure):
+            remedy = HELD_DTYPE
+        if differentiates(failure):
+            remedy = DIFFERENTIATED
         raise ModelError(
             f"The loss failed on one sample, an output of shape {(1, *outputs.shape[1:])} and a "
-            f"label of shape {(1, *labels.shape[1:])}: {what_failed(failure)} Return a tensor of "
-            "one loss: cross_entropy(output, target, reduction='none')."
+            f"label of shape {(1, *labels.shape[1:])}: {what_failed(failure)} {remedy}"
         ) from failure
     if not (found.is_floating_point() and bool(found.isfinite().all()) and found.equal(again)):
         raise ModelError(

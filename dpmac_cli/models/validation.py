@@ -26,7 +26,13 @@ from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.models.modes import evaluating
 from dpmac_cli.models.trial import NAMED, Trial, device_of, dtype_of
-from dpmac_cli.torch_errors import differentiates, what_failed
+from dpmac_cli.torch_errors import (
+    DIFFERENTIATED,
+    HELD_DTYPE,
+    differentiates,
+    mixes_dtypes,
+    what_failed,
+)
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
 MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
@@ -49,8 +55,6 @@ ROUNDING = (
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 #: Number of samples in a trial.
 FEW = 5
-#: Words of torch's messages about tensors of different types.
-DTYPES = ("same dtype", "scalar type", "expected m1 and m2", "dtype")
 #: Remedies for failures on made-up samples.
 OWN_TENSORS = "Tensors that it creates must use the dtype and device of its inputs (x.new_zeros)."
 TARGETS = (
@@ -199,11 +203,8 @@ def _remedy(reason: BaseException, trial: Trial, model: nn.Module) -> str:
     """Return what to do about a failure on made-up samples."""
     said = str(reason)
     if differentiates(reason):
-        return (
-            "It calls torch.autograd.grad or backward, which the gradient of one record cannot be "
-            "computed through. Use torch.func.grad, or leave out terms of gradients."
-        )
-    if any(word in said for word in DTYPES):
+        return DIFFERENTIATED
+    if mixes_dtypes(reason):
         return _other_dtypes(trial, model)
     said_shapes = "size" in said or "shape" in said
     more = TARGETS if said_shapes and trial.classes is None else ""
@@ -234,10 +235,7 @@ def _other_dtypes(trial: Trial, model: nn.Module) -> str:
         named = ", ".join(f"{name} is {dtype}" for name, dtype in parts.items())
         remedy = f"{next(iter(parts))}.to({wanted})"
         return f"{named}, and the network {wanted}. Write {remedy} in the loss."
-    return (
-        "A tensor that the network or its loss holds has another dtype, such as weights of classes "
-        f"made of NumPy numbers. Convert it once: weights.to({wanted}). {OWN_TENSORS}"
-    )
+    return f"{HELD_DTYPE} {OWN_TENSORS}"
 
 
 def _check_parts(model: nn.Module, frozen: bool) -> None:
