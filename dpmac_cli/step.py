@@ -493,8 +493,9 @@ class PrivateStep(PrivateProgram):
             ``binary_cross_entropy_with_logits`` with ``pos_weight=``, for one label per record.
         largest_weight: largest number that ``weights`` returns, which is public.
         example: a public batch of at least one row, with the shapes and types of the records. Its
-            integers are used to validate the network. By default they are 0 and 1, and the shapes
-            those of the first record.
+            integers are used to validate the network, and its numbers where random ones fail, such
+            as probabilities that sum to 1. By default integers are 0 and 1, numbers are random, and
+            the shapes are those of the first record.
         keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10``.
 
     Raises:
