@@ -1,11 +1,16 @@
 """dpmac tune: nothing but the best of a secret number of trials is left, however it ends."""
 
+import contextlib
 import json
+import logging
 import os
+import re
 import shutil
 import stat
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +18,30 @@ import pytest
 from scipy.stats import chisquare
 
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
+from dpmac_cli.cli import tune as command
 from dpmac_cli.cli.account import Question, recount
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve, resolve_data
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.errors import DivergedError, InputError, ModelError, RunError
+from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, ModelError, RunError
+from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.private import make_private
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
-from dpmac_cli.storage import files
+from dpmac_cli.runs import train as running
+from dpmac_cli.storage import files, progress
 from dpmac_cli.studies import tune as tuning
-from dpmac_cli.studies.search import RUNNING, Dimension, SearchSpace, events_of_trial, plan_search
+from dpmac_cli.studies.search import (
+    RESTARTED,
+    RUNNING,
+    Dimension,
+    SearchSpace,
+    events_of_trial,
+    plan_search,
+    secret_places,
+)
 from dpmac_cli.studies.tune import carry_out_search, covered_score
 from tests.digits_runs import metrics_of, report_of
 from tests.typed import dpmac
@@ -45,8 +61,8 @@ def space() -> SearchSpace:
     return space_of(Dimension("lr", ("0.1", "1"), between=True), trials=Trials(3, 12))
 
 
-#: When a file of a trial was written, in seconds.
-BEFORE = 1e9
+#: Time of what there was before a search, and of what it made before it ended, in seconds.
+EARLIER, DURING = 1e9, 1.1e9
 
 
 class Trainer:
@@ -74,7 +90,6 @@ class Trainer:
         for name in folder.PUBLISHED:
             text = json.dumps(report) if name == folder.REPORT else f"{score}"
             files.write_atomically(where / name, text.encode())
-            os.utime(where / name, (BEFORE, BEFORE))
         folder.seal(where)
         print(score)  # noqa: T201  (as a network may)
         yield Finished(report, where, "finished")
@@ -96,14 +111,13 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 
 def assert_only_the_winner_is_left(score: float) -> None:
-    assert {path.name for path in OUT.iterdir()} == {*folder.PUBLISHED, folder.SUMS, folder.LOCK}
+    assert {path.name for path in OUT.iterdir()} == {*folder.PUBLISHED, folder.SUMS}
+    assert [path.name for path in Path().iterdir()] == [OUT.name]
     found = b"\n".join(path.read_bytes() for path in OUT.iterdir())
     assert str(score).encode() in found
     for other in SCORES:
         assert other == score or str(other).encode() not in found
     assert folder.is_published(OUT)
-    # Files of a trial would keep their times, which tell which one has won.
-    assert not [path for path in OUT.iterdir() if path.stat().st_mtime == BEFORE]
 
 
 def test_only_the_best_trial_is_left(
@@ -128,13 +142,166 @@ def test_nothing_else_is_visible_while_it_goes_on(
 ) -> None:
     def watched(*args: Any) -> Iterator[Finished]:
         for event in trained(*args):
-            assert {path.name for path in OUT.iterdir()} == {RUNNING, folder.LOCK}
-            assert [path.name for path in (OUT / RUNNING).iterdir()] == ["trial"]  # no loser
-            assert stat.S_IMODE((OUT / RUNNING).stat().st_mode) == 0o700
+            [secret] = Path().iterdir()
+            assert secret.name == f"{RUNNING}-{OUT}"
+            assert {path.name for path in secret.iterdir()} == {"trial", folder.LOCK}  # no loser
+            assert stat.S_IMODE(secret.stat().st_mode) == 0o700
             yield event
 
     monkeypatch.setattr(tuning, "train", watched)
     finish(carry_out_search(space()))
+
+
+def changed() -> Iterator[Path]:
+    """Yield the current folder, and what is in it, if its time is not from before the search."""
+    for path in (Path.cwd(), *Path.cwd().rglob("*")):
+        if path.stat().st_mtime != EARLIER:
+            yield path
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("out", ["out", "empty", "there/out", "new/deep/out"])
+def test_no_time_in_a_folder_tells_when_the_search_began(
+    out: str, left: bool, trained: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the end, also of a lock, of folders above, and of what a kill has left."""
+    for name in ("there", "empty"):
+        Path(name).mkdir()
+    if left:
+        secret, *_ = secret_places(Path(out))
+        (secret / "trial").mkdir(parents=True)
+        for file in (secret / folder.LOCK, secret / "trial" / "state", Path("empty", folder.LOCK)):
+            file.touch()
+    for path in [*changed()]:
+        os.utime(path, (EARLIER, EARLIER))
+
+    def aged(*args: Any) -> Iterator[Finished]:
+        yield from trained(*args)
+        for path in [*changed()]:
+            os.utime(path, (DURING, DURING))
+
+    monkeypatch.setattr(tuning, "train", aged)
+    finish(carry_out_search(replace(space(), out=Path(out))))
+    times = {path: path.stat().st_mtime for path in changed()}
+    assert min(times.values()) > DURING
+    assert {Path(out).absolute(), *Path(out).absolute().iterdir()} <= times.keys()
+    assert len([*Path(out).iterdir()]) == len(folder.PUBLISHED) + 1
+    assert not [path for path in Path().rglob("*") if path.name.startswith(RUNNING)]
+
+
+def test_what_a_killed_search_has_left_is_removed_though_its_place_would_be_another_now(
+    trained: Trainer,
+) -> None:
+    [first, *_] = secret_places(Path("new/out"))
+    (first / "trial").mkdir(parents=True)
+    Path("new").mkdir()
+    del trained.scores[3:]
+    finish(carry_out_search(replace(space(), out=Path("new/out"))))
+    assert [path.name for path in Path().iterdir()] == ["new"]
+    assert [path.name for path in Path("new").iterdir()] == ["out"]
+
+
+def test_a_search_is_refused_at_once_where_its_folder_cannot_be_made(trained: Trainer) -> None:
+    Path("file").touch()
+    with pytest.raises(InputError, match="file/out cannot be written"):
+        finish(carry_out_search(replace(space(), out=Path("file/out"))))
+    assert not trained.rates
+    assert [path.name for path in Path().iterdir()] == ["file"]
+
+
+def test_two_searches_for_one_folder_are_refused(
+    trained: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(*args: Any) -> Iterator[Finished]:
+        with pytest.raises(InputError, match="in use by another"):
+            finish(carry_out_search(space()))
+        return trained(*args)
+
+    monkeypatch.setattr(tuning, "train", again)
+    finish(carry_out_search(space()))
+    assert_only_the_winner_is_left(max(SCORES[:3]))
+
+
+class Telling:
+    """Trains as usual, but only the last trial does not diverge, and each says which it is."""
+
+    def __init__(self, trials: int) -> None:
+        self.left = trials
+
+    def __call__(self, plan: TrainPlan, stop: Callable[[], bool], data: Data) -> Iterator[Any]:
+        self.left -= 1
+        said = f"trial {self.left}"
+        print(said)  # noqa: T201  (as a network may)
+        print(said, file=sys.stderr)  # noqa: T201
+        logging.getLogger("network").critical(said)
+        for done in range(3):
+            progress.report(done, 2, Path(said), said)
+        yield from train(plan, stop, data)
+        if self.left:
+            raise DivergedError(1)
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch, unvalidated: None) -> None:
+    """Give all trials the same setting and the same keys, so that any of them has one result."""
+    del unvalidated
+    monkeypatch.setattr(Dimension, "draw", lambda *_: "0.5")
+    monkeypatch.setattr(running, "make_keys", lambda _, **more: make_keys(7, **more))
+
+
+@pytest.mark.usefixtures("alike")
+def test_no_file_of_a_search_depends_on_the_number_of_trials(
+    draws: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every byte, name, size and mode is the same, and nothing was logged."""
+    found = []
+    for number in (1, 4):
+        draws[:] = [number]
+        monkeypatch.setattr(tuning, "train", Telling(number))
+        events = [*carry_out_search(space())]
+        files_of = {p.name: (p.stat().st_mode, p.read_bytes()) for p in OUT.iterdir()}
+        found.append((events, files_of))
+        shutil.rmtree(OUT)
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 1
+    assert not caplog.records
+
+
+def on_the_screen(text: str) -> set[str]:
+    """The lines that were shown on a terminal, however often, without the bars that move."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    return {re.sub(r"[━\s]+", " ", line) for line in re.split(r"[\r\n]", plain)}
+
+
+@pytest.mark.usefixtures("alike", "uncalibrated")
+@pytest.mark.parametrize("how", ["a file", "--quiet", "--json", "terminal", "stopped", "killed"])
+def test_no_screen_or_log_tells_the_number_of_trials(
+    how: str, draws: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = list[Any]()
+    for number in (1, 4):
+        draws[:] = [number]
+        trials = Telling(number)
+        monkeypatch.setattr(tuning, "train", trials)
+        if how == "terminal":
+            monkeypatch.setenv("FORCE_COLOR", "1")
+        if how == "killed":
+            secret_places(OUT)[0].mkdir()
+        with monkeypatch.context() as patch:
+            if how == "stopped":  # in the last trial
+                last = contextlib.nullcontext(lambda of=trials: of.left == 0)
+                patch.setattr(command, "stop_request", lambda of=last: of)
+            done = dpmac(*FLAGS, *[how] * how.startswith("--"))
+        assert done.exit_code == (INTERRUPTED if how == "stopped" else 0), done.stderr
+        assert (RESTARTED in done.stderr) == (how == "killed")
+        shown.append([done.stdout, done.stderr])
+        if how == "terminal":
+            shown[-1] = list(map(on_the_screen, shown[-1]))
+            assert any("searching" in line for line in shown[-1][1])
+        assert [path.name for path in Path().iterdir()] == ["out"] * (how != "stopped")
+        shutil.rmtree(OUT, ignore_errors=True)
+    assert shown[0] == shown[1]
+    assert not caplog.records
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
@@ -188,7 +355,7 @@ def test_a_search_that_is_killed_at_any_moment_is_started_again_and_cleaned_up(
 def test_a_search_that_is_stopped_leaves_nothing(trained: Trainer) -> None:
     with pytest.raises(KeyboardInterrupt):
         finish(carry_out_search(space(), lambda: len(trained.rates) == 2))
-    assert {path.name for path in OUT.iterdir()} == {folder.LOCK}
+    assert not [*Path().iterdir()]
     finish(carry_out_search(space()))
     assert len(trained.rates) == 5
 
@@ -419,6 +586,23 @@ def test_a_file_is_read_once() -> None:
     plan = space.plan_of(setting)
     written(FILE.replace("linear", "mlp"))
     assert plan == space.plan_of(setting)
+
+
+def test_no_advice_names_a_flag_that_a_search_does_not_have(trained: Trainer) -> None:
+    """Its scores are always covered, and it replaces nothing."""
+    said = []
+    with pytest.raises(InputError) as failure:
+        plan_search({"dataset": "digits", "model": "linear", "metric": "auroc"})
+    said += failure.value.errors
+    finish(carry_out_search(space()))
+    with pytest.raises(InputError) as failure:
+        finish(carry_out_search(space()))
+    said += failure.value.errors
+    assert [" or dpmac train without --cover-scores" in text for text in said] == [True, False]
+    assert "Use accuracy or balanced-accuracy, or" in said[0]
+    assert "already contains a run. Use another folder." in said[1]
+    assert not [text for text in said if "eave out" in text or "--force" in text]
+    assert len(trained.rates) == 3
 
 
 @pytest.mark.parametrize("name", ["seed", "canaries"])

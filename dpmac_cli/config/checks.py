@@ -62,10 +62,10 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
             f"each. Use {', '.join(chosen)}."
         )
     elif privacy.scores is not None and plan.settings.metric not in known:
-        use = f"Use {' or '.join(known)}, or leave" if known else "Leave"
+        use = f"{' or '.join(known)}, or dpmac train" if known else "dpmac train"
         yield (
-            f"--metric {plan.settings.metric} cannot be released with --cover-scores. {use} out "
-            "--cover-scores."
+            f"--metric {plan.settings.metric} cannot be released with noise, as dpmac tune and "
+            f"--cover-scores release scores. Use {use} without --cover-scores."
         )
     if task.network is not None and plan.settings.model != task.network:
         yield f"--model {plan.settings.model} is not for --task {task.kind}. Leave it out."

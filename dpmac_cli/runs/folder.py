@@ -205,7 +205,7 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
     """Reject a folder for a new run: a file, a run without ``force``, or other files."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--out {folder} is a file. Use a folder.")
-    if not folder.exists() or all(map(_leftover, folder.iterdir())):
+    if not folder.exists() or all(map(is_leftover, folder.iterdir())):
         return
     ours = (REPORT, MODEL, f"{CHECKPOINTS}/{LEDGER}")
     if not is_configured(folder) and not any((folder / name).exists() for name in ours):
@@ -219,10 +219,10 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
         )
 
 
-def _leftover(path: Path) -> bool:
+def is_leftover(path: Path) -> bool:
     """Return whether a file may be left over from a run that was killed before it began."""
     if path.name == CHECKPOINTS and path.is_dir():
-        return all(map(_leftover, path.iterdir()))
+        return all(map(is_leftover, path.iterdir()))
     return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PART))
 
 

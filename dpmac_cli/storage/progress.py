@@ -27,6 +27,16 @@ def report(done: int, records: int, folder: Path, what: str = "features") -> Non
 
 
 @contextmanager
+def unheard() -> Iterator[None]:
+    """Tell no listener of the progress of computations."""
+    token = LISTENER.set(lambda _: None)
+    try:
+        yield
+    finally:
+        LISTENER.reset(token)
+
+
+@contextmanager
 def heard_by(listener: Callable[[Computing], object]) -> Iterator[None]:
     """Call a function with the progress of computations, before the listener so far."""
     before = LISTENER.get()

@@ -28,7 +28,7 @@ MEAN, MEAN_NEAR = 20, 4
 NEAR = 2.0
 #: Significant digits of a number that is drawn from a range.
 DIGITS = 3
-#: Secret folder of a search while it runs, in its own.
+#: Secret folder of a search while it runs.
 RUNNING = ".search"
 RESTARTED = (
     "The last search in this folder was stopped, so it is started again. Nothing of it was "
@@ -126,6 +126,17 @@ class SearchSpace:
             raise ValueError("the settings of a trial are not among the candidates of its search")
         texts = tuple(dimension.text for dimension in self.dimensions)
         return replace(plan, search=SearchPlan(self.search, texts))
+
+
+def secret_places(out: Path) -> list[Path]:
+    """Return where a search for a folder may keep its trials, of which it uses the first.
+
+    There is one in each folder on the way to ``out`` that exists, from ``out`` itself up. So a
+    search makes no other folder before it ends: its time would tell how long the search was.
+    """
+    above = out.absolute()
+    ways = {there: out.absolute().relative_to(there).parts for there in (above, *above.parents)}
+    return [there / "-".join((RUNNING, *way)) for there, way in ways.items() if there.is_dir()]
 
 
 def events_of_trial(plan: TrainPlan) -> tuple[TrainingEvent, ...]:
@@ -241,5 +252,5 @@ def _calibrated(
         search=search(epsilon),
         plans=plans(epsilon),
         out=out,
-        notes=(*notes, *[RESTARTED] * (out / RUNNING).exists()),
+        notes=(*notes, *[RESTARTED] * any(place.exists() for place in secret_places(out))),
     )

@@ -7,6 +7,7 @@ score decides, and nothing else is kept.
 
 import contextlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -17,14 +18,18 @@ from typing import Any
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.errors import DivergedError, RunError
+from dpmac_cli.errors import DivergedError, InputError, RunError
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.storage import files
-from dpmac_cli.studies.search import RUNNING, SearchSpace, plan_search
+from dpmac_cli.storage.progress import unheard
+from dpmac_cli.studies.search import SearchSpace, plan_search, secret_places
 from dpmac_cli.tasks.known import METRICS
+
+#: Folder of the current trial, in the secret one.
+TRIAL = "trial"
 
 
 def tune(
@@ -60,23 +65,45 @@ def carry_out_search(
 ) -> Iterator[Finished]:
     """Carry out a search, and yield its result. Raises the errors of :func:`tune`.
 
-    What networks print is discarded, because it may tell trials apart. The published files are
-    written at the end, as new ones: the times of the best trial's would tell which it was.
+    Nothing tells the number of trials. What a trial prints, logs or tells of its progress is
+    discarded. Until the last trial has ended, there is only a secret folder, with the lock. Then
+    that is removed, and the published files are written as new ones. So all times are of the end.
     """
-    first, out, secret = space.plans[0], space.out, space.out / RUNNING
-    if not secret.exists() or {path.name for path in out.iterdir()} - {RUNNING, folder.LOCK}:
-        folder.check_chosen_folder(out, force=False)
-    folder.make_folder(out)
-    with folder.locked(out):
+    first, out = space.plans[0], space.out
+    secret, *others = secret_places(out)
+    with contextlib.ExitStack() as held:
+        for place in (secret, *filter(Path.exists, others)):
+            held.enter_context(_secret_folder(place))
+        _check_free(out, secret)
         device = choose_device(first.device)
         data = load_data(first.data.source, first.data.folder, device, found=first.data.found)
-        with _secret_folder(secret):
-            with _silence():
-                best = _best(space, secret / "trial", stop, data)
-            for name, content in best.items():
-                files.write_atomically(out / name, content)
-            folder.seal(out)
-        yield Finished(_report(best), out, "finished")
+        with _silence():
+            best = _best(space, secret / TRIAL, stop, data)
+    _check_free(out, secret)  # another run may have begun in it meanwhile
+    folder.make_folder(out)
+    for name, content in best.items():
+        files.write_atomically(out / name, content)
+    folder.seal(out)
+    yield Finished(_report(best), out, "finished")
+
+
+def _check_free(out: Path, secret: Path) -> None:
+    """Reject a folder with files, and remove what a run that was killed has left.
+
+    Its time would tell that of an earlier start. Raises InputError, also if it cannot be written.
+    """
+    left = {*out.absolute().iterdir()} - {secret} if out.is_dir() else set[Path]()
+    if not out.is_dir() or not all(map(folder.is_leftover, left)):
+        folder.check_chosen_folder(out, force=True)
+        if left:
+            raise InputError(f"--out {out} already contains a run. Use another folder.")
+    for path in left:
+        _remove(path)
+    missing = [place for place in (out, *out.absolute().parents) if not place.exists()]
+    folder.make_folder(out)
+    for place in missing:  # their times would tell when the search began
+        with contextlib.suppress(OSError):  # another process may use it
+            place.rmdir()
 
 
 def _best(
@@ -143,28 +170,42 @@ def _report(found: Mapping[str, bytes]) -> dict[str, Any]:
     return report
 
 
-def _remove(place: Path) -> None:
-    """Remove a folder, if there is one. Raises OSError."""
-    if place.exists():
-        shutil.rmtree(place)
+def _remove(path: Path) -> None:
+    """Remove a folder or a file, if there is one. Raises OSError."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _secret_folder(place: Path) -> Iterator[None]:
-    """Make a folder that only its owner can read, and remove it, also that of a killed search."""
-    _remove(place)
-    place.mkdir(mode=files.PRIVATE_FOLDER)
-    try:
-        yield
-    finally:
-        _remove(place)
+    """Make a folder that only its owner can read, lock it, and remove it at the end.
+
+    What a killed search has left in it is removed at the start. Raises InputError if another
+    process has locked it, or it cannot be made.
+    """
+    folder.make_folder(place)
+    place.chmod(files.PRIVATE_FOLDER)
+    with folder.locked(place):
+        _remove(place / TRIAL)
+        try:
+            yield
+        finally:
+            _remove(place)
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    with (
-        open(os.devnull, "w", encoding="utf-8") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        yield
+    """Discard what is printed or logged, and progress."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        with (
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+            unheard(),
+        ):
+            yield
+    finally:
+        logging.disable(before)
