@@ -426,6 +426,50 @@ def test_an_epoch_costs_at_most_one_mechanism_on_all_records(sigma: float, steps
         assert 0 < epoch.get_delta_for_epsilon(epsilon) <= allowed
 
 
+def sampled_delta(rate: float, sigma: float, epsilon: Floats, *, added: bool = False) -> Floats:
+    """Of one Poisson-sampled step at any epsilon, also below 0, if a record is removed or added."""
+    if added:
+        removed = sampled_delta(rate, sigma, -epsilon)
+        return np.asarray(np.exp(epsilon) * removed - np.expm1(epsilon))
+    inner = 1 + np.expm1(epsilon) / rate
+    of_one = np.log(np.where(inner > 0, inner, 1.0))
+    whole = norm.cdf(0.5 / sigma - of_one * sigma)
+    whole -= np.exp(of_one + norm.logcdf(-0.5 / sigma - of_one * sigma))
+    return np.where(inner > 0, rate * whole, -np.expm1(epsilon))
+
+
+@pytest.mark.promise("allocation")
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("sigma", "rate", "noise"), [(1.0, 0.1, 0.7), (1.0, 0.05, 0.5)])
+def test_removing_is_composed_with_removing_and_adding_with_adding(
+    sigma: float, rate: float, noise: float, order: int
+) -> None:
+    """An epoch of two steps beside a sampled step, by quadrature over the epoch's two draws.
+
+    Each direction with the other one would cost a third less at epsilon 2.
+    """
+    normal = np.linspace(-9.0, 9.0 + 1 / sigma, 801)
+    weights = norm.pdf(normal) * (normal[1] - normal[0])
+    ratio = (lognormal(normal, sigma)[:, None] + lognormal(normal, sigma)) / 2
+    without, loss = weights[:, None] * weights, np.log(ratio)
+    epoch = TrainingEvent(0.5, sigma, 2, "random-allocation", 2)
+    events = (epoch, TrainingEvent(rate, noise, 1))[::order]
+    losses = accounting.loss_distribution(events, accounting.FINE)
+    worst = []
+    for epsilon in (0.2, 1.0, 2.0):
+        removed = without * ratio * sampled_delta(rate, noise, epsilon - loss)
+        added = without * sampled_delta(rate, noise, epsilon + loss, added=True)
+        exact = [float(removed.sum()), float(added.sum())]
+        found = [losses.computed._pmf_remove, losses.computed._pmf_add]
+        at = [float(pmf.get_delta_for_epsilon(epsilon)) for pmf in found]
+        assert at == pytest.approx(exact, rel=1e-4)
+        assert exact[1] < 0.99 * exact[0]
+        worst.append(max(exact))
+        assert total_epsilon(events, worst[-1]) == pytest.approx(epsilon, abs=1e-3)
+    assert losses.deltas(np.array([0.2, 1.0, 2.0])) == pytest.approx(worst, rel=1e-4)
+    assert list(map(losses.deltas, (0.2, 1.0, 2.0))) == pytest.approx(worst, rel=1e-4)
+
+
 @pytest.mark.promise("allocation")
 def test_what_is_beyond_the_grid_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a short grid, too: then much is beyond it, and the bound is worse, not better."""

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,13 +13,15 @@ from jsonschema import Draft202012Validator
 
 from dpmac_cli.accounting.accountants import accountant_name, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import events_of, read_report
 from dpmac_cli.release.sentences import Case, privacy
 from dpmac_cli.runs.ledger import Spent
-from tests.digits_runs import RATE, SIGMA
+from tests.digits_runs import RATE, SIGMA, metrics_of, report_of
+from tests.typed import dpmac
 
 
 def refuse(constant: str) -> NoReturn:
@@ -47,6 +50,34 @@ def test_the_price_is_the_accountants(report: dict[str, Any]) -> None:
     assert version("dp-accounting") in price["accountant"]
     assert "24 Poisson-sampled steps" in price["statement"]
     assert "were not saved" in price["seed_policy"]["statement"]
+
+
+@pytest.mark.promise("price")
+@pytest.mark.usefixtures("uncalibrated", "unvalidated")
+@pytest.mark.parametrize("covered", [True, False])
+@pytest.mark.parametrize("delta", [1e-8, 1e-3])
+def test_every_epsilon_of_a_run_is_at_the_delta_that_was_given(delta: float, covered: bool) -> None:
+    flags = ("--dataset", "digits", "--model", "linear", "--sigma", f"{SIGMA}", "--steps", "13")
+    more = (*["--cover-scores"] * covered, "--delta", f"{delta}", "--out", "run")
+    done = dpmac("train", *flags, "--batch-size", "128", *more)
+    trained, tested = TrainingEvent(RATE, SIGMA, 13), TrainingEvent(1.0, 8.0, 1, records="test")
+    parts = (trained, tested) if covered else (trained,)
+    whole = total_epsilon(parts, delta)
+    found = report_of("run")["privacy"]
+    assert (found["epsilon"], found["epsilon_planned"], found["delta"]) == (whole, whole, delta)
+    if covered:
+        of = [found["covered_scores"][name] for name in ("epsilon_of_training", "epsilon")]
+        assert of == [total_epsilon((part,), delta) for part in parts]
+    *first, last = metrics_of("run")
+    assert (last["epsilon"], last["delta"]) == (whole, delta)
+    for line in first:
+        least = total_epsilon((replace(trained, steps=12),), delta)
+        assert (least <= line["epsilon"] <= whole, line["delta"]) == (True, delta)
+    assert len(first) == 1
+    shown, again = format_epsilon(whole), dpmac("account", "run").stdout
+    assert f"epsilon {shown} at delta {delta:g}" in done.stdout
+    for text in (found["statement"], Path("run", "model-card.md").read_text(), again):
+        assert f"({shown}, {format_epsilon(delta)})-differential privacy" in text
 
 
 def spent(steps: int, seeded: bool = False) -> Spent:

@@ -590,7 +590,7 @@ def test_a_file_is_read_once() -> None:
 
 def test_no_advice_names_a_flag_that_a_search_does_not_have(trained: Trainer) -> None:
     """Its scores are always covered, and it replaces nothing."""
-    said = []
+    said = list[str]()
     with pytest.raises(InputError) as failure:
         plan_search({"dataset": "digits", "model": "linear", "metric": "auroc"})
     said += failure.value.errors
