@@ -229,6 +229,32 @@ def test_the_best_is_best_only_where_all_others_are_worse() -> None:
     assert standing_of([good, bad, same], METRICS["accuracy"]) == ["tied", "", "tied"]
 
 
+def test_two_seeds_show_nothing() -> None:
+    """A t-test of two differences finds 67.2 to be no worse than 81.9."""
+    good, bad = cell(0.815, 0.823), cell(0.66, 0.684)
+    two = {0: 0.0, 1: 1e-3}
+    assert standing_of([good, bad], METRICS["accuracy"]) == ["", ""]
+    assert paired_p_value({0: 9.0, 1: 9.0}, two) == 1
+    text = as_markdown(comparison(good, bad))
+    assert "Nothing is marked as best: with fewer than three finished runs per row" in text
+    assert "~" not in text
+    assert "t-test" not in text
+    for seeds, said in ((2, "Two seeds"), (3, "three 2.5"), (5, "five 1.2"), (10, "ten 0.7")):
+        assert said in text
+        least = stats.t.ppf(0.975, seeds - 1) / math.sqrt(seeds)
+        assert least == pytest.approx({2: 9, 3: 2.5, 5: 1.2, 10: 0.7}[seeds], rel=0.05)
+
+
+def test_none_is_the_best_beside_a_row_that_was_not_tested() -> None:
+    """Most of its runs failed, but those that did not were better."""
+    good, bad = cell(0.90, 0.91, 0.92), cell(0.80, 0.811, 0.82)
+    few = cell(0.95, 0.96)
+    assert standing_of([good, bad, few], METRICS["accuracy"]) == ["tied", "", ""]
+    text = as_markdown(comparison(good, bad, few))
+    assert "Rows with fewer than three finished runs are not tested" in text
+    assert "not tested" not in as_markdown(comparison(good, bad))
+
+
 @pytest.mark.promise("price")
 @pytest.mark.parametrize("changed", [{"sigma": "2"}, {"steps": "6"}, {"lr": "0.1"}])
 def test_a_run_that_its_fork_has_replaced_is_charged_as_the_fork(
@@ -275,10 +301,10 @@ def shown(name: str, sigma: float, *accuracies: float, **changes: Any) -> Cell:
 
 
 CELLS = (
-    shown("dp-adam", 0.5, 0.90, 0.92, standing="tied"),
-    shown("dp-adam", 1.0, 0.80, 0.82),
-    shown("dp-macadam", 0.5, 0.91, 0.93, standing="tied"),
-    shown("dp-macadam", 1.0, 0.88, 0.89, standing="best"),
+    shown("dp-adam", 0.5, 0.90, 0.91, 0.92, standing="tied"),
+    shown("dp-adam", 1.0, 0.80, 0.81, 0.82),
+    shown("dp-macadam", 0.5, 0.91, 0.92, 0.93, standing="tied"),
+    shown("dp-macadam", 1.0, 0.88, 0.89, 0.89, standing="best"),
     shown("dp-sgd", 0.5, failures={0: "its process died", 1: "no"}),
 )
 
@@ -297,7 +323,7 @@ WHOLE = comparison(*CELLS)
 def test_every_form_says_what_the_epsilons_are_worth() -> None:
     for text in (as_markdown(WHOLE), json.dumps(as_json(WHOLE))):
         assert "epsilon 12.35" in text  # rounded up
-        assert "The 10 runs, 2 of them not finished and counted in full, use the same" in text
+        assert "The 14 runs, 2 of them not finished and counted in full, use the same" in text
         assert (
             "Publish at most one of them" in text
         )  # what one seed draws for one, it draws for all

@@ -30,6 +30,8 @@ from dpmac_cli.tasks.task import EvaluationMetric, number
 LEAST_SPREAD = 1e-9
 #: Probability of a false positive in a whole column.
 LEVEL = 0.05
+#: Fewer seeds are not tested: with two, a difference must be nine times its standard deviation.
+FEWEST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,8 @@ class Cell:
         values: test metric (nan if undefined) of finished runs, by seed.
         seconds: mean training time of the finished runs; nan if there are none.
         failures: reasons why other runs did not finish, by seed.
-        standing: "best" if significantly so, "tied" if not significantly worse, "" otherwise.
+        standing: "best" if significantly so, "tied" if not significantly worse than the best mean,
+            "" if so, or not tested.
     """
 
     labels: Labels
@@ -69,6 +72,11 @@ class Cell:
         """Return the sample standard deviation of the metric; None for fewer than two values."""
         defined = len(self.values) > 1 and math.isfinite(self.mean)
         return stdev(self.values.values()) if defined else None
+
+    @property
+    def tested(self) -> bool:
+        """Return whether it has enough values for a test."""
+        return self.std is not None and len(self.values) >= FEWEST
 
 
 @dataclass(frozen=True)
@@ -147,28 +155,32 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
 
 
 def standing_of(cells: Sequence[Cell], metric: EvaluationMetric) -> list[str]:
-    """Return "best", "tied" or "" for each cell of a column."""
-    known = [cell for cell in cells if cell.std is not None]
+    """Return "best", "tied" or "" for each cell of a column.
+
+    None is best if another one with results has too few of them for the test.
+    """
+    known = [cell for cell in cells if cell.tested]
     if len(known) < 2:
         return ["" for _ in cells]
     best = max(known, key=lambda cell: metric.better(cell.mean))
     others = [cell for cell in known if cell is not best]
     worse = holm([paired_p_value(best.values, cell.values) for cell in others])
     tied = [cell for cell, rejected in zip(others, worse, strict=True) if not rejected]
+    alone = not tied and not any(cell.values and not cell.tested for cell in cells)
     return [
-        ("tied" if tied else "best") if cell is best else "tied" if cell in tied else ""
+        ("best" if alone else "tied") if cell is best else "tied" if cell in tied else ""
         for cell in cells
     ]
 
 
 def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Return the p-value of a paired t-test over common seeds; 1 if there are fewer than two."""
+    """Return the p-value of a paired t-test over common seeds; 1 below :data:`FEWEST`."""
     from scipy.stats import ttest_1samp  # noqa: PLC0415  (a second to import)
 
     seeds = sorted(one.keys() & other.keys())
     differences = [one[seed] - other[seed] for seed in seeds]
     # Metrics are ratios of counts, so all differences may be equal by chance.
-    if len(seeds) < 2 or stdev(differences) < LEAST_SPREAD:
+    if len(seeds) < FEWEST or stdev(differences) < LEAST_SPREAD:
         return 1.0
     return float(ttest_1samp(differences, 0.0).pvalue)
 
@@ -186,13 +198,19 @@ COMPARE_JSON, COMPARE_MD, COMPARE_CSV = "compare.json", "compare.md", "compare.c
 MISSING = "–"
 TEST = (
     "Bold (**): significantly better than all others in its column (paired two-sided t-test over "
-    f"seeds, {LEVEL:.0%} per column with Holm's method). Otherwise ~: tied with the best."
+    f"seeds, {LEVEL:.0%} per column with Holm's method). Otherwise ~: not significantly worse than "
+    "the best mean. With more seeds it may be."
+)
+#: What a test of one pair needs to be significant, in standard deviations of the difference.
+SEEDS_NEEDED = (
+    "Two seeds show only a difference of 9 times its standard deviation over the seeds, three 2.5 "
+    "times, five 1.2 times, ten 0.7 times. Use --seeds 5 or more."
 )
 NO_TEST = (
-    "Nothing is marked as best: with fewer than two finished runs per row, real differences "
-    "cannot be distinguished from chance."
+    "Nothing is marked as best: with fewer than three finished runs per row, real differences "
+    f"cannot be distinguished from chance. {SEEDS_NEEDED}"
 )
-
+PART_TEST = f"Rows with fewer than three finished runs are not tested. {SEEDS_NEEDED}"
 SEEDS = (
     "Seeds are given, so epsilons hold only against attackers who do not know the seeds: train a "
     "model that you publish without one."
@@ -314,10 +332,12 @@ def _mean(cell: Cell | None, metric: EvaluationMetric) -> str:
 def remarks(comparison: Comparison) -> list[str]:
     """Return remarks on significance, on the cost of all runs, and on seeds and other runs."""
     rivals = Counter(cell.column for cell in comparison.cells)
-    tested = Counter(cell.column for cell in comparison.cells if len(cell.values) > 1)
+    tested = Counter(cell.column for cell in comparison.cells if cell.tested)
     said = []
     if max(tested.values(), default=0) > 1:
         said.append(TEST)
+        if any(cell.values and not cell.tested for cell in comparison.cells):
+            said.append(PART_TEST)
     elif max(rivals.values()) > 1:
         said.append(NO_TEST)
     epsilon, cells = comparison.epsilon, comparison.cells
