@@ -131,6 +131,7 @@ def test_a_delta_below_the_precision_of_loss_distributions_has_a_cost_by_rdp(sam
     for delta, used in ((1e-16, "rdp"), (DELTA, "pld")):
         assert accounting.used_accountant((event,), delta) == used
         assert pricing.price((event,), delta).accountant == used
+        assert any(pricing.accountant_note((event,), delta)) == (used == "rdp")
     # Just above the limit, the smaller of two upper bounds.
     just = 1.01 * accounting.loss_distribution((event,), accounting.FINE).least_delta
     assert total_epsilon((event,), just) <= total_epsilon((event,), just, "rdp")
@@ -307,7 +308,9 @@ def test_statement_says_what_was_promised_and_what_was_not() -> None:
         "best of several runs costs more",
     ):
         assert part in text
-    assert statement(math.inf, DELTA, (TrainingEvent(0.1, 0, 12),)).startswith("No privacy")
+    without, some = TrainingEvent(0.1, 0, 12), TrainingEvent(DIGITS_RATE, 1.5, 12)
+    for events in ((without,), (some, without), (without, some)):
+        assert statement(math.inf, DELTA, events).startswith("No privacy")
 
 
 Floats = NDArray[np.float64]
@@ -424,6 +427,43 @@ def test_an_epoch_costs_at_most_one_mechanism_on_all_records(sigma: float, steps
     for epsilon in (0.0, 0.5, 2.0, 10.0):
         allowed = plain.get_delta_for_epsilon(epsilon) * (1 + 1e-6) + 1e-12
         assert 0 < epoch.get_delta_for_epsilon(epsilon) <= allowed
+
+
+@pytest.mark.promise("allocation")
+def test_no_amplification_is_claimed_below_the_least_noise() -> None:
+    at = (0.5, 5.0, 20.0)
+    for sigma in (0.39, 0.2):
+        found = [allocated_gaussian(t, sigma, 0.01).get_delta_for_epsilon(at) for t in (1, 50)]
+        assert list(found[0]) == list(found[1])
+    assert LEAST_NOISE == 0.4
+
+
+@pytest.mark.promise("allocation")
+def test_what_rounding_may_take_from_an_epoch_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert small_sums(2, 3.0, np.array([40.0]))[0] >= allocation.ROUNDING
+    plain = likelihood_ratios.__wrapped__(10, 1.0)
+    transform = allocation.fft.irfft
+    monkeypatch.setattr(allocation.fft, "irfft", lambda *of: transform(*of) * (1 - 1e-6))
+    short = likelihood_ratios.__wrapped__(10, 1.0)
+    assert plain.lost_given < plain.lost_without + 1e-12 < 1e-9
+    assert min(short.lost_given, short.lost_without) > 0.99e-6
+
+
+@pytest.mark.promise("allocation")
+def test_a_sum_beyond_the_transform_is_charged() -> None:
+    """The bound is at least the probability of it, without the record and with it."""
+    masses, width, t = np.array([0.5, 0.3, 0.15, 0.05]), 0.8, 6
+    masses = masses / masses.sum()
+    values = width * np.arange(4)
+    total, given = np.ones(1), masses * values / (masses @ values)
+    for _ in range(t):
+        total = np.convolve(total, masses)
+    others = np.ones(1)
+    for _ in range(t - 1):
+        others = np.convolve(others, masses)
+    for size in (9, 12, 15):
+        beyond = max(total[size:].sum(), np.convolve(others, given)[size:].sum())
+        assert 0 < beyond <= allocation._wrapped(masses, width, t, size) <= 1
 
 
 def sampled_delta(rate: float, sigma: float, epsilon: Floats, *, added: bool = False) -> Floats:

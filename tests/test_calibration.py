@@ -1,6 +1,7 @@
 """From a budget to a setting: priced forward, every answer is on the paying side, and just so."""
 
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from dpmac_cli.accounting.calibration import (
 )
 from dpmac_cli.accounting.events import SAMPLERS, Scores, TrainingEvent
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
-from dpmac_cli.errors import BudgetError
+from dpmac_cli.errors import BudgetError, InputError
 from tests.tiers import rest_long
 
 pytestmark = pytest.mark.promise("target")
@@ -59,6 +60,20 @@ def test_calibrated_noise_is_the_least_that_meets_the_target(
     sigma = calibrate_noise(event, delta, target, accountant)
     assert sigma == round(sigma, 5), "what is printed is what is used"
     assert price(sigma) <= target < price(round(sigma - 1e-5, 5))
+
+
+def test_calibrated_noise_covers_what_was_trained_before() -> None:
+    earlier, event = (digits(sigma=4.0, steps=12),), digits(steps=12)
+
+    def price(sigma: float) -> float:
+        return total_epsilon((*earlier, replace(event, noise_multiplier=sigma)), DELTA)
+
+    sigma = calibrate_noise(event, DELTA, 1.0, earlier=earlier)
+    assert price(sigma) <= 1.0 < price(round(sigma - 1e-5, 5))
+    assert sigma > calibrate_noise(event, DELTA, 1.0)
+    spent = total_epsilon(earlier, DELTA)
+    with pytest.raises(BudgetError, match="is spent"):
+        calibrate_noise(event, DELTA, spent * 0.99, earlier=earlier)
 
 
 # The length of a run.
@@ -113,6 +128,24 @@ def test_the_number_of_trials_is_drawn_from_its_distribution() -> None:
     assert set(found) <= set(range(1, 7))
     seen = [found[k] for k in range(1, 7)]
     assert chisquare(seen, 4000 * trials.probabilities).pvalue > 1e-4
+
+
+@pytest.mark.promise("search")
+@pytest.mark.parametrize(("mean", "most"), [(1, 4), (1.9, 8), (1001, 4004), (3, 3), (math.nan, 8)])
+def test_a_number_of_trials_that_is_not_secret_is_refused(mean: float, most: int) -> None:
+    with pytest.raises(InputError, match="number of trials must be"):
+        Trials(mean, most)
+
+
+@pytest.mark.promise("search")
+def test_no_seed_of_a_program_decides_the_number_of_trials() -> None:
+    """It is secret, also where a program sets its seeds as usual."""
+    found = []
+    for _ in range(2):
+        random.seed(0)
+        np.random.seed(0)
+        found.append([Trials(100, 400).draw() for _ in range(20)])
+    assert found[0] != found[1]
 
 
 def exact_delta(trials: Trials, sigma: float, epsilon: float, *, high: bool, added: bool) -> float:

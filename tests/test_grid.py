@@ -3,10 +3,12 @@
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +19,28 @@ from scipy import stats
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.cli.compare import planned_runs
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.errors import InputError
 from dpmac_cli.release.report import events_of
 from dpmac_cli.release.run import fork, resume, train
-from dpmac_cli.studies.grid import Grid, listed_values, plan
+from dpmac_cli.studies import local, results
+from dpmac_cli.studies.grid import NOT_STUDIED, Grid, address, listed_values, plan
 from dpmac_cli.studies.results import (
     Cell,
     Comparison,
     as_json,
     as_markdown,
     collect,
+    finished_report,
     holm,
     paired_p_value,
     standing_of,
+    write_comparison,
 )
 from dpmac_cli.tasks.known import METRICS
-from tests.digits_runs import after
+from tests.digits_runs import after, digits
 
 ROOT = Path("study")
 
@@ -148,6 +155,104 @@ def test_runs_on_records_that_were_corrected_are_none_of_the_study(
     if before:
         os.utime(changing, ns=(before, before))
         assert folders() == first
+
+
+@pytest.mark.promise("price")
+def test_runs_of_other_public_weights_are_none_of_the_study(tmp_path: Path) -> None:
+    """A file of the same name may hold others, so that runs would be of another network."""
+    [run] = grid(optimizers="dp-sgd", sigma="1", seeds="1").runs
+    weights, folders = tmp_path / "weights", list[str]()
+    network = replace(run.plan.network, pretrained=weights)
+    for content in (b"one", b"other", b"one"):
+        weights.write_bytes(content)
+        folders.append(address(replace(run.plan, network=network), run.seed))
+    assert folders[0] == folders[2]
+    assert len({*folders, run.folder.name}) == 3
+
+
+def test_flags_take_precedence_over_a_file_and_it_over_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("recipe: digits\noptimizers: dp-sgd\nsigma: 2\nlr: [0.1, 0.2]\nseeds: 1\n")
+    [run] = plan({"lr": "0.3", "clip_norm": "2"}, file, ROOT).runs
+    assert (run.plan.optimizer.lr, run.plan.optimizer.clip_norm) == (0.3, 2)
+    assert run.plan.privacy.sigma == 2  # 1.5 in the recipe
+    assert (run.plan.data.dataset, run.plan.privacy.steps) == ("digits", 240)
+
+
+@pytest.mark.promise("price")
+def test_a_run_that_ended_before_its_last_step_is_not_finished(tmp_path: Path) -> None:
+    """Its row would be of fewer steps. A run for an epsilon may end earlier to keep to it."""
+    flags = {"dataset": "digits", "optimizers": "dp-sgd", "steps": "4", "seeds": "1"}
+    [fixed] = plan({**flags, "sigma": "6"}, None, tmp_path).runs
+    privacy = replace(fixed.plan.privacy, target=0.5)
+    budgeted = replace(fixed, plan=replace(fixed.plan, privacy=privacy))
+    fixed.folder.mkdir()
+
+    def found(steps: int, state: str) -> list[bool]:
+        report = {"state": state, "hyperparameters": {"steps": steps}}
+        (fixed.folder / "report.json").write_text(json.dumps(report))
+        return [finished_report(run) is not None for run in (fixed, budgeted)]
+
+    assert found(4, "finished") == [False, False]  # no checksums
+    (fixed.folder / "SHA256SUMS").touch()
+    assert found(4, "finished") == [True, True]
+    assert found(3, "finished") == [False, True]
+    assert found(4, "interrupted") == [False, False]
+
+
+@pytest.mark.promise("price")
+@pytest.mark.parametrize("delta", [1e-8, 1e-3])
+def test_every_epsilon_of_a_study_is_at_its_own_delta(delta: float, tmp_path: Path) -> None:
+    flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "13"}
+    study = plan({**flags, "seeds": "2", "delta": f"{delta}"}, None, tmp_path)
+    event = study.plan.privacy.event
+    one, both = total_epsilon((event,), delta), total_epsilon((event, event), delta)
+    found = collect(study, {})
+    assert (found.cells[0].epsilon, found.epsilon) == (one, both)
+    assert f"epsilon {format_epsilon(both)} at delta {delta:g} in total" in as_markdown(found)
+    assert as_json(found)["delta"] == delta
+    table = planned_runs(study)
+    assert format_epsilon(one) in [*table.columns[2].cells]
+
+
+@pytest.mark.promise("price")
+def test_what_a_study_does_not_have_is_refused() -> None:
+    for name in NOT_STUDIED[1:]:
+        said = faults(sigma="1", **{name: "1"})
+        assert any(f"--{name.replace('_', '-')} is of a single run" in fault for fault in said)
+
+
+@pytest.mark.promise("reading")
+def test_a_column_shows_the_largest_epsilon_of_its_runs() -> None:
+    cells = [shown(name, 1.0, 0.9, epsilon=e) for name, e in (("dp-sgd", 2.0), ("dp-adam", 4.0))]
+    for order in (cells, cells[::-1]):
+        assert as_markdown(comparison(*order)).splitlines()[2].split()[3] == "4"
+
+
+def test_a_kill_leaves_no_checksums_of_another_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_comparison(WHOLE, tmp_path)
+    assert (tmp_path / "SHA256SUMS").exists()
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results, "write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_comparison(comparison(*CELLS[:2]), tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_a_network_prints_is_not_in_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [run] = grid(optimizers="dp-sgd", sigma="1", seeds="1").runs
+    monkeypatch.setattr(local, "train_job", lambda *_: print("from a network"))  # noqa: T201
+    mine, theirs = multiprocessing.Pipe()
+    local._work(dict(os.environ), theirs, run.on("cpu"), digits(), 1)
+    assert mine.recv() is None
+    assert capsys.readouterr() == ("", "from a network\n")
 
 
 def test_a_study_has_an_end() -> None:

@@ -24,6 +24,7 @@ from dpmac_cli.accounting.risk import (
     percent,
     trade_off,
 )
+from dpmac_cli.accounting.selection import Search, trials_of
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.release.sentences import Case, privacy
 from dpmac_cli.runs.ledger import Spent
@@ -139,6 +140,20 @@ def test_every_part_counts() -> None:
     both = assess_risk(parts, 1000)
     assert both.mu == pytest.approx(assess_risk(parts[::-1], 1000).mu)
     assert all(both.stated > one.stated and both.mu > one.mu for one in alone)
+
+
+def test_the_risk_of_a_search_is_that_of_all_its_trials() -> None:
+    alone = assess_risk((POISSON,), 1000)
+    search = assess_risk(Search(trials_of(10), ((POISSON,),)), 1000)
+    for one, of_all in zip(alone.attacks, search.attacks, strict=True):
+        assert of_all.true_positive_rate > one.true_positive_rate
+    assert search.mu > alone.mu
+
+
+def test_epsilons_beside_the_risk_are_at_the_deltas_that_are_named() -> None:
+    deltas = (1e-5, 1e-6, 1000**-1.1)
+    expected = tuple((delta, total_epsilon((POISSON,), delta)) for delta in deltas)
+    assert assess_risk((POISSON,), 1000).epsilons == expected
 
 
 # The edges.

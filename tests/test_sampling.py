@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 from scipy.stats import binom, chisquare, kstest
 
-from dpmac_cli.accounting.events import SAMPLERS
-from dpmac_cli.accounting.sampling import Poisson
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.sampling import BatchSampling, Cyclic, Poisson, RandomAllocation
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler, SecureDraws
@@ -237,6 +237,25 @@ def test_batches_are_drawn_at_the_rate_that_is_priced(monkeypatch: pytest.Monkey
     sampler = sampling.draws(a_key(1), secure=True)
     deal_words(monkeypatch, [most - 1, most, *[0] * 5])
     assert sampler.draw(1).tolist() == [0, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.promise("sampling")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Poisson, "poisson"), (RandomAllocation, "random-allocation"), (Cyclic, "cyclic")],
+)
+@either_way
+def test_a_program_draws_what_it_states_and_pays_for(
+    kind: type[BatchSampling], name: str, secure: bool
+) -> None:
+    """The rate is B/n also where the batch does not divide n, and a key begins an epoch."""
+    sampling = kind(n=50, batch_size=15)
+    assert sampling.event(1.5, 3) == TrainingEvent(15 / 50, 1.5, 3, name, 4)
+    for base in (0, 3):
+        drawn = sampling.draws(a_key(1), secure=secure, base=base)
+        expected = sampler_of(name, 50, 15, secure, base=base)
+        for step in range(base + 1, base + 9):
+            assert drawn.draw(step).tolist() == expected.draw(step).tolist()
 
 
 @pytest.mark.promise("sampling")

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import logging
+import math
 import os
+import random
 import re
 import shutil
 import stat
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scipy.stats import chisquare
+from scipy.stats import chisquare, kstest
 
 from dpmac_cli.accounting.selection import Search, Trials, trials_of
 from dpmac_cli.cli import tune as command
@@ -498,6 +500,41 @@ def test_settings_are_drawn_independently_with_replacement(
     joint = Counter((d["clip_norm"], d["beta1"]) for pair in found for d in pair)
     assert len(joint) == 4
     assert chisquare(list(joint.values())).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    "given", [{"delta": "1e-5,1e-6"}, {"dataset": "digits,mnist"}, {"class_weights": ["1", "2"]}]
+)
+def test_what_the_cost_or_the_records_depend_on_is_not_drawn(given: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="a search cannot draw this setting"):
+        plan_search({"dataset": "digits", "model": "linear", "lr": "0.1,1", **given})
+
+
+def test_no_seed_of_a_program_decides_the_settings() -> None:
+    space = space_of(Dimension("lr", ("1e-9", "1"), between=True))
+    found = []
+    for _ in range(2):
+        random.seed(0)
+        found.append([space.trial().optimizer.lr for _ in range(2)])
+    assert found[0] != found[1]
+
+
+def test_a_range_is_drawn_evenly_in_the_logarithm_and_never_left() -> None:
+    ends = Dimension("lr", ("1.2345e-4", "0.87654"), between=True)
+    source = random.Random(0)
+    drawn = [float(ends.draw(source)) for _ in range(2000)]
+    assert 1.2345e-4 <= min(drawn) < max(drawn) <= 0.87654
+    low, high = math.log(1.2345e-4), math.log(0.87654)
+    assert kstest([(math.log(d) - low) / (high - low) for d in drawn], "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("delta", [1e-8, 1e-3])
+def test_a_search_is_calibrated_and_charged_at_its_own_delta(delta: float) -> None:
+    given = {"dataset": "digits", "model": "linear", "epsilon": 0.3, "device": "cpu"}
+    given |= {"batch_size": "1437", "steps": "3", "trials": 4, "lr": "0.01:1", "delta": delta}
+    space = plan_search(given)
+    again = Search(space.search.trials, space.search.candidates).epsilon(delta)
+    assert 0.99 * 0.3 < space.epsilon == again <= 0.3
 
 
 def test_a_trial_with_another_cost_is_refused() -> None:
