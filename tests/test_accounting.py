@@ -10,7 +10,7 @@ import pytest
 from dp_accounting import NoOpDpEvent
 from dp_accounting.pld import pld_privacy_accountant
 from numpy.typing import NDArray
-from scipy import integrate, stats
+from scipy import fft, integrate, stats
 from scipy.optimize import brentq
 from scipy.stats import norm
 
@@ -442,8 +442,8 @@ def test_no_amplification_is_claimed_below_the_least_noise() -> None:
 def test_what_rounding_may_take_from_an_epoch_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert small_sums(2, 3.0, np.array([40.0]))[0] >= allocation.ROUNDING
     plain = likelihood_ratios.__wrapped__(10, 1.0)
-    transform = allocation.fft.irfft
-    monkeypatch.setattr(allocation.fft, "irfft", lambda *of: transform(*of) * (1 - 1e-6))
+    transform = fft.irfft
+    monkeypatch.setattr(fft, "irfft", lambda *of: transform(*of) * (1 - 1e-6))
     short = likelihood_ratios.__wrapped__(10, 1.0)
     assert plain.lost_given < plain.lost_without + 1e-12 < 1e-9
     assert min(short.lost_given, short.lost_without) > 0.99e-6

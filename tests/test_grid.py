@@ -174,7 +174,7 @@ def test_flags_take_precedence_over_a_file_and_it_over_a_recipe(tmp_path: Path) 
     file = tmp_path / "study.yaml"
     file.write_text("recipe: digits\noptimizers: dp-sgd\nsigma: 2\nlr: [0.1, 0.2]\nseeds: 1\n")
     [run] = plan({"lr": "0.3", "clip_norm": "2"}, file, ROOT).runs
-    assert (run.plan.optimizer.lr, run.plan.optimizer.clip_norm) == (0.3, 2)
+    assert (run.plan.optimizer.lr, run.plan.recorded["clip_norm"]) == (0.3, 2)
     assert run.plan.privacy.sigma == 2  # 1.5 in the recipe
     assert (run.plan.data.dataset, run.plan.privacy.steps) == ("digits", 240)
 
