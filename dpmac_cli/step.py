@@ -39,7 +39,7 @@ from dpmac_cli.dp.clipping.batches import (
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.dp.clipping.norms import RegionMetric
-from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, joined, part_of
+from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, Spread, at_places, joined, part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.weights import RecordWeights
@@ -66,6 +66,7 @@ from dpmac_cli.randomness.keystream import KEY_BYTES, Unshared, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import Indices, Sampler
+from dpmac_cli.storage.digest import identical
 from dpmac_cli.torch_errors import torch_failures_explained
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import BatchSum, ChunkedSum
@@ -156,8 +157,8 @@ class Step(Unshared):
         self.optimizer, self.plan, self.training, self.hooks = optimizer, plan, training, hooks
         self._ranks = ranks or Ranks()
         theta = sums.theta
-        _check_rounding(mechanism, theta.numel())
-        region, spread = self.geometry.start(theta)
+        _check_rounding(mechanism, sums.size)
+        region, spread = self._first_region()
         self.state = TrainState(
             theta=theta,
             moments=optimizer.start(theta),
@@ -167,7 +168,17 @@ class Step(Unshared):
             average=theta.clone() if plan.recipe.ema else None,
         )
         self._scratch = torch.empty_like(region.centre)
-        self._blocks = blocks(theta.numel(), theta.device)
+        # Without rows of embeddings that are padding, so nothing below sees them.
+        self._blocks = blocks(theta.numel(), theta.device, sums.skipped)
+
+    def _first_region(self) -> tuple[Ellipsoid, Spread | None]:
+        """Return line 1 for the coordinates that are trained."""
+        theta = self.sums.theta
+        if not self.sums.skipped:
+            return self.geometry.start(theta)
+        trained = self.sums.trained_mask
+        region, spread = self.geometry.start(theta[trained])
+        return at_places(region, trained), spread and at_places(spread, trained)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -367,7 +378,8 @@ class PrivateProgram(Unshared):
         return (CUT.format(counted(cut, "record")),) * bool(cut)
 
     def __repr__(self) -> str:
-        parts = trained_parts(self.model)[:-1]
+        size = None if self._step is None else self._step.sums.size
+        parts = trained_parts(self.model, size)[:-1]
         return f"{type(self).__name__}({self.taken} of {self._steps} steps; {parts})"
 
     def __len__(self) -> int:
@@ -699,7 +711,8 @@ class PrivateStep(PrivateProgram):
         self._structure, self._sums = structure, sums
         frozen = any(not p.requires_grad for p in objective.parameters())
         modes = notes_on_modes(objective)
-        self._notes = (*self._notes, *[trained_parts(objective)] * frozen, *modes, *sums.notes)
+        parts = [trained_parts(objective, sums.size)] * frozen
+        self._notes = (*self._notes, *parts, *modes, *sums.notes)
         return self._step
 
 
@@ -759,6 +772,14 @@ def _check_state(given: object) -> None:
         )
 
 
+#: Message for an update of a program that gave noise to a row that is padding.
+PADDING_CHANGED = (
+    "The row of {} that padding_idx names was changed, which torch promises never to happen. Leave "
+    "it out of your update: private.value.mul_(clipped.trained). If you set it on purpose, call "
+    "clipped_grad again with the network."
+)
+
+
 class ClippedGrad:
     """Sum of the clipped per-record gradients of a network; see :func:`clipped_grad`."""
 
@@ -780,24 +801,32 @@ class ClippedGrad:
         self._batch, self._physical, self._isolate = batch_size, physical_batch, isolate
         self._sums: BatchSum | None = None
         self._structure: Structure | None = None
+        self._padding = list[Tensor]()  # values of theta that are never trained
         self._calls, self._chunk = 0, 0
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
         """Return the sum over the records of a batch, shape (d,), float64 for several chunks.
 
+        It is 0 where :attr:`trained` is.
+
         Raises:
             InputError: the batch is not tensors with one row per record, has other parts, shapes or
                 types than the one that was validated, or many times more records than
                 ``batch_size``; or the region does not fit the parameters.
-            ModelError: the network is no longer the one that was validated.
+            ModelError: the network is no longer the one that was validated, or an update changed a
+                row that is padding.
         """
         check_rows(batch, self._structure)
         sums = self._sums or self.prepare(batch)
         _check_region(self.region, sums.theta)
         sums.check()
+        self._check_padding()
         self._calls += 1
-        metric, records = RegionMetric(self.region), np.arange(samples_in(batch))
+        region = self.region
+        if sums.skipped and not region.is_ball:
+            region = at_places(part_of(region, sums.trained_mask), sums.trained_mask)
+        metric, records = RegionMetric(region), np.arange(samples_in(batch))
         with full_float32(sums.arithmetic), sums.given(records, batch):
             total, self._chunk = sums.of(records, self._calls, metric, self._chunk)
         return total.clone()
@@ -806,9 +835,21 @@ class ClippedGrad:
     def theta(self) -> Tensor:
         """Return the trained parameters as one vector, shape (d,); changing it changes the model.
 
+        The row that an embedding declares as padding (``padding_idx``) has its place in it and is
+        not to be changed: see :attr:`trained`.
+
         Raises ModelError before :meth:`prepare` or the first batch.
         """
         return self._ready.theta
+
+    @property
+    def trained(self) -> Tensor:
+        """Return where theta is trained: a mask of 1 and, for rows that are padding, 0; (d,).
+
+        Multiply a private mean by it, so that those rows get no noise. Raises ModelError before
+        :meth:`prepare` or the first batch.
+        """
+        return self._ready.trained_mask.to(self.theta.dtype)
 
     def by_parameter(self, vector: Tensor) -> Mapping[str, Tensor]:
         """Return views of a vector, shape (d,), by the names of parameters, in their shapes."""
@@ -832,7 +873,17 @@ class ClippedGrad:
             )
         self._structure = structure
         self._chunk, self.notes = self._sums.chunk, self._sums.notes
+        self._padding = [self._sums.theta[gap].clone() for gap in self._sums.skipped]
         return self._sums
+
+    def _check_padding(self) -> None:
+        """Raise ModelError if a row that is padding was changed."""
+        sums = self._ready
+        for gap, before in zip(sums.skipped, self._padding, strict=True):
+            if not identical(sums.theta[gap], before):
+                named = self.by_parameter(torch.arange(sums.theta.numel()))
+                name = next(name for name, where in named.items() if gap.start in where)
+                raise ModelError(PADDING_CHANGED.format(name))
 
     @property
     def _ready(self) -> BatchSum:

@@ -225,14 +225,13 @@ def gradients(seed: int = 0, count: int = COUNT) -> Canaries:
 def gradients_of(seed: int | None, count: int = 60) -> Canaries:
     """Canaries by their coins."""
     return Canaries(
-        parameters=DIMENSION,
+        trained=torch.ones(DIMENSION, dtype=torch.bool),
         rate=RATE,
         batch=RATE * RECORDS,
         first=RECORDS,
         count=count,
         inputs=1,
         keys=make_keys(seed),
-        device=CPU,
     )
 
 

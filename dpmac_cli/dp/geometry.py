@@ -34,10 +34,25 @@ class Spread:
 Kept = TypeVar("Kept", Ellipsoid, Moments, Spread)
 
 
-def part_of(kept: Kept, block: slice) -> Kept:
-    """Return views of some coordinates of every vector; scalars are unchanged."""
+def part_of(kept: Kept, block: slice | Tensor) -> Kept:
+    """Return some coordinates of every vector, views for a slice; scalars are unchanged."""
     tensors = {name: x for name, x in vars(kept).items() if isinstance(x, Tensor)}
     vectors: Any = {name: x[block] for name, x in tensors.items() if x.ndim > 0}
+    return replace(kept, **vectors)
+
+
+def at_places(kept: Kept, trained: Tensor) -> Kept:
+    """Return vectors of the coordinates that are trained, moved to their places in theta.
+
+    ``trained`` is their mask, bool, in the shape of theta. The others are 0, also 1/b^2: they are
+    in no norm.
+    """
+    tensors = {name: x for name, x in vars(kept).items() if isinstance(x, Tensor)}
+    vectors: Any = {
+        name: x.new_zeros(trained.shape).masked_scatter_(trained, x)
+        for name, x in tensors.items()
+        if x.ndim > 0
+    }
     return replace(kept, **vectors)
 
 

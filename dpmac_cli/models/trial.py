@@ -159,8 +159,11 @@ class _InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         return result
 
 
-def trained_parts(model: nn.Module) -> str:
-    """Return which parameters of a network are trained and which are frozen, as a sentence."""
+def trained_parts(model: nn.Module, size: int | None = None) -> str:
+    """Return which parameters of a network are trained and which are frozen, as a sentence.
+
+    ``size`` is the number that are trained, if it is known: without rows that are padding.
+    """
     said = []
     for what in ("trained", "frozen"):
         some = {
@@ -169,5 +172,6 @@ def trained_parts(model: nn.Module) -> str:
             if p.requires_grad == (what == "trained")
         }
         names = list(some) if len(some) <= NAMED else [*list(some)[:2], "...", *list(some)[-2:]]
-        said += [f"{sum(some.values()):,} parameters are {what}: {', '.join(names)}"] * bool(some)
+        count = sum(some.values()) if size is None or what == "frozen" else size
+        said += [f"{count:,} parameters are {what}: {', '.join(names)}"] * bool(some)
     return f"{'; '.join(said)}."

@@ -122,7 +122,7 @@ class PrivateTraining(PrivateProgram):
         self._plan = _with_weights(self._plan, weighed)
         on_run = (*self._task.notes, *notes_on_modes(model), *self._step.notes)
         if any(not p.requires_grad for p in model.parameters()):
-            on_run = (trained_parts(model), *on_run)
+            on_run = (trained_parts(model, self._step.sums.size), *on_run)
         self._notes = (*resolved.notes, *self._notes_on_earlier(), *on_run)
 
     @property

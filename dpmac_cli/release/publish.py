@@ -51,7 +51,7 @@ def publish(session: Session) -> Finished:
     scored = session.scored
     if scored is None and plan.privacy.scores is None:  # the run was resumed at its end
         scored = trainer.evaluate()
-    facts = public_facts(plan, session.spent(), task, trainer.state.theta.numel())
+    facts = public_facts(plan, session.spent(), task, trainer.sums.size)
     with trainer.published():
         save_model(where / folder.MODEL, task.model, facts.values())
         _write_adapter(task, plan, where)

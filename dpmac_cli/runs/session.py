@@ -139,7 +139,7 @@ class Session:
         yield Started(
             plan=self.plan,
             folder=self.where,
-            parameters=(self.trainer.state.theta.numel(), self.task.parameters),
+            parameters=(self.trainer.sums.size, self.task.parameters),
             done=self.trainer.state.step,
             steps=self.steps,
             notes=self.notes,

@@ -116,15 +116,16 @@ def make_trainer(
     drawn = task.own or plan.recipe.augmented or plan.data.found.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None
     with full_float32():
+        sums = DataSum(task.trained, task.data, fixed, privacy.batch_size, layers, loss, weigh)
         trainer = Trainer(
-            DataSum(task.trained, task.data, fixed, privacy.batch_size, layers, loss, weigh),
+            sums,
             optimizer=plan.optimizer,
             mechanism=mechanism_of(privacy, secure=secure),
             plan=fixed,
             sampler=_sampler(plan, keys) if rank == 0 else None,
             noise=Noise(keys.noise, secure=secure) if rank == 0 else None,
             training=carry(task.model, plan, unit_of(privacy, plan.data)),
-            hooks=_canaries(plan, task, keys),
+            hooks=_canaries(plan, task, keys, sums),
             ranks=ranks,
         )
     if privacy.scores is not None and rank == 0:
@@ -163,20 +164,19 @@ def _sampler(plan: TrainPlan, keys: Keys) -> KeyedSampler:
     )
 
 
-def _canaries(plan: TrainPlan, task: PreparedRun, keys: Keys) -> list[Canaries]:
+def _canaries(plan: TrainPlan, task: PreparedRun, keys: Keys, sums: DataSum) -> list[Canaries]:
     """Return the canaries of an audit run; an empty list for other runs."""
     privacy = plan.privacy
     if privacy.canaries == 0:
         return []
     return [
         Canaries(
-            parameters=sum(p.numel() for p in task.trained.parameters() if p.requires_grad),
+            trained=sums.trained_mask,
             rate=privacy.event.sampling_rate,
             batch=privacy.batch_size,
             first=task.data.train.size,
             count=privacy.canaries,
             inputs=plan.recipe.inputs,
             keys=keys,
-            device=task.data.gain.device,
         )
     ]

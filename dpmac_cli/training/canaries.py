@@ -40,23 +40,25 @@ class Canaries:
         coins: whether each canary is in the dataset, bool, shape (K,). Secret while training.
         scores: higher if a canary is more likely to be in; float64, shape (K,).
 
-    ``parameters``, ``rate`` and ``batch`` are d, q and B. ``inputs`` is the number of inputs per
-    canary and step, as for a unit of privacy; ``keys`` are the keys of coins and signs. Raises
-    ModelError if there are fewer coordinates than canaries.
+    ``trained`` is the mask of theta's coordinates that are trained; ``rate`` and ``batch`` are q
+    and B. ``inputs`` is the number of inputs per canary and step, as for a unit of privacy;
+    ``keys`` are the keys of coins and signs. Raises ModelError if there are fewer coordinates than
+    canaries.
     """
 
     def __init__(
         self,
         *,
-        parameters: int,
+        trained: Tensor,
         rate: float,
         batch: float,
         first: int,
         count: int,
         inputs: int,
         keys: Keys,
-        device: torch.device,
     ) -> None:
+        (coordinates,), device = trained.nonzero(as_tuple=True), trained.device
+        parameters = len(coordinates)
         if count > parameters:
             raise ModelError(
                 f"--canaries {count:,}: each canary needs its own parameter, but the model has "
@@ -68,7 +70,7 @@ class Canaries:
         self.scores = torch.zeros(count, dtype=torch.float64, device=device)
         chosen = np.sort(generator(self._key).choice(parameters, count, replace=False))
         self._rate, self._batch, self._inputs = rate, batch, inputs
-        self._coordinates = torch.from_numpy(chosen).to(device)
+        self._coordinates = coordinates[torch.from_numpy(chosen).to(device)]
         self._reach = torch.ones_like(self.scores)
         self._reach[::2] = FAR
         self._added, self._seen = torch.zeros_like(self.scores), torch.zeros_like(self.scores)

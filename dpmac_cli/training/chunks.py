@@ -31,7 +31,12 @@ from dpmac_cli.dp.clipping.batches import (
     tensors_in,
 )
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, most_samples
-from dpmac_cli.dp.clipping.layers import blocks, flatten_parameters, without_gradients
+from dpmac_cli.dp.clipping.layers import (
+    blocks,
+    flatten_parameters,
+    skipped_by,
+    without_gradients,
+)
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.losses import Loss, build_loss, build_weights, returned
@@ -80,6 +85,8 @@ class ChunkedSum(ABC):
     Attributes:
         model: the network, which each step runs in the modes in which it was validated.
         theta: the model's parameters, moved into one vector, shape (d,).
+        skipped: slices of theta that are never trained: rows of embeddings that are padding.
+        size: number of parameters that are trained.
         chunk: initial number of samples per chunk: the physical batch, or fewer.
         clipped_sum: clipped sum of one chunk.
         per_sample: the network on each sample alone.
@@ -113,7 +120,8 @@ class ChunkedSum(ABC):
         found = self.per_sample.layers
         self._parameters = [p for layer in found for p in layer.parameters.values()]
         self.trained = set(map(id, self._parameters))
-        self.theta = flatten_parameters(found)
+        self.theta, self.skipped = flatten_parameters(found), skipped_by(found)
+        self.size = sum(layer.size for layer in found)
         self._check_dtype()
         for p in self._parameters:
             p.requires_grad_(True)
@@ -180,6 +188,14 @@ class ChunkedSum(ABC):
                 if not out_of_memory(failure) or chunk == 1:
                     raise
                 chunk //= 2  # as in a step
+
+    @property
+    def trained_mask(self) -> Tensor:
+        """Return which of theta's coordinates are trained, bool, shape (d,)."""
+        mask = torch.ones_like(self.theta, dtype=torch.bool)
+        for gap in self.skipped:
+            mask[gap] = False
+        return mask
 
     def check(self) -> None:
         """Raise ModelError if the network is no longer the one that was validated."""

@@ -127,6 +127,7 @@ def choose_form(layer: Layer, uses: Sequence[Use] | Tensor, *, ball: bool) -> Pe
     d_layer). ``ball``: norms are taken in a ball.
     """
     if isinstance(uses, Tensor):
+        uses[:, layer.skipped] = 0  # also where a record makes the network read it otherwise
         whole = [uses]
         return Instantiated(lambda: [whole])
     if all(type(use.module) is nn.Linear for use in uses):

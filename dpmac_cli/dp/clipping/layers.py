@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
+from dpmac_cli.dp.clipping.padding import declared
 from dpmac_cli.dp.clipping.projections import projections, transposed
 from dpmac_cli.errors import ModelError
 
@@ -31,6 +32,7 @@ class Layer:
         composite: attention or recurrent layer that this is a projection of.
         swapped: the weight is that of a Linear layer, transposed, so inputs and output gradients
             are exchanged.
+        padding: row of an embedding's weight that is never trained.
     """
 
     name: str
@@ -40,11 +42,19 @@ class Layer:
     start: int = 0
     composite: nn.Module | None = None
     swapped: bool = False
+    padding: int | None = None
 
     @property
     def stop(self) -> int:
         """Return the end of the layer's slice."""
         return self.start + sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def size(self) -> int:
+        """Return the number of coordinates that are trained."""
+        whole = sum(p.numel() for p in self.parameters.values())
+        padding: int = self.skipped.stop - self.skipped.start
+        return whole - padding
 
     @property
     def slices(self) -> dict[str, slice]:
@@ -53,12 +63,35 @@ class Layer:
         pairs = zip(self.parameters.items(), ends, strict=True)
         return {name: slice(end - p.numel(), end) for (name, p), end in pairs}
 
+    @property
+    def skipped(self) -> slice:
+        """Return the slice of the padding within the layer's slice; an empty one without it."""
+        if self.padding is None:
+            return slice(0, 0)
+        weight = self.parameters["weight"]
+        begin = self.slices["weight"].start + self.padding * weight.shape[1]
+        return slice(begin, begin + weight.shape[1])
 
-def blocks(size: int, device: torch.device) -> list[slice]:
-    """Split 0 to ``size`` into slices of about :data:`BLOCK`; a single slice on other devices."""
-    count = max(1, round(size / BLOCK)) if device.type == "cpu" else 1
-    step = -(-size // count)
-    return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
+
+def skipped_by(layers: Iterable[Layer]) -> list[slice]:
+    """Return the slices of theta that are never trained, in order."""
+    gaps = ((layer.start, layer.skipped) for layer in layers if layer.padding is not None)
+    return [slice(start + gap.start, start + gap.stop) for start, gap in gaps]
+
+
+def blocks(size: int, device: torch.device, skipped: Sequence[slice] = ()) -> list[slice]:
+    """Split 0 to ``size``, without the slices ``skipped``, into slices of about :data:`BLOCK`.
+
+    On other devices than a CPU, only what is skipped splits it.
+    """
+    begins = 0, *(gap.stop for gap in skipped)
+    ends = *(gap.start for gap in skipped), size
+    found: list[slice] = []
+    for begin, end in zip(begins, ends, strict=True):
+        count = max(1, round((end - begin) / BLOCK)) if device.type == "cpu" else 1
+        step = max(1, -(-(end - begin) // count))
+        found += [slice(at, min(at + step, end)) for at in range(begin, end, step)]
+    return found
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
@@ -126,8 +159,15 @@ def _with_ties(owners: Sequence[Layer]) -> Iterator[Layer]:
                 known = all(type(each.module) in TIEABLE for each in tied)
                 called = tuple(module for each in tied for module in each.called)
                 name = f"{owner.name}.{key}".strip(".")
-                yield replace(owner, name=name, parameters={key: p}, called=called if known else ())
-        yield replace(owner, parameters=own)
+                whole = replace(owner, parameters={key: p}, called=called if known else ())
+                yield _padded(replace(whole, name=name), tied)
+        yield _padded(replace(owner, parameters=own), [owner])
+
+
+def _padded(layer: Layer, users: Iterable[Layer]) -> Layer:
+    """Return a layer with the row of its weight that all its users declare as padding."""
+    row = declared(user.module for user in users)
+    return replace(layer, padding=row if "weight" in layer.parameters else None)
 
 
 def flatten_parameters(layers: Iterable[Layer]) -> Tensor:

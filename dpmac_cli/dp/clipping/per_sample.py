@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NoReturn, TypeAlias
@@ -39,6 +40,7 @@ from dpmac_cli.dp.clipping.batches import (
 from dpmac_cli.dp.clipping.layer_rules import KNOWN, RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
 from dpmac_cli.dp.clipping.matmul import apply
+from dpmac_cli.dp.clipping.padding import read_otherwise
 from dpmac_cli.dp.clipping.projections import by_projections, masks_kept, replaced
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.dp.weights import (
@@ -184,6 +186,8 @@ class PerSample:
         known = rowwise and len(self._recorded) == len(self.layers)
         self._chain = chain_of(model) if known else None
         why = self._try() if self._chain is None else None  # known layers need no trial
+        if not any(layer.size for layer in self.layers):
+            raise ModelError(UNTRAINED)
         self.vmapped = why is None
         if why is not None:
             self.run_in_a_loop(why)
@@ -445,6 +449,7 @@ class PerSample:
                 raise ModelError(UNTRAINED)
             if not self._rowwise:
                 self._check_weights(probe, x, y)
+            self._keep_padding(probe, layers, x, y)
             why = ""
             for some in (_known(layers), set[str]()):
                 self._recorded = some
@@ -484,6 +489,23 @@ class PerSample:
                 gradients.clear()
         pairs = zip(self.layers, self._names, strict=True)
         return tuple(layer.name for layer, names in pairs if idle >= {*names})
+
+    def _keep_padding(self, probe: nn.Module, layers: Sequence[Layer], x: Batch, y: Batch) -> None:
+        """Train the padding of those layers whose weight something else than embeddings reads."""
+        padded = {
+            la.name: (la.parameters["weight"], la.padding)
+            for la in layers
+            if la.padding is not None
+        }
+        if not padded:
+            return
+        others, same = set[str](), {id(p): p for p in probe.parameters()}
+        for i in range(samples_in(x)):
+            x_i, y_i = (map_rows(partial(_row, i), batch) for batch in (x, y))
+            alone = copy.deepcopy(probe, dict(same))
+            with constant_draws(), torch.enable_grad():
+                others |= read_otherwise(self._loss(alone, x_i, y_i), padded)
+        self.layers = [replace(la, padding=None) if la.name in others else la for la in self.layers]
 
     def _compare(
         self, probe: nn.Module, layers: Sequence[Layer], x: Batch, y: Batch

@@ -1,0 +1,56 @@
+"""Rows of embeddings that are never trained, because their modules declare a ``padding_idx``.
+
+torch never changes such a row. Here it is no coordinate of the mechanism: it is in no norm, no sum
+and no moment, and gets no noise. If something else uses the weight, such as a tied head, the row is
+an ordinary one.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+#: Modules that declare a row of their weight as padding.
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+#: Operations of autograd with which these modules read their weight, see :func:`read_otherwise`.
+READS = frozenset({"EmbeddingBackward0", "EmbeddingBagBackward0"})
+
+#: Name of a weight in :func:`read_otherwise`.
+Name = TypeVar("Name")
+
+
+def declared(modules: Iterable[nn.Module]) -> int | None:
+    """Return the row that all modules which share a weight declare as padding; None if none."""
+    rows = {module.padding_idx if isinstance(module, EMBEDDINGS) else None for module in modules}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def read_otherwise(loss: Tensor, padded: Mapping[Name, tuple[Tensor, int]]) -> set[Name]:
+    """Return the weights that other operations read than embeddings which skip their padding.
+
+    The operations are those of the graph of a loss, so no gradient's value decides.
+
+    Args:
+        loss: a loss with its graph.
+        padded: weights, each with the row that its modules declare as padding.
+    """
+    names = {id(weight): name for name, (weight, _) in padded.items()}
+    left: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen, found = set[Any](left), set[Name]()
+    while left:
+        operation = left.pop()
+        for source, _ in operation.next_functions:
+            if source is None:
+                continue
+            name = names.get(id(getattr(source, "variable", None)))
+            if name is not None and not _skips(operation, padded[name][1]):
+                found.add(name)
+            if source not in seen:
+                seen.add(source)
+                left.append(source)
+    return found
+
+
+def _skips(operation: Any, row: int) -> bool:
+    """Return whether an operation of autograd is an embedding with this row as padding."""
+    return operation.name() in READS and operation._saved_padding_idx == row
