@@ -284,6 +284,15 @@ def test_a_sequence_of_known_layers_has_its_row_untrained() -> None:
     assert skipped_by(found.layers) == [slice(SIZE, 2 * SIZE)]
 
 
+def test_a_sequence_of_known_layers_has_a_tied_head() -> None:
+    net = nn.Sequential(embedding(1), nn.Flatten(), nn.Linear(SIZE, WORDS, bias=False).double())
+    net[2].weight = net[0].weight
+    words = Structure(torch.zeros(1, 1, dtype=torch.long))
+    found = PerSample(net, words, loss=plain, rowwise=True)
+    assert found._chain is not None
+    assert skipped_by(found.layers) == []
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_a_network_of_padding_alone_is_refused(known: bool) -> None:
     only = nn.Embedding(1, SIZE, padding_idx=0)
