@@ -1,6 +1,7 @@
 """Keys of a run, and noise that is a function of a key and the step."""
 
 import importlib
+import random
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from dpmac_cli.randomness.keystream import (
     generator,
     make_keys,
 )
-from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS, LayerDraws
+from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS, LayerDraws, seed_all
 from dpmac_cli.randomness.noise import LANES, PAIRS, Noise, box_muller
 from dpmac_cli.randomness.sampling import KeyedSampler
 from tests.digits_runs import run_trainer
@@ -403,6 +404,31 @@ def test_layers_draw_from_more_than_the_32_bits_of_a_seed(monkeypatch: pytest.Mo
     monkeypatch.setattr(layers, "_seed_torch", lambda *_: torch.default_generator.manual_seed(7))
     assert torch.equal(drawn_by_layers(a_key(5)), draws[0])
     assert kstest(draws[0].numpy(), "uniform").pvalue > 1e-3
+
+
+#: The global generators, and 20 draws of each.
+GENERATORS: dict[str, Callable[[], list[float]]] = {
+    "torch": lambda: torch.rand(20).tolist(),
+    "numpy": lambda: np.random.rand(20).tolist(),
+    "python": lambda: [random.random() for _ in range(20)],
+}
+
+
+@pytest.mark.promise("noise")
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_step_draws_by_its_key_and_leaves_the_generators_of_the_program(kind: str) -> None:
+    """Else what a program draws and shows after a step would be a function of the secret key."""
+    draw, found = GENERATORS[kind], list[list[float]]()
+    for seed, key, step in ((3, 5, 1), (4, 5, 1), (4, 5, 2), (4, 6, 1)):
+        seed_all(seed)
+        expected = draw()
+        seed_all(seed)
+        with LayerDraws(a_key(key)).of(step):
+            found.append(draw())
+        assert draw() == expected
+    first, again, *others = found
+    assert first == again
+    assert first not in others
 
 
 def test_the_state_of_torchs_generator_is_laid_out_as_assumed() -> None:

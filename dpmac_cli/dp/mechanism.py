@@ -45,11 +45,16 @@ def ellipsoid(centre: Tensor, scale: Tensor) -> Ellipsoid:
 def ball(radius: float, like: Tensor | None = None) -> Ellipsoid:
     """Return the ball of radius C as an ellipsoid with the dtype and device of ``like``.
 
-    Raises InputError unless C is a positive number.
+    Raises InputError unless C is a positive number, and 1/C^2 fits into the dtype: a ball with 0
+    instead would clip nothing.
     """
-    if not 0 < radius < math.inf:
-        raise InputError(f"The radius of a ball must be a positive number, not {radius!r}.")
     one = torch.ones(()) if like is None else torch.ones_like(like[0])
+    largest = torch.finfo(one.dtype).tiny ** -0.5
+    if not 1 / largest < radius < largest:
+        raise InputError(
+            f"The radius of a ball must be a positive number between {1 / largest:.1g} and "
+            f"{largest:.1g}, because norms are squared in {one.dtype}, not {radius!r}."
+        )
     return Ellipsoid(torch.zeros_like(one), one / radius**2, one)
 
 

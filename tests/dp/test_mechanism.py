@@ -193,6 +193,16 @@ def test_a_noise_multiplier_that_is_no_number_is_not_taken_for_no_noise(
             kind(1.0, batch)
 
 
+@pytest.mark.promise("one")
+@pytest.mark.parametrize("radius", [0.0, -1.0, float("nan"), float("inf"), 1e25, 1e200, 1e-25])
+def test_a_ball_without_a_norm_in_its_numbers_is_refused(radius: float) -> None:
+    """1 / C^2 would be 0 in float32, so that nothing is clipped, or infinite."""
+    with pytest.raises(InputError, match="The radius of a ball must be"):
+        ball(radius)
+    if 0 < radius < 1e100:
+        assert ball(radius, torch.zeros(1, dtype=torch.float64)).scale == pytest.approx(radius)
+
+
 # On a grid.
 
 
