@@ -13,22 +13,28 @@ from torch import nn
 from dpmac_cli import make_private
 from dpmac_cli.cli.account import Question, recount
 from dpmac_cli.errors import InputError
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish, fork, resume, train
-from dpmac_cli.runs import folder
-from dpmac_cli.studies.grid import plan
+from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.studies.grid import Run, plan
+from dpmac_cli.studies.local import train_job
 from dpmac_cli.studies.results import collect, write_comparison
+from dpmac_cli.studies.tune import tune
 from tests.digits_runs import SIGMA, after, digits_config, train_digits
 from tests.tiers import rest_long
 from tests.typed import dpmac
 
 #: Files that hold nothing of a run.
 NOTHING = (folder.LOCK,)
+#: Files of version 0.3, whose checkpoints hold keys.
+OF_0_3 = ("checkpoint/step-000000123.safetensors", "checkpoint/PRIVATE.txt", ".attempts.json")
 
 
 def older(out: Path) -> dict[str, bytes]:
     """An audit run with little noise, in a study: every file that a run may have."""
     train_digits(out=out, sigma=9, steps=5, seed=1, canaries=10, checkpoint_every=1)
-    (out / folder.CHECKPOINTS / "state.safetensors.bak").write_bytes(b"keys")
+    for name in (*OF_0_3, ".report.json.abcdefgh.part"):
+        (out / name).write_bytes(b"keys")
     return contents(out)
 
 
@@ -78,6 +84,135 @@ def test_nothing_of_an_older_run_survives(replace: Callable[[Path], None], tmp_p
     now = contents(tmp_path / "run")
     assert now.keys() == contents(tmp_path / "fresh").keys()
     assert not set(now.values()) & set(before.values())
+
+
+# Nothing but a run's own files is removed.
+
+#: Files that dpmac does not write, some of them with names that begin or end like those of dpmac.
+FOREIGN = (
+    *("checkpoint/thesis.tex", "checkpoint/sub/state.safetensors", "checkpoint/.thesis.tex.part"),
+    *("checkpoint/state.safetensors.bak", "notes.txt", "sub/report.json", ".download.part"),
+)
+
+
+def resumed(out: Path) -> None:
+    finish(resume(out, {}))
+
+
+def begun_again(out: Path) -> None:
+    """A run of a study, whose checkpoint is lost."""
+    if not (out / "checkpoint").is_symlink():
+        checkpoint.path_in(out).unlink()
+    placed = digits_config(steps=2, seed=4).placed(out, force=True)
+    assert train_job(Run(placed, out, 4, (), SIGMA), 1) is None
+
+
+#: Every door by which a run takes the place of another or goes on.
+DOORS = (published, trained, typed, forked, begun_again, resumed)
+
+
+def unfinished(out: Path) -> Path:
+    """Return the folder of a run that was stopped."""
+    finish(train(digits_config(out=out, steps=4, seed=1), after(2)))
+    return out
+
+
+@pytest.mark.promise("ledger")
+@pytest.mark.parametrize("replace", DOORS)
+def test_what_dpmac_did_not_write_stays(replace: Callable[[Path], None], tmp_path: Path) -> None:
+    out = unfinished(tmp_path / "run")
+    for name in FOREIGN:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(name)
+    replace(out)
+    assert {name: (out / name).read_text() for name in FOREIGN} == {name: name for name in FOREIGN}
+
+
+@pytest.mark.promise("ledger")
+@pytest.mark.parametrize("replace", [door for door in DOORS if door != resumed])
+def test_a_link_is_removed_and_never_followed(
+    replace: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Behind one is the folder of checkpoints of another run, behind others are its files."""
+    other, out = unfinished(tmp_path / "other"), unfinished(tmp_path / "run")
+    (other / "checkpoint" / "thesis.tex").write_text("mine")
+    (other / "checkpoint" / ".state.safetensors.abcdefgh.part").write_text("of a run in use")
+    for place in (out / "checkpoint").iterdir():
+        place.unlink()
+    (out / "checkpoint").rmdir()
+    (out / "checkpoint").symlink_to(other / "checkpoint")
+    for name in (folder.REPORT, folder.CARD):
+        (out / name).unlink()
+        (out / name).symlink_to(other / name)
+    if replace is begun_again:
+        (other / "checkpoint" / folder.STATE).rename(tmp_path / "lost")
+        (other / "checkpoint" / folder.STATE).symlink_to(tmp_path / "nowhere")
+    before = every_file(other)
+    replace(out)
+    assert every_file(other) == before
+    assert not (out / "checkpoint").is_symlink()
+    assert not (out / folder.REPORT).is_symlink()
+
+
+def every_file(root: Path) -> dict[str, bytes | str]:
+    """Return the content of every file below a folder, and where each link leads."""
+    return {
+        str(path.relative_to(root)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+@pytest.mark.promise("ledger")
+@pytest.mark.parametrize("name", ["report.json", "checkpoint/spent.json", "checkpoint"])
+def test_what_is_in_the_way_is_named_and_stays(name: str, tmp_path: Path) -> None:
+    """The name of a file of dpmac is taken by a folder, or that of a folder by a file."""
+    out = unfinished(tmp_path / "run")
+    shutil.rmtree(out / "checkpoint") if "checkpoint" in name else (out / name).unlink()
+    if name == "checkpoint":
+        (out / name).write_text("mine")
+    else:
+        (out / name).mkdir(parents=True)
+        (out / name / "thesis.tex").write_text("mine")
+    before = every_file(out)
+    for replace in (published, trained, forked):
+        with pytest.raises(InputError) as caught:
+            replace(out)
+        said = str(caught.value)
+        assert str(out / name) in said
+        assert "dpmac did not write it" in said
+        assert every_file(out) == before
+
+
+def test_a_folder_of_weights_is_no_run(tmp_path: Path) -> None:
+    """Networks of Hugging Face have a model.safetensors, too."""
+    for name in (folder.MODEL, "config.json", folder.REPORT):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(InputError, match="do not belong to a run"):
+        folder.check_chosen_folder(tmp_path, force=True)
+
+
+@pytest.mark.promise("ledger")
+def test_a_killed_search_is_removed_without_what_is_not_its_own(tmp_path: Path) -> None:
+    trial = tmp_path / "run" / ".search" / "trial"
+    trial.mkdir(parents=True)
+    unfinished(trial)
+    (trial / "thesis.tex").write_text("mine")
+    with pytest.raises(InputError, match=r"did not write \(thesis\.tex\)"):
+        finish(searched(tmp_path / "run"))
+    assert (trial / "thesis.tex").read_text() == "mine"
+    (trial / "thesis.tex").rename(tmp_path / "thesis.tex")
+    finish(searched(tmp_path / "run"))
+    assert not trial.parent.exists()
+    (tmp_path / "next").mkdir()
+    (tmp_path / "next" / ".search").symlink_to(tmp_path)
+    finish(searched(tmp_path / "next"))
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+
+
+def searched(out: Path) -> Iterator[Finished]:
+    """A search with two trials on average."""
+    return tune(dataset="digits", epsilon=9, steps=2, trials=2, out=out, device="cpu")
 
 
 @pytest.mark.promise("ledger")

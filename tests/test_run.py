@@ -12,6 +12,7 @@ import torch
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.release.prediction import score
@@ -214,10 +215,10 @@ def test_folders_that_are_not_runs_are_refused_even_with_force(
 def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
     ours = (*folder.SEALED, folder.SUMS)
     for name in (*ours, "notes.txt", "plot.png"):
+        (tmp_path / name).write_text(HEADER if name == folder.CONFIG else name)
+    for name in (f"{folder.CHECKPOINTS}/{folder.STATE}", "branch-of-mine/file"):
+        (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(name)
-    for name in (folder.CHECKPOINTS, "branch-of-mine"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
     before = contents(tmp_path)
     with pytest.raises(InputError, match="add --force"):
         folder.check_chosen_folder(tmp_path, force=False)

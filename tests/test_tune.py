@@ -80,7 +80,7 @@ class Trainer:
         assert not where.exists()
         folder.make_folder(where)
         folder.checkpoints(where)
-        (where / folder.CHECKPOINTS / "step").write_text("state")
+        (where / folder.CHECKPOINTS / folder.STATE).write_text("state")
         self.rates.append(str(plan.optimizer.lr))
         if stop():
             yield Finished({}, where, "interrupted")

@@ -44,7 +44,7 @@ class Checkpoint:
 
 def path_in(run: Path) -> Path:
     """Return the path of a run's checkpoint."""
-    return run / folder.CHECKPOINTS / "state.safetensors"
+    return run / folder.CHECKPOINTS / folder.STATE
 
 
 def save(run: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:

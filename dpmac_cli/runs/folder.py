@@ -4,10 +4,12 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
+import json
 import os
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import yaml
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import HEADER
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.storage.files import PART, PRIVATE_MODE, write_atomically
 
@@ -31,8 +33,8 @@ CARD = "model-card.md"
 AUDIT = "audit.json"
 CHECKPOINTS = "checkpoint"
 LOCK = ".lock"
-#: File in the folder of checkpoints with the steps that may have begun.
-LEDGER = "spent.json"
+#: Files in the folder of checkpoints: the last state, and the steps that may have begun.
+STATE, LEDGER = "state.safetensors", "spent.json"
 #: Public files of a run, those for readers first.
 PUBLISHED = (MODEL, CARD, REPORT, METRICS, CONFIG)
 #: LoRA updates of a language model, in the format of peft.
@@ -40,6 +42,15 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SEALED = (*PUBLISHED, AUDIT, ADAPTER, ADAPTER_CONFIG)
 #: Checksums of the public files, in the format of sha256sum.
 SUMS = "SHA256SUMS"
+#: Every file that dpmac writes to a run's folder, also those of version 0.3. By the last one, a
+#: folder is known as a run's.
+WRITTEN = (
+    *(SUMS, *(name for name in SEALED if name != CONFIG)),
+    *(".attempts.json", "events.out.tfevents.dpmac", CONFIG),
+)
+#: Every file that dpmac writes to the folder of checkpoints, as patterns. Those of version 0.3 hold
+#: the keys of its noise.
+SAVED = (STATE, LEDGER, f"step-{'[0-9]' * 9}.safetensors", "PRIVATE.txt")
 
 #: How often a lock is tried again while :func:`in_use` may hold it, and the seconds between.
 LOOKS, A_LOOK = 5, 0.05
@@ -158,9 +169,8 @@ def locked(run: Path) -> Iterator[None]:
                 f"The run folder {run} is in use by another dpmac process. Wait until it ends, or "
                 "stop it."
             ) from failure
-        for place in (run, run / CHECKPOINTS):
-            for part in place.glob(f".*{PART}"):
-                part.unlink(missing_ok=True)
+        for part in _partial_files(run):
+            part.unlink(missing_ok=True)
         yield
     finally:
         os.close(handle)
@@ -182,23 +192,79 @@ def in_use(run: Path) -> bool:
     return False
 
 
+def _named(place: Path, names: Iterable[str]) -> list[Path]:
+    """Return what has one of some names in a folder, in their order; [] behind a link or without.
+
+    ``names`` may be patterns.
+    """
+    if (place.name == CHECKPOINTS and place.is_symlink()) or not place.is_dir():
+        return []
+    there = sorted(place.iterdir())
+    return [path for name in names for path in there if fnmatchcase(path.name, name)]
+
+
+def _ours(run: Path) -> list[Path]:
+    """Return what has the name of a file that dpmac writes, the folder of checkpoints first."""
+    return [*_named(run / CHECKPOINTS, SAVED), *_named(run, WRITTEN)]
+
+
+def _partial_files(run: Path) -> list[Path]:
+    """Return the files that :func:`write_atomically` left in a run's folder when it was killed."""
+    saved, public = ([f".{name}.*{PART}" for name in names] for names in (SAVED, WRITTEN))
+    return [*_named(run / CHECKPOINTS, saved), *_named(run, public)]
+
+
+def _unlink_folder(run: Path) -> None:
+    """Remove the folder of checkpoints where it is a link, and nothing that is behind it."""
+    if (run / CHECKPOINTS).is_symlink():
+        (run / CHECKPOINTS).unlink()
+
+
+def remove_state(run: Path) -> None:
+    """Remove the checkpoint of an older run. Raises OSError."""
+    _unlink_folder(run)
+    (run / CHECKPOINTS / STATE).unlink(missing_ok=True)
+
+
 def clear(run: Path, *, keep_ledger: bool = False) -> None:
-    """Remove a run's files, and no others outside its folder of checkpoints. Raises OSError.
+    """Remove the files that dpmac wrote to a run's folder, by their names. Raises OSError.
+
+    Other files stay, in the folder of checkpoints too. No link is followed.
 
     The checkpoints go first, then the checksums, and the ledger last: a kill in between leaves
     nothing to resume or fork, and no new file is written before all old ones are gone. A new run's
     own ledger is kept if ``keep_ledger``.
     """
+    _unlink_folder(run)
     private = run / CHECKPOINTS
-    ledger = private / LEDGER
-    saved = [path for path in private.rglob("*") if path != ledger and not path.is_dir()]
-    public = (run / name for name in (SUMS, *SEALED))
-    for path in (*saved, *public):
-        path.unlink(missing_ok=True)
+    for path in _ours(run):
+        if path != private / LEDGER:
+            path.unlink()
     if not keep_ledger:
-        ledger.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a link, or one that other folders are in
+        (private / LEDGER).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other files are in it
             private.rmdir()
+
+
+def remove(run: Path) -> None:
+    """Remove a run's folder, if there is one; of a link, the link alone.
+
+    Raises OSError, or InputError if files are in it that dpmac did not write.
+    """
+    if run.is_symlink():
+        run.unlink()
+    if not run.is_dir():
+        return
+    for part in _partial_files(run):
+        part.unlink()
+    clear(run)
+    (run / LOCK).unlink(missing_ok=True)
+    if others := sorted(str(path.relative_to(run)) for path in run.rglob("*")):
+        raise InputError(
+            f"{run} contains files that dpmac did not write ({', '.join(others)}), so it is not "
+            "removed. Move them."
+        )
+    run.rmdir()
 
 
 def check_chosen_folder(folder: Path, force: bool) -> None:
@@ -207,8 +273,7 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
         raise InputError(f"--out {folder} is a file. Use a folder.")
     if not folder.exists() or all(map(is_leftover, folder.iterdir())):
         return
-    ours = (REPORT, MODEL, f"{CHECKPOINTS}/{LEDGER}")
-    if not is_configured(folder) and not any((folder / name).exists() for name in ours):
+    if not holds_run(folder):
         raise InputError(
             f"--out {folder} contains files that do not belong to a run. Use a new or empty folder."
         )
@@ -217,13 +282,35 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
             f"--out {folder} already contains a run. Use another folder, or add --force to "
             "replace it."
         )
+    raise_errors(_in_the_way(folder))
+
+
+def _in_the_way(folder: Path) -> Iterator[str]:
+    """Yield why a run cannot be replaced: what is not dpmac's has the name of one of its files."""
+    remedy = "dpmac did not write it, so --force does not remove it. Move it, or use another --out."
+    private = folder / CHECKPOINTS
+    if private.is_file() and not private.is_symlink():
+        yield f"{private} is a file, but dpmac needs a folder of that name. {remedy}"
+    for place in _ours(folder):
+        if place.is_dir() and not place.is_symlink():
+            yield f"{place} is a folder, but dpmac writes a file of that name. {remedy}"
 
 
 def is_leftover(path: Path) -> bool:
     """Return whether a file may be left over from a run that was killed before it began."""
-    if path.name == CHECKPOINTS and path.is_dir():
+    if path.name == CHECKPOINTS and path.is_dir() and not path.is_symlink():
         return all(map(is_leftover, path.iterdir()))
     return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PART))
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a folder contains the settings, the ledger or the report of a run."""
+    private = folder / CHECKPOINTS
+    if is_configured(folder) or ((private / LEDGER).is_file() and not private.is_symlink()):
+        return True
+    with contextlib.suppress(*BROKEN):
+        return {"schema_version", "privacy"} <= set(json.loads((folder / REPORT).read_bytes()))
+    return False
 
 
 def is_configured(folder: Path) -> bool:

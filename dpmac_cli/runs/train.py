@@ -76,7 +76,7 @@ def _first(session: Session, stop: Callable[[], bool]) -> Generator[SessionEvent
         folder.check_place(plan)  # another run may have ended in it meanwhile
         # A kill here leaves the ledger of the old run or of this one, but never a checkpoint of
         # the old run with the ledger of this one.
-        checkpoint.path_in(where).unlink(missing_ok=True)
+        folder.remove_state(where)
         session.ledger.write(session.ledger.spent.begun)
         folder.clear(where, keep_ledger=True)
         session.begin_files()

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ def _check_free(out: Path, secret: Path) -> None:
         if left:
             raise InputError(f"--out {out} already contains a run. Use another folder.")
     for path in left:
-        _remove(path)
+        _remove_leftover(path)
     missing = [place for place in (out, *out.absolute().parents) if not place.exists()]
     folder.make_folder(out)
     for place in missing:  # their times would tell when the search began
@@ -151,7 +150,7 @@ def _trained(
     except DivergedError:
         return {}
     finally:
-        _remove(place)
+        folder.remove(place)
 
 
 def covered_score(report: Mapping[str, Any], metric: str) -> float:
@@ -170,11 +169,14 @@ def _report(found: Mapping[str, bytes]) -> dict[str, Any]:
     return report
 
 
-def _remove(path: Path) -> None:
-    """Remove a folder or a file, if there is one. Raises OSError."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
+def _remove_leftover(path: Path) -> None:
+    """Remove a file, a link, or a folder with what is in it. Raises OSError."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    for inner in path.iterdir():
+        _remove_leftover(inner)
+    path.rmdir()
 
 
 @contextlib.contextmanager
@@ -182,16 +184,17 @@ def _secret_folder(place: Path) -> Iterator[None]:
     """Make a folder that only its owner can read, lock it, and remove it at the end.
 
     What a killed search has left in it is removed at the start. Raises InputError if another
-    process has locked it, or it cannot be made.
+    process has locked it, or it cannot be made or removed.
     """
     folder.make_folder(place)
     place.chmod(files.PRIVATE_FOLDER)
     with folder.locked(place):
-        _remove(place / TRIAL)
+        folder.remove(place / TRIAL)
         try:
             yield
         finally:
-            _remove(place)
+            folder.remove(place / TRIAL)
+            folder.remove(place)
 
 
 @contextlib.contextmanager
