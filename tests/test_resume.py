@@ -26,8 +26,9 @@ from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.session import Reduced, Started, Update
 from dpmac_cli.runs.trainer import Trainer
-from tests.digits_runs import RATE, SIGMA, after, contents, digits_config, read_lines
+from tests.digits_runs import RATE, SIGMA, after, contents, digits_config, read_lines, report_of
 from tests.tiers import rest_long
+from tests.typed import dpmac
 
 STEPS = 21
 CHECKPOINT, LEDGER = (Path("run/checkpoint", name) for name in ("state.safetensors", ledger.FILE))
@@ -99,8 +100,26 @@ def test_a_run_for_an_epsilon_keeps_to_it(sampler: str, monkeypatch: pytest.Monk
     what = "2 of 36 steps are" if sampler == "poisson" else "1 of 3 epochs is"
     end = f"training ends after step {steps}, to stay within the budget."
     assert f"{what} counted twice: {end}" in started.notes
+    calibrated = "the epsilon of 1 that the run was calibrated for"
+    assert f"{calibrated} allows {steps} of 36 steps." in started.notes
+    assert not any("max-epsilon" in note for note in started.notes)
     with pytest.raises(InputError, match="is finished"):
         finish(run.resume(Path("run"), {}))
+
+
+@pytest.mark.promise("resume")
+@pytest.mark.parametrize("most", ["", "5"])
+def test_a_resumed_run_names_the_budget_that_ends_it(
+    most: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps to its --epsilon. A larger --max-epsilon ends nothing, and one not given neither."""
+    settings = {"epsilon": 1.0, "steps": 36, "batch_size": 1437, "seed": None, "out": "run"}
+    kill_in(10, start(**settings, **({"max_epsilon": most} if most else {})), monkeypatch)
+    result = dpmac("train", "--resume", "run")
+    assert result.exit_code == 0, result.output
+    assert "note: the epsilon of 1 that the run was calibrated for allows 34 of 36" in result.stdout
+    assert "max-epsilon" not in result.output
+    assert report_of("run")["state"] == "finished"
 
 
 @pytest.mark.promise("resume")

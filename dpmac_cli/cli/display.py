@@ -13,6 +13,7 @@ from rich.text import Text
 from dpmac_cli.accounting import statements
 from dpmac_cli.cli.console import ATTENTION, bar
 from dpmac_cli.cli.options import stop
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
 from dpmac_cli.release import sentences
 from dpmac_cli.release.publish import Finished
@@ -30,6 +31,8 @@ PACED, LONG = 10.0, 1800.0
 #: Epsilon above which a note is printed.
 WEAK = 10
 ABOVE = f"Above {WEAK} the guarantee is weak: increase the noise (--sigma), or set --epsilon 3."
+#: Name of the smallest built-in network.
+SMALLEST = "linear"
 NO_PRIVACY = Text("NO PRIVACY: trained with --no-dp, a baseline only", "bold red")
 
 
@@ -106,8 +109,14 @@ class RunDisplay:
         if isinstance(event.event, Evaluated):
             result = event.event.result
             if isinstance(result, evaluation.Evaluation):
-                self._doubts = [*doubts(result), *filter(None, [result.results.remark])]
+                self._doubts = [*doubts(result), *self._remark(result)]
             self.print(_evaluated(event.event, event.epsilon, self._plan.settings.metric))
+
+    def _remark(self, result: evaluation.Evaluation) -> Iterator[str]:
+        """Yield a note on a model that learned little, and what can be done in this run."""
+        found = result.results.remark(self._plan.recipe.loss.name)
+        if found is not None:
+            yield f"{found.said} {remedy(self._plan)}" if found.untaught else found.said
 
     def _pace(self, step: int, seconds: float, steps: int) -> None:
         """Print how long a slow run will take, once, and what would be faster."""
@@ -118,11 +127,13 @@ class RunDisplay:
         left = (seconds - began) / (step - first) * (steps - step)
         if left > LONG:
             head = self._plan.data.facts.holds == "images" and not self._plan.network.features
-            note = (
-                f"note: at this pace, training takes {left / 3600:.1f} hours more. Faster: fewer "
-            )
-            note += "--epochs, a smaller --model" + head * ", or a head on a public network: "
-            self.print(Text(note + head * "--backbone", ATTENTION))
+            ways = ["fewer --epochs"]
+            if self._plan.network.model.name != SMALLEST:
+                ways.append("a smaller --model")
+            if head:
+                ways.append("a head on a public network: --backbone")
+            note = f"note: at this pace, training takes {left / 3600:.1f} hours more. Faster: "
+            self.print(Text(note + ", or ".join(ways), ATTENTION))
 
     def stopping(self) -> None:
         """Confirm a request to stop."""
@@ -155,9 +166,6 @@ def _heading(event: Started) -> Iterator[Text]:
     if privacy.canaries:
         audit = f"AUDIT: {privacy.canaries:,} canaries, about half of them trained on; the model "
         yield Text(f"{audit}will be unfit for release", "bold red")
-    if event.steps < privacy.steps:  # --max-epsilon
-        allowed = f"allows {event.steps:,} of {privacy.steps:,} steps"
-        yield Text(f"--max-epsilon {privacy.max_epsilon:g} {allowed}", ATTENTION)
     if event.done:
         yield Text(f"continuing after step {event.done}, with new noise", ATTENTION)
     yield from (Text(f"note: {note}", ATTENTION) for note in event.notes)
@@ -230,6 +238,23 @@ def doubts(result: evaluation.Evaluation) -> Iterator[str]:
             "(NaN), which counts as wrong. Check divisions, logarithms and roots in its forward "
             "method."
         )
+
+
+def remedy(plan: TrainPlan) -> str:
+    """Return what may help a model that learned nothing, in one sentence or two."""
+    if not plan.privacy.private:
+        other = "--model" if plan.network.model.name != SMALLEST else f"--model than {SMALLEST}"
+        return f"Train longer, or with another --lr or {other}."
+    noise = "a smaller --sigma" if plan.privacy.target is None else "a larger --epsilon"
+    ways = [noise, "more records"]
+    if plan.data.facts.task.target.startswith("float"):
+        ways.append("a narrower range of the target")
+    if plan.network.model.name != SMALLEST and plan.data.facts.holds != "texts":
+        ways.append(f"a smaller network (--model {SMALLEST})")
+    return (
+        "If longer training and another --lr do not help, there is too much noise: use "
+        f"{', '.join(ways[:-1])} or {ways[-1]}."
+    )
 
 
 def as_table(found: results.Table) -> Table:

@@ -203,8 +203,10 @@ def _state_of(session: Session) -> State:
     if session.trainer.state.step < session.steps:
         return "interrupted"
     privacy = session.plan.privacy
-    whole = session.steps == privacy.steps or math.isinf(privacy.max_epsilon)
-    return "finished" if whole else "budget-spent"
+    limited = session.steps < privacy.steps and not math.isinf(privacy.max_epsilon)
+    return (
+        "budget-spent" if limited and session.spent().kept_to >= privacy.max_epsilon else "finished"
+    )
 
 
 def _write_audit(session: Session, written: report.Report) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,6 +48,11 @@ class Spent:
     def end(self) -> int:
         """Step of the run at which the current part ends as planned."""
         return self.base + self.event.steps
+
+    @property
+    def kept_to(self) -> float:
+        """Epsilon that a resumed run keeps to, for which it was calibrated; infinity for others."""
+        return self.target if self.earlier and self.target is not None else math.inf
 
     @property
     def planned(self) -> tuple[TrainingEvent, ...]:

@@ -4,7 +4,6 @@ A resumed run is a fork into the same folder: it continues from the state of a c
 keys, and its events are those of all steps that may have begun, kept or not, and of those to come.
 """
 
-import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -145,7 +144,7 @@ def _session(
         ranks=ranks,
         history=[] if saved is None else list(saved.record["history"]),
         seconds=0.0 if saved is None else saved.record["seconds"],
-        notes=(*before.notes, *_lost(plan, before, spent), *task.notes, *trainer.notes),
+        notes=(*before.notes, *_budget(plan, before, spent), *task.notes, *trainer.notes),
     )
 
 
@@ -163,8 +162,7 @@ def _last_step(plan: TrainPlan, before: Inherited) -> int:
     """
     privacy, spent = plan.privacy, before.spent
     rest = privacy.event_of(privacy.steps - spent.base)
-    target = spent.target if spent.earlier and spent.target is not None else math.inf
-    budget = min(privacy.max_epsilon, target)
+    budget = min(privacy.max_epsilon, spent.kept_to)
     earlier, scores = spent.earlier, privacy.scores
     try:
         steps = affordable_steps(rest, privacy.delta, budget, earlier, scores, spent.base)
@@ -173,6 +171,22 @@ def _last_step(plan: TrainPlan, before: Inherited) -> int:
             raise
         steps = 0
     return spent.base + steps
+
+
+def _budget(plan: TrainPlan, before: Inherited, spent: Spent) -> tuple[str, ...]:
+    """Return notes on the budget that ends a run before its last step, and on lost steps."""
+    return (*_limited(plan, spent), *_lost(plan, before, spent))
+
+
+def _limited(plan: TrainPlan, spent: Spent) -> tuple[str, ...]:
+    """Return a note on the budget that ends a run before its last step; () if none does."""
+    privacy, target = plan.privacy, spent.kept_to
+    if spent.end >= privacy.steps:
+        return ()
+    budget = f"--max-epsilon {privacy.max_epsilon:g}"
+    if target < privacy.max_epsilon:
+        budget = f"the epsilon of {target:g} that the run was calibrated for"
+    return (f"{budget} allows {spent.end:,} of {privacy.steps:,} steps.",)
 
 
 def _lost(plan: TrainPlan, before: Inherited, spent: Spent) -> tuple[str, ...]:

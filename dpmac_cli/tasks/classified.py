@@ -4,6 +4,7 @@ Macro averages leave out classes for which a metric is not defined. A metric tha
 any class, such as the AUROC of a test set with a single class, is nan.
 """
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from dpmac_cli.tasks.intervals import (
     resampled,
     size_of_shares,
 )
-from dpmac_cli.tasks.task import Interval, Results, Table, percent_or_dash
+from dpmac_cli.tasks.task import Interval, Remark, Results, Table, percent_or_dash
 
 #: Accuracy in a class below which it is almost never predicted.
 RARELY = 0.05
+#: Deviations above 0.5 from which an AUROC is not that of random scores.
+CLEAR = 3.0
 #: Number of equal-width bins of the calibration error.
 BINS = 15
 #: Minimum and maximum default number of bootstrap resamples, and their largest total size.
@@ -243,28 +246,47 @@ class Classified(Results):
             return np.concatenate([truth & guess, truth & ~guess], 1).astype(np.int64), 1
         return (truth & guess).sum(1, keepdims=True), 1
 
-    @property
-    def remark(self) -> str:
+    def remark(self, loss: str) -> Remark | None:
         """Return a note on a model that is no better than one class, or that omits some."""
         truth, guess = self.truth, self.guess
         right, most, records = int((truth & guess).sum()), int(truth.sum(0).max()), len(truth)
         if most == records:
-            return ""
+            return None
         if right <= most:
-            return (
+            said = (
                 f"{right:,} of {records:,} test samples are classified correctly, but the most "
-                f"frequent class alone has {most:,}. If longer training does not help, the noise "
-                "is too large to learn: use a larger --epsilon, more records, or a "
-                "smaller network (--model linear)."
+                f"frequent class alone has {most:,}."
+            )
+            if not self.ranks:
+                return Remark(said, untaught=True)
+            return Remark(
+                f"{said} Its probabilities do tell the classes apart (AUROC "
+                f"{percent_or_dash(self.metric('auroc'))}): compare them with a threshold of your "
+                "own (dpmac predict), or give rare classes more weight (--class-weights)."
             )
         found = zip(self.names, self.per_class, strict=True)
         if not (rare := [name for name, share in found if share < RARELY]):
-            return ""
+            return None
         balanced = percent_or_dash(self.metric("balanced-accuracy"))
-        return (
+        return Remark(
             f"almost no test sample of {', '.join(rare)} is classified correctly: balanced "
             f"accuracy {balanced}. --class-weights can give such classes more weight."
         )
+
+    @property
+    def ranks(self) -> bool:
+        """Return whether scores tell classes apart, by an AUROC that is not random.
+
+        The variance of the AUROC of random scores is (p + n + 1) / (12 p n) for p positives and n
+        negatives (Mann and Whitney 1947), here of units. That of a mean is at most the largest.
+        """
+        owners, largest = self.owners, 0.0
+        for k in self.ranked:
+            positive, negative = (
+                len(np.unique(owners[side])) for side in (self.truth[:, k], ~self.truth[:, k])
+            )
+            largest = max(largest, (positive + negative + 1) / (12 * positive * negative))
+        return self.metric("auroc") > 0.5 + CLEAR * math.sqrt(largest)
 
 
 def _rates(records: Floats, hits: Floats, true: Floats, guessed: Floats) -> tuple[Floats, Floats]:

@@ -13,7 +13,7 @@ from scipy.special import stdtrit
 from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.tasks.intervals import TAIL, Floats, resampled
 from dpmac_cli.tasks.target import Target
-from dpmac_cli.tasks.task import Interval, Results, Table, Task
+from dpmac_cli.tasks.task import Interval, Remark, Results, Table, Task
 
 #: Number of bootstrap resamples.
 RESAMPLES = 1000
@@ -129,20 +129,37 @@ class Estimates(Results):
         most = WHOLE // len(self.task.names)  # of one target, so that all are at most WHOLE
         return np.floor(self.shares * most).astype(np.int64).sum(1, keepdims=True), WHOLE
 
-    @property
-    def remark(self) -> str:
-        """Return a note on targets for which one number for all records is as good."""
-        of_median = np.abs(self.truth - np.median(self.truth, 0)).mean(0)
-        bad = of_median <= self._of_targets["mae"]
-        names = ", ".join(name for name, low in zip(self.task.names, bad, strict=True) if low)
+    def remark(self, loss: str) -> Remark | None:
+        """Return a note on targets for which one number for all records is as good.
+
+        As the loss counts: squared errors beside the mean, a quantile's beside that quantile, and
+        absolute errors beside the median for any other loss.
+        """
+        kind, _, parameter = loss.partition(":")
+        level = float(parameter) if kind == "quantile" else 0.5
+        number = {"mse": "mean", "quantile": f"{level:g}-quantile"}.get(kind, "median")
+        names = []
+        for k, target in enumerate(self.targets):
+            truth, guess = (target.scaled(part[:, k]) for part in (self.truth, self.guess))
+            one = truth.mean() if kind == "mse" else np.quantile(truth, level)
+            errors, of_one = truth - guess, truth - one
+            if kind == "mse":
+                bad = np.square(errors).mean() >= np.square(of_one).mean()
+            else:
+                bad = _pinball(errors, level) >= _pinball(of_one, level)
+            names += [target.name] * bool(bad)
         if not names:
-            return ""
-        return (
-            f"the mean absolute error of {names} is not below that of predicting the median of the "
-            "test records for all. If longer training does not help, the noise is too large to "
-            "learn: use a larger --epsilon, more records, a narrower range of the target, or a "
-            "smaller network (--model linear)."
+            return None
+        return Remark(
+            f"the predictions of {', '.join(names)} are not better than the {number} of the test "
+            "records for all.",
+            untaught=True,
         )
+
+
+def _pinball(errors: Floats, level: float) -> float:
+    """Return the mean loss of a quantile; half the mean absolute error for 0.5."""
+    return float(np.maximum(level * errors, (level - 1) * errors).mean())
 
 
 class Perplexity(Estimates):
@@ -152,10 +169,9 @@ class Perplexity(Estimates):
         """Return the perplexity of weighted records, shape (1, sets): of their mean loss."""
         return {"perplexity": np.exp(self.guess.T @ weights / weights.sum(0))}
 
-    @property
-    def remark(self) -> str:
+    def remark(self, loss: str) -> Remark | None:
         """Return nothing: what a perplexity is worth depends on the texts."""
-        return ""
+        return None
 
 
 def _around(name: str, value: float, resampled: Floats, reach: float) -> Interval:

@@ -109,6 +109,19 @@ class Table:
     bold: tuple[str, ...] = ()  # columns to emphasise
 
 
+@dataclass(frozen=True)
+class Remark:
+    """Note on a model that is no better than one answer for all records, or little better.
+
+    Attributes:
+        said: what was measured, and a remedy that does not depend on the run, in sentences.
+        untaught: whether the outputs tell nothing, so that longer training or less noise may help.
+    """
+
+    said: str
+    untaught: bool = False
+
+
 class Results(ABC):
     """Outputs of a model compared with the targets of test records."""
 
@@ -144,10 +157,9 @@ class Results(ABC):
         the second value.
         """
 
-    @property
-    def remark(self) -> str:
-        """Return a note on a model that has learned nothing; "" if it has learned something."""
-        return ""
+    def remark(self, loss: str) -> Remark | None:
+        """Return a note on a model that was trained with a loss and learned little, or None."""
+        return None
 
     @property
     def per_class(self) -> list[float]:

@@ -6,8 +6,11 @@ import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from dpmac_cli.accounting.statements import format_epsilon
@@ -15,7 +18,14 @@ from dpmac_cli.cli.display import RunDisplay
 from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.release.prediction import score
-from dpmac_cli.runs.session import Progress, Started, Update
+from dpmac_cli.release.publish import Finished
+from dpmac_cli.runs.session import Evaluated, Progress, Started, Update
+from dpmac_cli.tasks.classified import Classified
+from dpmac_cli.tasks.estimates import Estimates
+from dpmac_cli.tasks.regression import Regression
+from dpmac_cli.tasks.target import Target
+from dpmac_cli.tasks.task import Results
+from dpmac_cli.training.evaluation import Evaluation
 from tests.digits_runs import SEED, contents, digits_config, report_of, train_digits
 from tests.typed import dpmac, process, shell
 
@@ -196,3 +206,77 @@ def test_a_slow_run_says_once_how_long_it_takes_and_what_is_faster(pace: float, 
     )
     assert text.count("at this pace, training takes 16.3 hours more. Faster: fewer") == times
     assert text.count("--backbone") == times
+
+
+# Notes on models that learned little: true of the run, and with what can be done in it.
+
+
+def shown_of(result: Results, **flags: Any) -> str:
+    """What is printed at the end of a run with these results, on one line."""
+    console = Console(width=1000, file=io.StringIO())
+    display, plan = RunDisplay(console), digits_config(steps=1, **flags)
+    display.show(Started(plan=plan, folder=Path("run"), parameters=(9, 9), done=0, steps=1))
+    rows = 1 if isinstance(result, Classified) else 2
+    found = Evaluation(0.0, torch.zeros(2, rows), torch.zeros(2), plan.data.facts.task)
+    found.__dict__["results"] = result
+    last = Evaluated(1, 1.0, 0.1, found, last=True)
+    display.show(Update(event=last, epsilon=1.0, planned=1.0))
+    display.close()
+    report = {"test": {"accuracy": 0.5, "samples": 2}, "audit": None}
+    privacy = {"covered_scores": None, "private": False}
+    display.show(Finished({**report, "privacy": privacy}, Path("run"), "interrupted"))
+    assert isinstance(console.file, io.StringIO)
+    return " ".join(console.file.getvalue().split())
+
+
+def classified(scores: list[float], truth: list[int]) -> Classified:
+    """Return the results of a classifier of two classes that never says "yes"."""
+    true = np.eye(2, dtype=bool)[truth]
+    shares = np.float32([[1 - score, score] for score in scores])
+    return Classified(true, np.eye(2, dtype=bool)[[0] * len(truth)], shares, names=("no", "yes"))
+
+
+CHANCE = classified([0.1, 0.2] * 200, [0, 0, 0, 1, 1, 0, 0, 0] * 50)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "unsaid"),
+    [
+        ({"model": "mlp-small"}, "too much noise: use a smaller --sigma", "--epsilon 3"),
+        ({"model": "mlp-small"}, "or a smaller network (--model linear)", "--model than"),
+        ({"model": "mlp-small", "sigma": None, "epsilon": 1}, "a larger --epsilon", "--sigma"),
+        ({"model": "linear"}, "too much noise", "--model"),
+        ({"model": "linear", "no_dp": True}, "another --lr or --model than linear.", "noise"),
+        ({"model": "mlp-small", "no_dp": True}, "another --lr or --model.", "noise"),
+    ],
+)
+def test_a_model_that_learned_nothing_has_a_remedy_of_its_run(
+    flags: dict[str, Any], said: str, unsaid: str
+) -> None:
+    text = shown_of(CHANCE, **flags)
+    note = text.partition("note: 300 of 400 test samples are classified correctly")[2]
+    note = note.partition("test accuracy")[0]
+    assert said in note
+    assert unsaid not in note
+
+
+@pytest.mark.parametrize("no_dp", [False, True])
+def test_a_classifier_that_ranks_is_not_said_to_have_learned_nothing(no_dp: bool) -> None:
+    """It never says "yes", and its probabilities tell most of those who are."""
+    ranked = classified([0.1, 0.1, 0.3, 0.4] * 100, [0, 0, 1, 0] * 100)
+    text = shown_of(ranked, no_dp=no_dp)
+    assert "(AUROC 66.67%): compare them with a threshold of your own" in text
+    assert "noise" not in text.partition("note: 300 of 400")[2]
+
+
+@pytest.mark.parametrize("loss", ["mse", "huber", "quantile:0.9", "quantile:0.1"])
+def test_numbers_are_compared_with_the_best_number_for_the_loss(loss: str) -> None:
+    """Costs are skewed: the best number for one loss is bad for another."""
+    cost = np.random.default_rng(0).exponential(20.0, (4000, 1)).clip(0, 200)
+    target = Target("cost", 0.0, 200.0)
+    best = {"mse": cost.mean(), "huber": np.median(cost)}
+    number = best.get(loss, np.quantile(cost, float(loss.partition(":")[2] or 0.5)))
+    for moved, learned in ((0.0, False), (0.1, True)):
+        guess = number + moved * (cost - cost.mean())
+        found = Estimates(cost, guess, Regression.of([target]), (target,)).remark(loss)
+        assert (found is None) == learned
