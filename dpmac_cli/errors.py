@@ -111,6 +111,29 @@ class DivergedError(RunError):
         )
 
 
+def first_fault(failure: Exception) -> str:
+    """Return the place and the fault of a ValidationError, or the first line of another error."""
+    if (errors := getattr(failure, "errors", None)) is None:
+        return str(failure).partition("\n")[0].rstrip(".")
+    first = errors()[0]
+    fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+    return fault.replace("Value error, ", "")
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise ValueError for whatever a library in Rust raises, such as PanicException.
+
+    That is a BaseException, which no handler of Exception sees.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as failure:
+        raise ValueError(str(failure)) from failure
+
+
 def as_sentence(text: str) -> str:
     """Return a text with a final full stop and escaped control characters."""
     text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -82,7 +82,8 @@ def course(points: Sequence[Mapping[str, Any]], score: str = "test_accuracy") ->
     """Draw a test score and epsilon by epoch, from the lines of metrics.jsonl."""
     figure, panels = new_figure(2)
     for panel, name in zip(panels, (score, "epsilon"), strict=True):
-        found = [(point["epoch"], point[name]) for point in points if point[name] is not None]
+        pairs = ((point["epoch"], point.get(name)) for point in points)
+        found = [(epoch, value) for epoch, value in pairs if isinstance(value, int | float)]
         panel.plot(*zip(*found, strict=True), marker=".") if found else None
         panel.set(xlabel="epoch", ylabel=name.replace("_", " "))
     return figure

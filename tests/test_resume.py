@@ -301,7 +301,7 @@ def test_that_memory_ran_out_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> No
         next(event for event in events if isinstance(event, Update))
         events.close()  # type: ignore[attr-defined]
     assert 1 < reduced.step < 20
-    state = checkpoint.read(Path("run")).record["state"]
+    state = checkpoint.read(Path("run")).record.state.model_dump()
     assert state.keys() == {"step", "kappa_star"}
     finished = finish(run.resume(Path("run"), {}))
     assert finished.report["machine"]["physical_batch"] == 100

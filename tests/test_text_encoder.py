@@ -157,7 +157,7 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) ->
         ({"rope_scaling": {"rope_type": "dynamic"}}, "depend on the lengths of other texts"),
         ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
         ({"hidden_size": "16"}, "hidden_size"),
-        ({"hidden_size": 1 << 40}, "less than or equal to 1048576"),
+        ({"hidden_size": 1 << 40}, "hidden_size must be a number from"),
         ({"vocab_size": 20}, "tokens, but the network 20"),
         ({"num_hidden_layers": 3}, "encoder.layer.2"),
         ({"intermediate_size": 64}, "expected (64, 16)"),

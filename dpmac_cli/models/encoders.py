@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 
 from dpmac_cli.data.tokens import TextReader, scale_of
 from dpmac_cli.data.writing import WRITTEN
-from dpmac_cli.errors import InputError, raise_errors
+from dpmac_cli.errors import InputError, panics_as_errors, raise_errors
 from dpmac_cli.storage.files import table
 
 HERE = Path(__file__).parent
@@ -98,8 +98,32 @@ NOT_OF_FORM = (
     *("use_cache", "output_", "return_", "torchscript", "id2label", "label2id"),
 )
 
+#: Largest whole number of a config.json, its largest number of layers, and of other numbers, such
+#: as the base of rotary positions.
+MOST_SIZE, MOST_LAYERS, MOST_VALUE = 1 << 23, 1000, 1e12
+#: Largest numbers of values and of levels of its lists and objects.
+MOST_ENTRIES, MOST_LEVELS = 10_000, 8
+
 Pooling = Literal["mean", "cls", "next"]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+def check_sizes(value: Any, name: str = "", level: int = 0) -> None:
+    """Raise ValueError for a number or a list of a config.json that no network has."""
+    if isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else ((name, each) for each in value)
+        if len(value) > MOST_ENTRIES or level > MOST_LEVELS:
+            raise ValueError(f"{name or 'its content'} is too large")
+        for key, each in entries:
+            check_sizes(each, key, level + 1)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        low, high = -float(MOST_SIZE), float(MOST_SIZE)
+        if "layer" in name:
+            low, high = 0.0, MOST_LAYERS
+        elif isinstance(value, float) or "theta" in name:
+            low, high = -MOST_VALUE, MOST_VALUE
+        if not low <= value <= high:
+            raise ValueError(f"{name} must be a number from {low:,.10g} to {high:,.10g}")
 
 
 class EncoderConfig(BaseModel):
@@ -120,7 +144,7 @@ class EncoderConfig(BaseModel):
     form: dict[str, Any]
     width: Size
     tokens: Annotated[int, Field(ge=1, le=1 << 23)]  # float32 stores these numbers exactly
-    longest: Annotated[int, Field(ge=1)]
+    longest: Annotated[int, Field(ge=1, le=MOST_SIZE)]
     pooling: Pooling
     vocabulary_bytes: Annotated[int, Field(ge=1, le=1 << 27)]
     vocabulary_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -129,11 +153,12 @@ class EncoderConfig(BaseModel):
     @classmethod
     def check_form(cls, form: dict[str, Any]) -> dict[str, Any]:
         """Return the values of a config.json. Raises ValueError for another network."""
-        if form.get("model_type") not in FAMILIES:
+        if form.get("model_type") not in [*FAMILIES]:
             raise ValueError(
-                f"its model_type is {form.get('model_type')!r}, which is not supported. Supported: "
-                f"{', '.join(FAMILIES)}"
+                f"its model_type is {form.get('model_type')!r:.80}, which is not supported. "
+                f"Supported: {', '.join(FAMILIES)}"
             )
+        check_sizes(form)
         if any(f'"{kind}"' in json.dumps(form) for kind in ("dynamic", "longrope")):
             raise ValueError("places of tokens that depend on the lengths of other texts")
         return form
@@ -174,6 +199,7 @@ class TextEncoder(FeatureKind):
             records are known.
         folder: folder of the weights; None for a published model, which has them.
         tokenizer: contents of its file.
+        weight_bytes: size of the file of the weights, whose network cannot have more parameters.
     """
 
     kind: str
@@ -181,6 +207,7 @@ class TextEncoder(FeatureKind):
     texts: tuple[tuple[int, int], ...] = ()
     folder: Path | None = field(default=None, compare=False)
     tokenizer: bytes = field(default=b"", compare=False, repr=False)
+    weight_bytes: int = field(default=0, compare=False, repr=False)
 
     reads: ClassVar = "texts"
     #: Random weights would only add to the noise.
@@ -312,7 +339,8 @@ def _files_of(folder: Path, name: str, flag: str, remedy: str) -> TextEncoder:
         raise InputError(
             f"{flag}: {folder / CONFIG} is not of a supported network: {reason(failure)}.{remedy}"
         ) from failure
-    files = TextEncoder(name, config, folder=folder, tokenizer=content)
+    size = sum(file.stat().st_size for file in weight_files(folder))
+    files = TextEncoder(name, config, folder=folder, tokenizer=content, weight_bytes=size)
     try:
         files.reader(1)
     except ValueError as failure:
@@ -331,8 +359,8 @@ def weight_files(folder: Path) -> list[Path]:
 def reason(failure: Exception) -> str:
     """Return the first line of an error of values, without a full stop."""
     errors = getattr(failure, "errors", None)
-    text = errors()[0]["msg"] if errors else str(failure)
-    return text.removeprefix("Value error, ").partition("\n")[0].rstrip(".")
+    text = errors()[0]["msg"] if callable(errors) else str(failure)
+    return f"{text.removeprefix('Value error, ').partition(chr(10))[0].rstrip('.'):.200}"
 
 
 def _config_of(values: Mapping[str, Any], pooling: Pooling, tokenizer: bytes) -> EncoderConfig:
@@ -370,12 +398,14 @@ def reader_of(content: bytes, config: EncoderConfig, limit: int) -> TextReader:
     if hashlib.sha256(content).hexdigest() != config.vocabulary_sha256:
         raise ValueError(f"its SHA-256 is not {config.vocabulary_sha256}")
     try:
-        tokenizer = Tokenizer.from_str(content.decode())
-    except Exception as failure:  # tokenizers has no class of its own
-        raise ValueError(f"it is not of the library tokenizers ({failure})") from failure
+        with panics_as_errors():
+            tokenizer = Tokenizer.from_str(content.decode())
+    except ValueError as failure:
+        raise ValueError(f"it is not of the library tokenizers ({reason(failure)})") from failure
     try:
-        tokenizer.encode(UNHEARD_OF)
-    except Exception as failure:
+        with panics_as_errors():
+            tokenizer.encode(UNHEARD_OF)
+    except ValueError as failure:
         raise ValueError("it has no token for words that it does not know") from failure
     most = max(tokenizer.get_vocab().values(), default=-1) + 1
     if most > config.tokens:

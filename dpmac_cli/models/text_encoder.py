@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy, normalize
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.encoders import (
+    CONFIG,
     EncoderConfig,
     TextEncoder,
     reason,
@@ -67,6 +68,23 @@ def network_of(config: EncoderConfig) -> nn.Module:
             network.set_submodule(name, norm)
     found: nn.Module = network
     return found
+
+
+def check_size(encoder: TextEncoder) -> None:
+    """Raise InputError for a network with more parameters than the file of its weights has bytes.
+
+    They are counted without memory for them.
+    """
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in network_of(encoder.config).parameters())
+    if count > encoder.weight_bytes:
+        for file in () if encoder.folder is None else weight_files(encoder.folder):
+            read_weights(file, f"--backbone {encoder.kind}")  # it may be damaged
+        raise InputError(
+            f"The encoder {encoder.kind} has {count:,} parameters by its configuration, but the "
+            f"file of its weights only {encoder.weight_bytes:,} bytes. Use the {CONFIG} that "
+            "belongs to the weights."
+        )
 
 
 def token_vectors(network: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -122,6 +140,7 @@ class OnTexts(nn.Module):
 
     def __init__(self, encoder: TextEncoder) -> None:
         super().__init__()
+        check_size(encoder)
         self.network = network_of(encoder.config)
         size = encoder.config.vocabulary_bytes
         self.register_buffer("vocabulary", torch.zeros(size, dtype=torch.uint8))

@@ -6,21 +6,20 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-import safetensors
 import safetensors.torch
 import torch
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.errors import InputError, ModelError, first_fault, panics_as_errors
 from dpmac_cli.models.features import LoraLinear
 
 #: Keys of the headers that dpmac writes: of a published model, and of a private checkpoint.
 MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
 #: Name of the file of a published model.
 MODEL_FILE = "model.safetensors"
-#: Exceptions raised by reading an incomplete or invalid safetensors file.
-NOT_SAFE = (safetensors.SafetensorError, ValueError, KeyError)
 #: Number of mismatched entries to list; the rest are counted.
 NAMED = 8
 
@@ -172,9 +171,10 @@ def read_weights(
         return PublicWeights(path, found, known)
     try:
         tensors, header = unpacked(content)
-    except NOT_SAFE as failure:
+    except ValueError as failure:
         raise InputError(
-            f"{flag}: {path} is not a valid safetensors file. If it was written by torch.save and "
+            f"{flag}: {path} is not a valid safetensors file ({first_fault(failure)}). If it was "
+            "written by torch.save and "
             "you trust it, convert it in Python: safetensors.torch.save_file(torch.load("
             f'"{path}", weights_only=True), "{path.with_suffix(".safetensors")}")'
         ) from failure
@@ -192,9 +192,26 @@ def read_weights(
     return PublicWeights(path, found, tensors, trained_on, published=not own and start is None)
 
 
+class _Stored(BaseModel):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 40)], ...], Field(max_length=16)]
+
+
+_HEADER = TypeAdapter(dict[str, _Stored | dict[str, str]])
+
+
 def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and header of a safetensors file. Raises :data:`NOT_SAFE`."""
-    tensors = safetensors.torch.load(content)
+    """Return the tensors and header of a safetensors file. Raises ValueError if it is not one."""
     size = int.from_bytes(content[:8], "little")
-    header: dict[str, str] = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
-    return tensors, header
+    try:
+        header = _HEADER.validate_json(content[8 : 8 + size], strict=True)
+    except ValidationError as failure:
+        why = first_fault(failure)
+        raise ValueError("its header is not JSON" if "JSON" in why else why) from failure
+    texts = header.pop("__metadata__", {})
+    if not isinstance(texts, dict) or any(isinstance(entry, dict) for entry in header.values()):
+        raise ValueError("a tensor has no dtype or shape")
+    with panics_as_errors():
+        return safetensors.torch.load(content), texts

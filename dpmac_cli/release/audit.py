@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from dpmac_cli.accounting.accountants import (
     SIGMA_MAX,
@@ -24,8 +25,9 @@ from dpmac_cli.accounting.accountants import (
 )
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.errors import InputError
-from dpmac_cli.release.report import parse_file
+from dpmac_cli.release.report import Events, parse_file
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.headers import AnyNumber, Count, Number, Part
 
 #: Confidence of the lower bound.
 CONFIDENCE = 0.95
@@ -99,8 +101,6 @@ class Audit:
         ValueError: a number is out of range, or scores and coins differ in number.
     """
 
-    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
-
     claimed: float | None
     delta: float
     guesses: int
@@ -150,6 +150,26 @@ class Audit:
         }
 
 
+class _Header(Part):
+    """Content of audit.json."""
+
+    claimed: Number | None
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    guesses: Count
+    scores: tuple[AnyNumber, ...]
+    coins: tuple[bool, ...]
+    events: Events
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.audit()
+        return self
+
+    def audit(self) -> Audit:
+        """Return the audit. Raises ValueError."""
+        return Audit(**{**dict(self), "events": tuple(event.done for event in self.events)})
+
+
 def read_audit(run: Path) -> Audit:
     """Read the audit of a finished run. Raises InputError if there is none, or it is damaged."""
     if (run / folder.CONFIG).is_file() and not (run / folder.AUDIT).exists():
@@ -158,4 +178,4 @@ def read_audit(run: Path) -> Audit:
             f"with dpmac train --canaries 1000, or resume it: {folder.resume_command(run)}"
         )
     file, text = folder.read_run_file(run, folder.AUDIT, WANTED)
-    return parse_file(Audit, text, file, "is not an audit written by dpmac", WANTED)
+    return parse_file(_Header, text, file, "is not an audit written by dpmac", WANTED).audit()

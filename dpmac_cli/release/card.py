@@ -1,21 +1,21 @@
 """Model card of a run as Markdown, and self-contained web pages of runs and comparisons."""
 
 import functools
-import json
 import re
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.plots import as_svg, course, trade_offs
 from dpmac_cli.release.report import Report, read_report
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.headers import MetricsLine
 from dpmac_cli.tasks.known import headline_in
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def run_page(run: Path) -> str:
     Raises InputError if it has no card, report or metrics.
     """
     card, privacy = answered_card(run, {}), read_report(run).privacy
-    _, lines = folder.read_run_file(run, folder.METRICS, "Name a run folder of dpmac train.")
-    points = [json.loads(line) for line in lines.splitlines()]
+    points = _points(run)
     metric = headline_in(points[0] if points else {})
     pictures = {f"Test {metric.title} and epsilon": course(points, metric.logged)}
     if privacy.delta is not None:
@@ -52,6 +51,22 @@ def run_page(run: Path) -> str:
         pictures["What any membership attack can reach"] = trade_offs([row])
     settings = (run / folder.CONFIG).read_text(encoding="utf-8")
     return web_page(f"{card}\n## Settings\n\n```yaml\n{settings}```\n", pictures)
+
+
+def _points(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl. Raises InputError if there are none, or others."""
+    remedy = "Name a run folder of dpmac train."
+    file, lines = folder.read_run_file(run, folder.METRICS, remedy)
+    points = list[dict[str, Any]]()
+    for number, text in enumerate(lines.splitlines(), 1):
+        try:
+            line = MetricsLine.model_validate_json(text, strict=True)
+        except ValueError as failure:
+            raise InputError(
+                f"{file}, line {number}: not written by dpmac ({first_fault(failure)}). {remedy}"
+            ) from failure
+        points.append(line.model_dump(mode="json", exclude_unset=True))
+    return points
 
 
 #: Placeholder in a card for answers that its author must provide, and their questions.

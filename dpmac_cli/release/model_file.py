@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.statements import short
+from dpmac_cli.data.registry import Signature
 from dpmac_cli.data.tokens import TextReader
-from dpmac_cli.errors import InputError, ModelError, as_typed
+from dpmac_cli.errors import InputError, ModelError, as_typed, first_fault
 from dpmac_cli.models import registry, weights
-from dpmac_cli.models.build import Network, build_model
+from dpmac_cli.models.build import Network, build_model, build_network, seen_by_network
 from dpmac_cli.models.encoders import EncoderConfig, TextEncoder, reader_of
 from dpmac_cli.release.report import Facts, Privacy, parse_file
 from dpmac_cli.runs import folder
@@ -95,6 +95,7 @@ def load_model(
     record = facts.input.record
     signature = replace(facts.signature, own=() if record == facts.input.shape else record)
     reference, features = _network(file, facts, factory, network), _features(file, facts)
+    _check_size(file, tensors, reference, seen_by_network(signature, features))
     trained = getattr(facts.model.public_part, "train", None)
     part = "head" if trained == "head" else "all"  # LoRA updates were merged
     model = build_model(
@@ -118,6 +119,28 @@ def load_model(
         attach(model, training)
     reader = _text_reader(file, tensors, facts)
     return Released(model.to(device).eval(), kept, file, facts, reader)
+
+
+def _check_size(
+    file: Path, tensors: Mapping[str, Tensor], reference: object, seen: Signature
+) -> None:
+    """Raise InputError for a built-in network with more parameters than the file has.
+
+    They are counted without memory for them.
+    """
+    if not isinstance(reference, registry.BuiltIn):
+        return
+    with torch.device("meta"):
+        network = build_network(reference.name, seen)
+    wanted, held = (
+        sum(tensor.numel() for tensor in found)
+        for found in (network.parameters(), tensors.values())
+    )
+    if wanted > held:
+        raise InputError(
+            f"{file} {FOREIGN} ({reference} has {wanted:,} parameters on these records, the file "
+            f"{held:,} numbers). {WANTED}"
+        )
 
 
 def _trainings(done: Privacy, checksum: str) -> Iterator[Training]:
@@ -156,9 +179,9 @@ def _encoder(file: Path, form: Mapping[str, Any]) -> EncoderConfig:
     try:
         return EncoderConfig.model_validate(form)
     except ValueError as failure:
-        raise ModelError(
-            f"{file} needs a network on texts that this version does not support. Use the version "
-            "of dpmac that wrote it, or train it again."
+        raise InputError(
+            f"{file} needs a network on texts that this version does not support "
+            f"({first_fault(failure)}). Use the version of dpmac that wrote it, or train it again."
         ) from failure
 
 
@@ -187,7 +210,8 @@ def _features(file: Path, facts: Facts) -> registry.Features | None:
     if public is None or (named := public.backbone or public.features) is None:
         return None
     if public.encoder is not None:
-        return TextEncoder(named, _encoder(file, public.encoder), facts.input.texts)
+        config, texts = _encoder(file, public.encoder), facts.input.texts
+        return TextEncoder(named, config, texts, weight_bytes=file.stat().st_size)
     if named in registry.BACKBONES and public.backbone_size is not None:
         return registry.Backbone(named, public.backbone_size, public.backbone_flips)
     if named in registry.FEATURES:
@@ -200,7 +224,7 @@ def _read(path: Path) -> ModelFile:
     file, content = folder.read_run_file(path, folder.MODEL, WANTED)
     try:
         tensors, header = weights.unpacked(content)
-    except weights.NOT_SAFE as failure:
+    except ValueError as failure:
         raise InputError(
             f"{file} is not a valid safetensors file: it is damaged or of another type. {WANTED}"
         ) from failure

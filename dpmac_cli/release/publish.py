@@ -194,7 +194,7 @@ def scores(task: Task, history: list[dict[str, Any]], exact: Mapping[str, Any]) 
     return report.Scores(
         samples=last["test_samples"],
         loss=last["test_loss"],
-        **{**found, headline.key: last[headline.logged]},
+        **{**found, headline.key: last.get(headline.logged)},
     )
 
 

@@ -4,6 +4,7 @@
 and values computed after the noise. Does not import torch.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -17,13 +18,25 @@ from pydantic import (
     model_validator,
 )
 
-from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
-from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN, Search, Trials
 from dpmac_cli.data.registry import Signature
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.runs import folder, ledger
+from dpmac_cli.runs.headers import (
+    MOST_COUNT,
+    MOST_NUMBER,
+    MOST_PARTS,
+    AnyNumber,
+    Count,
+    Event,
+    Number,
+    Part,
+    Sampler,
+    Score,
+    Sha256,
+    Steps,
+)
 from dpmac_cli.tasks.known import task_of
 from dpmac_cli.tasks.task import EvaluationMetric, Task
 
@@ -37,31 +50,12 @@ def _printable(text: str) -> str:
     return text
 
 
-def _sampler(name: str) -> str:
-    if name not in SAMPLERS:
-        raise ValueError(f"is not one of {', '.join(SAMPLERS)}")
-    return name
-
-
 PrintableText = Annotated[str, AfterValidator(_printable)]
-Sampler = Annotated[str, AfterValidator(_sampler), Field(json_schema_extra={"enum": [*SAMPLERS]})]
-Count = Annotated[int, Field(ge=1)]
-Number = Annotated[float, Field(ge=0)]
+#: Largest number of values of a record, of its dimensions, and of levels of a pixel.
+MOST_VALUES, MOST_SIDES, MOST_LEVELS = 1 << 25, 16, 1 << 32
+Side = Annotated[int, Field(ge=1, le=MOST_VALUES)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Interval = tuple[float | None, float | None]
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
-class Part(BaseModel):
-    """An object of a report. Keys that a later version added are ignored."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-        validate_by_name=True,
-    )
+Interval = tuple[AnyNumber | None, AnyNumber | None]
 
 
 class Said(Part):
@@ -148,50 +142,33 @@ class Model(Part):
 class Input(Part):
     """Input of the network: pixels are divided by levels, then standardised by mean and std."""
 
-    shape: tuple[Count, Count, Count]
+    shape: tuple[Side, Side, Side]
     """Channels, height and width of an image."""
-    record: tuple[Count, ...]
+    record: Annotated[tuple[Side, ...], Field(max_length=MOST_SIDES)]
     """Shape of a record as the network takes it: that of shape, or for numbers that of the array
     that they come from."""
-    levels: Count
+    levels: Annotated[int, Field(ge=1, le=MOST_LEVELS)]
     """The largest value of a pixel; 1 for rows of numbers."""
-    texts: tuple[tuple[Annotated[int, Field(ge=0)], Count], ...]
+    texts: tuple[tuple[Annotated[int, Field(ge=0, le=MOST_VALUES)], Side], ...]
     """First input and number of inputs of each text, which are the numbers of its tokens."""
-    mean: tuple[float, ...]
+    mean: tuple[AnyNumber, ...]
     """Of each channel; public constants."""
-    std: tuple[Annotated[float, Field(gt=0)], ...]
+    std: tuple[Annotated[float, Field(gt=0, le=MOST_NUMBER)], ...]
     """Of each channel; public constants."""
 
-
-class Event(Part):
-    """Steps that used one set of keys.
-
-    Other keys are rejected, because they may change the privacy cost.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    sampling_rate: Annotated[float, Field(ge=1e-9, le=1)]
-    """Sampling rate q."""
-    noise_multiplier: Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
-    """Noise multiplier sigma; 0 for no noise."""
-    steps: Annotated[int, Field(ge=0, le=MOST_STEPS)]
-    """T, number of steps of the part. An empty batch is a step."""
-    sampler: Sampler
-    """How batches were sampled."""
-    steps_per_epoch: Count
-    """ceil(n/B). It determines the privacy cost of samplers that work by epochs."""
-    records: Literal["training", "test"] = "training"
-    """The split that was used: training, or test for scores released with noise. No record is in
-    both."""
-
-    @property
-    def done(self) -> TrainingEvent:
-        """Return the event, which every accountant supports."""
-        return TrainingEvent(**dict(self))
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        values = math.prod(self.shape)
+        if values > MOST_VALUES or math.prod(self.record) != values:
+            raise ValueError("the shapes of a record do not match, or are too large")
+        if not len(self.mean) == len(self.std) == self.shape[0]:
+            raise ValueError("mean and std are not those of the channels")
+        if any(first + count > self.shape[0] for first, count in self.texts):
+            raise ValueError("texts are not among the inputs")
+        return self
 
 
-Events = Annotated[tuple[Event, ...], Field(min_length=1)]
+Events = Annotated[tuple[Event, ...], Field(min_length=1, max_length=MOST_PARTS)]
 
 
 class SearchResult(Said):
@@ -231,9 +208,9 @@ class Unit(Part):
 class CoveredScores(Said):
     """Test scores released with noise (--cover-scores), which protect the test records."""
 
-    released: Annotated[int, Field(ge=0)]
+    released: Steps
     """Number of scores."""
-    noise_multiplier: float | None
+    noise_multiplier: Number | None
     """Standard deviation of the noise in the count of correct units, which has sensitivity 1. Null
     if parts differ, and without scores."""
     epsilon: Number | None
@@ -325,7 +302,7 @@ class Privacy(Said):
     """How batches were sampled."""
     sampling_rate: Share | None
     """q = B/n; for an audit run B/(n + K/2). Null if parts differ."""
-    steps: Annotated[int, Field(ge=0)]
+    steps: Annotated[int, Field(ge=0, le=MOST_COUNT)]
     """Number of steps of all parts, including steps that only an earlier part took."""
     covered_scores: CoveredScores | None
     """Test scores released with noise (--cover-scores), which protect the test records. Null where
@@ -380,7 +357,7 @@ class Privacy(Said):
 class Audit(Said):
     """Public settings of an audit (--canaries). The results of the attack are in audit.json."""
 
-    canaries: Annotated[int, Field(ge=2)]
+    canaries: Annotated[int, Field(ge=2, le=MOST_COUNT)]
     """K, number of made-up records, each included by a secret coin flip."""
     guesses: Count
     """Number of coins that the attack guesses."""
@@ -393,12 +370,18 @@ class Target(Part):
     """Name of the column, or y."""
     kind: Literal["regression"]
     """Task."""
-    low: float
+    low: AnyNumber
     """Lowest number; others are clipped to the range."""
-    high: float
+    high: AnyNumber
     """Highest number."""
     transform: Literal["none", "log1p"]
     """Transform before the range is scaled to [-1, 1]: log1p is log(1 + y)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.low < self.high or (self.transform == "log1p" and self.low <= -1):
+            raise ValueError("low is not below high, or too low for log1p")
+        return self
 
 
 class SeveralTargets(Part):
@@ -451,6 +434,15 @@ class Facts(Part):
         target = None if self.target is None else self.target.model_dump()
         return task_of({"classes": self.classes, "target": target})
 
+    @model_validator(mode="after")
+    def _check_texts(self) -> Self:
+        part = self.model.public_part
+        if bool(self.input.texts) != (part is not None and part.encoder is not None):
+            raise ValueError("texts without an encoder, or an encoder without texts")
+        if len(self.classes) < 2 and self.target is None:
+            raise ValueError("neither classes nor a target")
+        return self
+
     @property
     def signature(self) -> Signature:
         """Signature of the network."""
@@ -474,10 +466,11 @@ class Scores(Part):
     """
 
     model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Score | tuple[dict[str, str | Score], ...]]
 
     samples: Count
     """Number of scored test records, or units: all of them."""
-    loss: float | None
+    loss: AnyNumber | None
     """Mean default loss of the task: cross entropy in nats, or of targets scaled to [-1, 1]. Null
     if it is not finite."""
     noise: Number | None
@@ -495,7 +488,7 @@ class Hyperparameters(Part):
 
     model_config = ConfigDict(extra="allow")
 
-    steps: Annotated[int, Field(ge=0)]
+    steps: Steps
     """T, number of steps that the published model has taken in total."""
     epochs: Number
     """The same in epochs of ceil(n/B) steps."""
@@ -553,6 +546,13 @@ class Report(Facts):
     machine: Machine
     """The machine that the run ended on."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        key = self.task.headline.key
+        if not isinstance(getattr(self.test, key, ""), float | int | None):
+            raise ValueError(f"test has no {key}")
+        return self
+
     @property
     def score(self) -> tuple[EvaluationMetric, float | None]:
         """Return the headline metric of the task, and its value; None if it is not defined."""
@@ -579,9 +579,7 @@ def parse_file(kind: type[T], text: str | bytes, file: Path, complaint: str, rem
         if version <= SCHEMA_VERSION:
             return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as failure:
-        first = failure.errors()[0]
-        fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-        fault = fault.replace("Value error, ", "")
+        fault = first_fault(failure)
         raise InputError(f"{file} {complaint} ({fault}). {remedy}") from failure
     raise InputError(
         f"{file} was written by a newer dpmac (format {version}; this version supports "

@@ -22,7 +22,6 @@ from dpmac_cli.optim.optimizer import InBall
 from dpmac_cli.release.report import (
     Computed,
     CoveredScores,
-    Event,
     Privacy,
     Randomness,
     RiskBounds,
@@ -30,6 +29,7 @@ from dpmac_cli.release.report import (
     SeedPolicy,
     Unit,
 )
+from dpmac_cli.runs.headers import Event
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.storage.files import finite_or_none
 

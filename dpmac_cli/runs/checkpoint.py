@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 from torch import Tensor
 
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, unpacked
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, headers
 from dpmac_cli.storage import files
 from dpmac_cli.storage.digest import digest
 
@@ -30,16 +29,16 @@ class Checkpoint:
 
     Attributes:
         tensors: tensors by name, see :meth:`dpmac_cli.training.state.TrainState.tensors`.
-        record: JSON values: the step, configuration and history.
+        record: the step, configuration and history.
     """
 
     tensors: Mapping[str, Tensor]
-    record: Mapping[str, Any]
+    record: headers.Record
 
     @property
     def step(self) -> int:
         """Number of steps taken."""
-        return int(self.record["state"]["step"])
+        return self.record.state.step
 
 
 def path_in(run: Path) -> Path:
@@ -61,14 +60,16 @@ def read(run: Path) -> Checkpoint:
     why = f"{path_in(run)} is damaged"
     try:
         tensors, header = unpacked(path_in(run).read_bytes())
-        sealed = json.loads(header[CHECKPOINT_HEADER])
-        if sealed["version"] != VERSION:
+        text = header[CHECKPOINT_HEADER]
+        if headers.Versioned.model_validate_json(text).version != VERSION:
             why = f"{path_in(run)} was written by another version of dpmac"
-        elif sealed["sha256"] == digest(tensors, sealed["record"]):
-            return Checkpoint(tensors, sealed["record"])
+        else:
+            sealed = headers.Checkpoint.model_validate_json(text, strict=True)
+            if sealed.sha256 == digest(tensors, json.loads(text)["record"]):
+                return Checkpoint(tensors, sealed.record)
     except FileNotFoundError:
         why = f"{run} contains no checkpoint"
-    except (safetensors.SafetensorError, *folder.BROKEN):
+    except folder.BROKEN:
         pass
     raise InputError(
         f"{why}, so the run can be neither resumed nor forked. Start a new one, or replace it with "

@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from dpmac_cli.accounting.events import Scores, TrainingEvent
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, headers
 from dpmac_cli.storage import files
 
 FILE = folder.LEDGER
@@ -74,15 +72,13 @@ class Spent:
         return replace(self, earlier=earlier, base=step, begun=step)
 
 
-SPENT = TypeAdapter(Spent)
-
-
 def read_spent(run: Path) -> Spent | None:
     """Return the contents of a run's ledger; None if it is missing or damaged."""
     try:
-        kept = json.loads((run / folder.CHECKPOINTS / FILE).read_bytes())
-        same = kept["sha256"] == _sum(kept["spent"])
-        return SPENT.validate_python(kept["spent"]) if same else None
+        text = (run / folder.CHECKPOINTS / FILE).read_bytes()
+        kept = headers.Ledger.model_validate_json(text, strict=True)
+        same = kept.sha256 == _sum(json.loads(text)["spent"])
+        return Spent(**kept.spent.values()) if same else None
     except folder.BROKEN:
         return None
 

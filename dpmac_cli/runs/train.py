@@ -124,14 +124,14 @@ def _session(
     spent = _spent(plan, before.spent, steps)
     keys = make_keys(plan.settings.seed, base=spent.base, part=len(spent.earlier))
     if saved is not None:  # a network that draws frozen values when it is built keeps these
-        keys = replace(keys, init=saved.record["start"].to_bytes(4, "little"))
+        keys = replace(keys, init=saved.record.start.to_bytes(4, "little"))
     with heard_by(partial(_interrupt, stop)):
         task = prepare(plan, device, keys, data)
     if saved is not None:
-        _check_same(task.compared, saved.record["facts"])
+        _check_same(task.compared, saved.record.facts)
     trainer = make_trainer(plan, task, keys, steps=steps, ranks=ranks)
     if saved is not None:
-        trainer.state.restore(saved.tensors, saved.record["state"])
+        trainer.state.restore(saved.tensors, dict(saved.record.state))
     where = folder.make_place(plan)
     if ranks is not None:
         brief_workers(ranks, plan, where, task, trainer, keys)
@@ -142,8 +142,8 @@ def _session(
         where=where,
         ledger=Ledger(where, spent),
         ranks=ranks,
-        history=[] if saved is None else list(saved.record["history"]),
-        seconds=0.0 if saved is None else saved.record["seconds"],
+        history=[] if saved is None else saved.record.lines,
+        seconds=0.0 if saved is None else saved.record.seconds,
         notes=(*before.notes, *_budget(plan, before, spent), *task.notes, *trainer.notes),
     )
 
@@ -233,22 +233,25 @@ FREE = {*NOT_RECORDED, "device"} - {"out", "force"}
 def _continued(run: Path, given: Mapping[str, Any], *, fork: bool) -> tuple[TrainPlan, Inherited]:
     """Return the plan of a run that continues, and what it inherits. Raises InputError."""
     saved, spent = checkpoint.read(run), read_spent(run)
-    recorded, step = saved.record["config"], saved.step
-    if saved.record["searched"]:
+    recorded, step = saved.record.config, saved.step
+    if saved.record.searched:
         raise InputError(
             f"{run} is a trial of a search, whose cost is not that of one run, so it can neither "
             "be resumed nor forked. To end the search, repeat its command of dpmac tune."
         )
+    damaged = (
+        f"{run / folder.CHECKPOINTS / folder.LEDGER} is missing or damaged, so the number of steps "
+        "taken is unknown, and the run can be neither resumed nor forked. Start a new one, or "
+        f"replace it with --force --out {run}."
+    )
     # A ledger that was put back from a backup does not know the later parts of its run.
-    if spent is None or spent.begun < step or len(spent.earlier) < saved.record["parts"]:
-        raise InputError(
-            f"{run / folder.CHECKPOINTS / folder.LEDGER} is missing or damaged, so the number of "
-            "steps taken is unknown, and the run can be neither resumed nor forked. Start a new "
-            f"one, or replace it with --force --out {run}."
-        )
+    if spent is None or spent.begun < step or len(spent.earlier) < saved.record.parts:
+        raise InputError(damaged)
     _check_changes(run, by_setting(recorded), given, fork=fork)
     resolved = resolve(given, by_setting(recorded))
     plan, privacy = resolved.plan, resolved.plan.privacy
+    if privacy.private != bool(spent.event.noise_multiplier):
+        raise InputError(damaged)
     if privacy.canaries:
         raise InputError(
             f"{run} is an audit run, which can neither be resumed nor forked: an audit tests one "
@@ -308,7 +311,7 @@ def _check_changes(
 
 def _check_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
     """Reject other numbers of records, other classes or other public weights."""
-    if others := [name for name in before if now[name] != before[name]]:
+    if others := [name for name in now if now[name] != before.get(name)]:
         raise InputError(
             f"The {' and the '.join(others)} are not those that the run started with. Restore "
             "them, or start a new run."

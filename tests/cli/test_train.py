@@ -232,7 +232,7 @@ def shown_of(result: Results, **flags: Any) -> str:
 def classified(scores: list[float], truth: list[int]) -> Classified:
     """Return the results of a classifier of two classes that never says "yes"."""
     true = np.eye(2, dtype=bool)[truth]
-    shares = np.float32([[1 - score, score] for score in scores])
+    shares = np.array([[1 - score, score] for score in scores], np.float32)
     return Classified(true, np.eye(2, dtype=bool)[[0] * len(truth)], shares, names=("no", "yes"))
 
 

@@ -1,0 +1,182 @@
+"""Headers of the files of a run, each one typed model whose numbers have bounds. Imports no torch.
+
+A file that was damaged or made up is rejected when it is read, with one message: no number of it is
+so large that what follows fails or does not end.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
+from dpmac_cli.accounting.calibration import MOST_STEPS
+from dpmac_cli.accounting.events import SAMPLERS, Scores, TrainingEvent
+
+#: Largest number of a header, exact in float64, and of a header's numbers with a fraction.
+MOST_COUNT, MOST_NUMBER = 1 << 53, 1e300
+#: Largest number of parts of a run: it was resumed or forked as many times.
+MOST_PARTS = 100_000
+
+
+def _sampler(name: str) -> str:
+    if name not in SAMPLERS:
+        raise ValueError(f"is not one of {', '.join(SAMPLERS)}")
+    return name
+
+
+Sampler = Annotated[str, AfterValidator(_sampler), Field(json_schema_extra={"enum": [*SAMPLERS]})]
+Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+Number = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
+AnyNumber = Annotated[float, Field(ge=-MOST_NUMBER, le=MOST_NUMBER)]
+Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Noise = Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+#: A score, or the ends of its interval.
+Score = bool | AnyNumber | None | tuple[AnyNumber | None, ...]
+
+
+class Part(BaseModel):
+    """An object of a header. Keys that a later version added are ignored."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        validate_by_name=True,
+    )
+
+
+class Event(Part):
+    """Steps that used one set of keys.
+
+    Other keys are rejected, because they may change the privacy cost.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    sampling_rate: Annotated[float, Field(ge=1e-9, le=1)]
+    """Sampling rate q."""
+    noise_multiplier: Noise
+    """Noise multiplier sigma; 0 for no noise."""
+    steps: Steps
+    """T, number of steps of the part. An empty batch is a step."""
+    sampler: Sampler
+    """How batches were sampled."""
+    steps_per_epoch: Count
+    """ceil(n/B). It determines the privacy cost of samplers that work by epochs."""
+    records: Literal["training", "test"] = "training"
+    """The split that was used: training, or test for scores released with noise. No record is in
+    both."""
+
+    @property
+    def done(self) -> TrainingEvent:
+        """Return the event, which every accountant supports."""
+        return TrainingEvent(**dict(self))
+
+
+class _Scores(Part):
+    noise_multiplier: Noise
+    every: Count
+    by_class: bool
+
+
+class Kept(Part):
+    """Steps that a run may have taken, as :class:`~dpmac_cli.runs.ledger.Spent` is kept on disk."""
+
+    earlier: Annotated[tuple[Event, ...], Field(max_length=MOST_PARTS)]
+    event: Event
+    base: Steps
+    begun: Steps
+    seeded: bool
+    secure: bool
+    scores: _Scores | None
+    target: Annotated[float, Field(gt=0, le=MOST_NUMBER)] | None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.base <= self.begun <= self.base + self.event.steps:
+            raise ValueError("begun is not a step of the current part")
+        if len({bool(event.noise_multiplier) for event in (*self.earlier, self.event)}) > 1:
+            raise ValueError("some parts have noise and others none")
+        return self
+
+    def values(self) -> dict[str, Any]:
+        """Return the fields as they are counted with."""
+        return {
+            **dict(self),
+            "earlier": tuple(event.done for event in self.earlier),
+            "event": self.event.done,
+            "scores": self.scores and Scores(**dict(self.scores)),
+        }
+
+
+class Ledger(Part):
+    """Content of spent.json, with the checksum of the rest."""
+
+    sha256: Sha256
+    spent: Kept
+
+
+class MetricsLine(Part):
+    """A line of metrics.jsonl: an evaluation, or that training diverged.
+
+    Further keys are scores of the test records, and ``diverged``.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Score]
+
+    step: Steps
+    epoch: Number
+    epsilon: Number | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    seconds: Number | None = None
+    test_samples: Count | None = None
+    test_loss: AnyNumber | None = None
+
+
+class _State(Part):
+    step: Steps
+    kappa_star: Number
+
+
+def _with_source(settings: dict[str, Any]) -> dict[str, Any]:
+    if not all(isinstance(settings.get(name), str) for name in ("dataset", "model")):
+        raise ValueError("no dataset or no model")
+    return settings
+
+
+#: Settings of a run by their flags, which are validated once more when they are used.
+Config = Annotated[dict[str, Any], AfterValidator(_with_source)]
+
+
+class Record(Part):
+    """Everything in a checkpoint but its tensors: the step, the settings and the history."""
+
+    state: _State
+    config: Config
+    searched: bool
+    history: tuple[MetricsLine, ...]
+    seconds: Number
+    facts: dict[str, Any]
+    start: Annotated[int, Field(ge=0, lt=1 << 32)]
+    parts: Annotated[int, Field(ge=0, le=MOST_PARTS)]
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the history as JSON values."""
+        return [line.model_dump(mode="json", exclude_unset=True) for line in self.history]
+
+
+class Versioned(Part):
+    """Header of a checkpoint of any version."""
+
+    version: int
+
+
+class Checkpoint(Versioned):
+    """Header of a checkpoint, with the checksum of its tensors and its record."""
+
+    sha256: Sha256
+    record: Record
