@@ -1,5 +1,8 @@
 """Model card and web pages: true, complete, and with a code block that works as it stands."""
 
+import csv
+import os
+import random
 import re
 import subprocess
 import sys
@@ -8,9 +11,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 
+from dpmac_cli import ArrayData, resolve
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
@@ -19,7 +24,8 @@ from dpmac_cli.release.card import OPEN, QUESTIONS, model_card
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import Report
-from tests.digits_runs import SEED, train_digits
+from dpmac_cli.release.run import finish, train
+from tests.digits_runs import SEED, report_of, train_digits
 from tests.typed import dpmac
 
 
@@ -63,6 +69,89 @@ def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finis
     (finished.folder / "test.pt").unlink()
     assert done.stderr == ""
     assert int(done.stdout) / 360 == finished.report["test"]["accuracy"]
+
+
+NUMBERS = """\
+columns:
+- {name: age, range: [0, 100]}
+- {name: smoker, categories: ["no", "yes"], type: boolean}
+- {name: ward, categories: [a, b]}
+label: {LABEL}
+"""
+LABELS = {
+    "cost": "{column: cost, range: [0, 1000]}",
+    "long": "{column: long, range: [0, 500], transform: log1p}",
+    "outcome": "{column: outcome, classes: [home, ward]}",
+}
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_the_code_of_a_table_predicts_what_dpmac_predict_does(label: str) -> None:
+    """Also for records outside of the declared ranges, to which dpmac clips."""
+    draw = random.Random(0)
+    Path("schema.yaml").write_text(NUMBERS.replace("{LABEL}", LABELS[label]))
+
+    def write(name: str, ages: list[float]) -> list[list[float]]:
+        lines, inputs = [f"age,smoker,ward,{label}"], list[list[float]]()
+        for age in ages:
+            smoker, ward = draw.choice(("no", "yes")), draw.choice("ab")
+            cost = min(1000, 10 * max(age, 0))
+            target = {"cost": cost, "long": cost / 2, "outcome": ("home", "ward")[age > 50]}
+            lines.append(f"{age},{smoker},{ward},{target[label]}")
+            inputs.append([age, smoker == "yes", ward == "a", ward == "b", 0])
+        Path(name).write_text("\n".join(lines) + "\n")
+        return inputs
+
+    write("t.csv", [draw.uniform(0, 100) for _ in range(400)])
+    flags = ("--dataset", "t.csv", "--schema", "schema.yaml", "--model", "linear", "--no-dp")
+    trained = dpmac("train", *flags, "--epochs", "20", "--out", "run")
+    assert trained.exit_code == 0, trained.output
+    rows = torch.tensor(write("new.csv", [-99, -1, 0, 55.5, 100, 101, 180, 1e6]))
+    rows = rows.reshape(len(rows), *report_of("run")["input"]["record"])  # as the card says
+    assert dpmac("predict", "run", "new.csv", "--out", "p.csv").exit_code == 0
+    with Path("p.csv").open(newline="") as file:
+        said = [line["predicted"] for line in csv.DictReader(file)]
+    names = dict[str, Any]()
+    where = Path.cwd()
+    os.chdir("run")
+    try:
+        exec(code(card(Path())), names)
+    finally:
+        os.chdir(where)
+    for found in (rows, rows.double()):
+        if label == "outcome":
+            assert [("home", "ward")[k] for k in names["classify"](found).tolist()] == said
+        else:
+            assert names["predict"](found).tolist() == pytest.approx([*map(float, said)], rel=1e-5)
+    assert len(set(said)) > 1
+
+
+def test_the_heading_of_the_code_says_whether_it_needs_dpmac() -> None:
+    """Networks of torch's layers do not; those with layers or features of dpmac do."""
+    for flags, needed in (({}, False), ({"model": "linear", "features": "scatter"}, True)):
+        text = card(train_digits(**flags).folder)
+        assert f"## Load it {'with' if needed else 'without'} dpmac\n" in text
+        assert ("dpmac_cli" in code(text)) == needed
+
+
+def test_a_model_that_never_says_yes_is_seen_as_such(tmp_path: Path) -> None:
+    """Its accuracy is the share of the largest class."""
+    x = np.zeros((520, 2), np.float32)
+    y = (np.arange(520) % 26 == 0).astype(np.int64)
+    data = ArrayData(x, y, x, y, classes=("no", "yes"), low=0.0, high=1.0)
+    settings = {"dataset": data, "no_dp": True, "model": "linear", "steps": 3, "out": "run"}
+    report = finish(train(resolve(settings).plan)).report
+    assert report["test"]["confusion"] == [[500, 0], [20, 0]]
+    assert report["test"]["largest_class"] == report["test"]["accuracy"] == 500 / 520
+    text = card(Path("run"))
+    said = cells(text)
+    assert said["largest class"].startswith("96.15% of the test records: the accuracy of a model ")
+    assert said["balanced accuracy"].startswith("50.00%")
+    assert said["sensitivity by class"] == "`no` 100.00%, `yes` 0.00%"
+    assert "| `yes` | 20 | 0 |" in text
+    page = page_of(Path("run"), tmp_path)
+    for shown in ("50.00%", "96.15% of the test records", "<td>20</td>", "0.00%"):
+        assert shown in page.replace(' style="text-align:right"', "")
 
 
 # What it says

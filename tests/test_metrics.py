@@ -1,20 +1,26 @@
 """Metrics of test records: scikit-learn's, worked by hand, imbalanced, with NaN, with one class."""
 
 import importlib
+import io
 import math
+import re
 import sys
 import warnings
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from scipy.stats import binomtest
 from sklearn import metrics as sklearn
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from dpmac_cli.cli.display import as_tables
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.classified import Classified
@@ -205,3 +211,24 @@ def test_no_interval_is_narrow_beside_a_wide_one_of_the_accuracy() -> None:
 
 
 SHORT = ("--dataset", "digits", "--sigma", "6", "--device", "cpu")
+
+
+@pytest.mark.parametrize("width", [40, 72, 80, 400])
+@pytest.mark.parametrize("classes", [2, 10, 60])
+def test_no_number_of_a_table_is_cut_on_a_narrow_screen(classes: int, width: int) -> None:
+    """Also not with long names of classes, which take several lines."""
+    labels, logits = drawn(classes, 40 * classes)
+    names = tuple(f"{'a long name of a class ' * (k % 2)}{k}" for k in range(classes))
+    answers = scored(labels, logits)
+    table = replace(answers, names=names).table()
+    console = Console(file=io.StringIO(), width=width)
+    console.print(*as_tables(table, width), sep="\n")
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    for rate in (*answers.rates[0], *answers.rates[1]):
+        assert f"{rate:.2%}" in shown
+    cells = [int(cell) for cell in re.findall(r"(?<=[ │])\d+(?= *[│\n])", shown)]
+    counts = answers.confusion.flatten().tolist()
+    assert not Counter(counts) - Counter(cells)

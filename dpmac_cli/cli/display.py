@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
@@ -33,6 +34,8 @@ WEAK = 10
 ABOVE = f"Above {WEAK} the guarantee is weak: increase the noise (--sigma), or set --epsilon 3."
 #: Name of the smallest built-in network.
 SMALLEST = "linear"
+#: Width of the border and the padding of a column, and the least width of names of rows.
+BORDER, MIN_NAME = 3, 8
 NO_PRIVACY = Text("NO PRIVACY: trained with --no-dp, a baseline only", "bold red")
 
 
@@ -257,14 +260,35 @@ def remedy(plan: TrainPlan) -> str:
     )
 
 
-def as_table(found: results.Table) -> Table:
-    """Return the cells of a table, numbers at the right."""
-    table = Table("", title=found.title, title_justify="left")
-    for name in found.columns:
+def as_tables(found: results.Table, width: int) -> Iterator[Table]:
+    """Yield the cells of a table, numbers at the right.
+
+    Columns that do not fit beside the others in ``width`` characters are in a table of their own
+    below, so that no number is cut.
+    """
+    first = max((cell_len(row[0]) for row in found.rows), default=0)
+    first = min(first, max(MIN_NAME, width // 3))  # a longer name takes several lines
+    block, used = list[int](), first + BORDER
+    for place, name in enumerate(found.columns):
+        need = max(cell_len(text) for text in (name, *(row[place + 1] for row in found.rows)))
+        if block and used + need + BORDER > width - 1:
+            yield _block(found, block, first)
+            block, used = [], first + BORDER
+        block.append(place)
+        used += need + BORDER
+    yield _block(found, block, first)
+
+
+def _block(found: results.Table, places: Sequence[int], first: int) -> Table:
+    """Return some columns of a table, beside the names of its rows of width ``first``."""
+    table = Table(title=found.title, title_justify="left")
+    table.add_column("", max_width=first, overflow="fold")
+    for place in places:
+        name = found.columns[place]
         style = "bold" if name in found.bold else None
-        table.add_column(name, justify="right", style=style)
-    for row in found.rows:
-        table.add_row(*row)
+        table.add_column(name, justify="right", style=style, no_wrap=True, overflow="fold")
+    for name, *cells in found.rows:
+        table.add_row(name, *(cells[place] for place in places))
     return table
 
 

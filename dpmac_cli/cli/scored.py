@@ -217,7 +217,8 @@ def _show(scored: "Scored", json: bool) -> None:
         for name, value in values.items()
     )
     metrics = Table("", ("value", "95% interval"), tuple(cells), bold=("value",))
-    out.print(*map(display.as_table, filter(None, (metrics, results.table()))), sep="\n")
+    for table in filter(None, (metrics, results.table())):
+        out.print(*display.as_tables(table, out.width), sep="\n")
     if card.is_file():
         out.print(f"model card, with the privacy guarantee: {card}")
 

@@ -17,6 +17,7 @@ from dpmac_cli.release.report import Report, read_report
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.headers import MetricsLine
 from dpmac_cli.tasks.known import headline_in
+from dpmac_cli.tasks.task import percent_or_dash
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -69,6 +70,8 @@ def _points(run: Path) -> list[dict[str, Any]]:
     return points
 
 
+#: Largest number of classes whose sensitivities and confusion matrix a card shows.
+MOST_CLASSES = 20
 #: Placeholder in a card for answers that its author must provide, and their questions.
 OPEN = "to be filled in"
 QUESTIONS = (
@@ -120,6 +123,9 @@ def model_card(report: Report, model: "nn.Module") -> str:
         continues=bool(report.task.network),
         score=score,
         score_interval=getattr(report.test, f"{metric.key}_interval"),
+        largest=_largest(report),
+        most_classes=MOST_CLASSES,
+        percent=percent_or_dash,
         network=model if _is_plain(model) else None,
         recipe_defaults=RECIPE_DEFAULTS,
         no_privacy=statements.NO_PRIVACY,
@@ -127,6 +133,12 @@ def model_card(report: Report, model: "nn.Module") -> str:
         open_questions=QUESTIONS,
         samplers=SAMPLERS,
     )
+
+
+def _largest(report: Report) -> int:
+    """Return the number of the class that most test records have; 0 if that is not known."""
+    counts = [sum(row) for row in getattr(report.test, "confusion", None) or ()]
+    return counts.index(max(counts)) if counts else 0
 
 
 def _is_plain(model: "nn.Module") -> bool:

@@ -55,6 +55,7 @@ PrintableText = Annotated[str, AfterValidator(_printable)]
 MOST_VALUES, MOST_SIDES, MOST_LEVELS = 1 << 25, 16, 1 << 32
 Side = Annotated[int, Field(ge=1, le=MOST_VALUES)]
 Share = Annotated[float, Field(ge=0, le=1)]
+ByClass = tuple[Annotated[int, Field(ge=0, le=MOST_COUNT)], ...]
 Interval = tuple[AnyNumber | None, AnyNumber | None]
 
 
@@ -460,13 +461,15 @@ class Scores(Part):
     They are not protected unless covered_scores is present; then this holds the released scores,
     and null for the rest. Besides these keys, it has the metrics of the task by their names, such
     as accuracy, auroc, mae or r2, and 95% intervals for records like these as, for example,
-    accuracy_interval: low, high. sensitivity and specificity are in the order of classes,
-    by_target in that of several targets. Errors of several numbers are shares of the range of
-    their target.
+    accuracy_interval: low, high. sensitivity and specificity are in the order of classes, and so
+    are the rows (true class) and columns (predicted class) of confusion, the numbers of records;
+    largest_class is the share of the most frequent class, which is the accuracy of a model that
+    always says it. by_target is in the order of several targets. Errors of several numbers are
+    shares of the range of their target.
     """
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Score | tuple[dict[str, str | Score], ...]]
+    __pydantic_extra__: dict[str, Score | tuple[ByClass, ...] | tuple[dict[str, str | Score], ...]]
 
     samples: Count
     """Number of scored test records, or units: all of them."""

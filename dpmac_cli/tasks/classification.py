@@ -40,7 +40,7 @@ class Classification(Task):
     )
     reported: ClassVar[tuple[str, ...]] = (
         *("balanced_accuracy", "f1", "calibration_error", "auroc", "average_precision"),
-        *("sensitivity", "specificity", "noise", "interval"),
+        *("sensitivity", "specificity", "largest_class", "confusion", "noise", "interval"),
         "accuracy_interval",
     )
     target: ClassVar[str] = "int64"

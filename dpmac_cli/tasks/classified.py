@@ -30,6 +30,8 @@ from dpmac_cli.tasks.task import Interval, Remark, Results, Table, percent_or_da
 RARELY = 0.05
 #: Deviations above 0.5 from which an AUROC is not that of random scores.
 CLEAR = 3.0
+#: Largest number of classes whose confusion matrix is in a report.
+MOST_COUNTED = 100
 #: Number of equal-width bins of the calibration error.
 BINS = 15
 #: Minimum and maximum default number of bootstrap resamples, and their largest total size.
@@ -102,11 +104,21 @@ class Classified(Results):
         return {name: value.item() for name, value in found.items()}
 
     def values(self) -> dict[str, Any]:
-        """Return all metrics, the accuracy's interval and per-class rates as JSON values."""
+        """Return all metrics, the accuracy's interval and rates and counts by class as JSON values.
+
+        Counts are left out for more than :data:`MOST_COUNTED` classes.
+        """
         metrics = self.metrics().items()
         found = {name.replace("-", "_"): finite_or_none(value) for name, value in metrics}
         interval = list(clopper_pearson(*self._accuracy()))
-        return found | self._rates_as_values() | {"accuracy_interval": interval}
+        counts = self.confusion.tolist() if len(self.names) <= MOST_COUNTED else None
+        by_class = {"largest_class": self.largest / len(self.truth), "confusion": counts}
+        return found | self._rates_as_values() | by_class | {"accuracy_interval": interval}
+
+    @property
+    def largest(self) -> int:
+        """Number of records of the most frequent class."""
+        return int(self.truth.sum(0).max())
 
     def _rates_as_values(self) -> dict[str, list[float | None]]:
         rates = zip(("sensitivity", "specificity"), self.rates, strict=True)
@@ -249,7 +261,7 @@ class Classified(Results):
     def remark(self, loss: str) -> Remark | None:
         """Return a note on a model that is no better than one class, or that omits some."""
         truth, guess = self.truth, self.guess
-        right, most, records = int((truth & guess).sum()), int(truth.sum(0).max()), len(truth)
+        right, most, records = int((truth & guess).sum()), self.largest, len(truth)
         if most == records:
             return None
         if right <= most:

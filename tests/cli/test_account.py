@@ -25,7 +25,7 @@ from tests.digits_runs import (
     train_digits,
     train_events,
 )
-from tests.typed import dpmac
+from tests.typed import dpmac, shell
 
 DELTA = 1e-5
 #: Few records and much noise: cheap to price.
@@ -194,3 +194,17 @@ def test_a_wrong_figure_is_exit_code_2_with_the_right_one(
     for figure in (true, true * factor):
         assert f" {format_epsilon(figure)}" in result.stderr
     assert "is wrong" in result.stderr
+
+
+def test_every_key_of_json_is_documented_and_read_as_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "choosing-epsilon.md").read_text()
+    table = page.partition("| key of a row | value |")[2].partition("\n\n")[0]
+    known = {name for line in table.splitlines() for name in re.findall("`(\\w+)`", line[:60])}
+    command = ("account", "--sigma", "1", "--epochs", "5", "--json", "--risk")
+    printed = json.loads(dpmac(*command).stdout)
+    assert printed.keys() == {"rows"}
+    [row] = printed["rows"]
+    assert row.keys() <= known
+    assert known - row.keys() == {"search"}
+    [line] = re.findall(r"^\$ (dpmac account .*--json \| python3 .*)$", page, re.MULTILINE)
+    assert shell(line).stdout.strip() == f"{row['epsilon']:.3f}"
