@@ -126,7 +126,7 @@ def typed(text: str) -> Iterator[str]:
     blocks = "\n".join(FENCE.findall(joined))
     lines = re.findall(r"^(?:\$ )?(dpmac [a-z].*)$", blocks, re.MULTILINE)
     lines += re.findall(r"^    (dpmac [a-z].*)$", FENCE.sub("", joined), re.MULTILINE)
-    yield from (line.partition(" > ")[0] for line in lines if "[OPTIONS]" not in line)
+    yield from (re.split(r" [>|] ", line)[0] for line in lines if "[OPTIONS]" not in line)
 
 
 @cache
