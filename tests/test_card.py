@@ -128,7 +128,8 @@ def test_the_code_of_a_table_predicts_what_dpmac_predict_does(label: str) -> Non
 
 def test_the_heading_of_the_code_says_whether_it_needs_dpmac() -> None:
     """Networks of torch's layers do not; those with layers or features of dpmac do."""
-    for flags, needed in (({}, False), ({"model": "linear", "features": "scatter"}, True)):
+    scattered: dict[str, Any] = {"model": "linear", "features": "scatter"}
+    for flags, needed in ((dict[str, Any](), False), (scattered, True)):
         text = card(train_digits(**flags).folder)
         assert f"## Load it {'with' if needed else 'without'} dpmac\n" in text
         assert ("dpmac_cli" in code(text)) == needed

@@ -29,6 +29,8 @@ from dpmac_cli.release.model_file import CHECKSUM
 from dpmac_cli.release.run import finish, train
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.storage.digest import digest
+from dpmac_cli.studies.grid import plan
+from dpmac_cli.studies.results import COMPARE_JSON, collect, write_comparison
 from tests.digits_runs import after, digits_config, train_digits
 from tests.tiny_bert import notes, write_encoder
 from tests.typed import dpmac
@@ -128,6 +130,18 @@ def of_metrics(count: int) -> None:
             text = "".join(json.dumps(line) + "\n" for line in header)
             (run / folder.METRICS).write_text(text)
             said(what, "report", run, "--html", "page.html", "--force")
+
+
+def of_comparison(count: int) -> None:
+    names = {"optimizers": "dp-sgd,dp-adam", "sigma": "6", "seeds": "1,2", "steps": "1"}
+    grid = plan({"dataset": "digits", **names}, None, Path("runs"))
+    write_comparison(collect(grid, {}), Path())
+    study = json.loads(Path(COMPARE_JSON).read_text())
+    for row in study["rows"]:
+        row |= {"mean": 0.5, "std": 0.1}
+    for what, header in crafted(study, "comparison", count // 10):  # drawing takes time
+        Path(COMPARE_JSON).write_text(json.dumps(header))
+        said(what, "report", ".", "--html", "page.html", "--force")
 
 
 def of_audit(count: int) -> None:
@@ -289,7 +303,16 @@ def _encoder(what: str) -> None:
 
 
 HEADERS: tuple[Callable[[int], None], ...] = (
-    *(of_report, of_metrics, of_audit, of_ledger, of_checkpoint, of_model, of_text_model),
+    *(
+        of_report,
+        of_metrics,
+        of_comparison,
+        of_audit,
+        of_ledger,
+        of_checkpoint,
+        of_model,
+        of_text_model,
+    ),
     *(of_safetensors, of_encoder, of_tokenizer),
 )
 
@@ -356,7 +379,7 @@ def test_a_network_is_not_built_that_its_weights_cannot_fill() -> None:
     """Each number may be one of a large network; together they need terabytes."""
     run = on_texts()
     tensors, facts = facts_in(run / folder.MODEL)
-    large = {"num_hidden_layers": 500, "hidden_size": 1 << 15, "intermediate_size": 1 << 17}
+    large = {"vocab_size": 1 << 23, "hidden_size": 1 << 15, "intermediate_size": 1 << 17}
     facts["model"]["public_part"]["encoder"]["form"] |= large
     facts["model"]["public_part"]["encoder"]["width"] = 1 << 15
     write_model(run / folder.MODEL, tensors, facts)

@@ -140,8 +140,8 @@ def _check_size(
     )
     if wanted > held + MOST_MISSING:
         raise InputError(
-            f"{file} {FOREIGN} ({reference.name} has {wanted:,} parameters on these records, the file "
-            f"{held:,} numbers). {WANTED}"
+            f"{file} {FOREIGN} ({reference.name} has {wanted:,} parameters on these records, the "
+            f"file {held:,} numbers). {WANTED}"
         )
 
 

@@ -9,17 +9,20 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.plots import means
 from dpmac_cli.release.card import web_page
 from dpmac_cli.release.report import events_of
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.headers import AnyNumber, Number, Part
 from dpmac_cli.runs.ledger import begun_events
 from dpmac_cli.storage.files import finite_or_none, to_csv, to_json, write_atomically
 from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
@@ -298,6 +301,37 @@ def write_comparison(comparison: Comparison, out: Path) -> dict[str, str]:
     return texts
 
 
+class _Row(Part):
+    """A row of compare.json. Its other keys are labels, by the names of the axes."""
+
+    model_config = ConfigDict(extra="allow")
+
+    sigma: Number
+    epsilon: Number | None
+    mean: AnyNumber | None
+    std: Number | None
+
+
+class _Study(Part):
+    """What a web page takes from compare.json."""
+
+    schema_version: int
+    dataset: str
+    metric: Literal[tuple(METRICS)]  # type: ignore[valid-type]
+    axes: Annotated[tuple[str, ...], Field(max_length=100)]
+    column: Literal["sigma", "epsilon"]
+    rows: Annotated[tuple[_Row, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for row in self.rows:
+            if not all(isinstance(getattr(row, axis, None), str) for axis in self.axes):
+                raise ValueError("a row has no label of an axis")
+            if getattr(row, self.column) is None:
+                raise ValueError(f"a row has no {self.column}")
+        return self
+
+
 def study_page(out: Path) -> str:
     """Return a web page of a study, from the files of :func:`write_comparison`.
 
@@ -307,11 +341,11 @@ def study_page(out: Path) -> str:
     _, table = folder.read_run_file(out, COMPARE_MD, remedy)
     file, values = folder.read_run_file(out, COMPARE_JSON, remedy)
     try:
-        study: Mapping[str, Any] = json.loads(values)
-        known = study["schema_version"] == SCHEMA_VERSION
-    except folder.BROKEN as failure:
-        raise InputError(f"{file} is not a comparison of dpmac ({failure}). {remedy}") from failure
-    if not known:
+        study = _Study.model_validate_json(values, strict=True).model_dump()
+    except ValueError as failure:
+        why = first_fault(failure)
+        raise InputError(f"{file} is not a comparison of dpmac ({why}). {remedy}") from failure
+    if study["schema_version"] != SCHEMA_VERSION:
         raise InputError(f"{file} was written by another version of dpmac: compare again.")
     title = f"# Comparison on {study['dataset']}: test {study['metric']}, mean and deviation\n\n"
     picture = means(study, [*OPTIMIZERS], share=METRICS[study["metric"]].share)
