@@ -119,5 +119,6 @@ def means(study: Mapping[str, Any], optimizers: Sequence[str], *, share: bool = 
         )
     panel.set_xticks(sorted({row[study["column"]] for row in study["rows"]}))
     panel.set(xlabel=study["column"], ylabel=f"test {study['metric']}{', percent' * share}")
-    panel.legend(fontsize="small")
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(fontsize="small")
     return figure

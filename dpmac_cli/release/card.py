@@ -135,10 +135,10 @@ def model_card(report: Report, model: "nn.Module") -> str:
     )
 
 
-def _largest(report: Report) -> int:
-    """Return the number of the class that most test records have; 0 if that is not known."""
+def _largest(report: Report) -> str:
+    """Return the class that most test records have, as code in a cell; words if it is not known."""
     counts = [sum(row) for row in getattr(report.test, "confusion", None) or ()]
-    return counts.index(max(counts)) if counts else 0
+    return _as_code(report.classes[counts.index(max(counts))]) if counts else "that class"
 
 
 def _is_plain(model: "nn.Module") -> bool:

@@ -313,7 +313,7 @@ class _Row(Part):
 
 
 class _Study(Part):
-    """What a web page takes from compare.json."""
+    """Values of compare.json that a web page shows."""
 
     schema_version: int
     dataset: str
