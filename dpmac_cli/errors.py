@@ -15,6 +15,8 @@ _IN_COMMAND: ContextVar[bool] = ContextVar("_IN_COMMAND", default=False)
 _COMMAND = r"\b(?:dpmac|pip|scancel|sbatch) [a-z-].*?(?=[.;:)](?:\s|$)|$)"
 #: A flag, and the space before a value that is a number, in quotes, or a placeholder such as MORE.
 _FLAG = r"(?<![\w-])--([a-z][a-z0-9-]*)( (?=[\d'\"]|[A-Z]+\b))?"
+#: Text without a space that no person reads to its end, of which a message shows the beginning.
+_ENDLESS = re.compile(r"(\S{100})\S{900,}")
 
 
 @contextmanager
@@ -66,7 +68,7 @@ class DpmacError(Exception):
 
     def __init__(self, errors: str | Sequence[str]) -> None:
         given = (errors,) if isinstance(errors, str) else errors
-        self.errors: tuple[str, ...] = tuple(map(named, given))
+        self.errors: tuple[str, ...] = tuple(named(_ENDLESS.sub(r"\1...", text)) for text in given)
         super().__init__("\n".join(self.errors))
 
 

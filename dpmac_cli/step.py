@@ -24,6 +24,7 @@ from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.sampling import BatchSampling
 from dpmac_cli.accounting.statements import format_epsilon, statement
+from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.plan import PrivacyPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve_batches
 from dpmac_cli.config.settings import Settings
@@ -375,7 +376,8 @@ class PrivateProgram(Unshared):
         They are exact: no noise is added, and epsilon does not cover them.
         """
         cut = 0 if self._step is None else int(self._step.sums.clipped_sum.cut)
-        return (CUT.format(counted(cut, "record")),) * bool(cut)
+        of_steps = (CUT.format(counted(cut, "record")),) * bool(cut)
+        return (*private_notes(self._plan), *of_steps)
 
     def __repr__(self) -> str:
         size = None if self._step is None else self._step.sums.size

@@ -30,6 +30,7 @@ from dpmac_cli import (
     train,
     tune,
 )
+from dpmac_cli.config.checks import private_notes
 from dpmac_cli.data.schema import InMemoryData, Source
 from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.studies.grid import plan as grid_of
@@ -37,6 +38,7 @@ from dpmac_cli.studies.search import plan_search
 from tests.digits_runs import digits_network, refused, train_digits
 from tests.helpers import load
 from tests.layer_cases import Do
+from tests.typed import dpmac
 
 pytestmark = pytest.mark.promise("mistakes")
 
@@ -68,14 +70,14 @@ def records(count: int = 60) -> TensorDataset:
     return TensorDataset(x, torch.arange(count) % 2)
 
 
-#: What a command says of a dataset before it trains, by door.
+#: What a command says of the records of a dataset before it trains, by door.
 NOTES: dict[str, Callable[..., tuple[str, ...]]] = {
-    "train": lambda data: resolve(dataset=data, **CHEAP).notes,
-    "make_private": lambda data: make_private(network(), data, **CHEAP).notes,
-    "tune": lambda data: (
-        plan_search({"dataset": data, "steps": "1", "model": "linear", "lr": "0.1,0.2"}).notes
+    "train": lambda data: resolve(dataset=data, **CHEAP).private_notes,
+    "make_private": lambda data: make_private(network(), data, **CHEAP).private_notes,
+    "tune": lambda data: private_notes(
+        plan_search({"dataset": data, "steps": "1", "model": "linear", "lr": "0.1,0.2"}).plans[0]
     ),
-    "compare": lambda data: grid_of({"dataset": data, "sigma": "6"}, None).notes,
+    "compare": lambda data: private_notes(grid_of({"dataset": data, "sigma": "6"}, None).plan),
 }
 
 
@@ -192,9 +194,57 @@ def test_records_that_are_trained_and_tested_on_are_counted(door: str, units: bo
     data = ArrayData(
         x, y, test, np.r_[np.arange(15) % 2, y[both]], low=-1, high=2, classes=CLASSES, **named
     )
+    if door == "tune" and not units:  # it covers scores
+        with pytest.raises(InputError, match="cover.scores: 5 test records of <arrays> are exact"):
+            NOTES[door](data)
+        return
     (said,) = [note for note in NOTES[door](data) if "test records of" in note]
     assert "5 test records of <arrays> are exact copies of training records, such as" in said
     assert "test record 16" in said
+
+
+#: How scores are covered, by door.
+COVERED: dict[str, Callable[[Any], object]] = {
+    "keyword": lambda data: resolve(dataset=data, cover_scores=True, **CHEAP),
+    "train": lambda data: dpmac_typed(data),
+    "tune": lambda data: tune(dataset=data, model="linear", steps=1, lr="0.1,0.2", out="out"),
+}
+
+
+def dpmac_typed(data: ArrayData) -> None:
+    """The command, on a file of the arrays; raises what it prints."""
+    assert data.arrays is not None
+    plain = {name: of.astype(str) if of.dtype == object else of for name, of in data.arrays.items()}
+    np.savez("both.npz", **plain)
+    typed = ["--dataset", "both.npz", "--cover-scores", "--steps", "2", "--sigma", "6"]
+    done = dpmac("train", *typed, "--device", "cpu", "--out", "out")
+    if done.exit_code:
+        assert done.exit_code == 2
+        raise InputError(" ".join(done.output.split()))
+
+
+@pytest.mark.parametrize("door", COVERED)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_scores_of_records_that_are_trained_on_are_not_covered(door: str, held_out: bool) -> None:
+    """Epsilon would be that of training or of testing, for records that are in both."""
+    x, y = (part.numpy() for part in records().tensors)
+    known: dict[str, Any] = {"low": -1, "high": 2, "classes": CLASSES}
+    if held_out:  # more equal records than are kept on one side
+        data = ArrayData(x.repeat(10, 0), y.repeat(10, 0), **known)
+    else:
+        data = ArrayData(x[:50], y[:50], x[40:], y[40:], **known)
+    with pytest.raises(InputError, match=r"cover.scores.*test records of .* are exact copies of"):
+        COVERED[door](data)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_scores_are_covered_where_copies_are_on_one_side(copies: int) -> None:
+    x, y = (part.numpy().repeat(copies, 0) for part in records().tensors)
+    known: dict[str, Any] = {"low": -1, "high": 2, "classes": CLASSES}
+    COVERED["keyword"](ArrayData(x, y, **known))
+    many = ArrayData(x.repeat(10, 0), y.repeat(10, 0), unit=range(len(x) * 10), **known)
+    COVERED["keyword"](many)  # each row is declared to be another person
 
 
 # Several processes.
@@ -215,7 +265,7 @@ def doors(run: str) -> dict[str, Callable[[], object]]:
 def test_copies_that_a_split_would_separate_are_counted() -> None:
     x, y = (part.numpy().repeat(10, 0) for part in records().tensors)
     data = ArrayData(x, y, low=-1, high=2, classes=CLASSES)
-    (said,) = [note for note in resolve(dataset=data, **CHEAP).notes if "copies" in note]
+    (said,) = [note for note in NOTES["train"](data) if "copies" in note]
     assert "of training records among test records" in said
 
 
@@ -271,8 +321,7 @@ def test_a_range_of_common_values_is_not_noted() -> None:
         (rng.normal(size=(60, 3)), -9, 9),
         (rng.normal(size=(60, 3)).clip(-1, 1), -1, 1),
     ):
-        assert not [n for n in resolve(dataset=ranged(x, low=low, high=high), **CHEAP).notes
-                    if "range" in n]  # fmt: skip
+        assert not NOTES["train"](ranged(x, low=low, high=high))
 
 
 # What nothing can see is said in the sentence that people read.
@@ -413,7 +462,7 @@ def test_a_column_outside_its_range_and_a_category_without_a_record_are_noted() 
         "label": {"column": "sick", "classes": CLASSES},
         "columns": {"height": {"range": [1.0, 2.2]}, "sex": {"categories": ["f", "w"]}},
     }
-    notes = resolve(dataset=from_dataframe(pa.table(columns), schema), **CHEAP).notes
+    notes = NOTES["train"](from_dataframe(pa.table(columns), schema))
     assert any("Nearly all values are outside the range of height (1 to 2.2)" in n for n in notes)
     assert any("No record has the category w of sex: check the spelling" in n for n in notes)
     assert not any("of f" in note for note in notes)

@@ -447,7 +447,7 @@ def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kin
             from_torch(repeated, unit=unit, **known)
     plan = resolve(dataset=from_torch(repeated, unit="record", **known), sigma=4).plan
     assert plan.data.facts.train_size + len(set(plan_units(plan))) == 40
-    assert not [note for note in resolve(dataset=from_torch(whole, **known), sigma=4).notes
+    assert not [note for note in resolve(dataset=from_torch(whole, **known), sigma=4).private_notes
                 if "copies" in note]  # fmt: skip
 
 
@@ -475,11 +475,11 @@ def test_copies_are_remarked_on_and_not_published() -> None:
     source: dict[str, Any] = {"low": 0, "high": 1, "classes": BAD_RECORDS_CLASSES}
     given = resolve(dataset=ArrayData(x[drawn], y[drawn], **source), sigma=4)
     assert given.plan.data.found.signs.copies == 40
-    (note,) = [note for note in given.notes if "copies" in note]
+    (note,) = [note for note in given.private_notes if "copies" in note]
     assert "40 records of <arrays> are exact copies" in note
     assert "name the unit of each record" in note
     named = ArrayData(x[drawn], y[drawn], unit=drawn, **source)
-    assert not [note for note in resolve(dataset=named, sigma=4).notes if "copies" in note]
+    assert not resolve(dataset=named, sigma=4).private_notes
 
 
 CORNERS = np.array([[[10, 20], [30, 40], [50, 60]]], np.uint8)[0]

@@ -101,8 +101,10 @@ def test_a_test_record_more_moves_no_other_to_another_class(
     """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), weight_norm(nn.Linear(64, 1)), AgainstZero())
-    images = at_kinks(net[1], 40)
-    data = dpmac_cli.ArrayData(images, np.arange(40) % 2, images[:2], [0, 1], classes=["a", "b"])
+    images = at_kinks(net[1], 42)
+    data = dpmac_cli.ArrayData(
+        images[:40], np.arange(40) % 2, images[40:], [0, 1], classes=["a", "b"]
+    )
     settings: dict[str, Any] = {"sigma": 4, "steps": 1, "batch_size": 8, "device": "cpu"}
     plan = resolve(dataset=data, model="linear", cover_scores=True, **settings).plan
     trainer = run_trainer(plan, model=net)
@@ -338,8 +340,10 @@ class ByDeviation(nn.Module):
 @pytest.mark.promise("scores")
 def test_a_test_record_is_scored_alone() -> None:
     """One test record could change the scores of all others."""
-    images = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
-    data = dpmac_cli.ArrayData(images, np.arange(40) % 2, images[:2], [0, 1], classes=["a", "b"])
+    images = np.random.default_rng(0).integers(0, 256, (42, 8, 8), dtype=np.uint8)
+    data = dpmac_cli.ArrayData(
+        images[:40], np.arange(40) % 2, images[40:], [0, 1], classes=["a", "b"]
+    )
     settings: dict[str, Any] = {"sigma": 4, "steps": 1, "batch_size": 8, "device": "cpu"}
     plan = resolve(dataset=data, model="linear", cover_scores=True, isolate=True, **settings).plan
     trainer = run_trainer(plan, model=ByDeviation())

@@ -18,7 +18,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import stop, stop_request, with_options
-from dpmac_cli.config.checks import fault_of_package
+from dpmac_cli.config.checks import fault_of_package, private_notes
 from dpmac_cli.config.flags import Choice, Flags, SomePath, options
 from dpmac_cli.config.settings import Config, Debug, DryRun, PrintJson, Quiet
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, counted, raise_errors
@@ -91,6 +91,7 @@ def compare(flags: CompareFlags, **given: Any) -> None:
         planned = planned_runs(grid) if flags.dry_run else None
     if not flags.quiet:
         console.print_notes(grid.notes)
+        console.print_private_notes(private_notes(grid.plan))
     if planned is not None:
         console.stdout().print(planned)
         return

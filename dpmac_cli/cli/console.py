@@ -168,3 +168,8 @@ def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold
 def print_notes(notes: Iterable[str]) -> None:
     """Print notes on probable mistakes on stderr."""
     print_errors(notes, "note", ATTENTION)
+
+
+def print_private_notes(notes: Iterable[str]) -> None:
+    """Print notes about the records on stderr, for the person who holds the records."""
+    print_errors(notes, "about your records, do not publish", ATTENTION)

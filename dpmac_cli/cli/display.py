@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.accounting import statements
-from dpmac_cli.cli.console import ATTENTION, bar
+from dpmac_cli.cli.console import ATTENTION, bar, print_private_notes
 from dpmac_cli.cli.options import stop
+from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
 from dpmac_cli.release import sentences
@@ -68,6 +69,8 @@ class RunDisplay:
             case Started():
                 self._plan = event.plan
                 self.print(*_heading(event))
+                if not self.console.quiet:
+                    print_private_notes(private_notes(event.plan))
                 self._task = self._bar.add_task(
                     "epoch", total=event.steps, completed=event.done, figures=""
                 )

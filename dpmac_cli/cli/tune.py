@@ -9,6 +9,7 @@ from rich.text import Text
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import stop, stop_request, take, with_options
+from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.flags import Flags, SomePath, options
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, DryRun
 from dpmac_cli.errors import INTERRUPTED, InputError
@@ -60,6 +61,7 @@ def tune(flags: TuneFlags, **given: Any) -> None:
         space = plan_search(given, flags.config, flags.out)
     if not shown.quiet:
         console.print_notes(space.notes)
+        console.print_private_notes(private_notes(space.plans[0]))
     screen = console.stdout() if flags.dry_run else console.for_display(shown.quiet, json)
     screen.print(*_plan_lines(space), sep="\n")
     if flags.dry_run:

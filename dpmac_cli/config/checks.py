@@ -11,7 +11,7 @@ from dpmac_cli.config.flags import flag_name
 from dpmac_cli.config.plan import DataPlan, NetworkPlan, PrivacyPlan, TrainPlan
 from dpmac_cli.config.settings import BALANCED, DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.data.schema import DataFacts, LeftOut, listed
-from dpmac_cli.errors import counted
+from dpmac_cli.errors import counted, named
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.optim.adaclip import AdaClip
 from dpmac_cli.optim.dp_macadam import InEllipsoid
@@ -54,6 +54,7 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
             "out --sampler or --canaries."
         )
     yield from _frozen_faults(plan.network, plan.recipe, data)
+    yield from _tested_twice(data, privacy)
     task = data.facts.task
     known, chosen = task.covered, [metric.name for metric in task.metrics if metric.chosen]
     if plan.settings.metric not in chosen:
@@ -77,6 +78,22 @@ def faults(plan: TrainPlan, epochs: int | None) -> Iterator[str]:
         yield f"--augmentations is for images, but {data.dataset} is a table. Leave it out."
     yield from _loss_faults(plan.recipe.loss, data)
     yield from _weight_faults(plan.recipe.loss, plan.settings.class_weights, data)
+
+
+def _tested_twice(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
+    """Yield a fault if scores are to be covered, and a record is trained and tested on.
+
+    A unit is on one side only. Without units, each record is one, with its copies.
+    """
+    tested = data.found.signs.tested
+    if tested and privacy.scores is not None and not data.found.unit:
+        yield (
+            f"--cover-scores: {_copies(len(tested), 'test record', data.dataset)} of training "
+            f"records, such as test record {tested[0] + 1}. Epsilon covers the scores of records "
+            "that are not trained on, so it would be too low for these. Leave them out on one "
+            "side, or name the person of each record with --unit, or in an .npz by arrays unit and "
+            "unit_test: a unit is on one side."
+        )
 
 
 def _loss_faults(loss: LossKind, data: DataPlan) -> Iterator[str]:
@@ -170,13 +187,25 @@ def _frozen_faults(network: NetworkPlan, recipe: Recipe, data: DataPlan) -> Iter
 
 def notes_on_plan(plan: TrainPlan, flags: Collection[str]) -> Iterator[str]:
     """Yield notes on valid settings that are probably mistakes."""
+    data, privacy = plan.data, plan.privacy
     yield from _idle(plan, flags)
-    yield from _notes_on_records(plan.data, plan.privacy)
-    if isinstance(plan.network.features, Backbone) and plan.data.facts.shape[0] == 1:
+    if data.found.inferred and privacy.private:
         yield (
-            f"Grey images of {plan.data.dataset} are repeated to three channels for the backbone."
+            f"{listed(data.found.inferred).capitalize()} of {data.dataset} were taken from its "
+            "records and are treated as public. Declare them to avoid that: "
+            f"{_declaration(data.found)}"
         )
-    yield from _notes_on_privacy(plan.privacy, plan.data.facts.train_size)
+    if isinstance(plan.network.features, Backbone) and data.facts.shape[0] == 1:
+        yield f"Grey images of {data.dataset} are repeated to three channels for the backbone."
+    yield from _notes_on_privacy(privacy, data.facts.train_size)
+
+
+def private_notes(plan: TrainPlan) -> tuple[str, ...]:
+    """Return notes about the records, such as counts of them, which epsilon does not cover.
+
+    They are for the person who holds the records. No file and no log has them.
+    """
+    return tuple(map(named, _notes_on_records(plan.data, plan.privacy)))
 
 
 def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
@@ -184,21 +213,16 @@ def _notes_on_records(data: DataPlan, privacy: PrivacyPlan) -> Iterator[str]:
     found, dataset, private = data.found, data.dataset, privacy.private
     if found.skipped:
         yield LeftOut(found.skipped, found.why).note(dataset)
-    if found.inferred and private:
-        yield (
-            f"{listed(found.inferred).capitalize()} of {dataset} were taken from its "
-            "records and are treated as public. Declare them to avoid that: "
-            f"{_declaration(found)}"
-        )
     tested = found.signs.tested
-    if found.signs.copies and private:
+    copies_matter = private and not found.signs.expected
+    if found.signs.copies and copies_matter:
         both = f" ({len(tested):,} of training records among test records)" * bool(tested)
         yield (
             f"{_copies(found.signs.copies, 'record', dataset)} of others{both}. If they "
             "come from one person, epsilon protects each copy, but not the person: name the unit "
             "of each record with --unit, or in an .npz by an array unit."
         )
-    if tested and private and not found.held_out:
+    if tested and copies_matter and not found.held_out:
         yield (
             f"{_copies(len(tested), 'test record', dataset)} of training records, such as test "
             f"record {tested[0] + 1}. Epsilon does not count that they are used twice, and scores "

@@ -139,7 +139,7 @@ class Resolved:
 
     Attributes:
         settings: every setting, with its default, before noise was calibrated.
-        notes: probable mistakes.
+        notes: probable mistakes in settings, which no private record decides.
         chosen: what the recipe chose, with reasons.
     """
 
@@ -147,6 +147,11 @@ class Resolved:
     settings: Settings
     notes: tuple[str, ...]
     chosen: tuple[str, ...] = ()
+
+    @property
+    def private_notes(self) -> tuple[str, ...]:
+        """Return notes about the records, for the person who holds them: do not publish or log."""
+        return checks.private_notes(self.plan)
 
 
 def resolve(

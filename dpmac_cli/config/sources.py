@@ -26,11 +26,12 @@ def read_yaml(file: Path, errors: list[str]) -> dict[str, Any]:
     """
     import yaml  # noqa: PLC0415  (help need not wait for it)
 
+    from dpmac_cli.storage.bounded_yaml import TextLoader, read_text  # noqa: PLC0415
+
     try:
-        with file.open(encoding="utf-8") as stream:
-            loader = yaml.BaseLoader(stream)
-            root = loader.get_single_node()
-            found = None if root is None else loader.construct_document(root)
+        loader = TextLoader(read_text(file))
+        root = loader.get_single_node()
+        found = None if root is None else loader.construct_document(root)
     except OSError as failure:
         errors.append(f"--config: {file} cannot be read ({failure.strerror or failure}).")
         return {}

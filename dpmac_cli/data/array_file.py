@@ -1,11 +1,10 @@
 """Datasets stored as arrays in an .npz file: images, or rows of numbers."""
 
 import hashlib
+import math
 import os
 import zipfile
-import zlib
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import ArrayLike, NDArray
 
+from dpmac_cli.data.copies import are_expected, copies_among, sides_of
 from dpmac_cli.data.ranges import remarks_on_ranges
 from dpmac_cli.data.schema import (
     NAMED,
@@ -39,10 +39,13 @@ from dpmac_cli.data.targets import (
 from dpmac_cli.data.units import units_in
 from dpmac_cli.errors import InputError, counted, raise_errors
 from dpmac_cli.storage.cache import Rows
+from dpmac_cli.storage.memory import check_memory
 from dpmac_cli.tasks.classification import Classification
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
+#: Most times that deflate makes bytes fewer, and most cells of an array that has no bytes.
+MOST_COMPRESSION, MOST_EMPTY = 1032, 1 << 20
 #: What the names of arrays end with: of training records, and of test records.
 SIDES = ("", "_test")
 #: Dimensions of an array of numbers up to which a network of yours gets records in their shape.
@@ -66,7 +69,8 @@ def read_dataset(
 
     Args:
         source: the dataset.
-        arrays: also ``key``, the name of each record's file, which decides its side of a split.
+        arrays: also ``key``, the name of each record's file or a hash of its row in a table, which
+            decides its side of a split.
         left_out: records that were left out when they were read.
         found_classes: names of folders; they are used if no classes are declared.
 
@@ -90,6 +94,7 @@ def read_dataset(
     inferred = [n for n, size in sizes.items() if isinstance(x, Rows) and size is None]
     sides, contents = _sides(arrays, None if named else task.names, source)
     copies, tested = copies_among(contents)
+    expected = copies > 0 and is_numbers and _are_expected(arrays, source)
     remarks = remarks_on_ranges(channels_first(x), arrays, source, numbers) if is_numbers else ()
     ends = _ends(arrays) if is_numbers else None
     train, test = (len(y if units is None else np.unique(units)) for _, y, units in sides)
@@ -103,9 +108,18 @@ def read_dataset(
         skipped=tuple(map(escaped, left_out.records)),
         why=tuple(map(escaped, left_out.reasons)),
         untested=task.untested(sides[1].y),
-        signs=Signs(copies if units is None else 0, tested, tuple(remarks)),
+        signs=Signs(copies if units is None else 0, tested, tuple(remarks), expected),
         records=[Records(inputs_of(x, ends), task.encoded(y), units) for x, y, units in sides],
     )
+
+
+def _are_expected(arrays: ArrayDict, source: Source) -> bool:
+    """Return whether equal records are a matter of course: see :func:`are_expected`."""
+    x = arrays["x"].reshape(len(arrays["x"]), -1)
+    widths = [1] * x.shape[1]
+    if source.schema is not None:
+        widths = [column.inputs for column in source.schema.columns]
+    return are_expected(x, arrays["y"], widths)
 
 
 def _sides(
@@ -124,7 +138,7 @@ def _sides(
     (_, y, units), contents = sides[0], [_contents(part.x, part.y) for part in sides]
     if len(sides) == 1:
         named_by = arrays.get("key") if units is None else units
-        keys = _keys(contents[0]) if named_by is None else map(os.fsencode, named_by.tolist())
+        keys = sides_of(contents[0]) if named_by is None else map(os.fsencode, named_by.tolist())
         tests = split(y, keys, classes, source)
         sides = [sides[0].at(~tests), sides[0].at(tests)]
         contents = [np.array(contents[0], object)[some].tolist() for some in (~tests, tests)]
@@ -170,22 +184,43 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> ArrayDict:
     arrays = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            there = {name.removesuffix(".npy") for name in archive.namelist()}
-            for name in there.intersection(ARRAYS):
-                with archive.open(f"{name}.npy") as file:
-                    arrays[name] = npy.read_array(file, allow_pickle=False)
-            if not arrays.keys() >= set(needed):
-                raise InputError(
-                    f"{path} must contain the arrays x (images or rows of numbers)"
-                    f"{' and y (labels)' * ('y' in needed)}. It contains "
-                    f"{', '.join(sorted(there)) or 'none'}."
-                )
-            return arrays
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as failure:
+            entries = {of.filename.removesuffix(".npy"): of for of in archive.infolist()}
+            there = sorted(entries)
+            for name in entries.keys() & set(ARRAYS):
+                arrays[name] = _read_array(archive, entries[name])
+    except Exception as failure:  # numpy and zipfile raise whatever a damaged file leads to
+        why = str(failure) or type(failure).__name__
         raise InputError(
-            f"{path} cannot be read as an .npz of plain arrays ({failure}). Write it with "
+            f"{path} cannot be read as an .npz of plain arrays ({why}). Write it with "
             "numpy.savez(file, x=..., y=...)."
         ) from failure
+    if not arrays.keys() >= set(needed):
+        raise InputError(
+            f"{path} must contain the arrays x (images or rows of numbers)"
+            f"{' and y (labels)' * ('y' in needed)}. It contains {', '.join(there) or 'none'}."
+        )
+    return arrays
+
+
+def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[Any]:
+    """Return an array of a file. Raises ValueError if its header declares more than its bytes."""
+    compressed = min(entry.compress_size, os.path.getsize(archive.filename or ""))
+    ratio = 1 if entry.compress_type == zipfile.ZIP_STORED else MOST_COMPRESSION
+    most = min(entry.file_size, ratio * compressed)
+    with archive.open(entry) as file:
+        version = npy.read_magic(file)
+        read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+    # An axis without entries, or of entries without bytes, has no data to compare its length with.
+    cells = math.prod(max(1, size) for size in shape)
+    if min((*shape, 0)) < 0 or cells * max(1, dtype.itemsize) > max(most, MOST_EMPTY):
+        raise ValueError(
+            f"{entry.filename} declares an array of shape {shape} and type {dtype.str}, but has "
+            f"{most:,} bytes"
+        )
+    check_memory(cells * dtype.itemsize, entry.filename)
+    with archive.open(entry) as file:
+        return npy.read_array(file, allow_pickle=False)
 
 
 def _check(arrays: ArrayDict, source: Source, numbers: int) -> None:
@@ -349,27 +384,6 @@ def split(
             "the classes with --classes.",
         )
     return held_out
-
-
-def copies_among(sides: Sequence[Sequence[Hashable]]) -> tuple[int, tuple[int, ...]]:
-    """Return how many records equal others, and the numbers of test records that were trained on.
-
-    Args:
-        sides: contents of training and test records.
-    """
-    train, test = map(set, sides)
-    both = tuple(row for row, record in enumerate(sides[1]) if record in train)
-    return sum(map(len, sides)) - len(train | test), both
-
-
-def _keys(contents: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield a key per record: a hash of its contents, and the number of equal records before it,
-    which keeps equal records from all ending up on one side. Row numbers would shift on removal.
-    """
-    seen: Counter[bytes] = Counter()
-    for content in contents:
-        yield content + seen[content].to_bytes(8, "big")
-        seen[content] += 1
 
 
 def _is_numbers(x: Any) -> bool:

@@ -26,6 +26,8 @@ from dpmac_cli.data.writing import WRITTEN
 
 #: Default and limits of the number of tokens of a text, which has a first and a last.
 TOKENS, MIN_TOKENS, MAX_TOKENS = 128, 3, 8192
+#: Characters that are trimmed from cells and from declared values.
+BLANKS = " \t\n\v\f\r"
 #: Encoding of tables that are text.
 UTF8 = "utf-8"
 
@@ -49,9 +51,14 @@ def distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def as_cell(value: Any) -> Any:
-    """Return a value that a program declares, such as 999, as the text of its cells."""
+    """Return a value that a program declares, such as 999, as the text of its cells.
+
+    Text loses the blanks around it, as cells do.
+    """
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str):
+        return value.strip(BLANKS)
     return f"{value:.15g}" if isinstance(value, int | float) else value
 
 

@@ -26,7 +26,9 @@ from dpmac_cli.errors import InputError
 
 #: Characters that may separate columns without a declaration: the most frequent in the header does.
 DELIMITERS = ",;\t|"
-LINE_END = re.compile(rb"\r\n|\n|\r")
+LINE_END, LINE_END_OF_TEXT = re.compile(rb"\r\n|\n|\r"), re.compile(r"\r\n|\n|\r")
+#: Encoding that is read by its byte order mark, such as "Unicode text" of Excel.
+UTF16 = "utf-16"
 #: Largest number of bytes that are parsed at a time; a record may be as long.
 BLOCK = 1 << 30
 STRAY = "has a quotation mark that neither encloses a cell nor is doubled"
@@ -38,7 +40,8 @@ class CsvFile:
 
     Attributes:
         path: the file.
-        encoding: name of its encoding, as Python has it.
+        encoding: name of its encoding, as Python has it. A file that begins with the byte order
+            mark of UTF-16 is read by that instead.
         declared: character that separates its columns; None for one of :data:`DELIMITERS`.
     """
 
@@ -47,9 +50,27 @@ class CsvFile:
     declared: str | None = None
 
     def header(self) -> list[str]:
-        """Return the names of the columns. Raises OSError and csv.Error."""
+        """Return the names of the columns. Raises OSError, ValueError and csv.Error."""
         with self._begin() as file:
-            return next(csv.reader(file, delimiter=self.delimiter()), [])
+            names = next(csv.reader(file, delimiter=self.delimiter()), [])
+        if any("\0" in name for name in names):
+            raise ValueError(
+                "line 1 has zero bytes, as of UTF-16 without a byte order mark: save it as UTF-8"
+            )
+        return names
+
+    def codec(self) -> str:
+        """Return the encoding that the file begins with a mark of, or else the declared one."""
+        with self.path.open("rb") as file:
+            mark = file.read(len(codecs.BOM_UTF16))
+        if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            return UTF16
+        return "utf-8-sig" if codecs.lookup(self.encoding).name == UTF8 else self.encoding
+
+    @property
+    def named(self) -> str:
+        """Return the name of the encoding for a message."""
+        return (UTF16 if self.codec() == UTF16 else self.encoding).upper()
 
     def delimiter(self) -> str:
         """Return the character that separates columns."""
@@ -64,8 +85,7 @@ class CsvFile:
         Cells in quotation marks may contain line breaks, but with ``skip_bad`` each line is a
         record. Raises InputError: without ``skip_bad`` for all records that cannot be read.
         """
-        content = self.path.read_bytes().removeprefix(codecs.BOM_UTF8)
-        lines = [_text(line, self.encoding) for line in LINE_END.split(content)]
+        lines = self._lines()
         # A record ends with a line that ends outside of a cell; with skip_bad, with each line.
         odd = [not skip_bad and line is not None and line.count('"') % 2 for line in lines]
         ends = 1 + np.flatnonzero(np.cumsum(odd) % 2 == 0)
@@ -98,7 +118,7 @@ class CsvFile:
             if not whole[row]:
                 fault = STRAY
             if not text[row].is_valid:
-                fault = f"is not text in {self.encoding.upper()} ({remedy})"
+                fault = f"is not text in {self.named} ({remedy})"
             broken[row - 1] = f"Record {row} (line {begins[kept[row]] + 1}) {fault}"
         if not skip_bad:
             refuse(
@@ -110,8 +130,17 @@ class CsvFile:
         return table.take(pa.array(places, mask=~fits[1:])), broken
 
     def _begin(self) -> TextIO:
-        codec = "utf-8-sig" if codecs.lookup(self.encoding).name == UTF8 else self.encoding
-        return self.path.open(encoding=codec, errors="replace", newline="")
+        return self.path.open(encoding=self.codec(), errors="replace", newline="")
+
+    def _lines(self) -> list[str | None]:
+        """Return the lines of the file; None for one that is not text."""
+        content = self.path.read_bytes()
+        if self.codec() != UTF16:
+            content = content.removeprefix(codecs.BOM_UTF8)
+            return [_text(line, self.encoding) for line in LINE_END.split(content)]
+        # Every character has two or four bytes, so a line that is not text changes no other one.
+        text = content.decode(UTF16, "surrogatepass")
+        return [line if _is_text(line) else None for line in LINE_END_OF_TEXT.split(text)]
 
     def _rule(self) -> str:
         """Return a regular expression of RE2 for cells between delimiters."""
@@ -131,3 +160,8 @@ def _text(line: bytes, encoding: str) -> str | None:
         return line.decode(encoding)
     except UnicodeDecodeError:
         return None
+
+
+def _is_text(line: str) -> bool:
+    """Return whether a line has no half of a surrogate pair."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in line)

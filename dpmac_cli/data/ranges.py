@@ -1,6 +1,6 @@
 """Remarks on declared ranges and categories that do not fit the records, or were taken from them.
 
-They depend on private records, so they are shown to the person who types the command only.
+They depend on private records, so they are private notes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from dpmac_cli.data.schema import NAMED, Source, escaped
 from dpmac_cli.tasks.target import Target
 
-#: Share of the values of a column that counts as nearly all.
-NEARLY_ALL = 0.9
+#: Share of the values of a column that counts as nearly all, and share above which values outside
+#: their range are remarked on.
+NEARLY_ALL, FEW = 0.9, 0.01
 
 
 def remarks_on_ranges(
@@ -30,8 +31,10 @@ def remarks_on_ranges(
     """
     names = [f"x[:, {place}]" for place in range(x.shape[1])]
     columns, first = (() if source.schema is None else source.schema.columns), 0
-    unused = list[str]()
+    unused, dates = list[str](), dict[str, str]()
     for column in columns:
+        if column.type == "date" and column.range is not None:
+            dates[column.name] = "{} to {}".format(*column.range)
         names[first : first + column.inputs] = [column.name] * column.inputs
         unused += [
             f"{name} of {column.name}"
@@ -41,24 +44,35 @@ def remarks_on_ranges(
         first += column.inputs
     if unused:
         yield f"No record has the category {_listed(unused)}: check the spelling"
-    yield from _of_each(names, np.moveaxis(x, 1, 0), arrays["low"], arrays["high"])
+    yield from _of_each(names, np.moveaxis(x, 1, 0), arrays["low"], arrays["high"], dates)
     if numbers:
         low, high = np.array([(number.low, number.high) for number in numbers]).T
-        yield from _of_each([number.name for number in numbers], arrays["y"].T, low, high)
+        yield from _of_each([number.name for number in numbers], arrays["y"].T, low, high, {})
 
 
 def _of_each(
-    names: Iterable[str], columns: NDArray[Any], low: NDArray[Any], high: NDArray[Any]
+    names: Iterable[str],
+    columns: NDArray[Any],
+    low: NDArray[Any],
+    high: NDArray[Any],
+    dates: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield remarks on the ranges of columns, shape (columns, records, ...)."""
+    """Yield remarks on the ranges of columns, shape (columns, records, ...).
+
+    ``dates`` are the ranges of columns of dates, as they are declared.
+    """
     if low.size == high.size == 1:  # one range for all
         columns, names = columns.reshape(1, -1), ["x"] if len(columns) > 1 else names
-    outside, taken = list[str](), list[str]()
+    outside, some_outside, taken = list[str](), list[str](), list[str]()
     lows, highs = (np.broadcast_to(end.ravel(), len(columns)) for end in (low, high))
     for name, values, least, most in zip(names, columns, lows, highs, strict=True):
         beyond = (values < least) | (values > most)
+        declared = dates.get(name, f"{least:g} to {most:g}")
         if beyond.mean() >= NEARLY_ALL:
-            outside.append(f"{name} ({least:g} to {most:g})")
+            outside.append(f"{name} ({declared})")
+        elif beyond.mean() > FEW:
+            found = f"{np.count_nonzero(beyond):,} of {beyond.size:,}"
+            some_outside.append(f"{name} ({found}; {declared})")
         times = np.count_nonzero(values == least), np.count_nonzero(values == most)
         # Values such as 0 and 255, at which many records are, are no sign of that.
         if not beyond.any() and min(times) == 1:
@@ -67,6 +81,12 @@ def _of_each(
         yield (
             f"Nearly all values are outside the range of {_listed(outside)}, so they become its "
             "ends, and little of them is left: declare ranges in the units of the records"
+        )
+    if some_outside:
+        yield (
+            f"Values are outside the range of {_listed(some_outside)} and become its ends. Declare "
+            "words for a missing value (such as missing_words: [-99]), convert all records to one "
+            "unit of measure, or declare a wider range"
         )
     if taken:
         yield (

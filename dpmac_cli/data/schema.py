@@ -123,6 +123,7 @@ class Signs:
     copies: int = 0  # records that are exact copies of others; 0 if they have units
     tested: tuple[int, ...] = ()  # numbers of test records that are copies of training records
     remarks: tuple[str, ...] = ()  # sentences on values that use little of their range, and others
+    expected: bool = False  # whether equal records are a matter of course, as with few columns
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,11 @@ class DataFacts:
     held_out: bool = False  # the test records were split off from the private ones
     unit: str = ""  # description of the unit of privacy; "" if it is one record
     inferred: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()  # records left out
-    why: tuple[str, ...] = ()  # reasons for that, with the number of records
-    untested: tuple[str, ...] = ()  # classes without a test record
-    signs: Signs = Signs()
+    # For private notes. They are not shown with the facts.
+    skipped: tuple[str, ...] = field(default=(), repr=False)  # records left out
+    why: tuple[str, ...] = field(default=(), repr=False)  # reasons, with the number of records
+    untested: tuple[str, ...] = field(default=(), repr=False)  # classes without a test record
+    signs: Signs = field(default=Signs(), repr=False)
     # Of training and of testing; none if the facts came from another process.
     records: Sequence[Records] = field(default=(), compare=False, repr=False)
 

@@ -1,6 +1,5 @@
 """Read tables in CSV or Parquet files, or data frames, according to their schema."""
 
-import csv
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pyarrow import compute, parquet
 
 from dpmac_cli.data.column_schema import Column, Label
 from dpmac_cli.data.csv_file import CsvFile
+from dpmac_cli.data.row_text import keys_of
 from dpmac_cli.data.schema import NAMED, LeftOut, Source, refuse, some_of
 from dpmac_cli.data.table_cells import (
     YEAR,
@@ -32,6 +32,7 @@ from dpmac_cli.data.texts import NEEDS_ENCODER, as_inputs, is_blank
 from dpmac_cli.data.tokens import TextReader
 from dpmac_cli.data.units import NOT_TEXT, text_of, unit_name, units_in
 from dpmac_cli.errors import InputError
+from dpmac_cli.storage.memory import check_memory
 
 #: Types of columns that are neither numbers nor text.
 NO_CELLS = (
@@ -49,6 +50,8 @@ ADVICE = {
     "category": "declare it, or a range of numbers, or missing_words in the schema",
 }
 Cells = dict[str, pa.Array]
+#: Fewest bytes of memory that a cell takes once it is an input.
+CELL = 4
 #: Range of inputs that are 0 or 1, which standardisation does not change.
 FLAG = (-1.0, 1.0)
 
@@ -136,7 +139,10 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
     faults = [f"The schema does not declare the column {n}, to use or to drop it" for n in strange]
     refuse([*_absent(declared, names), *faults], f" Correct {path} or its schema.")
     used = tuple(name for name in declared if name not in schema.drop or name == unit)
-    rows = read_rows(file, used, schema.columns, source.skip_bad, table)
+    # Without a test set and units, the text of a whole row decides on which side it is.
+    split = schema.test is None and unit is None
+    more = tuple(name for name in names if name not in used) if split else ()
+    rows = read_rows(file, used, schema.columns, source.skip_bad, table, more)
     if not schema.labels and source.task is None:
         refuse(
             ["The schema declares no label: the column to predict"],
@@ -153,6 +159,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], LeftOut]:
         for why in sorted(set(unusable.values())):
             bad = [row for row, fault in unusable.items() if fault == why]
             rows.add(f"{why.removeprefix('has ')} in {unit}", np.isin(range(len(rows)), bad))
+    if split:
+        of_records["key"] = keys_of([rows.cells[name] for name in names])
     of_records["x"], *ends = _inputs(schema.columns, rows, source.texts)
     good, left_out = rows.used(
         source.skip_bad,
@@ -225,6 +233,13 @@ def _inputs(
         [f"The column {name} contains numbers" for name in texts if not has_text(rows.cells[name])],
         " Declare their range in the schema instead of text: {range: [LOW, HIGH]}.",
     )
+    inputs = sum(column.inputs for column in columns)
+    try:
+        check_memory(len(rows) * inputs * np.dtype(np.float64).itemsize, f"{inputs:,} inputs each")
+    except ValueError as failure:
+        raise InputError(
+            f"The table has {len(rows):,} records: {failure}. Declare fewer columns or categories."
+        ) from failure
     x, ends = list[NDArray[Any]](), list[tuple[float, float]]()
     for column in columns:
         block, of_block, missing = _block(column, rows, reader)
@@ -299,22 +314,32 @@ def column_kinds(file: CsvFile) -> dict[str, str | None]:
     path, columns = file.path, list[tuple[str, str | None]]()
     try:
         if path.suffix == ".parquet":
-            columns = [(field.name, kind_of(field.type)) for field in parquet.read_schema(path)]
+            columns = [(field.name, kind_of(field.type)) for field in _parquet_schema(path)]
         else:
             columns = [(name, None) for name in file.header()]
         if not columns:
             raise ValueError("its first line does not name the columns")
         if any(NOT_TEXT in name for name, _ in columns):
             what = (
-                f"line 1 is not text in {file.encoding.upper()}: declare its own encoding, with "
+                f"line 1 is not text in {file.named}: declare its own encoding, with "
                 "encoding: cp1252 in the schema or dpmac schema --encoding cp1252"
             )
             raise ValueError(what)
-    except (OSError, ValueError, csv.Error, pa.ArrowException) as failure:
+    except Exception as failure:  # its parsers raise whatever a damaged file leads to
         raise _unreadable(path, failure) from failure
     twice = [name for name, count in Counter(name for name, _ in columns).items() if count > 1]
     refuse([f"{path} has several columns named '{name}'. Rename them" for name in twice])
     return dict(columns)
+
+
+def _parquet_schema(path: Path) -> pa.Schema:
+    """Return the columns of a Parquet file. Raises ValueError for a size that cannot be read."""
+    metadata = parquet.read_metadata(path)
+    rows, groups = metadata.num_rows, range(metadata.num_row_groups)
+    if rows != sum(metadata.row_group(group).num_rows for group in groups) or rows < 0:
+        raise ValueError(f"its header declares {rows:,} records, and its parts have others")
+    check_memory(rows * metadata.num_columns * CELL, f"{rows:,} records")
+    return metadata.schema.to_arrow_schema()
 
 
 def table_of(frame: Any, source: Source) -> pa.Table:
@@ -327,7 +352,7 @@ def table_of(frame: Any, source: Source) -> pa.Table:
             raise ValueError("several columns have one name; rename them")
         cells = [_column_of(frame[key], str(key) == source.unit) for key in frame.columns]
         return pa.table(dict(zip(names, cells, strict=True)))
-    except (AttributeError, TypeError, ValueError, pa.ArrowException) as failure:
+    except Exception as failure:  # frames raise whatever a cell leads to
         raise _unreadable(type(frame).__name__, failure) from failure
 
 
@@ -347,17 +372,27 @@ def read_rows(
     columns: Sequence[Column],
     skip_bad: bool,
     table: pa.Table | None = None,
+    more: tuple[str, ...] = (),
 ) -> TableRows:
-    """Return the cells of some columns, as text for a CSV. Raises InputError."""
+    """Return the cells of some columns, as text for a CSV. Raises InputError.
+
+    Args:
+        file: the table.
+        names: columns whose cells must be numbers or text.
+        columns: those that are inputs.
+        skip_bad: leave out records that cannot be read.
+        table: a data frame instead of the file.
+        more: other columns, of any type.
+    """
     path, broken = file.path, dict[int, str]()
     parsed = table is None and path.suffix != ".parquet"
     try:
         if parsed:
-            table, broken = file.cells(names, skip_bad)
+            table, broken = file.cells((*names, *more), skip_bad)
         elif table is None:
-            table = parquet.read_table(path, columns=list(names))
-        cells = {name: _plain(table[name].combine_chunks()) for name in names}
-    except (OSError, ValueError, KeyError, pa.ArrowException) as failure:
+            table = parquet.read_table(path, columns=[*names, *more])
+        cells = {name: _plain(table[name].combine_chunks()) for name in (*names, *more)}
+    except Exception as failure:  # its parsers raise whatever a damaged file leads to
         raise _unreadable(path, failure) from failure
     strange = [name for name in names if any(test(cells[name].type) for test in NO_CELLS)]
     refuse(
@@ -376,7 +411,7 @@ def read_rows(
 def _unreadable(path: Path | str, failure: Exception) -> InputError:
     if isinstance(failure, InputError):
         return failure
-    why = str(failure).strip().partition("\n")[0].rstrip(".")
+    why = str(failure).strip().partition("\n")[0].rstrip(".") or type(failure).__name__
     return InputError(f"{path} cannot be read as a table: {why}.")
 
 

@@ -29,6 +29,7 @@ from dpmac_cli.data.column_schema import (
     is_encoding,
 )
 from dpmac_cli.errors import InputError
+from dpmac_cli.storage.bounded_yaml import TextLoader, read_text
 
 #: Placeholder in a draft for values that the author must fill in.
 FILL_IN = "FILL_IN"
@@ -50,6 +51,8 @@ def _named(columns: Any) -> Any:
 
 def _known(encoding: str) -> str:
     """Return the name of an encoding. Raises ValueError if it cannot be used."""
+    if encoding.lower().replace("_", "-").startswith("utf-16"):
+        raise ValueError(f"{encoding} is read by its byte order mark; leave encoding out")
     if not is_encoding(encoding):
         raise ValueError(f"'{encoding}' is no encoding with separate lines; use utf-8 or cp1252")
     return encoding
@@ -119,7 +122,7 @@ class TableSchema(Written):
         return (*labels, *(column.name for column in self.columns), *self.drop, *test)
 
 
-class _Once(yaml.BaseLoader):
+class _Once(TextLoader):
     """YAML loader that reads all values as text and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -131,7 +134,7 @@ class _Once(yaml.BaseLoader):
 def read_schema(file: Path) -> TableSchema:
     """Read a schema. Raises InputError with every fault found."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
         lines = [line.partition("#")[0] for line in text.splitlines()]
         if left := [str(n) for n, line in enumerate(lines, 1) if FILL_IN in line]:
             where = f"line{'s' * (len(left) > 1)} {', '.join(left)}"

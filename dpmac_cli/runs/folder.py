@@ -20,6 +20,7 @@ from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.config.sources import HEADER
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.registry import UserModel, parse_model
+from dpmac_cli.storage.bounded_yaml import ValueLoader, read_text
 from dpmac_cli.storage.files import PART, PRIVATE_MODE, write_atomically
 
 #: Folder of runs without --out.
@@ -323,7 +324,7 @@ def is_configured(folder: Path) -> bool:
 
 def config(run: Path) -> dict[str, Any]:
     """Return the contents of a run's config.yaml. Raises :data:`BROKEN`."""
-    return dict(yaml.safe_load((run / CONFIG).read_bytes()))
+    return dict(ValueLoader(read_text(run / CONFIG)).get_single_data())
 
 
 def settings(run: Path) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Equal records: how many there are, and whether as many are to be expected."""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Most equal records that are kept on one side of a split, as copies of one. More are a matter of
+#: course, as in a table of few columns: kept together, too few kinds of records would be tested.
+MOST_COPIES = 4
+
+
+def sides_of(contents: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the key of each record that decides its side of a split, given its contents.
+
+    It is of the contents alone for the first MOST_COPIES equal records, and for others also of how
+    many are before them. So adding or removing a record changes the side of no other, nor those of
+    its copies. The number of a record in its file would.
+    """
+    seen: Counter[bytes] = Counter()
+    for content in contents:
+        seen[content] += 1
+        yield content + max(0, seen[content] - MOST_COPIES).to_bytes(8, "big")
+
+
+def copies_among(sides: Sequence[Sequence[Hashable]]) -> tuple[int, tuple[int, ...]]:
+    """Return how many records equal others, and the numbers of test records that were trained on.
+
+    Args:
+        sides: contents of training and test records.
+    """
+    train, test = map(set, sides)
+    both = tuple(row for row, record in enumerate(sides[1]) if record in train)
+    return sum(map(len, sides)) - len(train | test), both
+
+
+def are_expected(x: NDArray[np.float64], y: NDArray[np.float64], widths: Sequence[int]) -> bool:
+    """Return whether a record equals another one by chance, as in a table of few columns.
+
+    That is so if at least one is expected to do so where columns are independent.
+
+    Args:
+        x: numbers, shape (records, inputs).
+        y: targets, shape (records, ...).
+        widths: number of inputs of each column.
+    """
+    others = float(len(x) - 1)
+    columns = [y.reshape(len(y), -1), *np.split(x, np.cumsum(widths)[:-1], axis=1)]
+    for column in columns:
+        if others < 1:
+            return False
+        counts = np.unique(column, axis=0, return_counts=True)[1]
+        others *= float(np.square(counts / len(x)).sum())
+    return others >= 1
