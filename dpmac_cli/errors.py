@@ -15,7 +15,7 @@ _IN_COMMAND: ContextVar[bool] = ContextVar("_IN_COMMAND", default=False)
 _COMMAND = r"\b(?:dpmac|pip|scancel|sbatch) [a-z-].*?(?=[.;:)](?:\s|$)|$)"
 #: A flag, and the space before a value that is a number, in quotes, or a placeholder such as MORE.
 _FLAG = r"(?<![\w-])--([a-z][a-z0-9-]*)( (?=[\d'\"]|[A-Z]+\b))?"
-#: Text without a space that no person reads to its end, of which a message shows the beginning.
+#: Text without a space that is too long to read, of which a message shows the beginning.
 _ENDLESS = re.compile(r"(\S{100})\S{900,}")
 
 

@@ -195,7 +195,7 @@ def test_records_that_are_trained_and_tested_on_are_counted(door: str, units: bo
         x, y, test, np.r_[np.arange(15) % 2, y[both]], low=-1, high=2, classes=CLASSES, **named
     )
     if door == "tune" and not units:  # it covers scores
-        with pytest.raises(InputError, match="cover.scores: 5 test records of <arrays> are exact"):
+        with pytest.raises(InputError, match=r"cover.scores: 5 test records of <arrays> are exact"):
             NOTES[door](data)
         return
     (said,) = [note for note in NOTES[door](data) if "test records of" in note]
@@ -203,24 +203,24 @@ def test_records_that_are_trained_and_tested_on_are_counted(door: str, units: bo
     assert "test record 16" in said
 
 
-#: How scores are covered, by door.
-COVERED: dict[str, Callable[[Any], object]] = {
-    "keyword": lambda data: resolve(dataset=data, cover_scores=True, **CHEAP),
-    "train": lambda data: dpmac_typed(data),
-    "tune": lambda data: tune(dataset=data, model="linear", steps=1, lr="0.1,0.2", out="out"),
-}
-
-
-def dpmac_typed(data: ArrayData) -> None:
+def typed(data: ArrayData) -> None:
     """The command, on a file of the arrays; raises what it prints."""
     assert data.arrays is not None
     plain = {name: of.astype(str) if of.dtype == object else of for name, of in data.arrays.items()}
     np.savez("both.npz", **plain)
-    typed = ["--dataset", "both.npz", "--cover-scores", "--steps", "2", "--sigma", "6"]
-    done = dpmac("train", *typed, "--device", "cpu", "--out", "out")
+    flags = ["--dataset", "both.npz", "--cover-scores", "--steps", "2", "--sigma", "6"]
+    done = dpmac("train", *flags, "--device", "cpu", "--out", "out")
     if done.exit_code:
         assert done.exit_code == 2
         raise InputError(" ".join(done.output.split()))
+
+
+#: How scores are covered, by door.
+COVERED: dict[str, Callable[[Any], object]] = {
+    "keyword": lambda data: resolve(dataset=data, cover_scores=True, **CHEAP),
+    "train": typed,
+    "tune": lambda data: tune(dataset=data, model="linear", steps=1, lr="0.1,0.2", out="out"),
+}
 
 
 @pytest.mark.parametrize("door", COVERED)

@@ -1,4 +1,4 @@
-"""Notes about the records reach the person who holds them, and nothing that is published or logged."""
+"""Notes about the records reach the person who holds them, and nothing that is published."""
 
 import logging
 from pathlib import Path
@@ -91,9 +91,9 @@ def test_no_file_of_a_run_has_a_private_note(here: Path, caplog: pytest.LogCaptu
     for file in files:
         content = file.read_bytes()
         assert not [count for count in COUNTS if count.encode() in content], file
-    for command in (("card", "run"), ("report", "run"), ("eval", "run"), ("eval", "run", "--json")):
-        done = dpmac(*command)
-        assert not [count for count in COUNTS if count in done.stdout], command
+    for shown in (("card", "run"), ("report", "run"), ("eval", "run"), ("eval", "run", "--json")):
+        done = dpmac(*shown)
+        assert not [count for count in COUNTS if count in done.stdout], shown
     assert not [count for count in COUNTS if count in caplog.text]
 
 

@@ -56,6 +56,14 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+#: Columns besides that of ranks.
+OTHERS = [*SCHEMA["columns"].items()][1:]
+
+
+#: Other types of columns, with the same values.
+TYPES = {"age": float, "stay": int, "ward": "category"}
+
+
 def changed(**columns: Any) -> dict[str, Any]:
     """The schema with other declarations of some columns; None to drop one."""
     given = {**SCHEMA["columns"], **columns}
@@ -96,8 +104,8 @@ def in_memory(frame: Any) -> Source:
         changed(age={"categories": ["1", "2"]}),
         changed(ward={"categories": ["Nord"]}),
         changed(weight=None),
-        changed(stay={"range": [0, 9]}, smokes={"type": "boolean", "categories": ["false", "true"]}),
-        {**SCHEMA, "columns": dict(sorted(SCHEMA["columns"].items(), key=lambda of: of[0] == "age"))},
+        changed(stay={"range": [0, 9]}, note={"categories": ["x"], "missing": "input"}),
+        {**SCHEMA, "columns": {"rank": SCHEMA["columns"]["rank"], **dict(OTHERS[::-1])}},
         {**SCHEMA, "label": {"column": "ill", "classes": ["yes", "no"]}},
         changed(ill={"categories": ["no", "yes"]})
         | {"label": {"column": "stay", "range": [0, 20]}, "drop": ["smokes", "note"]},
@@ -117,9 +125,7 @@ def test_the_split_does_not_depend_on_how_a_table_is_stored(tmp_path: Path) -> N
         "delimiter": written(file, SCHEMA, frame, sep=";"),
         "quotes": written(tmp_path / "q.csv", SCHEMA, frame, quoting=csv.QUOTE_ALL),
         "Parquet": written(tmp_path / "t.parquet", SCHEMA, frame),
-        "types": written(
-            tmp_path / "u.parquet", SCHEMA, frame.astype({"age": float, "stay": int, "ward": "category"})
-        ),
+        "types": written(tmp_path / "u.parquet", SCHEMA, frame.astype(TYPES)),
         "text": written(tmp_path / "s.parquet", SCHEMA, frame.astype(str)),
         "pandas": in_memory(frame),
         "objects": in_memory(frame.astype(object)),

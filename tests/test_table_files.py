@@ -472,6 +472,44 @@ def test_a_csv_is_read_in_any_encoding_with_any_delimiter_and_end_of_line(
     }
 
 
+@pytest.mark.promise("reading")
+@pytest.mark.parametrize("order", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_read_by_its_mark_line_by_line(tmp_path: Path, order: str) -> None:
+    """As Excel writes "Unicode text", whatever encoding a schema declares."""
+    given = {"label": LABEL, "columns": {"c": {"categories": ["Köln", "😀"]}}, "encoding": "cp1252"}
+    lines = ["c\ty", "Köln\ta", "😀\tb", "\ud83d\ta", "Köln\tb"]  # one with half a character
+    content = "\r\n".join(["\ufeff" + lines[0], *lines[1:], ""]).encode(order, "surrogatepass")
+    found, left_out = arrays(content, {}, tmp_path, schema=given, skip_bad=True)
+    assert found["x"].tolist() == [[1, 0, 0], [0, 1, 0], [1, 0, 0]]
+    broken = "Record 3 (line 4) is not text in UTF-16 (save the file as UTF-8)"
+    assert left_out.records == (broken,)
+    with pytest.raises(InputError, match=r"cannot be read as a table: .*truncated data"):
+        arrays(content + b"x", {}, tmp_path, schema=given)
+    with pytest.raises(InputError, match="without a byte order mark: save the table as UTF-8"):
+        arrays(content[2:], {}, tmp_path, schema=given)
+    (tmp_path / "t.csv").write_bytes(content)
+    draft = dpmac("schema", tmp_path / "t.csv", "--label", "y")
+    assert list(yaml.safe_load(draft.stdout)["columns"]) == ["c"]
+
+
+@pytest.mark.promise("reading")
+def test_blanks_around_a_declared_value_do_not_count(tmp_path: Path) -> None:
+    """As they do not in cells."""
+    given = {
+        "label": {"column": "y", "classes": [" a", "b "]},
+        "columns": {
+            "c": {"categories": ["A ", "\tB"], "missing": "input", "missing_words": [" -"]}
+        },
+        "test": {"column": "t", "values": [" 1 "]},
+    }
+    table = "c,t,y\n A ,0,a \n B,0,b\n -,1,b\n"
+    found, _ = arrays(table, {}, tmp_path, schema=given)
+    assert found["x"].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0]]
+    assert (found["y"].tolist(), found["x_test"].tolist()) == ([0, 1], [[0, 0, 0, 1]])
+    with pytest.raises(InputError, match="A is declared 2 times"):
+        schema_of({"label": LABEL, "columns": {"c": {"categories": ["A", "A "]}}}, "it")
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

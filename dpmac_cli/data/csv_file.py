@@ -55,7 +55,8 @@ class CsvFile:
             names = next(csv.reader(file, delimiter=self.delimiter()), [])
         if any("\0" in name for name in names):
             raise ValueError(
-                "line 1 has zero bytes, as of UTF-16 without a byte order mark: save it as UTF-8"
+                "line 1 has zero bytes, so it is no text, or UTF-16 without a byte order mark: "
+                "save the table as UTF-8"
             )
         return names
 
@@ -112,6 +113,8 @@ class CsvFile:
             ),
         )
         remedy = "declare another in the schema, as encoding: cp1252"
+        if self.codec() == UTF16:
+            remedy = "save the file as UTF-8"
         broken = dict[int, str]()
         for row in np.flatnonzero(~fits).tolist():
             fault = f"has {counts[row]} values for {counts[0]} columns"

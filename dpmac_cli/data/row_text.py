@@ -18,12 +18,10 @@ from dpmac_cli.data.copies import sides_of
 from dpmac_cli.data.table_cells import ISO, decoded_cells, is_one_of, text_cells
 from dpmac_cli.data.units import MISSING
 
-#: Regular expressions, of RE2, of a whole number, and of any number with a decimal point, both
-#: without those of so many digits that they are names.
+#: Regular expressions, of RE2, of a whole number and of any number with a decimal point. Numbers of
+#: more digits are names.
 WHOLE = r"^(?:\+|(-))?0*([0-9]{1,300})(?:\.0*)?$"
 NUMBER = r"^[-+]?(?:[0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})(?:[eE][-+]?[0-9]{1,9})?$"
-#: Whole numbers below it are exact in float64.
-EXACT = 2.0**53
 #: Separates cells in the text of a row.
 BETWEEN = "\x1f"
 BYTES = 16

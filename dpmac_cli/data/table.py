@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pyarrow import compute, parquet
 
 from dpmac_cli.data.column_schema import Column, Label
-from dpmac_cli.data.csv_file import CsvFile
+from dpmac_cli.data.csv_file import UTF16, CsvFile
 from dpmac_cli.data.row_text import keys_of
 from dpmac_cli.data.schema import NAMED, LeftOut, Source, refuse, some_of
 from dpmac_cli.data.table_cells import (
@@ -320,11 +320,12 @@ def column_kinds(file: CsvFile) -> dict[str, str | None]:
         if not columns:
             raise ValueError("its first line does not name the columns")
         if any(NOT_TEXT in name for name, _ in columns):
-            what = (
-                f"line 1 is not text in {file.named}: declare its own encoding, with "
-                "encoding: cp1252 in the schema or dpmac schema --encoding cp1252"
+            remedy = (
+                "declare its own encoding, with encoding: cp1252 in the schema or dpmac schema "
+                "--encoding cp1252"
             )
-            raise ValueError(what)
+            remedy = "save the table as UTF-8" if file.codec() == UTF16 else remedy
+            raise ValueError(f"line 1 is not text in {file.named}: {remedy}")
     except Exception as failure:  # its parsers raise whatever a damaged file leads to
         raise _unreadable(path, failure) from failure
     twice = [name for name, count in Counter(name for name, _ in columns).items() if count > 1]
