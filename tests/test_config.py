@@ -337,8 +337,8 @@ def test_the_file_means_what_the_flag_means(
         ("sigma", "must contain lines like 'sigma: 0.8'"),
         ("sigma: \x00", "is not valid YAML: unacceptable character"),
         ("sigma: 1\n---\nsigma: 2\n", "found another document"),
-        ("[" * 999, "recursion"),
-        ("lr: " + "{a: " * 999, "recursion"),
+        ("[" * 999, "nested too deeply"),
+        ("lr: " + "{a: " * 999, "nested too deeply"),
     ],
 )
 def test_a_file_of_another_kind_is_named(file: Path, body: str, said: str) -> None:

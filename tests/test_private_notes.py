@@ -86,13 +86,16 @@ def test_no_file_of_a_run_has_a_private_note(here: Path, caplog: pytest.LogCaptu
         lines = [line for line in done.stderr.splitlines() if "your records, do not pub" in line]
         assert all(any(said in line for line in lines) for said in SAID), done.stderr
         assert not [count for count in COUNTS if count in done.stdout]
+    for name in ("run", "table"):
+        assert dpmac("report", name, "--html", here / name / "page.html").exit_code == 0
     files = [file for name in ("run", "fork", "table") for file in published(here / name)]
     assert {folder.REPORT, folder.CARD, folder.CONFIG, folder.METRICS} <= {f.name for f in files}
     for file in files:
         content = file.read_bytes()
         assert not [count for count in COUNTS if count.encode() in content], file
-    for shown in (("card", "run"), ("report", "run"), ("eval", "run"), ("eval", "run", "--json")):
+    for shown in (("card", "run"), ("runs",), ("eval", "run"), ("eval", "run", "--json")):
         done = dpmac(*shown)
+        assert done.exit_code == 0
         assert not [count for count in COUNTS if count in done.stdout], shown
     assert not [count for count in COUNTS if count in caplog.text]
 

@@ -30,6 +30,7 @@ def read_yaml(file: Path, errors: list[str]) -> dict[str, Any]:
 
     try:
         loader = TextLoader(read_text(file))
+        loader.name = str(file)  # for its messages
         root = loader.get_single_node()
         found = None if root is None else loader.construct_document(root)
     except OSError as failure:

@@ -139,7 +139,9 @@ def read_schema(file: Path) -> TableSchema:
         if left := [str(n) for n, line in enumerate(lines, 1) if FILL_IN in line]:
             where = f"line{'s' * (len(left) > 1)} {', '.join(left)}"
             raise ValueError(f"fill in the columns' values in place of {FILL_IN} in {where}")
-        given = _Once(text).get_single_data()
+        loader = _Once(text)
+        loader.name = str(file)  # for its messages
+        given = loader.get_single_data()
     except (OSError, yaml.YAMLError, RecursionError, ValueError) as failure:
         fault = " ".join(str(failure).split())
         if isinstance(failure, OSError):
