@@ -504,7 +504,7 @@ class PerSample:
             x_i, y_i = (map_rows(partial(_row, i), batch) for batch in (x, y))
             alone = copy.deepcopy(probe, dict(same))
             with constant_draws(), torch.enable_grad():
-                others |= read_otherwise(self._loss(alone, x_i, y_i), padded)
+                others |= read_otherwise(self._loss(alone, x_i, y_i)[0], padded)
         self.layers = [replace(la, padding=None) if la.name in others else la for la in self.layers]
 
     def _compare(
