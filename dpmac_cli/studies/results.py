@@ -301,6 +301,10 @@ def write_comparison(comparison: Comparison, out: Path) -> dict[str, str]:
     return texts
 
 
+#: Largest number of characters of a label in a figure.
+LONGEST = 500
+
+
 class _Row(Part):
     """A row of compare.json. Its other keys are labels, by the names of the axes."""
 
@@ -318,15 +322,16 @@ class _Study(Part):
     schema_version: int
     dataset: str
     metric: Literal[tuple(METRICS)]  # type: ignore[valid-type]
-    axes: Annotated[tuple[str, ...], Field(max_length=100)]
+    axes: Annotated[tuple[str, ...], Field(min_length=1, max_length=100)]
     column: Literal["sigma", "epsilon"]
     rows: Annotated[tuple[_Row, ...], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         for row in self.rows:
-            if not all(isinstance(getattr(row, axis, None), str) for axis in self.axes):
-                raise ValueError("a row has no label of an axis")
+            labels = [getattr(row, axis, None) for axis in self.axes]
+            if not all(isinstance(label, str) and len(label) <= LONGEST for label in labels):
+                raise ValueError("a row has no label of an axis, or one that is too long")
             if getattr(row, self.column) is None:
                 raise ValueError(f"a row has no {self.column}")
         return self
