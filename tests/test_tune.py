@@ -24,6 +24,7 @@ from dpmac_cli.cli import tune as command
 from dpmac_cli.cli.account import Question, recount
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve, resolve_data
+from dpmac_cli.config.sources import HEADER
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, ModelError, RunError
 from dpmac_cli.randomness.keystream import make_keys
@@ -632,6 +633,7 @@ def test_no_advice_names_a_flag_that_a_search_does_not_have(trained: Trainer) ->
         plan_search({"dataset": "digits", "model": "linear", "metric": "auroc"})
     said += failure.value.errors
     finish(carry_out_search(space()))
+    (OUT / folder.CONFIG).write_text(HEADER)
     with pytest.raises(InputError) as failure:
         finish(carry_out_search(space()))
     said += failure.value.errors
