@@ -173,7 +173,11 @@ def test_no_time_in_a_folder_tells_when_the_search_began(
     if left:
         secret, *_ = secret_places(Path(out))
         (secret / "trial").mkdir(parents=True)
-        for file in (secret / folder.LOCK, secret / "trial" / "state", Path("empty", folder.LOCK)):
+        for file in (
+            secret / folder.LOCK,
+            secret / "trial" / folder.CONFIG,
+            Path("empty", folder.LOCK),
+        ):
             file.touch()
     for path in [*changed()]:
         os.utime(path, (EARLIER, EARLIER))
