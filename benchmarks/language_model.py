@@ -202,7 +202,6 @@ def run(options: argparse.Namespace, *, lora: bool) -> dict[str, Any]:
         epsilon=8,
         steps=options.steps,
         physical_batch=options.physical_batch,
-        seed=0,
     )
     plain = plain_step(copy.deepcopy(model), options.batch)
     taken: list[tuple[float, float]] = []

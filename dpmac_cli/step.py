@@ -23,7 +23,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.sampling import BatchSampling
-from dpmac_cli.accounting.statements import format_epsilon, statement
+from dpmac_cli.accounting.statements import SEED_GIVEN, format_epsilon, statement
 from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.plan import PrivacyPlan, TrainPlan
 from dpmac_cli.config.resolve import resolve_batches
@@ -85,12 +85,14 @@ from dpmac_cli.training.lineage import (
 )
 from dpmac_cli.training.loading import (
     NOT_DRAWN,
+    REPLACED,
     Collate,
     Drawn,
     OneByOne,
     batches,
     check_reread,
     first_row,
+    size_of,
 )
 from dpmac_cli.training.schedules import StepPlan
 from dpmac_cli.training.state import TrainState
@@ -102,7 +104,14 @@ ROUNDING_SHARE = 0.01
 SETTINGS_OF_STEP = (
     *("isolate", "epochs", "steps", "sigma", "epsilon", "max_epsilon", "delta", "secure"),
     *("optimizer", "lr", "clip_norm", "beta1", "beta2", "gamma", "gamma_prime", "h1", "h2"),
-    *("kappa", "phi", "lr_schedule", "warmup_steps", "weight_decay", "physical_batch", "seed"),
+    *("kappa", "phi", "lr_schedule", "warmup_steps", "weight_decay", "physical_batch"),
+)
+#: Message for a seed in a program.
+NO_SEED = (
+    "seed: a program has none, because it may create two trainings, or load a state twice, and "
+    "with the same seed both would add the same noise to two sums, whose difference has none. "
+    "Leave it out: every training draws secret keys of its own. For the initial weights of your "
+    "network use torch.manual_seed(0); to repeat a whole run, use dpmac train --seed 0."
 )
 #: Private note on weights that were cut.
 CUT = (
@@ -342,11 +351,14 @@ def carry(network: nn.Module, plan: TrainPlan, unit: tuple[str, str]) -> Trainin
 
 
 class PrivateProgram(Unshared):
-    """Private training of a network in a program, and its cost with all earlier training."""
+    """Private training of a network in a program, and its cost with all earlier training.
+
+    Its keys are secret and random: of every object, and of every state that is loaded.
+    """
 
     __slots__ = (
         *("_base", "_earlier", "_keys", "_notes", "_one_at_a_time", "_others"),
-        *("_plan", "_step", "_steps"),
+        *("_left_out", "_plan", "_step", "_steps"),
     )
 
     def _begin(
@@ -358,8 +370,9 @@ class PrivateProgram(Unshared):
         privacy = plan.privacy
         budget = (privacy.delta, privacy.max_epsilon, self._before)
         self._steps = affordable_steps(privacy.event, *budget)
-        self._keys = make_keys(plan.settings.seed, part=len(earlier))
+        self._keys = make_keys(None)
         self._base = 0  # steps of the state that was loaded
+        self._left_out = 0  # steps of epochs that were begun and not finished
         self._step: Step | None = None
         self._others: Parts = ()  # of other networks, which a step reads
         self._one_at_a_time = threading.Lock()
@@ -367,7 +380,7 @@ class PrivateProgram(Unshared):
     @property
     def notes(self) -> tuple[str, ...]:
         """Return notes on probable mistakes in valid settings, and on how the network is run."""
-        return self._notes
+        return (*self._notes, *[SEED_GIVEN] * self._seeded)
 
     @property
     def private_notes(self) -> tuple[str, ...]:
@@ -382,11 +395,11 @@ class PrivateProgram(Unshared):
     def __repr__(self) -> str:
         size = None if self._step is None else self._step.sums.size
         parts = trained_parts(self.model, size)[:-1]
-        return f"{type(self).__name__}({self.taken} of {self._steps} steps; {parts})"
+        return f"{type(self).__name__}({self.taken} of {len(self)} steps; {parts})"
 
     def __len__(self) -> int:
         """Return the total number of steps."""
-        return self._steps
+        return self._steps - self._left_out
 
     @property
     @abstractmethod
@@ -405,7 +418,10 @@ class PrivateProgram(Unshared):
 
     @property
     def event(self) -> TrainingEvent:
-        """Return the privacy event of all steps that have begun, without earlier training."""
+        """Return the privacy event of all steps that have begun, without earlier training.
+
+        It includes the steps that are left out of an epoch by :meth:`PrivateStep.loader`.
+        """
         return self.privacy.event_of(self._begun)
 
     @property
@@ -426,7 +442,8 @@ class PrivateProgram(Unshared):
     @property
     def statement(self) -> str:
         """Return the meaning of the guarantee."""
-        return statement(self.epsilon, self.delta, self._events)
+        unit, seeded = self.privacy.unit, self._seeded
+        return statement(self.epsilon, self.delta, self._events, unit, seeded=seeded)
 
     @property
     def lr(self) -> float:
@@ -445,6 +462,11 @@ class PrivateProgram(Unshared):
         self._plan = replace(self._plan, optimizer=optimizer, settings=settings)
         if self._step is not None:
             self._step.optimizer = optimizer
+
+    @property
+    def _seeded(self) -> bool:
+        """Return whether earlier training used a seed."""
+        return any(training.seeded for training in self._earlier)
 
     @property
     def _begun(self) -> int:
@@ -470,7 +492,7 @@ class PrivateProgram(Unshared):
         check_counted(trainings_of(self._others), (*self._earlier, *own))
         if self._base + self._begun >= self._steps:
             raise BudgetError(
-                f"All {self._steps} steps have been taken, and epsilon is "
+                f"All {len(self)} steps have been taken, and epsilon is "
                 f"{format_epsilon(self.epsilon)}. To train longer, start from a new network with "
                 "more epochs, or train this one again in the same way, which also counts these "
                 "steps."
@@ -519,7 +541,10 @@ class PrivateStep(PrivateProgram):
             added. If there is no ``example``, the first batch is awaited.
     """
 
-    __slots__ = ("_drawn", "_loss", "_model", "_sampling", "_structure", "_sums", "_weigh")
+    __slots__ = (
+        *("_drawn", "_loaders", "_loss", "_model", "_sampling"),
+        *("_structure", "_sums", "_weigh"),
+    )
     _plan: TrainPlan
 
     def __init__(
@@ -550,6 +575,7 @@ class PrivateStep(PrivateProgram):
         # Nothing is scored or published.
         self._begin(replace(plan, recipe=replace(plan.recipe, ema=0.0)), earlier, notes)
         self._drawn: Drawn | None = None
+        self._loaders = 0  # number of calls of loader
         self._structure: Structure | None = None
         if example is not None:
             self._prepare(Structure(_checked_example(example, device_of(model)), keep=True))
@@ -567,6 +593,10 @@ class PrivateStep(PrivateProgram):
         A batch may have any number of rows, also none. Take a step with each, in order. Records are
         read when they are drawn, one by one, so that none changes the row of another.
 
+        Each call begins an epoch of :class:`~dpmac_cli.RandomAllocation` or
+        :class:`~dpmac_cli.Cyclic`, because the dataset may be in another order: the rest of an
+        epoch that was begun is left out, and counted. Earlier loaders end.
+
         Args:
             dataset: map-style dataset, such as a ``torch.utils.data.Dataset``, of n records. A
                 random transform is repeated exactly when a step is. A record must depend on
@@ -576,11 +606,12 @@ class PrivateStep(PrivateProgram):
             workers: number of processes that read records.
 
         Raises:
-            InputError: the dataset has another number of records than n, or one several times, as
-                a ``Subset`` may have it, or one cannot be used.
+            InputError: the dataset has no length, another number of records than n, or one several
+                times, as a ``Subset`` may have it, or one cannot be used; or it is asked for a
+                batch after another call.
             ModelError: see :class:`PrivateStep`.
         """
-        _check_size(size := len(dataset), self._sampling)
+        _check_size(size := size_of(dataset), self._sampling)
         check_copies(dataset)
         records = OneByOne(dataset, collate_fn or default_collate, self._keys.layers)
         row = first_row(records)
@@ -588,12 +619,33 @@ class PrivateStep(PrivateProgram):
         structure = self._structure or Structure.of(row).to(device_of(self._model))
         if self._step is None:
             self._prepare(structure)
-        return self._drawn_from(records, structure, workers)
+        with self._one_at_a_time:
+            self._leave_epoch()
+            self._loaders += 1
+            self._drawn = None
+        return self._drawn_from(records, structure, workers, self._loaders)
 
-    def _drawn_from(self, records: OneByOne, structure: Structure, workers: int) -> Iterator[Batch]:
-        secure, remaining = self._plan.settings.secure, range(self.taken + 1, self._steps + 1)
-        sampler = self._sampling.draws(self._keys.sampler, secure=secure, base=self._base)
+    def _leave_epoch(self) -> None:
+        """Begin another epoch, and count the steps that are left out of the one that was begun."""
+        event, step = self.privacy.event, self._step
+        if step is None or not event.sampling.once_an_epoch:
+            return
+        rest = -(self.taken - self._base + self._left_out) % event.steps_per_epoch
+        rest = min(rest, self._steps - self._base - self._begun)
+        step.training.begin(rest)
+        self._left_out += rest
+        step.plan = replace(step.plan, steps=len(self))
+
+    def _drawn_from(
+        self, records: OneByOne, structure: Structure, workers: int, number: int
+    ) -> Iterator[Batch]:
+        """Yield the batches of the remaining steps, until a loader of a higher number is there."""
+        secure, remaining = self._plan.settings.secure, range(self.taken + 1, len(self) + 1)
+        base = self._base - self._left_out  # steps that are left out count in an epoch
+        sampler = self._sampling.draws(self._keys.sampler, secure=secure, base=base)
         for drawn in batches(records, sampler, structure, remaining, workers):
+            if number != self._loaders:
+                raise InputError(REPLACED)
             self._drawn = drawn
             yield drawn.batch
 
@@ -651,7 +703,8 @@ class PrivateStep(PrivateProgram):
         Args:
             saved: a state of :meth:`state_dict`.
             taken: number of steps that the saved training took in all, also after it was saved:
-                if they were not counted, an upper bound.
+                its ``event.steps``, which counts those that failed or were left out of an epoch,
+                too. If they were not counted, an upper bound.
 
         Raises:
             InputError: ``saved`` is no such state, this training has begun, or ``taken`` is not
@@ -679,7 +732,8 @@ class PrivateStep(PrivateProgram):
             self._steps = step
             self._steps += affordable_steps(rest, privacy.delta, budget, self._before)
         self._base, self.lr = step, saved["lr"]
-        self._keys = make_keys(self._plan.settings.seed, base=step, part=len(self._earlier))
+        self._keys = make_keys(None, base=step)
+        self._loaders += 1  # those created before have other keys
         structure = Structure(saved["structure"], saved["public"])
         made = self._prepare(structure.to(device_of(self._model)))
         for training in self._earlier:
@@ -738,10 +792,11 @@ def _check_arguments(
             "sampling must say how batches are drawn: Poisson(n=len(dataset), batch_size=256), "
             f"RandomAllocation(...) or Cyclic(...), not {sampling!r}."
         )
+    errors += [NO_SEED] * (keywords.get("seed") is not None)
     errors += [
         f"PrivateStep has no setting '{name}'. It has {', '.join(SETTINGS_OF_STEP)}."
         for name in keywords
-        if name not in SETTINGS_OF_STEP
+        if name not in (*SETTINGS_OF_STEP, "seed")
     ]
     raise_errors(errors)
 

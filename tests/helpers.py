@@ -1,9 +1,11 @@
 """A tiny task, and trainers for it with every random choice in a test's hands."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -123,6 +125,16 @@ def without(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
 def a_key(seed: int) -> bytes:
     """Return a key of 32 bytes."""
     return generator(bytes(32), seed).bytes(32)
+
+
+@contextmanager
+def equal_keys(seed: int = 0) -> Iterator[None]:
+    """Give every training of a program that is created meanwhile the keys of a seed.
+
+    A program cannot: two trainings with the same keys add the same noise.
+    """
+    with patch("dpmac_cli.step.make_keys", lambda _, base=0: make_keys(seed, base)):
+        yield
 
 
 class Batches:

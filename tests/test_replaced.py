@@ -51,7 +51,7 @@ def contents(out: Path) -> dict[str, bytes]:
 def published(out: Path) -> None:
     """A loop in a program that publishes what it trained."""
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    private = make_private(network, "digits", sigma=SIGMA, steps=2, seed=3, device="cpu")
+    private = make_private(network, "digits", sigma=SIGMA, steps=2, device="cpu")
     list(private)
     private.publish(out, force=out.exists())
 

@@ -21,15 +21,17 @@ from dpmac_cli import (
     BudgetError,
     InputError,
     ModelError,
+    Poisson,
+    PrivateStep,
     load_model,
     make_private,
     resolve,
     total_epsilon,
 )
-from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.release.private import PrivateTraining
+from dpmac_cli.accounting.statements import SEED_GIVEN
 from dpmac_cli.training.lineage import Training, attach, carried_by
 from tests.digits_runs import digits_network as network
+from tests.digits_runs import train_digits
 
 SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "device": "cpu"}
 
@@ -226,26 +228,22 @@ def test_max_epsilon_counts_earlier_steps() -> None:
     assert cost <= 1.0
 
 
-def drawn_first(training: PrivateTraining) -> Tensor:
-    """The noise of a training's first step, from its key."""
-    noise = training._step.noise
-    assert noise is not None
-    return Noise(noise._keys.key).at(1).standard_normal(torch.zeros(8))
-
-
-@pytest.mark.promise("again")
-def test_a_seed_gives_the_second_training_other_noise() -> None:
-    net = network()
-    first = make_private(net, "digits", seed=1, **SETTINGS)
-    first.step()
-    second = make_private(net, "digits", seed=1, **SETTINGS)
-    alike = make_private(network(), "digits", seed=1, **SETTINGS)
-    noise = [drawn_first(each) for each in (first, second, alike)]
-    assert noise[0].equal(noise[2])
-    assert not noise[0].equal(noise[1])
-    unseeded = make_private(net, "digits", **SETTINGS)
-    assert unseeded._spent().seeded
-    assert not make_private(network(), "digits", **SETTINGS)._spent().seeded
+@pytest.mark.promise("said")
+def test_a_seed_of_earlier_training_is_said_at_every_door(tmp_path: Path) -> None:
+    """Whoever knows it subtracts the noise of those steps."""
+    run = train_digits(out=tmp_path / "run", seed=1, model="linear", **SETTINGS)
+    released = load_model(run.folder).model
+    poisson = Poisson(n=100, batch_size=50)
+    step = PrivateStep(released, lambda net, x: net(x).sum(1), sampling=poisson, sigma=6, steps=1)
+    private = make_private(released, "digits", **SETTINGS)
+    report = private.publish(tmp_path / "loop").report
+    card = (tmp_path / "loop" / "model-card.md").read_text()
+    said = [step.statement, private.statement, *step.notes[-1:], *private.notes[-1:]]
+    said += [report["privacy"]["seed_policy"]["statement"], " ".join(card.split())]
+    assert all(SEED_GIVEN in text for text in said)
+    unseeded = make_private(network(), "digits", **SETTINGS)
+    assert not unseeded._spent().seeded
+    assert SEED_GIVEN not in (*unseeded.notes, unseeded.statement)
 
 
 @pytest.mark.promise("again")

@@ -14,6 +14,11 @@ BY_RDP = (
 RECORD, COVERED_RECORD = "training record", "training or test record"
 UNIT, COVERED_UNIT = "unit with all of its training records", "unit with all of its records"
 NO_PRIVACY = "No privacy: no noise was added."
+SEED_GIVEN = (
+    "Trained with --seed, to be reproducible. There is no guarantee against anyone who knows or "
+    "guesses the seed, because they can compute the same noise and subtract it. The guarantee "
+    "holds only against those who do not know the seed."
+)
 
 
 def common(values: Iterable[float]) -> float | None:
@@ -33,9 +38,14 @@ def format_epsilon(epsilon: float) -> str:
 
 
 def statement(
-    epsilon: float, delta: float, events: Sequence[TrainingEvent], unit: str = RECORD
+    epsilon: float,
+    delta: float,
+    events: Sequence[TrainingEvent],
+    unit: str = RECORD,
+    *,
+    seeded: bool = False,
 ) -> str:
-    """Return the meaning of a guarantee, and its limits."""
+    """Return the meaning of a guarantee, and its limits; ``seeded`` if any part used a seed."""
     if any(event.noise_multiplier == 0 for event in events):
         return NO_PRIVACY
     promise = meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
@@ -51,7 +61,7 @@ def statement(
         "measured times are not covered. Neither is what was computed from these records before, "
         "such as loaded weights, stored outputs of a teacher, or means to normalise by. Publishing "
         "the best of several runs costs more."
-    )
+    ) + f" {SEED_GIVEN}" * seeded
 
 
 def search_statement(epsilon: float, delta: float, search: Search, unit: str = RECORD) -> str:

@@ -239,6 +239,8 @@ class TrainPlan:
             kept.pop("fix_norm")
         if self.gpu_batch != self.settings.physical_batch:  # not given: the device decides
             kept.pop("physical_batch")
+        if not self.data.facts.standardised:
+            kept.pop("standardise")
         return kept
 
     @property

@@ -48,7 +48,7 @@ def load_data(
     train, test = (_split(part, device) for part in records)
     if not isinstance(chosen, Source):
         _check(chosen, train, test, data_dir)
-    gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
+    gain, offset = standardisation(*facts.constants, device)
     return Data(train, test, gain, offset, facts.task).to(device)
 
 

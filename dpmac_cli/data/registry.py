@@ -7,7 +7,7 @@ entry to datasets.toml.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
@@ -58,6 +58,19 @@ class Signature:
         return (self.own, self.shape) if self.own else (self.shape,)
 
 
+#: Levels, and means and standard deviations by channel.
+Constants: TypeAlias = tuple[int, tuple[float, ...], tuple[float, ...]]
+
+
+def constants_of(
+    levels: int, mean: tuple[float, ...], std: tuple[float, ...], *, standardised: bool
+) -> Constants:
+    """Return constants of standardisation; those that change nothing unless ``standardised``."""
+    if standardised:
+        return levels, mean, std
+    return 1, (0.0,) * len(mean), (1.0,) * len(std)
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Public facts of a dataset."""
@@ -77,6 +90,12 @@ class Dataset:
     torchvision: str = ""  # class of torchvision.datasets that reads it; "" for other sources
     files: tuple[str, ...] = ()  # files that it reads, relative to the folder of datasets
     own: tuple[int, ...] = ()  # shape of numbers in the array that they come from; () for images
+    standardised: bool = True  # whether the network takes standardised records, or those given
+
+    @property
+    def constants(self) -> Constants:
+        """Return levels, means and deviations by which records are standardised."""
+        return constants_of(self.levels, self.mean, self.std, standardised=self.standardised)
 
     @property
     def signature(self) -> Signature:

@@ -116,7 +116,7 @@ def score(
 def _evaluated(model: nn.Module, facts: Facts, data: Data, known: Dataset) -> Evaluation:
     """Evaluate a model on test records, read as those that it was trained on."""
     device = data.gain.device
-    gain, offset = standardisation(facts.input.levels, facts.input.mean, facts.input.std, device)
+    gain, offset = standardisation(*facts.input.constants, device)
     data = replace(data, gain=gain, offset=offset)
     if known.own:
         data = data.in_form(facts.input.record)
@@ -447,7 +447,7 @@ def _continued(
 def _inputs(released: Released, records: Unlabelled, device: torch.device) -> Iterator[Tensor]:
     """Yield some records after the other as the network takes them."""
     known = released.header.input
-    gain, offset = standardisation(known.levels, known.mean, known.std, device)
+    gain, offset = standardisation(*known.constants, device)
     some = places(len(records.names), known.shape)
     batches = (torch.from_numpy(records.at(rows)).to(device) for rows in some)
     inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
-from dpmac_cli.data.schema import InMemoryData
+from dpmac_cli.data.schema import InMemoryData, Source
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.errors import InputError
@@ -28,7 +28,7 @@ from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.prepare import prepare
 from dpmac_cli.runs.session import Evaluated, Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer, unit_of
-from dpmac_cli.step import PrivateProgram
+from dpmac_cli.step import NO_SEED, PrivateProgram
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.lineage import carried_by, check_composable, others_held_by
 from dpmac_cli.training.schedules import LossKind
@@ -56,6 +56,13 @@ class PrivateTraining(PrivateProgram):
         largest_weight: largest number that ``weights`` returns, which is public.
         keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
             optimizer="dp-macadam"``.
+
+    The network gets arrays and torch datasets as they are given, clipped to their range, so it is
+    used afterwards as any other network: ``model(x)``. ``standardise="half"`` maps the range to
+    [-1, 1] before the network, which then takes ``private.standardise(x)``. Records that dpmac
+    reads itself (a dataset's name, a file, a data frame) are always standardised, as by
+    ``dpmac train``. Weights are averaged only with ``ema=``: then the average is scored and
+    published, and ``model`` has the weights of the last step.
 
     A network that was trained privately before, or a part of it, carries what was done: epsilon,
     its target and ``max_epsilon`` then cover the earlier steps too.
@@ -93,9 +100,11 @@ class PrivateTraining(PrivateProgram):
         if loss is not None:
             chosen["loss"] = named
         given = {} if settings is None else settings.explicit
+        if {**given, **keywords}.get("seed") is not None:
+            raise InputError(NO_SEED)
         resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
         device = choose_device(resolved.plan.device)
-        plan = resolved.plan.on(str(device))
+        plan = _as_asked(resolved.plan.on(str(device)), {**given, **keywords})
         if plan.privacy.scores is not None:
             raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
         if own is not None:
@@ -171,7 +180,7 @@ class PrivateTraining(PrivateProgram):
         return number
 
     def standardise(self, x: Tensor) -> Tensor:
-        """Standardise records of the dataset, as for the network's inputs."""
+        """Return records of the dataset as the network takes them, on its device."""
         x = x.reshape(len(x), *self._task.form)
         return self._task.data.standardised(x.to(self._step.state.theta.device))
 
@@ -220,9 +229,25 @@ class PrivateTraining(PrivateProgram):
             earlier=self._before,
             event=plan.privacy.event_of(self._steps),
             begun=self._begun,
-            seeded=plan.settings.seed is not None or any(training.seeded for training in earlier),
+            seeded=self._seeded,
             secure=plan.settings.secure and all(training.secure for training in earlier),
         )
+
+
+def _as_asked(plan: TrainPlan, asked: Mapping[str, Any]) -> TrainPlan:
+    """Return a plan without an average of weights, or standardised arrays, that nobody asked for.
+
+    So the network that a program holds is the one that was trained, on records as it gave them.
+    """
+    if asked.get("ema") is None:
+        settings, recipe = plan.settings.replace(ema=None), replace(plan.recipe, ema=0.0)
+        plan = replace(plan, settings=settings, recipe=recipe)
+    source, found = plan.data.source, plan.data.found
+    memory = source.in_memory if isinstance(source, Source) else None
+    if asked.get("standardise") is None and memory is not None and memory.arrays is not None:
+        found = replace(found, facts=replace(found.facts, standardised=False))
+        plan = replace(plan, data=replace(plan.data, found=found))
+    return plan
 
 
 def _with_loss(plan: TrainPlan, loss: Loss) -> TrainPlan:

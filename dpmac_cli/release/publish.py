@@ -98,6 +98,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: PreparedRun, trained: int)
             shape=data.shape,
             mean=data.mean,
             std=data.std,
+            **({} if data.standardised else {"standardised": False}),
         ),
         classes=tuple(task_facts["classes"]),
         target=task_facts["target"],

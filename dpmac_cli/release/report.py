@@ -20,7 +20,7 @@ from pydantic import (
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN, Search, Trials
-from dpmac_cli.data.registry import Signature
+from dpmac_cli.data.registry import Constants, Signature, constants_of
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.runs.headers import (
@@ -141,7 +141,10 @@ class Model(Part):
 
 
 class Input(Part):
-    """Input of the network: pixels are divided by levels, then standardised by mean and std."""
+    """Input of the network: pixels are divided by levels, then standardised by mean and std.
+
+    Numbers are clipped to mean ± std first.
+    """
 
     shape: tuple[Side, Side, Side]
     """Channels, height and width of an image."""
@@ -156,6 +159,14 @@ class Input(Part):
     """Of each channel; public constants."""
     std: tuple[Annotated[float, Field(gt=0, le=MOST_NUMBER)], ...]
     """Of each channel; public constants."""
+    standardised: bool = True
+    """False if the network takes records as a program gave them: pixels from 0 to levels, or
+    numbers in their range."""
+
+    @property
+    def constants(self) -> Constants:
+        """Return levels, means and deviations by which records are standardised."""
+        return constants_of(self.levels, self.mean, self.std, standardised=self.standardised)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -38,11 +38,6 @@ AUDIT_RUN = (
     "release."
 )
 NO_SECRETS = "The run has no guarantee, so there is nothing to keep secret."
-SEED_GIVEN = (
-    "Trained with --seed, to be reproducible. There is no guarantee against anyone who knows or "
-    "guesses the seed, because they can compute the same noise and subtract it. The guarantee "
-    "holds only against those who do not know the seed."
-)
 
 
 @dataclass(frozen=True)
@@ -161,7 +156,7 @@ def text(topic: str, case: Case) -> str:
 SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
     # Seeds and random numbers.
     ("seeds", lambda c: not c.private, NO_SECRETS),
-    ("seeds", lambda c: c.private and c.spent.seeded, SEED_GIVEN),
+    ("seeds", lambda c: c.private and c.spent.seeded, statements.SEED_GIVEN),
     (
         "seeds",
         lambda c: c.private and not c.spent.seeded,
@@ -186,7 +181,7 @@ SENTENCES: tuple[tuple[str, Callable[[Case], object], str], ...] = (
         lambda c: c.private and c.settings.secure and not c.spent.secure,
         "The last part ran with --secure, an earlier part without.",
     ),
-    ("promise", lambda c: c.private and c.spent.seeded, SEED_GIVEN),
+    ("promise", lambda c: c.private and c.spent.seeded, statements.SEED_GIVEN),
     # Scores and data.
     (
         "covered scores",

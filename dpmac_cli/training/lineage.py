@@ -52,9 +52,9 @@ class Training:
         """Return this training: a copy of a network may average the weights of later steps."""
         return self
 
-    def begin(self) -> None:
-        """Count a step that is about to use records."""
-        self.begun += 1
+    def begin(self, steps: int = 1) -> None:
+        """Count steps that are about to use records, or that are left out of an epoch."""
+        self.begun += steps
 
     @property
     def done(self) -> TrainingEvent:

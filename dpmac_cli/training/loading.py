@@ -44,6 +44,12 @@ NOT_DRAWN = (
     "do it in the dataset or in collate_fn, which see each one alone."
 )
 
+#: Message for batches of a loader that another one has replaced.
+REPLACED = (
+    "loader() was called again, or a state was loaded, so this earlier loader has ended. Take "
+    "steps with the batches of a new one: for batch in step.loader(dataset)."
+)
+
 Collate = Callable[[list[Any]], Any]
 #: A step, and the number of a record.
 Item = tuple[int, int]
@@ -214,6 +220,18 @@ def _joined(structure: Structure, rows: list[Any]) -> Any:
         for column, like in zip(columns, template, strict=True)
     ]
     return tree_unflatten(made, spec)
+
+
+def size_of(dataset: Any) -> int:
+    """Return the number of records of a map-style dataset. Raises InputError for another one."""
+    try:
+        return len(dataset)
+    except TypeError:
+        raise InputError(
+            f"{type(dataset).__name__} has no length: its records come in an order of its own, but "
+            "epsilon is for batches that dpmac draws. Pass a map-style torch.utils.data.Dataset, "
+            "with __len__ and __getitem__, such as list(dataset) if its records fit in memory."
+        ) from None
 
 
 def first_row(records: OneByOne) -> Batch:

@@ -19,7 +19,7 @@ from dpmac_cli.errors import DpmacError
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.runs import prepare
 from dpmac_cli.training.chunks import ChunkedSum
-from tests.helpers import Batches
+from tests.helpers import Batches, equal_keys
 
 RECORDS, COLUMNS, CLASSES = 6, 6, 3
 LR, CLIP_NORM = 1.0, 1.0
@@ -337,6 +337,7 @@ class Ours:
         with (
             patch.object(prepare, "check_model", checked_once),
             patch.object(ChunkedSum, "_tried", tried_once),
+            equal_keys(),
         ):
             self.private = make_private(
                 situation.wrap(self.net),
@@ -349,7 +350,6 @@ class Ours:
                 steps=STEPS,
                 sigma=1,
                 delta=1e-5,
-                seed=0,
                 device="cpu",
                 **options,
                 **situation.settings,
