@@ -73,6 +73,7 @@ def largest_move(kind: str, physical: int, sizes: tuple[int, int]) -> float:
         epochs=1,
         physical_batch=physical,
         delta=1e-5,
+        standardise="half",
         **options,
     )
     trainer, moves = private._step, []

@@ -3,18 +3,26 @@
 A train door is resumed after each step that fails, so ``fails`` makes one of its resumes, too.
 """
 
+import contextlib
+import copy
 import itertools
+import json
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
 
-from dpmac_cli import total_epsilon
+from dpmac_cli import ArrayData, make_private, predict, score, total_epsilon
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.mechanism import GRID, SecureMechanism
 from dpmac_cli.randomness.sampling import SeededDraws
-from tests.doors import BATCH, DOORS, RECORDS, STEPS, Move, train_by
+from tests.doors import BATCH, DOORS, NETWORKS, RECORDS, STEPS, Move, facts, train_by
 from tests.helpers import assert_deviation_of
 
 pytestmark = pytest.mark.usefixtures("unvalidated")
@@ -151,3 +159,68 @@ def test_the_statement_is_of_the_unit_that_is_protected(door: str) -> None:
     trained = train_by(door, "still", sigma=3.0, **given)
     unit = "unit with all of its training records" if units else "training record"
     assert f"Adding or removing any one {unit} changes" in trained.statement
+
+
+IN_TWO_DOORS = pytest.mark.parametrize("door", ["train", "make_private"])
+
+
+@pytest.mark.promise("validated")
+@IN_TWO_DOORS
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_the_weights_that_are_scored_are_those_that_are_published(
+    door: str, ema: float | None
+) -> None:
+    """The average, if there is one: after these steps it is far from the last weights."""
+    average = {} if ema is None else {"ema": ema}
+    settings = {"sigma": 3.0, "optimizer": "dp-adam", "lr": 3.0, **average}
+    trained = train_by(door, "marking", **settings)
+    folder = Path("run" if door == "train" else "loop")
+    step = trained.moves[-1].step
+    held = load_file(folder / "model.safetensors")["weight"]
+    wanted = step.state.theta if step.state.average is None else step.state.average
+    assert held.equal(wanted)
+    if door == "make_private" or ema is not None:
+        assert (step.state.average is None) == (ema is None), "only what was asked for"
+    reported = json.loads((folder / "report.json").read_text())["test"]["loss"]
+    data = ArrayData(**facts({}))
+    assert score(folder, data, network=NETWORKS["marking"]).result.loss == pytest.approx(reported)
+
+
+@pytest.mark.promise("validated")
+@pytest.mark.parametrize("kind", ["numbers", "pixels"])
+@pytest.mark.parametrize("standardise", [None, "half"])
+def test_a_program_has_the_network_that_was_trained(kind: str, standardise: str | None) -> None:
+    """On records as it gives them, in the loop, in scores, predictions and the code of the card."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 400)
+    x = 3 + rng.random((400, 6)) * 2 + y[:, None]
+    given: dict[str, Any] = {"low": 3, "high": 6, "classes": ["no", "yes"]}
+    net: nn.Module = nn.Sequential(nn.Linear(6, 2))
+    if kind == "pixels":
+        x = np.clip(rng.normal(100 + 40 * y[:, None, None], 30, (400, 8, 8)), 0, 255)
+        x, given = x.astype(np.uint8), {"classes": ["no", "yes"]}
+        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    data = ArrayData(x, y, x, y, **given)
+    asked = {} if standardise is None else {"standardise": standardise}
+    private = make_private(net, data, sigma=3, steps=40, batch_size=200, device="cpu", **asked)
+    list(private)
+    folder = private.publish("loop").folder
+    inputs = torch.from_numpy(x).float()
+    inputs = inputs.reshape(len(x), -1, *x.shape[1:]) if kind == "pixels" else inputs
+    with torch.no_grad():
+        found = net(private.standardise(inputs) if asked else inputs).argmax(1).numpy()
+    assert private.evaluate().accuracy == pytest.approx((found == y).mean())
+    if standardise is None:
+        assert private.standardise(inputs).equal(inputs)
+    else:
+        assert float(private.standardise(inputs).abs().max()) <= 1.0001
+    predicted = predict(folder, x, network=lambda *_: copy.deepcopy(net)).predicted
+    assert predicted == [("no", "yes")[k] for k in found]
+    scored = score(folder, data, network=lambda *_: copy.deepcopy(net)).result
+    assert scored.accuracy == private.evaluate().accuracy
+    [code] = re.findall(r"```python\n(.*?)```", (folder / "model-card.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    with contextlib.chdir(folder):
+        exec(code, names)
+    raw = torch.from_numpy(x) if kind == "numbers" else inputs.to(torch.uint8)
+    assert names["classify"](raw.float() if kind == "numbers" else raw).tolist() == found.tolist()
