@@ -136,7 +136,7 @@ def by_train(network: str, settings: dict[str, Any], seen: Trained) -> None:
     np.savez("data.npz", **facts(settings))
     model = f"{door_networks.__file__}:{network}"
     given = {"dataset": "data.npz", "model": model, "batch_size": BATCH, "device": "cpu"}
-    again = {"model": model, "checkpoint_every": "2"}
+    again: dict[str, Any] = {"model": model, "checkpoint_every": "2"}
     again |= {"seed": settings["seed"]} if "seed" in settings else {}
     events = train(resolve({**given, "checkpoint_every": "2", "out": "run", **settings}).plan)
     while True:

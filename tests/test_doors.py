@@ -70,7 +70,7 @@ def test_a_step_uses_who_was_drawn_clipped_and_divided_by_the_expected_batch(
 @every_door
 def test_each_epoch_of_random_allocation_uses_every_record_once(door: str) -> None:
     """Of every session: one that continues begins an epoch."""
-    settings = {"steps": 2 * RECORDS // BATCH, "sampler": "random-allocation"}
+    settings: dict[str, Any] = {"steps": 2 * RECORDS // BATCH, "sampler": "random-allocation"}
     trained = train_by(door, "still", sigma=3.0, fails=(4,), **settings)
     per_epoch = RECORDS // BATCH
     for session in {move.session for move in trained.moves}:
@@ -140,7 +140,7 @@ UNITS = [name for name in DOORS if "Step" not in name]
 @pytest.mark.parametrize("door", UNITS)
 def test_every_record_of_a_unit_is_used_at_some_step(door: str) -> None:
     """A step uses two records of each of 40 units of five, and not always the same."""
-    settings = {"records_per_unit": 2, "sigma": 6.0, "steps": 30}
+    settings: dict[str, Any] = {"records_per_unit": 2, "sigma": 6.0, "steps": 30}
     trained = train_by(door, "marking", noisy=False, **settings)
     used = set[int]()
     for move in trained.moves:
@@ -155,7 +155,7 @@ def test_every_record_of_a_unit_is_used_at_some_step(door: str) -> None:
 @every_door
 def test_the_statement_is_of_the_unit_that_is_protected(door: str) -> None:
     units = door in UNITS
-    given = {"records_per_unit": 2} if units else {}
+    given: dict[str, Any] = {"records_per_unit": 2} if units else {}
     trained = train_by(door, "still", sigma=3.0, **given)
     unit = "unit with all of its training records" if units else "training record"
     assert f"Adding or removing any one {unit} changes" in trained.statement
@@ -171,8 +171,8 @@ def test_the_weights_that_are_scored_are_those_that_are_published(
     door: str, ema: float | None
 ) -> None:
     """The average, if there is one: after these steps it is far from the last weights."""
-    average = {} if ema is None else {"ema": ema}
-    settings = {"sigma": 3.0, "optimizer": "dp-adam", "lr": 3.0, **average}
+    average: dict[str, Any] = {} if ema is None else {"ema": ema}
+    settings: dict[str, Any] = {"sigma": 3.0, "optimizer": "dp-adam", "lr": 3.0, **average}
     trained = train_by(door, "marking", **settings)
     folder = Path("run" if door == "train" else "loop")
     step = trained.moves[-1].step
@@ -201,7 +201,7 @@ def test_a_program_has_the_network_that_was_trained(kind: str, standardise: str 
         x, given = x.astype(np.uint8), {"classes": ["no", "yes"]}
         net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
     data = ArrayData(x, y, x, y, **given)
-    asked = {} if standardise is None else {"standardise": standardise}
+    asked: dict[str, Any] = {} if standardise is None else {"standardise": standardise}
     private = make_private(net, data, sigma=3, steps=40, batch_size=200, device="cpu", **asked)
     list(private)
     folder = private.publish("loop").folder

@@ -361,9 +361,9 @@ def test_no_noise_and_no_batch_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -
             state = copy.deepcopy(first.state_dict())
         if first.taken == 4:  # two steps more, which are lost
             break
-    for each in (again, another):
-        each.load_state_dict(state, taken=4)
-        trained(each, Notes())
+    for step in (again, another):
+        step.load_state_dict(state, taken=4)
+        trained(step, Notes())
     assert not any(a.eq(b).any() for a, b in itertools.combinations(draws.noise, 2))
     assert len({*draws.batches}) == len(draws.batches) == 12
     written = pickle.dumps(state) + repr(state).encode()
@@ -421,7 +421,7 @@ def test_another_loader_begins_an_epoch_and_counts_the_one_before(sampling: Any)
 def test_a_dataset_without_a_length_is_refused() -> None:
     class Streamed(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
-            return iter(Notes())  # type: ignore[call-overload,no-any-return]
+            return iter(Notes())
 
     with pytest.raises(InputError, match=r"Streamed has no length.*Pass a map-style"):
         started().loader(Streamed())
