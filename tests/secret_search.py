@@ -208,9 +208,9 @@ def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def watched(gradients: Callable[..., Any]) -> Callable[..., Any]:
         def watch(*args: Any, **kwargs: Any) -> Any:
-            losses, forms = gradients(*args, **kwargs)
+            losses, weights, forms = gradients(*args, **kwargs)
             aggregates(losses.detach(), "losses")
-            return losses, forms
+            return losses, weights, forms
 
         return watch
 

@@ -148,6 +148,7 @@ PUBLIC = {
     "state",
     "test.loss",
     "recipe.loss",  # its name
+    "recipe.shares",
     "test.samples",
     "test_loss",
     "test_samples",
