@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from torch.utils.data import TensorDataset
 
 from dpmac_cli import ArrayData, PrivateStep, ball, clipped_grad, make_private, resolve
 from dpmac_cli.accounting.sampling import Poisson
+from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS
 from tests.digits_runs import run_trainer
+from tests.helpers import equal_keys
 
 RECORDS, COLUMNS, CLASSES = 40, 6, 3
 SETTINGS: dict[str, Any] = {"sigma": 1, "steps": 3, "delta": 1e-5, "optimizer": "dp-sgd"}
@@ -56,35 +59,35 @@ def records() -> tuple[Tensor, Tensor]:
     return torch.ones(RECORDS, COLUMNS), torch.arange(RECORDS) % CLASSES
 
 
-def by_step(seed: int | None) -> Iterator[Tensor]:
+def by_step() -> Iterator[Tensor]:
     net, sampling = Dropping(), Poisson(n=RECORDS, batch_size=10)
-    step = PrivateStep(net, loss, sampling=sampling, seed=seed, **SETTINGS)
+    step = PrivateStep(net, loss, sampling=sampling, **SETTINGS)
     for batch in step.loader(TensorDataset(*records())):
         step(batch)
         yield net.last.weight.detach().clone()
 
 
-def by_loop(seed: int | None) -> Iterator[Tensor]:
+def by_loop() -> Iterator[Tensor]:
     x, y = records()
     data = ArrayData(x, y, x[:6], y[:6], low=0, high=2, classes="abc")
     net = Dropping()
-    for _ in make_private(net, data, batch_size=10, seed=seed, device="cpu", **SETTINGS):
+    for _ in make_private(net, data, batch_size=10, device="cpu", **SETTINGS):
         yield net.last.weight.detach().clone()
 
 
-def by_command(seed: int | None) -> Iterator[Tensor]:
+def by_command() -> Iterator[Tensor]:
     Path("net.py").write_text(FACTORY)
     x = np.random.default_rng(0).integers(0, 255, (RECORDS, 2, 2, 3), dtype=np.uint8)
     np.savez("images.npz", x=x, y=np.arange(RECORDS) % CLASSES)
     chosen: dict[str, Any] = {"dataset": "images.npz", "model": "net.py:make", **SETTINGS}
-    plan = resolve(**chosen, batch_size=10, seed=seed, device="cpu").plan
+    plan = resolve(**chosen, batch_size=10, device="cpu").plan
     trainer = run_trainer(plan)
     for _ in range(3):
         trainer.take()
         yield trainer.state.theta.clone()
 
 
-def by_sum(seed: int | None) -> Iterator[Tensor]:
+def by_sum() -> Iterator[Tensor]:
     clipped = clipped_grad(Dropping(), loss, ball(1.0), batch_size=RECORDS)
     clipped.prepare(records())
     for _ in range(3):
@@ -103,10 +106,10 @@ def is_seeded(words: list[int]) -> bool:
     )
 
 
-def states_of_steps(door: Callable[[int | None], Iterator[Tensor]]) -> list[list[int]]:
+def states_of_steps(door: Callable[[], Iterator[Tensor]]) -> list[list[int]]:
     """Return the states in which a network was called first, in each step of a run."""
     torch.manual_seed(3)
-    run, found = door(None), []
+    run, found = door(), []
     for _ in range(3):
         torch.manual_seed(7)
         STATES.clear()
@@ -118,7 +121,7 @@ def states_of_steps(door: Callable[[int | None], Iterator[Tensor]]) -> list[list
 @pytest.mark.promise("noise")
 @pytest.mark.parametrize("door", DOORS)
 def test_dropout_of_a_program_is_drawn_from_more_than_a_seed_of_32_bits(
-    door: Callable[[int | None], Iterator[Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: Callable[[], Iterator[Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One who tries all seeds would know which values of a record were dropped."""
     monkeypatch.chdir(tmp_path)
@@ -132,15 +135,16 @@ def test_dropout_of_a_program_is_drawn_from_more_than_a_seed_of_32_bits(
 @pytest.mark.promise("noise")
 @pytest.mark.parametrize("door", [door for door in DOORS if door is not by_sum])
 def test_dropout_of_a_program_does_not_depend_on_its_own_seed(
-    door: Callable[[int | None], Iterator[Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: Callable[[], Iterator[Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = []
     for seed in (1, 2):
         torch.manual_seed(0)  # for the weights
-        run = door(4)
-        first = next(run)
-        torch.manual_seed(seed)
-        found.append([first, *run])
+        with equal_keys(4), patch("tests.digits_runs.make_keys", lambda _: make_keys(4)):
+            run = door()
+            first = next(run)
+            torch.manual_seed(seed)
+            found.append([first, *run])
     assert all(map(torch.equal, *found))
     assert not torch.equal(found[0][0], found[0][1])
