@@ -22,6 +22,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
+from dpmac_cli.release import publish
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import RunEvent, finish, train
 from dpmac_cli.runs.session import Started
@@ -109,6 +110,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         "own": True,
         "multilabel": False,
         "held_out": False,
+        "split_rule": 2,
         "test_note": None,
         "text_note": None,
         "taken_from_records": ["channels", "image size", "classes"],
@@ -145,6 +147,20 @@ def test_what_is_held_out_stays_out_and_is_said_to_be_private() -> None:
     assert (scored["accuracy"], scored["samples"]) == (report["test"]["accuracy"], 68)
     Path(data, "digit-3", "13.png").unlink()  # one that was trained on
     assert json.loads(done("eval", "run", "--json")) == scored
+
+
+@pytest.mark.promise("facts")
+def test_a_model_of_another_split_is_not_scored_on_what_it_was_trained_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = photos("photos", split=False)
+    with monkeypatch.context() as older:
+        older.setattr(publish, "SPLIT_RULE", 1)
+        done("train", "--dataset", data, "--model", "mlp-small", "--out", "run", *SHORT)
+    assert report_of("run")["dataset"]["split_rule"] == 1
+    refused = dpmac("eval", "run")
+    assert refused.exit_code == 2
+    assert "held out other records of photos for testing" in " ".join(refused.output.split())
 
 
 #: The whole schema of photos, declared.

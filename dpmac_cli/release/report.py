@@ -20,6 +20,7 @@ from pydantic import (
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN, Search, Trials
+from dpmac_cli.data.copies import SPLIT_RULE
 from dpmac_cli.data.registry import Constants, Signature, constants_of
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.runs import folder, ledger
@@ -85,6 +86,8 @@ class Dataset(Part):
     """False. Up to version 0.3, a record could have several labels instead of one class."""
     held_out: bool
     """Whether the test records were held out of the private records."""
+    split_rule: Annotated[int, Field(ge=1, le=SPLIT_RULE)] = 1
+    """Version of the rule that chose the records to hold out. Absent for 1."""
     test_note: str | None
     """What that means for their privacy. Null if they were not held out."""
     taken_from_records: tuple[str, ...]
