@@ -5,8 +5,11 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -34,7 +37,9 @@ from dpmac_cli import (
     total_epsilon,
 )
 from dpmac_cli import step as step_module
+from dpmac_cli.dp.mechanism import SecureMechanism
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
+from dpmac_cli.training.chunks import BatchSum
 from tests.helpers import equal_keys, without
 from tests.test_resume import Draws
 
@@ -115,6 +120,19 @@ def test_a_program_trains_on_dicts_and_pays_what_its_steps_cost(optimizer: str) 
         step(batch)
 
 
+def test_a_program_changes_the_learning_rate() -> None:
+    step = started()
+    batches = step.loader(Notes())
+    step(next(batches))
+    before = weights(step.model).clone()
+    step.lr = 0.0
+    step(next(batches))
+    assert weights(step.model).equal(before)
+    step.lr = 0.01
+    step(next(batches))
+    assert not weights(step.model).equal(before)
+
+
 # What is trained on is what was drawn.
 
 
@@ -128,6 +146,19 @@ def test_the_loader_draws_what_is_accounted_for() -> None:
         assert batch["input_ids"].equal(torch.stack([notes[int(i)]["input_ids"] for i in rows]))
         assert batch["labels"].equal(notes.labels[torch.from_numpy(rows)])
         step(batch)
+
+
+@pytest.mark.promise("secure")
+def test_a_secure_step_draws_and_adds_noise_as_a_secure_run() -> None:
+    notes, step = Notes(), started(secure=True, seed=None)
+    drawn = POISSON.draws(step._keys.sampler, secure=True)
+    for number, batch in enumerate(step.loader(notes), 1):
+        assert batch["labels"].equal(notes.labels[torch.from_numpy(drawn.draw(number))])
+        step(batch)
+    assert step._step is not None
+    assert type(step._step.mechanism) is SecureMechanism
+    assert step._step.noise is not None
+    assert step._step.noise._secure
 
 
 def odd_batches(batch: dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
@@ -303,6 +334,32 @@ def test_what_torch_does_not_see_being_written_to_a_batch_has_no_effect(by: str)
             batch["input_ids"].numpy()[:] = 3
         step(batch)
     assert weights(step.model).equal(expected)
+
+
+@pytest.mark.promise("failed")
+def test_threads_take_a_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, summed = started(), BatchSum.of
+    inside, most = list[int](), list[int]()
+
+    def slowly(*args: Any) -> Any:
+        inside.append(1)
+        time.sleep(0.02)
+        most.append(len(inside))
+        found = summed(*args)
+        inside.pop()
+        return found
+
+    monkeypatch.setattr(BatchSum, "of", slowly)
+    batch = next(step.loader(Notes()))
+
+    def taken(_: int) -> int:
+        with suppress(InputError):  # the batch was taken by another thread
+            return step(batch)
+        return 0
+
+    with ThreadPoolExecutor(3) as threads:
+        numbers = [*threads.map(taken, range(3))]
+    assert (sorted(numbers), most, step.event.steps) == ([0, 0, 1], [1], 1)
 
 
 # Any worker, and any interruption, leads to the same weights.
@@ -502,6 +559,35 @@ def test_what_the_network_was_trained_for_before_is_paid_for_too() -> None:
         waiting.loader(Notes())
 
 
+@pytest.mark.promise("again")
+def test_noise_is_calibrated_for_what_earlier_training_left() -> None:
+    every = Poisson(n=10, batch_size=10)  # cheap to price
+    first = started(sampling=every, steps=2)
+    trained(first, Notes(10))
+    settings: dict[str, Any] = {**SETTINGS, "sigma": None, "epsilon": 2.0, "seed": 4}
+    second = PrivateStep(first.model, loss, sampling=every, **settings)
+    trained(second, Notes(10))
+    assert second.taken == 6
+    assert first.epsilon < second.epsilon <= 2.0
+
+
+@pytest.mark.promise("again")
+def test_a_network_that_weights_read_is_not_trained_meanwhile() -> None:
+    teacher = reader()
+
+    def sure(batch: dict[str, Tensor]) -> Tensor:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        found: Tensor = teacher(**inputs)["logits"].softmax(1).amax(1)
+        return found
+
+    step, other = started(weights=sure), PrivateStep(teacher, loss, sampling=POISSON, **SETTINGS)
+    batches = step.loader(Notes())
+    step(next(batches))
+    trained(other, Notes())
+    with pytest.raises(ModelError, match="one that it or its loss uses, was trained by another"):
+        step(next(batches))
+
+
 class Weighing(nn.Module):
     """A loss with a trained parameter."""
 
@@ -624,6 +710,29 @@ def test_a_loss_that_mixes_records_is_refused_or_sees_one_at_a_time(
         assert moved <= RADIUS
     settings: dict[str, Any] = {**SETTINGS, "steps": 1}
     trained(PrivateStep(reader(), mixing, sampling=POISSON, isolate=True, **settings), Notes())
+
+
+def test_a_sum_is_not_overwritten_by_the_next_one() -> None:
+    model, batch = reader(), notes()
+    clipped = clipped_grad(model, loss, ball(RADIUS, weights(model)), batch_size=9)
+    first = clipped(batch)
+    kept = first.clone()
+    assert not clipped(without(batch, 0)).equal(first)
+    assert first.equal(kept)
+
+
+@pytest.mark.promise("alone")
+def test_nobody_can_repeat_what_a_network_draws_for_a_sum() -> None:
+    """Masks of dropout would tell the place of a record in the batch."""
+
+    def dropped(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.dropout(loss(model, batch)[:, None].expand(-1, 64)).mean(1)
+
+    sums = []
+    for _ in range(2):
+        model = reader()
+        sums.append(clipped_grad(model, dropped, ball(9.0, weights(model)), batch_size=9)(notes()))
+    assert not sums[0].allclose(sums[1])
 
 
 @pytest.mark.promise("alone")

@@ -125,6 +125,19 @@ def test_what_a_teacher_learned_is_added(monkeypatch: pytest.MonkeyPatch) -> Non
     assert second.epsilon == both(first, second) > first.epsilon
 
 
+@pytest.mark.promise("again")
+def test_what_a_network_that_weights_read_learned_is_added() -> None:
+    teacher = network()
+    first = trained(teacher)
+
+    def sure(x: Tensor, _: Tensor) -> Tensor:
+        found: Tensor = teacher(x.float()).softmax(1).amax(1)
+        return found
+
+    second = make_private(network(), "digits", weights=sure, **SETTINGS)
+    assert second.epsilon == first.epsilon > 0
+
+
 class Distilling:
     """A loss with a teacher, as an object or by a method."""
 

@@ -33,7 +33,7 @@ from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.losses import build_loss, build_weights
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
-from dpmac_cli.dp.weights import RecordWeights, Weigh, bounded
+from dpmac_cli.dp.weights import RecordWeights, Weigh, WeightsApart, bounded
 from dpmac_cli.release.card import answered_card
 from dpmac_cli.training.schedules import LossKind, Recipe
 from tests.conftest import every_optimizer
@@ -232,6 +232,37 @@ def test_positive_weights_of_one_output_are_those_of_its_label() -> None:
     sizes = [float(clipped((x[i : i + 1], y[i : i + 1])).norm()) for i in range(RECORDS)]
     wanted = torch.where(y == 1, 0.1, 0.025)  # every gradient is longer than the ball
     torch.testing.assert_close(torch.tensor(sizes), wanted, rtol=2e-3, atol=0)
+
+
+def test_weights_of_labels_that_torch_ignores_and_of_rare_negatives() -> None:
+    outputs = torch.randn(3, 3)
+    labels = torch.tensor([0, -100, 2])
+    with WeightsApart(3) as apart:
+        found = F.cross_entropy(outputs, labels, weight=WEIGHT)
+    torch.testing.assert_close(found, F.cross_entropy(outputs, labels, weight=WEIGHT))
+    assert apart.weights is not None
+    torch.testing.assert_close(apart.weights.float(), torch.tensor([0.2, 0, 3]) / 3)
+    answers = torch.tensor([1.0, 0.0, 1.0])
+    with WeightsApart(3) as apart:
+        F.binary_cross_entropy_with_logits(outputs[:, 0], answers, pos_weight=torch.tensor(0.5))
+    assert apart.weights is not None
+    assert apart.weights.tolist() == [0.5, 1, 0.5]
+
+
+@pytest.mark.promise("one")
+def test_weights_multiply_a_sum_of_a_program() -> None:
+    clipped = [
+        clipped_grad(net(), pair_loss, ball(1.0), batch_size=RECORDS, weights=given)(rows())
+        for given in (None, lambda batch: torch.full((1,), 0.5))
+    ]
+    torch.testing.assert_close(clipped[1], clipped[0] / 2)
+
+
+def test_rows_that_fill_a_chunk_have_no_weight_to_cut() -> None:
+    sums = Sums(F.cross_entropy, RecordWeights(lambda x, y: 2.0 + y, 1.0, "x", "y"))
+    out = torch.empty_like(sums.theta)
+    sums.clipped_sum.of(*rows(), RegionMetric(ball(1.0)), out, samples=5)
+    assert int(sums.clipped_sum.cut) == 5
 
 
 @pytest.mark.promise("unit")

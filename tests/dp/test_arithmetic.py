@@ -93,6 +93,19 @@ def test_precision_is_full_inside_and_the_programs_outside() -> None:
         assert inner() == before
 
 
+@pytest.mark.promise("precision")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_of_a_program_is_off_inside(device: str) -> None:
+    before = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, True)
+    try:
+        with full_float32():
+            assert not torch.is_autocast_enabled(device)
+        assert torch.is_autocast_enabled(device)
+    finally:
+        torch.set_autocast_enabled(device, before)
+
+
 def named() -> dict[str, Any]:
     """The settings besides precision by name."""
     return dict(zip(SETTINGS, Arithmetic.now().values, strict=True))

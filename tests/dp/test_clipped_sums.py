@@ -25,6 +25,7 @@ from dpmac_cli.dp.clipping.clipped_sum import (
     clip_limit,
     clip_weights,
 )
+from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, StandardisedConv2d
 from dpmac_cli.dp.clipping.forms import Instantiated, PerSampleGradients
 from dpmac_cli.dp.clipping.ghost_clipping import UseSizes
 from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
@@ -426,6 +427,48 @@ def test_zeros_at_the_start_hide_no_use_of_a_weight() -> None:
     for named, p in subject._alone.named_parameters():
         p.data.copy_(subject.per_sample._model.get_parameter(named))
     assert_matches_oracle(subject, x, y, "ball")
+
+
+def nearly_constant() -> nn.Module:
+    """A convolution whose weights are too alike to divide by their norm."""
+    conv = StandardisedConv2d(2, 3, 1)
+    conv.weight.data.mul_(1e-4)
+    conv.gain.data.normal_()
+    return conv
+
+
+@pytest.mark.promise("one")
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: nn.LayerNorm(4, eps=0.5), (3, 4)),
+        (lambda: nn.RMSNorm(4, eps=0.5), (3, 4)),
+        (lambda: nn.GroupNorm(2, 4, eps=0.5), (4, 3)),
+        (lambda: ConstantNorm(nn.BatchNorm2d(4, eps=0.5), "0"), (4, 3, 3)),
+        (nearly_constant, (2, 3, 3)),
+    ],
+)
+def test_rules_have_the_constants_of_their_layers(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    layer, x = build().double(), torch.randn(1, *shape).double()
+    out = layer(x)
+    delta = torch.randn_like(out)
+    wanted = torch.autograd.grad(out, [*layer.parameters()], delta)
+    [found] = find_layers(layer)
+    columns = instantiate(found, [Use.of(layer, x[None], delta[None])])
+    for column, expected in zip(columns, wanted, strict=True):
+        torch.testing.assert_close(column[0], expected.flatten())
+
+
+def test_a_constant_norm_is_its_batch_norm_in_evaluation_mode() -> None:
+    norm, x = nn.BatchNorm2d(4, eps=0.5).eval(), torch.randn(2, 4, 3, 3)
+    torch.testing.assert_close(ConstantNorm(norm, "0")(x), norm(x))
+
+
+def test_made_up_rows_have_the_integers_of_every_row_of_an_example() -> None:
+    example = torch.tensor([[1], [4], [7]])
+    assert Structure(example, keep=True).made_up(4).tolist() == [[1], [4], [7], [1]]
 
 
 def test_made_up_masks_leave_tokens_of_both_kinds() -> None:

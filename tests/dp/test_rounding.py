@@ -196,6 +196,16 @@ def test_a_sum_that_cancels_is_done_in_float64(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.promise("one")
+@pytest.mark.parametrize("factor", [1.0, 1e-6])
+def test_the_norm_of_a_centre_is_that_of_its_region(factor: float) -> None:
+    """From it follows which sums cancel."""
+    layer, centre, scale = nn.Linear(3, 2), torch.randn(8), 1 + torch.rand(8)
+    region = Ellipsoid(centre, factor / scale.square(), torch.tensor(factor))
+    found = RegionMetric(region).centre_norm(find_layers(layer))
+    assert float(found) == pytest.approx(float((centre / scale).norm()), rel=1e-3)
+
+
+@pytest.mark.promise("one")
 def test_a_draw_many_times_larger_than_expected_cancels_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
