@@ -33,6 +33,7 @@ from dpmac_cli.models.feature_cache import AT_A_TIME, _run_of, featured
 from dpmac_cli.models.features import (
     FrozenFeatures,
     LoraLinear,
+    Mirrored,
     WithHead,
     cut_before_head,
     freeze,
@@ -50,7 +51,7 @@ from dpmac_cli.models.registry import (
 )
 from dpmac_cli.models.scattering import Scattering
 from dpmac_cli.models.validation import check_model
-from dpmac_cli.models.weights import adopt, published
+from dpmac_cli.models.weights import PublicWeights, adopt, published
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.prediction import score
@@ -147,6 +148,32 @@ def features_of(
     with heard_by(events.append), patch.object(feature_cache, "AT_A_TIME", 20):
         _, sha256 = featured(parts, data or some_digits(), {}, cache)
     return computed(events), sha256
+
+
+def test_features_of_other_test_records_are_computed(tmp_path: Path) -> None:
+    data = some_digits()
+    assert [features_of(tmp_path)[0] for _ in range(2)] == [True, False]
+    test = Split(data.test.images.flip(0), data.test.labels)
+    assert features_of(tmp_path, data=replace(data, test=test))[0]
+
+
+def test_mirrored_features_of_an_image_are_those_of_its_mirror_image() -> None:
+    features, x = Mirrored(nn.Flatten()), torch.randn(2, 3, 4, 4)
+    torch.testing.assert_close(features(x), features(x.flip(3)))
+    assert not features(x).allclose(features(x.flip(2)))
+
+
+def test_public_weights_have_every_layer_but_the_last() -> None:
+    network = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    some = {name: t for name, t in network.state_dict().items() if not name.startswith("0.")}
+    with pytest.raises(ModelError, match=r"0\.bias: missing from the file"):
+        list(PublicWeights(Path("some"), "", some).adopted_by(network, "1"))
+
+
+def test_a_network_of_the_program_is_copied() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    built = build_model(network, DIGITS.signature, seed=0)
+    assert set(map(id, built.parameters())).isdisjoint(map(id, network.parameters()))
 
 
 @pytest.mark.promise("features")

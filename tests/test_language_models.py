@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from dpmac_cli import ArrayData, ball, clipped_grad, load_model, resolve
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import read_encoder
+from dpmac_cli.models.registry import Trained
 from dpmac_cli.models.text_encoder import CausalModel, encoder_weights
 from tests.helpers import without
 from tests.tiers import rest_long
@@ -174,6 +175,8 @@ def test_an_adapter_does_not_tell_where_its_network_was() -> None:
     assert shown.exit_code == 0, shown.output
     public = [file for file in Path("run").iterdir() if file.is_file()]
     assert Path("run/adapter_config.json") in public
+    adapter = json.loads(Path("run/adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"]) == (Trained.rank, Trained.alpha)
     telling = [file.name for file in public if place.name.encode() in file.read_bytes()]
     assert telling == ["config.yaml"]
 

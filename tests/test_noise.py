@@ -431,6 +431,23 @@ def test_a_step_draws_by_its_key_and_leaves_the_generators_of_the_program(kind: 
     assert first not in others
 
 
+@pytest.mark.promise("noise")
+def test_views_and_the_layers_of_every_rank_have_key_streams_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes, at, key = list[int](), KeyStream.at, a_key(5)
+
+    def noted(keys: KeyStream, step: int, lane: int = 0) -> Any:
+        lanes.append(lane)
+        return at(keys, step, lane)
+
+    monkeypatch.setattr(KeyStream, "at", noted)
+    for rank in range(3):
+        drawn_by_layers(key, rank=rank)
+    LayerDraws(key).words(1, np.arange(2), 3)
+    assert len(lanes) == len(set(lanes)) == 4
+
+
 def test_the_state_of_torchs_generator_is_laid_out_as_assumed() -> None:
     """Words of mt19937 as Matsumoto and Nishimura initialise them."""
     torch.manual_seed(12345)

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.optim.optimizer import OPTIMIZERS
+from dpmac_cli.training.schedules import Recipe
 from tests.conftest import every_optimizer
 from tests.helpers import (
     CLIP_LIMIT,
+    PLAN,
     Batches,
     KeptNoise,
     Spy,
@@ -304,7 +306,9 @@ def test_a_sample_that_is_not_finite_adds_nothing(name: str) -> None:
 @every_optimizer
 def test_a_restored_state_goes_on_as_if_nothing_had_happened(name: str) -> None:
     """Tensors and numbers are the whole state: with the same draws, the rest is the same."""
-    first, second = (make_trainer(name, kappa="tracked", phi="tracked") for _ in range(2))
+    options: dict[str, Any] = {"kappa": "tracked", "phi": "tracked"}
+    options["plan"] = replace(PLAN, recipe=Recipe(ema=0.9))
+    first, second = (make_trainer(name, **options) for _ in range(2))
     walk(first, 5)
     tensors = {key: tensor.clone() for key, tensor in first.state.tensors().items()}
     numbers = json.loads(json.dumps(first.state.numbers()))
@@ -312,6 +316,9 @@ def test_a_restored_state_goes_on_as_if_nothing_had_happened(name: str) -> None:
     walk(second, 3)
     second.state.restore(tensors, numbers)
     assert torch.equal(walk(second, 5), rest)
+    assert first.state.average is not None
+    assert second.state.average is not None
+    assert torch.equal(second.state.average, first.state.average)
 
 
 @pytest.mark.promise("mean")

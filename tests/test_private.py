@@ -91,7 +91,7 @@ def test_a_loop_that_stops_early_publishes_what_it_spent(tmp_path: Path) -> None
 
 
 @pytest.mark.promise("failed")
-def test_a_step_that_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_is_paid_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     private = make_private(network(), "digits", **{**SETTINGS, "steps": 2})
     private.step()
     once = private.epsilon
@@ -101,6 +101,20 @@ def test_a_step_that_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert private.epsilon > once
     with pytest.raises(BudgetError, match="All 2 steps"):
         private.step()
+    report = private.publish(tmp_path / "out").report
+    assert report["privacy"]["epsilon"] == private.epsilon
+
+
+@pytest.mark.promise("noise")
+def test_no_program_knows_what_dropout_draws() -> None:
+    """It is a function of the keys of the training alone."""
+    found = []
+    for seed in (1, 2):
+        private = make_private(nn.Sequential(network(), nn.Dropout()), "digits", **SETTINGS)
+        torch.manual_seed(seed)
+        private.step()
+        found.append(torch.cat([p.detach().flatten() for p in private.model.parameters()]))
+    assert torch.equal(*found)
 
 
 @pytest.mark.promise("mean")

@@ -254,6 +254,36 @@ class Reusing(Notes):
         return self.memory
 
 
+class Jittered(Notes):
+    """Adds a random number to every record."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**super().__getitem__(index), "jitter": torch.rand(())}
+
+
+def test_random_transforms_are_others_in_every_step_and_for_every_record() -> None:
+    seen, step = list[float](), started(steps=2)
+    for batch in step.loader(Jittered()):
+        seen += batch["jitter"].tolist()
+        step(batch)
+    assert len(seen) == len(set(seen)) > BATCH
+
+
+class Widening(Notes):
+    """Has one record of another type of numbers."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        kind = torch.float64 if index == RECORDS // 2 + 1 else torch.float32
+        return {**super().__getitem__(index), "weight": torch.ones((), dtype=kind)}
+
+
+@pytest.mark.promise("reading")
+def test_a_record_of_another_type_does_not_change_the_batch() -> None:
+    step = started(sampling=Poisson(n=RECORDS, batch_size=RECORDS))
+    with pytest.raises(InputError, match=r"batch\['weight'\] of a record has shape"):
+        next(step.loader(Widening()))
+
+
 def as_views(records: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: value[None] for name, value in records[0].items()}
 

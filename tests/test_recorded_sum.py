@@ -31,9 +31,13 @@ from torch.utils._pytree import tree_leaves
 
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.dp.clipping.batch_invariance import Manner
+from dpmac_cli.dp.clipping.batches import Structure
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
+from dpmac_cli.dp.clipping.layers import flatten_parameters
+from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.per_sample import PerSample
-from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
+from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism, ball
+from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.randomness import noise
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.runs.trainer import Trainer
@@ -267,6 +271,27 @@ def test_memory_that_a_replay_reads_is_not_used_for_other_records() -> None:
     assert not isinstance(found, str)
     SCALE[0] = torch.zeros(9)
     assert scale() is not None
+
+
+@pytest.mark.parametrize("in_float64", [False, True])
+def test_only_records_are_counted_whose_weights_were_cut(
+    in_float64: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_float64:
+        monkeypatch.setattr("dpmac_cli.dp.clipping.clipped_sum.REACH", -1.0)
+    x, y = Structure(torch.zeros(1, 9)), Structure(torch.zeros(1, dtype=torch.long), keep=True)
+    per_sample = PerSample(Mixed(), x, y, weigh=RecordWeights(lambda *_: torch.tensor([2.0]), 1.0))
+    theta = flatten_parameters(per_sample.layers)
+    sums = RecordedChunkSum(per_sample, 64, 8, on_tape)
+    batch, labels, out = (
+        torch.randn(8, 9),
+        torch.zeros(8, dtype=torch.long),
+        torch.empty_like(theta),
+    )
+    for _ in range(2):
+        sums.of(batch, labels, RegionMetric(ball(1.0)), out, samples=5)
+    assert not any(isinstance(found, str) for found in sums.recordings.values())
+    assert int(sums.cut) == 2 * 5
 
 
 def recording_all(per_sample: PerSample) -> None:

@@ -5,11 +5,13 @@ import itertools
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from dpmac_cli.accounting.accountants import total_epsilon
@@ -17,6 +19,7 @@ from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.weights import unpacked
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
@@ -24,9 +27,13 @@ from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder, ledger
+from dpmac_cli.runs.ledger import Spent
+from dpmac_cli.runs.prepare import PreparedRun
 from dpmac_cli.runs.session import Reduced, Started, Update
+from dpmac_cli.runs.train import Inherited, _check_same, _lost
 from dpmac_cli.runs.trainer import Trainer
 from tests.digits_runs import RATE, SIGMA, after, contents, digits_config, read_lines, report_of
+from tests.helpers import tiny_data, tiny_model
 from tests.tiers import rest_long
 from tests.typed import dpmac
 
@@ -64,6 +71,36 @@ def test_a_killed_run_continues_from_its_state_and_counts_the_lost_steps(
     assert note == f"2 of 21 steps are counted twice: epsilon {said}."
     assert [event["steps"] for event in last.report["privacy"]["events"]] == [10, 13]
     assert last.report["hyperparameters"]["steps"] == STEPS
+
+
+def test_only_steps_of_the_last_part_are_counted_twice() -> None:
+    plan = start(out="run", steps=20)
+    event = plan.privacy.event_of
+    was = Spent((event(5),), event(15), base=5, begun=9)
+    now = replace(was.continued(7), event=event(13))
+    [note] = _lost(plan, Inherited(None, now, before=was), now)
+    assert note.startswith("2 of 20 steps are counted twice")
+
+
+@pytest.mark.promise("resume")
+def test_a_run_is_not_resumed_with_other_public_weights() -> None:
+    model = tiny_model()
+    first, second = (
+        PreparedRun(model=model, trained=model, data=tiny_data(), pretrained=sha256).compared
+        for sha256 in ("a", "b")
+    )
+    with pytest.raises(InputError, match="The public weights are not those"):
+        _check_same(second, first)
+
+
+@pytest.mark.promise("faults")
+def test_a_checkpoint_whose_weights_were_altered_is_not_resumed() -> None:
+    finish(run.train(start(out="run", steps=2), after(1)))
+    path = checkpoint.path_in(Path("run"))
+    tensors, header = unpacked(path.read_bytes())
+    path.write_bytes(save({**tensors, "theta": tensors["theta"] + 1}, header))
+    with pytest.raises(InputError, match="is damaged"):
+        checkpoint.read(Path("run"))
 
 
 def kill_in(step: int, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:

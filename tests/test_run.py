@@ -249,6 +249,8 @@ def test_sha256sum_checks_what_was_sealed(tmp_path: Path) -> None:
     assert folder.is_published(tmp_path)
     folder.unpublish(tmp_path)
     assert not folder.is_published(tmp_path)
+    kept = {folder.MODEL, folder.METRICS, folder.CONFIG, "plot.png"}
+    assert {file.name for file in tmp_path.iterdir()} == kept
 
 
 # A step that fails is charged, and its noise is never added to another sum.

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,6 +124,19 @@ def test_what_a_teacher_learned_is_added(monkeypatch: pytest.MonkeyPatch) -> Non
     assert carried_by(Student(teacher)) == carried_by(teacher)
     second = trained(network(), loss=from_closure)
     assert second.epsilon == both(first, second) > first.epsilon
+
+
+@pytest.mark.promise("again")
+def test_of_copies_of_a_training_the_longest_counts() -> None:
+    """As when a network is unpickled twice, and one of them is trained further."""
+    event = resolve(SETTINGS, dataset="digits").plan.privacy.event
+    less = Training(event=event, unit=("", ""), private=True, seeded=False, secure=False, begun=1)
+    more = replace(less, begun=3)
+    one, other = network(), network()
+    attach(one, less)
+    attach(other, more)
+    assert carried_by(nn.Sequential(one, other)) == (more,)
+    assert carried_by(nn.Sequential(other, one)) == (more,)
 
 
 @pytest.mark.promise("again")

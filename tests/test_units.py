@@ -18,10 +18,11 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data import user_data
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.units import units_in, units_of
+from dpmac_cli.data.units import Units, units_in, units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
+from dpmac_cli.training import chunks
 from dpmac_cli.training.schedules import Recipe
 from tests.digits_runs import after, report_of
 from tests.helpers import PLAN, Batches, Spy, make_trainer, tiny_data
@@ -107,6 +108,27 @@ def test_a_unit_moves_the_clipped_sum_by_at_most_one(name: str, records: int, au
         assert 0 < moved <= 1
         [alone, later], _ = added(name, recipe, data, [unit], steps=2)
         assert max(float(alone.norm()), float(later.norm())) <= 1
+
+
+@pytest.mark.promise("unit")
+def test_what_chooses_records_of_a_unit_does_not_augment_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen, turned, views_of = list[Any](), list[Any](), chunks.views_of
+    records = Units.records
+
+    def noted(units: Units, which: Any, words: Any, count: int) -> Any:
+        chosen.append(words)
+        return records(units, which, words, count)
+
+    def augmented(images: Any, words: Any, kind: str) -> Any:
+        turned.append(words)
+        return views_of(images, words, kind)
+
+    monkeypatch.setattr(Units, "records", noted)
+    monkeypatch.setattr(chunks, "views_of", augmented)
+    added("dp-sgd", Recipe(records=2, views=2, augment="flip"), in_units(), [0, 1])
+    assert not np.isin(np.concatenate(chosen), np.concatenate(turned)).any()
 
 
 # Own data.

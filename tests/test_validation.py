@@ -754,6 +754,16 @@ def test_a_network_that_changes_itself_is_refused_before_the_noise(name: str) ->
     assert trainer.state.step == 2
 
 
+@pytest.mark.promise("validated")
+def test_a_buffer_that_was_written_to_is_refused_each_time() -> None:
+    norm = nn.BatchNorm1d(2)
+    kept = Fingerprint(norm, set())
+    norm.get_buffer("running_mean").add_(1)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="running_mean was written to"):
+            kept.check()
+
+
 @pytest.mark.promise("alone")
 def test_statistics_in_a_buffer_are_not_published() -> None:
     net = Adjustable()

@@ -38,8 +38,9 @@ from dpmac_cli.dp.clipping.per_sample import (
     constant_draws,
     each_alone,
 )
-from dpmac_cli.dp.clipping.projections import MASKS
+from dpmac_cli.dp.clipping.projections import MASKS, by_projections
 from dpmac_cli.dp.clipping.tied_products import TiedProducts
+from dpmac_cli.dp.clipping.unfold import inputs_by_position
 from dpmac_cli.dp.losses import build_loss, check_loss
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError
@@ -459,6 +460,24 @@ def test_rules_have_the_constants_of_their_layers(
     columns = instantiate(found, [Use.of(layer, x[None], delta[None])])
     for column, expected in zip(columns, wanted, strict=True):
         torch.testing.assert_close(column[0], expected.flatten())
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+def test_patches_have_the_padding_of_their_layer(mode: Any) -> None:
+    conv, x = nn.Conv2d(2, 3, 3, padding=2, padding_mode=mode), torch.randn(2, 2, 4, 4)
+    found = inputs_by_position(conv, x) @ conv.weight.flatten(1).T + conv.bias
+    out = conv(x)
+    torch.testing.assert_close(found.mT.reshape(out.shape), out)
+
+
+@pytest.mark.filterwarnings("ignore:dropout option adds dropout after all but last")
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_the_inputs_of_a_recurrent_layer_are_not_dropped(kind: type[nn.Module]) -> None:
+    layer, x = kind(3, 4, dropout=0.5, batch_first=True), torch.randn(2, 5, 3)
+    expected, _ = layer(x)
+    with by_projections([layer]):
+        found, _ = layer(x)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_constant_norm_is_its_batch_norm_in_evaluation_mode() -> None:

@@ -106,7 +106,7 @@ class ClippedChunkSum:
         """
         squared, doubtful = self.norms(gradients, metric, counted)
         self._add_up(gradients, squared, weights, metric.region, counted, out)
-        self.cut.add_((weights.cut & counted).sum())
+        self.cut.add_((weights.cut & counted & ~doubtful).sum())
         return doubtful
 
     def sum_up_precisely(
@@ -118,6 +118,7 @@ class ClippedChunkSum:
         out: Tensor,
     ) -> None:
         """Write the sum of the samples that count, in float64."""
+        self.cut.add_((weights.cut & counted).sum())
         gradients, squared = self.precise_norms(gradients, metric)
         total = torch.empty_like(out, dtype=torch.float64)
         self._add_up(gradients, squared, weights, metric.region, counted, total)
