@@ -262,11 +262,12 @@ class Jittered(Notes):
 
 
 def test_random_transforms_are_others_in_every_step_and_for_every_record() -> None:
-    seen, step = list[float](), started(steps=2)
+    seen = list[float]()
+    step = started(sampling=Poisson(n=RECORDS, batch_size=RECORDS), steps=2)
     for batch in step.loader(Jittered()):
         seen += batch["jitter"].tolist()
         step(batch)
-    assert len(seen) == len(set(seen)) > BATCH
+    assert len(seen) == len(set(seen)) == 2 * RECORDS
 
 
 class Widening(Notes):
