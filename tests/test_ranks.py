@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from dpmac_cli.data.units import units_of
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import run
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.runs import workers
+from dpmac_cli.runs.environment import environment
 from dpmac_cli.runs.trainer import Trainer
 from dpmac_cli.runs.trainer import make_trainer as make_run_trainer
 from dpmac_cli.training.distributed import Ranks
@@ -29,6 +32,7 @@ from tests.helpers import (
     Batches,
     in_chunks_of,
     make_trainer,
+    tiny_data,
     walk,
 )
 from tests.tiers import one_in, rest_long
@@ -337,6 +341,23 @@ def test_ranks_that_compute_otherwise_do_not_begin(
         assert isinstance(failure, InputError), failure
         assert f"do not have the same {named}, so" in str(failure)
     assert files() == before
+
+
+@pytest.mark.promise("ranks")
+def test_what_ranks_compare_has_the_settings_of_torch_and_the_units_of_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = environment()
+    monkeypatch.setattr("dpmac_cli.runs.environment.Arithmetic.switches", "others")
+    assert [name for name, value in environment().items() if value != before[name]] == [
+        "settings of torch"
+    ]
+    plan, data = digits_config(), tiny_data()
+    pairs, thirds = (
+        replace(data, train=replace(data.train, units=units_of(np.arange(40) // count)))
+        for count in (2, 3)
+    )
+    assert len({workers._records(plan, each) for each in (data, pairs, thirds)}) == 3
 
 
 @pytest.mark.promise("ranks")

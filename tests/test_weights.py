@@ -258,6 +258,14 @@ def test_weights_multiply_a_sum_of_a_program() -> None:
     torch.testing.assert_close(clipped[1], clipped[0] / 2)
 
 
+def test_weights_that_vmap_computes_otherwise_are_computed_in_a_loop() -> None:
+    def odd(x: Tensor, _: Tensor) -> Tensor:
+        mapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+        return torch.full((1,), 1.0 if mapped else 0.5)
+
+    assert not Sums(F.cross_entropy, RecordWeights(odd, 1.0, "x", "y")).per_sample.vmapped
+
+
 def test_rows_that_fill_a_chunk_have_no_weight_to_cut() -> None:
     sums = Sums(F.cross_entropy, RecordWeights(lambda x, y: 2.0 + y, 1.0, "x", "y"))
     out = torch.empty_like(sums.theta)
