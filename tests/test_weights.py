@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,16 @@ def test_rows_that_fill_a_chunk_have_no_weight_to_cut() -> None:
     out = torch.empty_like(sums.theta)
     sums.clipped_sum.of(*rows(), RegionMetric(ball(1.0)), out, samples=5)
     assert int(sums.clipped_sum.cut) == 5
+
+
+def test_a_run_trains_on_the_loss_of_its_settings() -> None:
+    losses = []
+    for kind in (LossKind(), LossKind(smoothing=0.5), LossKind("focal")):
+        trainer = make_trainer("dp-sgd", plan=replace(PLAN, recipe=Recipe(loss=kind)))
+        per_sample = trainer.sums.per_sample
+        found, *_ = per_sample(*per_sample.made_up(2))
+        losses.append(found)
+    assert not any(one.allclose(other) for one, other in combinations(losses, 2))
 
 
 @pytest.mark.promise("unit")
