@@ -16,6 +16,7 @@ from PIL import Image
 from dpmac_cli import ArrayData
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data import user_data
+from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import Units, units_in, units_of
@@ -114,7 +115,7 @@ def test_a_unit_moves_the_clipped_sum_by_at_most_one(name: str, records: int, au
 def test_what_chooses_records_of_a_unit_does_not_augment_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chosen, turned, views_of = list[Any](), list[Any](), chunks.views_of
+    chosen, turned = list[Any](), list[Any]()
     records = Units.records
 
     def noted(units: Units, which: Any, words: Any, count: int) -> Any:
