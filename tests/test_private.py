@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dpmac_cli import (
     BudgetError,
     InputError,
+    ModelError,
     make_private,
     resolve,
     total_epsilon,
@@ -74,6 +75,35 @@ def test_the_loop_is_the_same_run_as_the_command(tmp_path: Path) -> None:
     ours = private.model.state_dict()
     for name, tensor in weights(tmp_path / "run").items():
         assert torch.equal(tensor, ours[name])
+
+
+COUNTING = """
+import torch
+
+class Counting(torch.nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.last = torch.nn.Linear(64, classes)
+        self.register_buffer("seen", torch.zeros(64))
+
+    def forward(self, x):
+        if not self.training:
+            self.seen.data.add_(x.flatten(1).sum(0))
+        return self.last(x.flatten(1))
+"""
+
+
+@pytest.mark.promise("validated")
+def test_what_a_network_keeps_while_it_is_scored_is_not_published(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(COUNTING)
+    made: dict[str, Any] = {}
+    exec(COUNTING, made)
+    private = make_private(made["Counting"]((1, 8, 8), 10), "digits", **SETTINGS)
+    with pytest.raises(ModelError, match="changed its seen during training"):
+        private.publish(tmp_path / "out")
+    with pytest.raises(ModelError, match="changed its seen during training"):
+        train_digits(model=f"{tmp_path}/net.py:Counting", out=tmp_path / "run", **SETTINGS)
+    assert not (tmp_path / "run" / "report.json").exists()
 
 
 def test_a_loop_that_stops_early_publishes_what_it_spent(tmp_path: Path) -> None:

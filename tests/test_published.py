@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.release import run
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import folder
@@ -161,3 +162,10 @@ def test_a_leak_would_be_found(
         assert f"{name}: {what}" in secrets.found(where)
     finally:
         file.write_bytes(before)
+
+
+@pytest.mark.promise("published")
+def test_the_name_of_a_network_of_your_own_has_no_folder() -> None:
+    model = parse_model("/home/somebody/nets/net.py:make")
+    assert isinstance(model, UserModel)
+    assert model.name == "net.py:make"
