@@ -20,11 +20,14 @@ from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
+from dpmac_cli.storage import files
 from dpmac_cli.storage.cache import (
     WHOLE,
     RowFile,
+    Rows,
     complete,
     kept_files,
+    make_room,
 )
 from dpmac_cli.storage.progress import LISTENER, Computing
 from tests.digits_runs import same_weights, train_events
@@ -198,3 +201,34 @@ def test_processes_share_the_work_and_two_runs_share_one_file(
     assert len(more) + len(rest) == 300
     values = np.concatenate([more, rest])[:, 0, 0, 0]
     assert sorted(values.tolist()) == sorted(number % 251 for number in range(300))
+
+
+@pytest.mark.promise("facts")
+def test_other_rows_of_a_file_have_another_checksum(cache: Path) -> None:
+    features_of(cache)
+    [whole] = kept_files(cache)
+    file = RowFile(whole)
+    sums = {Rows(file, np.array(rows)).sha256() for rows in ([0, 1], [0, 2], [1, 0], [0])}
+    assert len(sums) == 4
+
+
+def test_a_file_that_was_used_is_removed_last(cache: Path) -> None:
+    features_of(cache)
+    [used] = kept_files(cache)
+    other = used.with_name(f"other{WHOLE}")
+    other.write_bytes(used.read_bytes())
+    os.utime(used, (0, 0))
+    os.utime(other, (1e9, 1e9))
+    assert complete(used) is not None
+    assert make_room(cache, used.stat().st_size) == [other]
+
+
+@pytest.mark.promise("ledger")
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, sync, name = list[str](), os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda of: (done.append("sync"), sync(of)))
+    monkeypatch.setattr(os, "replace", lambda *of: (done.append("name"), name(*of)))
+    files.write_atomically(tmp_path / "file", b"content")
+    assert done[:2] == ["sync", "name"]

@@ -20,7 +20,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.release import run
-from dpmac_cli.release.card import OPEN, QUESTIONS, model_card
+from dpmac_cli.release.card import OPEN, QUESTIONS, model_card, templates
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.publish import Finished
 from dpmac_cli.release.report import Report
@@ -323,3 +323,9 @@ def test_the_page_of_a_run_has_card_course_attacks_and_settings(
     markers = [use for use in course.iter(f"{SVG}use") if use.get("y") is not None]
     assert len(markers) > 4  # two epochs in each of two panels, and ticks
     assert attacks.find(f".//{SVG}path") is not None
+
+
+def test_a_name_in_a_card_is_no_markup() -> None:
+    as_text = templates().filters["as_text"]
+    shown = as_text(r"<img src=x> | [a](b) *c* `d` \ e")
+    assert shown == r"\<img src=x\> \| \[a\](b) \*c\* \`d\` \\ e"

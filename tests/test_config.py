@@ -13,6 +13,9 @@ import pytest
 import yaml
 from PIL import Image
 
+from dpmac_cli import ArrayData
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.cli.options import parameter
 from dpmac_cli.config import resolve as resolving
 from dpmac_cli.config.flags import Option, flag_name, options
@@ -467,3 +470,20 @@ def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -
 def test_a_recorded_setting_that_is_gone_is_named() -> None:
     with pytest.raises(InputError, match="There is no setting 'no_isolate'"):
         given_settings({}, by_setting({"dataset": "digits", "no-isolate": True}))
+
+
+@pytest.mark.promise("said")
+def test_the_default_of_delta_is_below_1_over_n_for_many_records() -> None:
+    x = np.arange(60_000.0)[:, None]
+    plan = resolving.resolve(dataset=ArrayData(x, x[:, 0] % 2, low=0, high=60_000)).plan
+    assert plan.privacy.delta == pytest.approx(plan.data.facts.train_size**-1.1)
+    assert plan.privacy.delta < 1e-5
+
+
+@pytest.mark.promise("target")
+def test_the_target_of_a_step_covers_what_was_done_before() -> None:
+    before = (TrainingEvent(0.1, 2.0, 40),)
+    named = {"model": "linear", "batch_size": 100, "epsilon": 8.0, "steps": 50, "delta": 1e-5}
+    plan, _ = resolving.resolve_batches(1000, named, before)
+    found = total_epsilon((*before, plan.privacy.event), 1e-5)
+    assert 7.9 < found <= 8

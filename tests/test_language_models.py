@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.models.encoders import read_encoder
 from dpmac_cli.models.registry import Trained
 from dpmac_cli.models.text_encoder import CausalModel, encoder_weights
+from dpmac_cli.release import prediction
+from dpmac_cli.tasks.language_model import LanguageModel
 from tests.helpers import without
 from tests.tiers import rest_long
 from tests.tiny_bert import notes, text_inputs, write_network
@@ -220,3 +223,26 @@ def test_a_person_with_several_notes_is_a_unit() -> None:
     assert report["privacy"]["unit"]["told_by"] == "person"
     assert report["dataset"]["train_size"] + report["dataset"]["test_size"] == 20
     assert report["machine"]["physical_batch"] == 4096 // (8 * LIMIT)  # all texts of a unit count
+
+
+def test_the_perplexity_of_a_text_is_that_of_its_loss() -> None:
+    found = LanguageModel().answers(torch.tensor([[0.0], [2.0]]))
+    torch.testing.assert_close(found, torch.tensor([[1.0], [math.e**2]]))
+
+
+def test_a_temperature_of_0_is_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[tuple[int, float]]()
+
+    def continued(x: object, length: int, temperature: float) -> list[object]:
+        given.append((length, temperature))
+        return []
+
+    released: Any = SimpleNamespace(
+        reader=object(),
+        header=SimpleNamespace(task=LanguageModel()),
+        model=SimpleNamespace(get_submodule=lambda name: SimpleNamespace(continued=continued)),
+    )
+    monkeypatch.setattr(prediction, "_inputs", lambda *rest: [None])
+    for temperature in (0.0, None, 0.5):
+        prediction._continued(released, released, torch.device("cpu"), None, temperature)
+    assert given == [(prediction.LENGTH, t) for t in (0.0, 1.0, 0.5)]

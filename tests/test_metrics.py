@@ -24,7 +24,7 @@ from dpmac_cli.cli.display import as_tables
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.classified import Classified
-from dpmac_cli.tasks.intervals import clopper_pearson
+from dpmac_cli.tasks.intervals import Sizes, clopper_pearson, effective_size
 from dpmac_cli.training.evaluation import Evaluation
 from tests.helpers import answers_of, class_task
 
@@ -232,3 +232,16 @@ def test_no_number_of_a_table_is_cut_on_a_narrow_screen(classes: int, width: int
     cells = [int(cell) for cell in re.findall(r"(?<=[ │])\d+(?= *[│\n])", shown)]
     counts = answers.confusion.flatten().tolist()
     assert not Counter(counts) - Counter(cells)
+
+
+def test_one_number_that_is_none_leaves_a_record_without_a_class() -> None:
+    logits = torch.tensor([[3.0, math.nan, 0.0], [3.0, 0.0, 0.0]])
+    answers = class_task(3).answers(logits).numpy()
+    assert np.isnan(answers[0]).all()
+    assert class_task(3).columns(answers)["predicted"] == ["", class_task(3).names[0]]
+
+
+def test_a_variance_of_few_units_is_worth_fewer_answers() -> None:
+    few, many = (effective_size(0.8, 0.01, Sizes(1000, units, units - 1)) for units in (4, 1000))
+    # The quotient of the 97.5% quantiles of Student's distribution, squared.
+    assert few / many == pytest.approx((1.962341 / 3.182446) ** 2, rel=1e-5)

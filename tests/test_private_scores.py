@@ -20,6 +20,8 @@ from dpmac_cli.accounting.risk import gaussian_mu, trade_off
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Split
 from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.units import units_of
+from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
@@ -28,7 +30,7 @@ from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import trainer as training
 from dpmac_cli.runs.session import Evaluated, Update
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.private_scores import PrivateScore, release_score
+from dpmac_cli.training.private_scores import PrivateScore, counts, release_score
 from tests.care import assert_noise_of, moved_by_units, owners_of
 from tests.digits_runs import (
     SEED,
@@ -390,3 +392,20 @@ def test_epsilon_on_the_way_covers_the_scores_that_were_shown() -> None:
                 >= max(total_epsilon((cost,), plan.privacy.delta) for cost in costs) - 1e-12
             )
     assert all(event.epsilon is not None for event in events[-2:] if isinstance(event, Update))
+
+
+@pytest.mark.promise("scores")
+@pytest.mark.parametrize("by_class", [False, True])
+def test_no_unit_adds_more_than_one_even_by_rounding(by_class: bool) -> None:
+    result, units = outputs(399), units_of(np.arange(399) // 3)  # thirds have no exact digits
+    assert counts(result, units, by_class=by_class).sum(1).max() <= round(1 / GRID)
+
+
+def test_released_rates_are_those_of_the_true_classes() -> None:
+    labels = torch.tensor([0] * 80 + [1] * 20)
+    logits = torch.zeros(100, 2)
+    logits[:, 0] = 1.0  # always the first class, which is right in 80%
+    result = Evaluation(0.0, logits, labels, class_task(2))
+    noise = Noise(bytes(32)).at(1)
+    found = release_score(result, None, Scores(1e-3, 1, True), noise)
+    assert found.sensitivity == pytest.approx((1, 0), abs=0.01)

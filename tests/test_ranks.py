@@ -392,3 +392,12 @@ def test_ranks_that_went_apart_take_the_first_ones_state(what: str) -> None:
 
     first, other = together(2, work)
     assert torch.equal(first, other)
+
+
+@pytest.mark.promise("one")
+def test_sums_of_ranks_are_added_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "_meet", lambda *rest: None)
+    # Beside 2^24, float32 has no room for 1.
+    part = torch.tensor([2.0**24, 1.0])
+    assert Ranks(0, 2).reduce(part).sum() == 2**24 + 1
+    assert Ranks(0, 2).reduce(part).dtype == torch.float64

@@ -303,3 +303,20 @@ def _check_predictions(folder: Path, where: Path) -> None:
     exec(code.replace("model.safetensors", f"{folder}/model.safetensors"), known)
     inputs = torch.tensor([[30.0, 1, 0, 0], [80.0, 0, 1, 0]]).view(2, 4, 1, 1)
     np.testing.assert_allclose(known["predict"](inputs), found, rtol=1e-3, atol=1e-2)
+
+
+def test_a_target_at_the_prediction_counts_as_at_or_below_it() -> None:
+    ends = torch.tensor([[-1.0], [1.0], [1.0], [0.0]])
+    found = PLAIN.results(ends, torch.tensor([[-1.0], [1.0], [0.0], [1.0]])).metrics()
+    assert found["at-or-below"] == 0.75
+
+
+@pytest.mark.parametrize("task", [TASK, PLAIN, SEVERAL], ids=["log1p", "plain", "several"])
+def test_a_model_file_keeps_all_that_is_declared_of_a_target(task: Regression) -> None:
+    assert Regression.of_facts(json.loads(json.dumps(task.facts))) == task
+
+
+def test_of_two_errors_the_smaller_is_better() -> None:
+    metrics = {of.name: of for task in (PLAIN, SEVERAL) for of in task.metrics}
+    assert all(metrics[n].better(1) > metrics[n].better(2) for n in ("mae", "rmse", "nmae"))
+    assert metrics["r2"].better(2) > metrics["r2"].better(1)

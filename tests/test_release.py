@@ -238,3 +238,20 @@ def test_a_network_of_a_cell_is_loaded_scored_and_predicted_with() -> None:
         assert model is not network
         assert score("run", DATA, network=network).result.accuracy == scored
         assert len(predict("run", X[:5], network=network).predicted) == 5
+
+
+@pytest.mark.promise("said")
+def test_records_are_not_held_out_anew_to_score_a_file_alone(file: Path, tmp_path: Path) -> None:
+    x = np.arange(60.0)[:, None]
+    given = {"x": x, "y": (x[:, 0] % 2).astype(int), "low": 0, "high": 60}
+    network = nn.Sequential(nn.Flatten(), nn.Linear(1, 2))
+    private = make_private(network, ArrayData(**given), sigma=5, steps=1, batch_size=20)
+    list(private)
+    private.publish(tmp_path / "run")
+    file.write_bytes((tmp_path / "run" / "model.safetensors").read_bytes())
+    (tmp_path / "alone").mkdir()
+    alone = file.rename(tmp_path / "alone" / file.name)
+    tested = ArrayData(**given, x_test=x, y_test=given["y"])
+    assert score(alone, tested, network=network).result.samples == 60
+    with pytest.raises(InputError, match="has no test set"):
+        score(alone, ArrayData(**given), network=network)

@@ -22,7 +22,8 @@ import yaml
 from PIL import Image
 
 from dpmac_cli import from_dataframe, score
-from dpmac_cli.data.column_schema import Column
+from dpmac_cli.data.column_schema import Column, as_cell
+from dpmac_cli.data.csv_file import CsvFile
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table import read_table
 from dpmac_cli.data.table_cells import values_in
@@ -582,3 +583,33 @@ def test_a_declaration_that_cannot_be_meant_is_explained(given: str, said: str) 
         schema_of({"label": LABEL, "columns": columns}, "it")
     assert said in str(caught.value)
     assert "it: columns.c" in str(caught.value)
+
+
+@pytest.mark.promise("reading")
+def test_only_the_header_decides_what_separates_columns(tmp_path: Path) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text("age,sex\n" + "1;;;;;;;;,f\n" * 3)
+    assert CsvFile(file).delimiter() == ","
+
+
+@pytest.mark.parametrize("value", [9_999_999, -1_234_567.5, 0.1, 10**14 + 1])
+def test_a_declared_number_keeps_its_digits(value: float) -> None:
+    assert as_cell(value) == str(value)
+
+
+def test_a_category_without_a_record_is_said_of_its_own_column() -> None:
+    frame = pd.DataFrame({"age": [1.0, 2, 3, 4] * 9, "sex": ["f", "m"] * 18, "y": ["a", "b"] * 18})
+    schema = {
+        "label": {"column": "y", "classes": ["a", "b"]},
+        "columns": {
+            "age": {"range": [0, 9], "missing": "input"},
+            "sex": {"categories": ["f", "m", "x"]},
+        },
+    }
+    found = inspect(
+        Source(Path("t"), in_memory=from_dataframe(frame, schema), schema=schema_of(schema, ""))
+    )
+    unused = [remark for remark in found.signs.remarks if "categor" in remark]
+    assert len(unused) == 1
+    assert "x of sex" in unused[0]
+    assert "m of sex" not in unused[0]

@@ -323,3 +323,11 @@ def test_numbers_are_within_bounds_and_of_one_text() -> None:
     alone = [how_written(text) for text in TEXTS]
     assert [how_written(text) for text in reversed(TEXTS)] == alone[::-1]
     assert all(-1 <= value <= 1 for row in alone for value in row)
+
+
+def test_padding_that_a_tokenizer_declares_is_no_text() -> None:
+    plain, padding = tiny_reader(16), tiny_reader(16)
+    padding.tokenizer.enable_padding(length=16)
+    texts = ["pain", "pain in the chest"]
+    assert padding.tokens(texts, 16) == plain.tokens(texts, 16)
+    assert all(row[-1] == 0 for row in padding.tokens(texts, 16))

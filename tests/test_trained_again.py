@@ -30,6 +30,9 @@ from dpmac_cli import (
     total_epsilon,
 )
 from dpmac_cli.accounting.statements import SEED_GIVEN
+from dpmac_cli.release.model_file import _trainings
+from dpmac_cli.release.model_file import load_model as loaded
+from dpmac_cli.release.publish import Finished
 from dpmac_cli.training.lineage import Training, attach, carried_by
 from tests.digits_runs import digits_network as network
 from tests.digits_runs import train_digits
@@ -315,3 +318,17 @@ def test_a_published_model_carries_its_training(tmp_path: Path) -> None:
     loaded = load_model(tmp_path / "run").model
     again = make_private(loaded, "digits", **SETTINGS)
     assert again.epsilon == total_epsilon((config.privacy.event,), config.privacy.delta)
+
+
+@pytest.mark.promise("again")
+def test_a_published_model_tells_of_its_seed_and_of_every_part(finished: Finished) -> None:
+    header: Any = loaded(finished.folder).header
+    done, policy = header.privacy, header.privacy.seed_policy
+    for seeded in (True, False):
+        part = policy.model_copy(update={"given": seeded})
+        [event] = done.events
+        more = event.model_copy(update={"steps": event.steps + 1})
+        told = done.model_copy(update={"seed_policy": part, "events": (event, more)})
+        found = list(_trainings(told, "0"))
+        assert [training.seeded for training in found] == [seeded, seeded]
+        assert [training.event for training in found] == [event.done, more.done]

@@ -345,3 +345,14 @@ def test_a_word_for_nobody_is_no_unit_without_a_declaration(tmp_path: Path, word
         inspect(Source(tmp_path / "scans", unit="folder"))
     facts = inspect(Source(tmp_path / "scans", unit="folder", skip_bad=True)).facts
     assert facts.train_size + facts.test_size == 9  # units
+
+
+@pytest.mark.promise("unit")
+def test_a_unit_with_training_and_test_records_is_refused() -> None:
+    x = np.arange(8.0)[:, None]
+    given = {"x": x, "y": x[:, 0] % 2, "x_test": x + 8, "y_test": x[:, 0] % 2, "low": 0, "high": 20}
+    rows = np.arange(8)
+    apart = ArrayData(**given, unit=rows, unit_test=rows + 8)
+    assert resolve(dataset=apart, sigma=2, batch_size=4).plan.data.facts.train_size == 8
+    with pytest.raises(InputError, match="1 unit, such as 7, has training and test records"):
+        resolve(dataset=ArrayData(**given, unit=rows, unit_test=rows + 7), sigma=2, batch_size=4)
