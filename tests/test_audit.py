@@ -22,7 +22,7 @@ from dpmac_cli.dp.mechanism import GaussianMechanism, ellipsoid
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.release import audit, run, sentences
-from dpmac_cli.release.audit import Audit, as_likely, read_audit
+from dpmac_cli.release.audit import Audit, as_likely, curve_bound, read_audit
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.run import finish
 from dpmac_cli.runs import checkpoint, folder
@@ -452,3 +452,10 @@ def test_the_attack_tells_broken_builds_from_sound_ones(
     assert found.claimed == pytest.approx(0.7601, abs=1e-4)
     assert low <= found.curve_bound <= high
     assert found.holds == (bug is untouched)
+
+
+@pytest.mark.promise("audit")
+def test_the_bound_has_the_confidence_that_is_said() -> None:
+    # 15 or more of 20 fair coins have a probability of 2.07%, 14 or more one of 5.77%.
+    bounds = [curve_bound((TrainingEvent(1.0, 5.0, 1),), 1e-5, 20, 20, v) for v in (14, 15)]
+    assert bounds[0] == 0 < bounds[1]

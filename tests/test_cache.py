@@ -228,7 +228,16 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, sync, name = list[str](), os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda of: (done.append("sync"), sync(of)))
-    monkeypatch.setattr(os, "replace", lambda *of: (done.append("name"), name(*of)))
+
+    def synced(handle: int) -> None:
+        done.append("sync")
+        sync(handle)
+
+    def named(old: Path, new: Path) -> None:
+        done.append("name")
+        name(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
     files.write_atomically(tmp_path / "file", b"content")
     assert done[:2] == ["sync", "name"]

@@ -19,6 +19,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.cli.options import parameter
 from dpmac_cli.config import resolve as resolving
 from dpmac_cli.config.flags import Option, flag_name, options
+from dpmac_cli.config.named import RECIPES
 from dpmac_cli.config.resolve import Resolved
 from dpmac_cli.config.settings import Count, Settings
 from dpmac_cli.config.sources import by_flag, by_setting, given_settings, parse_settings, to_yaml
@@ -487,3 +488,15 @@ def test_the_target_of_a_step_covers_what_was_done_before() -> None:
     plan, _ = resolving.resolve_batches(1000, named, before)
     found = total_epsilon((*before, plan.privacy.event), 1e-5)
     assert 7.9 < found <= 8
+
+
+def test_flags_take_precedence_over_a_named_recipe() -> None:
+    given = given_settings({"recipe": "mnist-scatter", "epsilon": "1", "epochs": "7"})
+    assert (given.epsilon, given.epochs, given.batch_size) == (1, 7, 5000)
+
+
+def test_the_command_of_a_recipe_has_the_flags_that_it_needs() -> None:
+    needing = {name: of for name, of in RECIPES.items() if of.with_flags}
+    assert needing
+    for name, of in needing.items():
+        assert of.line(name) == f"dpmac {of.command} --recipe {name} {of.with_flags}"

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from scipy.stats import binomtest
 from sklearn import metrics as sklearn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from dpmac_cli.cli.display import as_tables
@@ -25,7 +25,7 @@ from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.tasks.classification import Classification
 from dpmac_cli.tasks.classified import Classified
 from dpmac_cli.tasks.intervals import Sizes, clopper_pearson, effective_size
-from dpmac_cli.training.evaluation import Evaluation
+from dpmac_cli.training.evaluation import Evaluation, outputs
 from tests.helpers import answers_of, class_task
 
 CHOSEN = [metric.name for metric in Classification.metrics if metric.chosen]
@@ -245,3 +245,12 @@ def test_a_variance_of_few_units_is_worth_fewer_answers() -> None:
     few, many = (effective_size(0.8, 0.01, Sizes(1000, units, units - 1)) for units in (4, 1000))
     # The quotient of the 97.5% quantiles of Student's distribution, squared.
     assert few / many == pytest.approx((1.962341 / 3.182446) ** 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_off_while_records_are_scored(training: bool) -> None:
+    model = nn.Sequential(nn.Dropout(0.9), nn.Linear(3, 2)).train(training)
+    x = torch.rand(5, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat([*outputs(model, [x])]), model[1](x))
+    assert [part.training for part in model.modules()] == [training] * 3

@@ -17,9 +17,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dpmac_cli import ArrayData, make_private, predict
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.release import run as running
 from dpmac_cli.release.model_file import load_model
 from dpmac_cli.release.prediction import score
 from dpmac_cli.release.publish import Finished
@@ -243,7 +246,8 @@ def test_a_network_of_a_cell_is_loaded_scored_and_predicted_with() -> None:
 @pytest.mark.promise("said")
 def test_records_are_not_held_out_anew_to_score_a_file_alone(file: Path, tmp_path: Path) -> None:
     x = np.arange(60.0)[:, None]
-    given = {"x": x, "y": (x[:, 0] % 2).astype(int), "low": 0, "high": 60}
+    y: Any = (x[:, 0] % 2).astype(int)
+    given: Any = {"x": x, "y": y, "low": 0, "high": 60}
     network = nn.Sequential(nn.Flatten(), nn.Linear(1, 2))
     private = make_private(network, ArrayData(**given), sigma=5, steps=1, batch_size=20)
     list(private)
@@ -251,7 +255,33 @@ def test_records_are_not_held_out_anew_to_score_a_file_alone(file: Path, tmp_pat
     file.write_bytes((tmp_path / "run" / "model.safetensors").read_bytes())
     (tmp_path / "alone").mkdir()
     alone = file.rename(tmp_path / "alone" / file.name)
-    tested = ArrayData(**given, x_test=x, y_test=given["y"])
+    tested = ArrayData(**given, x_test=x, y_test=y)
     assert score(alone, tested, network=network).result.samples == 60
     with pytest.raises(InputError, match="has no test set"):
         score(alone, ArrayData(**given), network=network)
+
+
+@pytest.mark.promise("validated")
+def test_the_weights_that_are_scored_are_published() -> None:
+    done = train_digits(ema=0.9, steps=12, lr=0.05)
+    assert score(done.folder).result.loss == pytest.approx(done.report["test"]["loss"], rel=1e-6)
+
+
+@pytest.mark.promise("price")
+def test_the_planned_epsilon_of_a_fork_includes_its_parent() -> None:
+    first = train_digits(out="run", steps=5)
+    changed = {"steps": "60", "sigma": "8", "out": "forked"}
+    *_, last = running.fork(first.folder, changed, stop=lambda: True)
+    assert isinstance(last, Finished)
+    privacy = last.report["privacy"]
+    before, part = (TrainingEvent(**event) for event in privacy["events"])
+    whole = total_epsilon((before, replace(part, steps=55)), privacy["delta"])
+    assert part.steps < 55
+    assert privacy["epsilon_planned"] == pytest.approx(whole, rel=1e-9)
+
+
+def test_keywords_of_a_program_take_precedence_over_its_flags() -> None:
+    assert running._merged({"device": "cpu", "seed": 1}, {"device": "cuda"}) == {
+        "device": "cuda",
+        "seed": 1,
+    }

@@ -350,7 +350,14 @@ def test_a_word_for_nobody_is_no_unit_without_a_declaration(tmp_path: Path, word
 @pytest.mark.promise("unit")
 def test_a_unit_with_training_and_test_records_is_refused() -> None:
     x = np.arange(8.0)[:, None]
-    given = {"x": x, "y": x[:, 0] % 2, "x_test": x + 8, "y_test": x[:, 0] % 2, "low": 0, "high": 20}
+    given: Any = {
+        "x": x,
+        "y": x[:, 0] % 2,
+        "x_test": x + 8,
+        "y_test": x[:, 0] % 2,
+        "low": 0,
+        "high": 20,
+    }
     rows = np.arange(8)
     apart = ArrayData(**given, unit=rows, unit_test=rows + 8)
     assert resolve(dataset=apart, sigma=2, batch_size=4).plan.data.facts.train_size == 8
