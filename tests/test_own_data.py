@@ -6,6 +6,7 @@ import traceback
 from collections import Counter
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from dpmac_cli import (
     resolve,
 )
 from dpmac_cli.data import user_data
+from dpmac_cli.data.image_folder import _white
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import DataFacts, Source
 from dpmac_cli.data.table_schema import schema_of
@@ -619,3 +621,18 @@ def test_labels_cannot_change_under_a_run() -> None:
     y[:] = 7
     assert torch.equal(load_data(plan.data.source, Path(), torch.device("cpu")).train.labels, kept)
     assert "ArrayData" in dpmac_cli.__all__
+
+
+@pytest.mark.parametrize("bits", [12, 16])
+def test_white_is_the_largest_value_of_the_bits_that_a_scan_has(bits: int) -> None:
+    scan: Any = SimpleNamespace(tag_v2={258: (bits,)})
+    assert _white(scan) == 2**bits - 1
+
+
+def test_another_seed_holds_out_other_records() -> None:
+    x, y = rows()
+    data = ArrayData(x, y, low=-5, high=5)
+    sources = [Source(Path("a"), in_memory=data, split_seed=seed) for seed in (0, 0, 1)]
+    tested = [user_data.load(source)[1].x for source in sources]
+    first, again, other = (set(np.asarray(part).ravel().tolist()) for part in tested)
+    assert first == again != other
