@@ -244,7 +244,7 @@ def test_a_network_of_a_cell_is_loaded_scored_and_predicted_with() -> None:
 
 
 @pytest.mark.promise("said")
-def test_records_are_not_held_out_anew_to_score_a_file_alone(file: Path, tmp_path: Path) -> None:
+def test_records_are_not_held_out_again_to_score_a_file_alone(file: Path, tmp_path: Path) -> None:
     x = np.arange(60.0)[:, None]
     y: Any = (x[:, 0] % 2).astype(int)
     given: Any = {"x": x, "y": y, "low": 0, "high": 60}
