@@ -465,6 +465,7 @@ def test_rules_have_the_constants_of_their_layers(
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 def test_patches_have_the_padding_of_their_layer(mode: Any) -> None:
     conv, x = nn.Conv2d(2, 3, 3, padding=2, padding_mode=mode), torch.randn(2, 2, 4, 4)
+    assert conv.bias is not None
     found = inputs_by_position(conv, x) @ conv.weight.flatten(1).T + conv.bias
     out = conv(x)
     torch.testing.assert_close(found.mT.reshape(out.shape), out)
