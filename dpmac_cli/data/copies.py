@@ -6,9 +6,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-#: Version of the rule by which records without a unit are held out; the header of a model has it.
-#: Before 2, the parsed values of a record decided, and so did the schema of a table.
-SPLIT_RULE = 2
 #: Most equal records that are kept on one side of a split, as copies of one. More are a matter of
 #: course, as in a table of few columns: kept together, too few kinds of records would be tested.
 MOST_COPIES = 4

@@ -17,12 +17,11 @@ from dpmac_cli.config.plan import DataPlan
 from dpmac_cli.config.resolve import resolve_data
 from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
 from dpmac_cli.data.class_folders import is_hidden
-from dpmac_cli.data.copies import SPLIT_RULE
 from dpmac_cli.data.dataset import Data, standardisation
 from dpmac_cli.data.image_folder import GREY, SUFFIXES, decode, looked_at, size_of, usable_cores
 from dpmac_cli.data.in_memory import as_array
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.registry import SPLIT_RULE, Dataset
 from dpmac_cli.data.schema import (
     NONE_LEFT_OUT,
     TABLES,

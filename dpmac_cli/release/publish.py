@@ -13,7 +13,7 @@ import safetensors.torch
 from dpmac_cli import __version__
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
-from dpmac_cli.data.copies import SPLIT_RULE
+from dpmac_cli.data.registry import SPLIT_RULE
 from dpmac_cli.models.encoders import TextEncoder
 from dpmac_cli.models.features import WithHead
 from dpmac_cli.models.text_encoder import adapter_of

@@ -20,8 +20,7 @@ from pydantic import (
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.selection import LEAST_MEAN, MOST_MEAN, Search, Trials
-from dpmac_cli.data.copies import SPLIT_RULE
-from dpmac_cli.data.registry import Constants, Signature, constants_of
+from dpmac_cli.data.registry import SPLIT_RULE, Constants, Signature, constants_of
 from dpmac_cli.errors import InputError, first_fault
 from dpmac_cli.runs import folder, ledger
 from dpmac_cli.runs.headers import (
