@@ -80,7 +80,7 @@ from dpmac_cli.training.lineage import (
     carried_by,
     check_composable,
     check_counted,
-    others_held_by,
+    parts_held_by,
     trainings_of,
 )
 from dpmac_cli.training.loading import (
@@ -357,7 +357,7 @@ class PrivateProgram(Unshared):
     """
 
     __slots__ = (
-        *("_base", "_earlier", "_keys", "_notes", "_one_at_a_time", "_others"),
+        *("_base", "_counted", "_earlier", "_held", "_keys", "_notes", "_one_at_a_time"),
         *("_left_out", "_plan", "_step", "_steps"),
     )
 
@@ -374,8 +374,13 @@ class PrivateProgram(Unshared):
         self._base = 0  # steps of the state that was loaded
         self._left_out = 0  # steps of epochs that were begun and not finished
         self._step: Step | None = None
-        self._others: Parts = ()  # of other networks, which a step reads
+        self._held: Parts = ()  # of the network, and of others, which a step reads
+        self._count_earlier()
         self._one_at_a_time = threading.Lock()
+
+    def _count_earlier(self) -> None:
+        """Fix the steps of earlier training that the budget of this one allows for."""
+        self._counted = {training.number: training.begun for training in self._earlier}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -485,11 +490,12 @@ class PrivateProgram(Unshared):
     def _check_budget(self) -> None:
         """Raise BudgetError if all steps have begun; InputError in one of several processes.
 
-        Raises ModelError if a network that a step reads had steps that are not counted.
+        Raises ModelError if the network, or one that a step reads, had steps that are not counted.
         """
         check_single_process()
-        own = () if self._step is None else (self._step.training,)
-        check_counted(trainings_of(self._others), (*self._earlier, *own))
+        own = None if self._step is None else self._step.training.number
+        others = (each for each in trainings_of(self._held) if each.number != own)
+        check_counted(others, self._counted)
         if self._base + self._begun >= self._steps:
             raise BudgetError(
                 f"All {len(self)} steps have been taken, and epsilon is "
@@ -725,6 +731,7 @@ class PrivateStep(PrivateProgram):
             )
         self._earlier = (*earlier, replace(last, begun=taken))
         check_composable(self._earlier, RECORD_UNIT)
+        self._count_earlier()
         privacy, step = self.privacy, saved["numbers"]["step"]
         rest = privacy.event_of(max(0, self._steps - step))
         budget = min(privacy.max_epsilon, privacy.target or math.inf)
@@ -743,9 +750,9 @@ class PrivateStep(PrivateProgram):
     def _prepare(self, structure: Structure) -> Step:
         """Validate the network and the loss on a structure, and build what takes the steps."""
         self.check_process()
-        check_counted(carried_by(self._model, (self._loss, self._weigh)), self._earlier)
+        check_counted(carried_by(self._model, (self._loss, self._weigh)), self._counted)
         plan, keys, objective = self._plan, self._keys, Objective(self._model, self._loss)
-        self._others = others_held_by(objective, self._weigh)
+        self._held = parts_held_by(objective, self._weigh)
         if self._weigh is not None and structure.keep:
             self._weigh.check_example(structure.template, NOTHING)
         structure = fitted(objective, structure)

@@ -204,4 +204,6 @@ def test_the_note_on_the_loop_says_what_is_not_covered() -> None:
     clipped((inputs(), labels()))
     (note,) = clipped.notes
     assert "one record after the other" in note
-    assert "does not cover a network or loss that keeps numbers of records in Python" in note
+    assert (
+        "does not cover a network, loss or weights that keep numbers of records in Python" in note
+    )

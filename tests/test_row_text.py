@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from dpmac_cli import from_dataframe
-from dpmac_cli.data.row_text import plain_texts
+from dpmac_cli.data.row_text import keys_of, plain_texts
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import schema_of
 from dpmac_cli.data.user_data import inspect
@@ -203,3 +203,14 @@ def test_a_cell_that_is_not_text_changes_no_other() -> None:
     cells = pa.array([b"a", b"\xff", b"1.0"], pa.binary()).cast(pa.string(), safe=False)
     found = plain_texts(cells)
     assert [found[0].as_py(), found[2].as_py()] == ["a", "1"]
+
+
+@pytest.mark.parametrize("forms", [("1", "1.0", "+1", "01"), ("", "NA"), ("true", "TRUE")])
+def test_a_record_moves_no_other_form_of_its_copies(forms: tuple[str, ...]) -> None:
+    """Where there are many copies, in any of the forms that mean the same."""
+    cells = [forms[number] for number in np.random.default_rng(0).integers(0, len(forms), 60)]
+    before = sorted(zip(keys_of([pa.array(cells)]).tolist(), cells, strict=True))
+    for form in forms:
+        more = [form, *cells]
+        after = sorted(zip(keys_of([pa.array(more)]).tolist(), more, strict=True))
+        assert len([pair for pair in before if pair not in after]) == 0

@@ -220,6 +220,41 @@ def test_networks_that_learn_from_each_other_are_not_charged_alone() -> None:
 
 
 @pytest.mark.promise("again")
+def test_a_part_that_is_trained_by_another_is_not_charged_alone() -> None:
+    body = nn.Linear(64, 10)
+    whole = nn.Sequential(nn.Flatten(), body, nn.ReLU(), nn.Linear(10, 10))
+    first = make_private(nn.Sequential(nn.Flatten(), body), "digits", **SETTINGS)
+    body.requires_grad_(False)
+    second = make_private(whole, "digits", **SETTINGS)
+    body.requires_grad_(True)
+    first.step()
+    body.requires_grad_(False)
+    with pytest.raises(ModelError, match="was trained by another PrivateStep or make_private"):
+        second.step()
+    assert second.taken == 0
+
+
+@pytest.mark.promise("target")
+def test_earlier_training_does_not_go_on_below_a_budget() -> None:
+    """A private step lays the network out when its records are known, and plans before."""
+    net = nn.Linear(2, 2)
+    settings: dict[str, Any] = {"sigma": 6, "steps": 4, "delta": 1e-5}
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    sampling = Poisson(n=40, batch_size=8)
+    first = PrivateStep(net, loss, sampling=sampling, **settings)
+    data = [(torch.full((2,), float(row)), row % 2) for row in range(40)]
+    batches = first.loader(data)
+    first(next(batches))
+    second = PrivateStep(net, loss, sampling=sampling, max_epsilon=5.0, **settings)
+    first(next(batches))
+    with pytest.raises(ModelError, match="since this one was created"):
+        second.loader(data)
+
+
+@pytest.mark.promise("again")
 def test_a_copy_made_in_the_middle_counts_the_steps_that_follow() -> None:
     """A moving average is a copy that later weights are added to."""
     net = network()

@@ -54,6 +54,9 @@ from .dp.reference import whiten
 CPU = torch.device("cpu")
 RECORDS, INPUTS = 12, 4
 CLASS_WEIGHTS = (0.2, 1.0, 3.0)
+WEIGHT = torch.tensor(CLASS_WEIGHTS)
+#: Its types have no weight.
+SQUARED: Any = F.mse_loss
 
 
 def net() -> nn.Sequential:
@@ -88,6 +91,12 @@ def gradients_of(losses: Callable[[nn.Module, int], Tensor]) -> Tensor:
 def plain_loss(network: nn.Module, row: int) -> Tensor:
     x, y = rows()
     return F.cross_entropy(network(x[row : row + 1].double()), y[row : row + 1])
+
+
+def margin_loss(network: nn.Module, row: int) -> Tensor:
+    x, y = rows()
+    outputs = network(x[row : row + 1].double())
+    return F.multi_margin_loss(outputs, y[row : row + 1], margin=9.0)
 
 
 def expected_sum(g: Tensor, weights: Tensor, region: Ellipsoid) -> Tensor:
@@ -149,6 +158,12 @@ WAYS: dict[str, tuple[Any, Weigh | None, bool, Tensor]] = {
     "cross-entropy, sum": (loss_with_weights("sum"), None, False, OF_CLASS),
     "cross-entropy, none": (loss_with_weights("none"), None, False, OF_CLASS),
     "negative log-likelihood": (negative_log_likelihood, None, False, OF_CLASS),
+    "margin": (
+        lambda o, t: F.multi_margin_loss(o, t, weight=WEIGHT, margin=9.0),
+        None,
+        False,
+        OF_CLASS,
+    ),
     "weights=": (F.cross_entropy, RecordWeights(by_feature, 1.0, "x", "y"), False, OF_FEATURE),
 }
 
@@ -164,10 +179,10 @@ def test_weights_multiply_gradients_after_clipping(way: str, kind: str, looped: 
         sums.per_sample.run_in_a_loop("a test.")
     region = region_of(kind, len(sums.theta))
     scale = 7 if loss is negative_log_likelihood else 1
-    g = scale * gradients_of(plain_loss)
+    g = scale * gradients_of(margin_loss if way == "margin" else plain_loss)
     norms = whiten(g, region).norm(dim=1)
     assert bool((norms > 1).any())
-    assert scale > 1 or bool((norms < 1).any())
+    assert scale > 1 or way == "margin" or bool((norms < 1).any())
     torch.testing.assert_close(
         sums.of(region).double(), expected_sum(g, meant, region), rtol=2e-3, atol=2e-3
     )
@@ -377,7 +392,6 @@ def two(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], 
     return lambda outputs, labels: loss(outputs, labels) + 2 * loss(outputs, labels)
 
 
-WEIGHT = torch.tensor(CLASS_WEIGHTS)
 REFUSED: dict[str, tuple[Any, str]] = {
     "smoothing": (
         nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.1),
@@ -401,6 +415,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a target per position": (
         lambda o, t: F.cross_entropy(o.expand(5, 3), t.expand(5), weight=WEIGHT),
         "weight= and 5 targets per record.*weights=",
+    ),
+    "a weight of a probability": (
+        lambda o, t: F.binary_cross_entropy(
+            o[:, :1].sigmoid(), t[:, None].clamp(max=1).float(), weight=torch.tensor(3.0)
+        ),
+        "binary_cross_entropy with weight=.*weights=",
+    ),
+    "a weight of a number": (
+        lambda o, t: SQUARED(o[:, :1], t[:, None].float(), weight=torch.full((1, 1), 3.0)),
+        "mse_loss with weight=.*weights=",
     ),
     "a weight of the row": (
         lambda o, t: F.binary_cross_entropy_with_logits(
@@ -455,6 +479,52 @@ def test_weights_that_were_cut_are_counted_for_the_owner_alone() -> None:
     [note] = step.private_notes
     assert "8 records that a step used" in note  # the third class, in two steps of all records
     assert not any("largest_weight" in public for public in step.notes)
+
+
+class Running(nn.Module):
+    """Weighs a record by a running mean of all that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        mean: Any = self.mean
+        mean.mul_(0.5).add_(x.mean())
+        return torch.sigmoid(mean).expand(len(x))
+
+
+class Counting:
+    """Weighs a record by how many it has seen."""
+
+    def __init__(self) -> None:
+        self.seen = 0.0
+
+    def __call__(self, x: Tensor, _: Tensor) -> Tensor:
+        self.seen += float(x.mean() > 0)
+        return torch.full((len(x),), 1 / (1 + self.seen))
+
+
+@pytest.mark.promise("alone")
+@pytest.mark.parametrize("kind", [Running, Counting])
+def test_weights_that_keep_something_of_a_record_change_no_other(kind: Callable[[], Any]) -> None:
+    """What they write goes to a copy, which the next record does not see."""
+    sums = Sums(F.cross_entropy, RecordWeights(kind(), 1.0, "x", "y"))
+    region = ball(1.0)
+    each = [sums.of(region, [row]).double().clone() for row in range(RECORDS)]
+    torch.testing.assert_close(sums.of(region).double(), torch.stack(each).sum(0))
+
+
+@pytest.mark.promise("alone")
+def test_weights_that_keep_something_elsewhere_are_refused() -> None:
+    seen: list[int] = []
+
+    def counting(x: Tensor, _: Tensor) -> Tensor:
+        seen.append(1)
+        return torch.full((len(x),), 1 / len(seen))
+
+    with pytest.raises(ModelError, match="another weight for the same record again"):
+        Sums(F.cross_entropy, RecordWeights(counting, 1.0, "x", "y"))
 
 
 def test_a_function_of_the_record_and_class_weights_are_one_too_many() -> None:

@@ -11,17 +11,23 @@ from numpy.typing import NDArray
 MOST_COPIES = 4
 
 
-def sides_of(contents: Iterable[bytes]) -> Iterator[bytes]:
+def sides_of(contents: Iterable[bytes], forms: Iterable[bytes] | None = None) -> Iterator[bytes]:
     """Yield the key of each record that decides its side of a split, given its contents.
 
     It is of the contents alone for the first MOST_COPIES equal records, and for others also of how
     many are before them. So adding or removing a record changes the side of no other, nor those of
     its copies. The number of a record in its file would.
+
+    Args:
+        contents: content of each record, in a form in which those that mean the same are equal.
+        forms: content as it stands, if several forms mean the same: 1 and 1.0. Copies are counted
+            among records of one form, so that a record moves no record of another form.
     """
     seen: Counter[bytes] = Counter()
-    for content in contents:
-        seen[content] += 1
-        yield content + max(0, seen[content] - MOST_COPIES).to_bytes(8, "big")
+    contents = list(contents)
+    for content, form in zip(contents, contents if forms is None else forms, strict=True):
+        seen[form] += 1
+        yield content + max(0, seen[form] - MOST_COPIES).to_bytes(8, "big")
 
 
 def copies_among(sides: Sequence[Sequence[Hashable]]) -> tuple[int, tuple[int, ...]]:

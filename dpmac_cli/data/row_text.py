@@ -22,8 +22,8 @@ from dpmac_cli.data.units import MISSING
 #: more digits are names.
 WHOLE = r"^(?:\+|(-))?0*([0-9]{1,300})(?:\.0*)?$"
 NUMBER = r"^[-+]?(?:[0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})(?:[eE][-+]?[0-9]{1,9})?$"
-#: Separates cells in the text of a row.
-BETWEEN = "\x1f"
+#: Separates cells in the text of a row, and stands for a cell without a value.
+BETWEEN, NOTHING = "\x1f", "\x00"
 BYTES = 16
 
 
@@ -33,10 +33,15 @@ def keys_of(columns: Sequence[pa.Array]) -> NDArray[np.object_]:
     Args:
         columns: all columns of the table, in its order, shape (rows,) each.
     """
-    texts = [plain_texts(column) for column in columns]
+    plain = _hashes([plain_texts(column) for column in columns])
+    forms = _hashes([_texts(column).fill_null(NOTHING) for column in columns])
+    return np.array([*sides_of(plain, forms), None], np.object_)[:-1]
+
+
+def _hashes(texts: Sequence[pa.Array]) -> list[bytes]:
+    """Return a hash of each row of some columns of texts."""
     rows = compute.binary_join_element_wise(*texts, BETWEEN).cast(pa.binary())
-    hashes = [hashlib.blake2b(row, digest_size=BYTES).digest() for row in rows.to_pylist()]
-    return np.array([*sides_of(hashes), None], np.object_)[:-1]
+    return [hashlib.blake2b(row, digest_size=BYTES).digest() for row in rows.to_pylist()]
 
 
 def plain_texts(cells: pa.Array) -> pa.Array:

@@ -10,6 +10,7 @@ A unit of several records adds the clipped mean of its weighted gradients, sum w
 the mean of its weights.
 """
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -162,7 +163,8 @@ class RecordWeights:
         rows, given = samples_in(x), (x, y)[: len(self._arguments)]
         called = f"weights({', '.join(self._arguments)})"
         try:
-            found: Any = self._function(*given)
+            # What it writes to its copy is lost, so that no record changes the weight of another.
+            found: Any = copy.deepcopy(self._function)(*given)
         except Exception as failure:
             if "vmap" in str(failure):
                 raise  # a function of one record that vmap cannot run, which has a remedy
@@ -179,11 +181,22 @@ class RecordWeights:
         return found.reshape(rows).double() / self._largest
 
 
+#: Losses of torch with a weight for each number, which is one of the record if it has one number.
+WEIGHTED = frozenset(
+    {
+        functional.binary_cross_entropy,
+        functional.binary_cross_entropy_with_logits,
+        functional.huber_loss,
+        functional.l1_loss,
+        functional.mse_loss,
+    }
+)
 #: Losses of torch whose class weights are taken apart, and the argument that has them.
 TAKEN: Mapping[Callable[..., Tensor], str] = MappingProxyType(
     {
         functional.cross_entropy: "weight",
         functional.nll_loss: "weight",
+        functional.multi_margin_loss: "weight",
         functional.binary_cross_entropy_with_logits: "pos_weight",
     }
 )
@@ -216,13 +229,14 @@ class WeightsApart(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = TAKEN.get(func)
-        if name is None:
+        if name is None and func not in WEIGHTED:
             return func(*args, **kwargs)
         given = inspect.signature(func).bind(*args, **kwargs)
         given.apply_defaults()
         arguments = given.arguments
-        self._check_row_weights(func, arguments)
-        if arguments[name] is None:
+        if func in WEIGHTED:
+            self._check_row_weights(func, arguments)
+        if name is None or arguments[name] is None:
             return func(*args, **kwargs)
         self._check(func, name, arguments)
         weights = _weights_of_labels(name, arguments)
@@ -240,9 +254,9 @@ class WeightsApart(TorchFunctionMode):
         return losses.sum() if reduction == "sum" else losses.mean()
 
     def _check_row_weights(self, func: Any, arguments: Mapping[str, Any]) -> None:
-        """Raise ModelError for a weight of each row, in a loss whose class weights have a name."""
-        rows = TAKEN[func] == "pos_weight" and arguments["input"].numel() == self._rows
-        if rows and arguments["weight"] is not None:
+        """Raise ModelError for the weight of a record whose loss has one number."""
+        one = arguments["input"].numel() == self._rows
+        if one and arguments.get("weight") is not None:
             self._refuse(func, "weight=")
 
     def _check(self, func: Any, name: str, arguments: Mapping[str, Any]) -> None:
@@ -272,7 +286,7 @@ def _weights_of_labels(name: str, arguments: Mapping[str, Any]) -> Tensor:
         largest = positive.clamp(min=1.0)
     else:
         label = target.reshape(-1)
-        ignored = label == arguments["ignore_index"]
+        ignored = label == arguments.get("ignore_index", -1)  # -1 is no label
         found = torch.where(ignored, 0.0, weight[label.clamp(0, len(weight) - 1)])
         largest = weight.max()
     relative_to_largest: Tensor = found / largest

@@ -30,7 +30,7 @@ from dpmac_cli.runs.session import Evaluated, Session, metrics_line
 from dpmac_cli.runs.trainer import Trainer, make_trainer, unit_of
 from dpmac_cli.step import NO_SEED, PrivateProgram
 from dpmac_cli.training.evaluation import Evaluation
-from dpmac_cli.training.lineage import carried_by, check_composable, others_held_by
+from dpmac_cli.training.lineage import carried_by, check_composable, parts_held_by
 from dpmac_cli.training.schedules import LossKind
 
 
@@ -126,7 +126,7 @@ class PrivateTraining(PrivateProgram):
         self._step = make_trainer(
             plan, self._task, self._keys, steps=self._steps, loss=own, weigh=weigh
         )
-        self._others = others_held_by(model, held)
+        self._held = parts_held_by(model, held)
         weighed = weigh.name if weigh is not None else self._step.sums.per_sample.weighed
         self._plan = _with_weights(self._plan, weighed)
         on_run = (*self._task.notes, *notes_on_modes(model), *self._step.notes)

@@ -8,7 +8,7 @@ and as a part of another network. A state dict does not hold it.
 import inspect
 import secrets
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -88,10 +88,9 @@ def carried_by(network: nn.Module, loss: Any = None) -> tuple[Training, ...]:
     return trainings_of(_parts_held_by(network, loss))
 
 
-def others_held_by(network: nn.Module, loss: Any = None) -> Parts:
-    """Return the parts of other networks that a network or its loss holds or reads."""
-    own = set(map(id, _parts(network)))
-    return [part for part in _parts_held_by(network, loss) if id(part) not in own]
+def parts_held_by(network: nn.Module, loss: Any = None) -> Parts:
+    """Return the parts of a network, and of others that it or its loss holds or reads."""
+    return list(_parts_held_by(network, loss))
 
 
 def trainings_of(parts: Iterable[dict[str, Any]]) -> tuple[Training, ...]:
@@ -104,9 +103,9 @@ def trainings_of(parts: Iterable[dict[str, Any]]) -> tuple[Training, ...]:
     return tuple(found.values())
 
 
-def check_counted(now: Sequence[Training], counted: Sequence[Training]) -> None:
-    """Raise ModelError for trainings that are not among those that are counted."""
-    if {training.number for training in now} - {training.number for training in counted}:
+def check_counted(now: Iterable[Training], counted: Mapping[str, int]) -> None:
+    """Raise ModelError if a training has begun more steps than are counted, by its number."""
+    if any(training.begun > counted.get(training.number, 0) for training in now):
         raise ModelError(
             "The network, or one that it or its loss uses, was trained by another PrivateStep or "
             "make_private since this one was created, so its epsilon does not count those steps. "

@@ -67,8 +67,9 @@ TOLERANCE = 1e-6
 SINGLE = 1e-3
 LOOP = (
     "torch.func.vmap cannot run the network: {} So it runs on one record after the other, which "
-    "takes many times as long as plain training. The guarantee does not cover a network or loss "
-    "that keeps numbers of records in Python, as a running mean by .item() or a list: remove that."
+    "takes many times as long as plain training. The guarantee does not cover a network, loss or "
+    "weights that keep numbers of records in Python, as a running mean by .item() or a list: "
+    "remove that."
 )
 BY_ROW = (
     "On this machine, products of matrices round a record by the others of a batch. To avoid that, "
@@ -106,6 +107,10 @@ OTHER_CALLS = (
 
 #: Messages for weights that cannot be used.
 TWO_WEIGHTS = "The loss has class weights, and weights= was given, too. Use one of them."
+KEEPING_WEIGHTS = (
+    "weights= returned another weight for the same record again, so one record could change the "
+    "weights of others. It must not store anything between calls."
+)
 REDUCED = (
     "A unit has {} records, each with its weight, but the loss returned a tensor of shape {} for "
     "it. Return one loss per record: with torch's losses, use reduction='none'."
@@ -255,7 +260,8 @@ class PerSample:
         apart = apart or WeightsApart(self.views)
         with nullcontext() if self._rowwise else apart:
             outputs = network(rows)
-            losses = self._loss_of(outputs.float() if self._single else outputs, labels)
+            loss_of = _without_memory(self._loss_of)
+            losses = loss_of(outputs.float() if self._single else outputs, labels)
         if self._weigh is not None:
             if apart.weights is not None:
                 raise ModelError(TWO_WEIGHTS)
@@ -479,6 +485,12 @@ class PerSample:
                 return self._loss(alone, x_0, y_0, apart)[0]
 
         self.weighed = check_alone(loss_within, self.views)
+        if self._weigh is not None:
+            alone = copy.deepcopy(probe, {id(p): p for p in probe.parameters()})
+            with constant_draws():
+                first, again = (self._loss(alone, x_0, y_0)[1].value for _ in range(2))
+            if not first.equal(again):
+                raise ModelError(KEEPING_WEIGHTS)
 
     def _find_idle(self, probe: nn.Module, x: Batch, y: Batch) -> tuple[str, ...]:
         """Return the names of layers on which no sample's loss depends."""
@@ -562,6 +574,16 @@ class PerSample:
         with self._tapped(layers, note), torch.enable_grad():
             self._loss(model, x_0, y_0)
         return called
+
+
+def _without_memory(loss: Loss) -> Loss:
+    """Return a copy of a loss that is a module, so that no record leaves anything in its buffers.
+
+    Its parameters, such as those of a teacher, are not copied.
+    """
+    if not isinstance(loss, nn.Module):
+        return loss
+    return copy.deepcopy(loss, {id(p): p for p in loss.parameters()})
 
 
 def _stacked(weights: Sequence[Weights]) -> Weights:
