@@ -3,7 +3,7 @@
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,6 +22,12 @@ MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
 MODEL_FILE = "model.safetensors"
 #: Number of mismatched entries to list; the rest are counted.
 NAMED = 8
+
+
+def first_faults(faults: Sequence[str]) -> str:
+    """Return the first faults of tensors, and how many more there are."""
+    more = f"; and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
+    return f"{'; '.join(faults[:NAMED])}{more}"
 
 
 def published(model: nn.Module) -> dict[str, Tensor]:
@@ -119,11 +125,10 @@ class PublicWeights:
         fresh = {name for name in faults if head is not None and name.startswith(prefix)}
         rest = [f"{name}: {fault}" for name, fault in faults.items() if name not in fresh]
         if rest:
-            more = f"; and {len(rest) - NAMED} more" if len(rest) > NAMED else ""
             remedy = " Only one of them has batch norm; --fix-norm removes it from the network."
             on_one_side = any(name.endswith("running_mean") for name in faults)
             raise ModelError(
-                f"{self.path} does not fit the network: {'; '.join(rest[:NAMED])}{more}. Only the "
+                f"{self.path} does not fit the network: {first_faults(rest)}. Only the "
                 "last layer may be missing or have another shape. Use the network that the "
                 f"weights were trained in.{remedy * on_one_side}"
             )

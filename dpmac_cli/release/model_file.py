@@ -115,7 +115,8 @@ def load_model(
         for key in sorted(wanted.keys() | held.keys())
         if wanted.get(key) != held.get(key)
     ]:
-        raise ModelError(f"{file} does not fit the network {reference}: {'; '.join(faults)}.")
+        said = weights.first_faults(faults)
+        raise ModelError(f"{file} does not fit the network {reference}: {said}.")
     weights.adopt(model, tensors)
     for training in _trainings(facts.privacy, facts.checksum):
         attach(model, training)
