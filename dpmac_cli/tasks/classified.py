@@ -264,6 +264,10 @@ class Classified(Results):
         right, most, records = int((truth & guess).sum()), self.largest, len(truth)
         if most == records:
             return None
+        found = zip(self.names, self.per_class, strict=True)
+        rare = [name for name, share in found if share < RARELY]
+        if right <= most and self.ranks and not rare:
+            return None  # as with class weights, which cost accuracy where one class is frequent
         if right <= most:
             said = (
                 f"{right:,} of {records:,} test samples are classified correctly, but the most "
@@ -276,8 +280,7 @@ class Classified(Results):
                 f"{percent_or_dash(self.metric('auroc'))}): compare them with a threshold of your "
                 "own (dpmac predict), or give rare classes more weight (--class-weights)."
             )
-        found = zip(self.names, self.per_class, strict=True)
-        if not (rare := [name for name, share in found if share < RARELY]):
+        if not rare:
             return None
         balanced = percent_or_dash(self.metric("balanced-accuracy"))
         return Remark(

@@ -269,6 +269,16 @@ def test_a_classifier_that_ranks_is_not_said_to_have_learned_nothing(no_dp: bool
     assert "noise" not in text.partition("note: 300 of 400")[2]
 
 
+def test_a_classifier_that_finds_a_rare_class_is_not_compared_with_the_largest() -> None:
+    """With class weights, 50 of 100 are right, where one class alone has 75."""
+    scores = np.array([0.1, 0.6, 0.9, 0.6] * 25)
+    truth = np.eye(2, dtype=bool)[[0, 0, 1, 0] * 25]
+    guess = np.eye(2, dtype=bool)[(scores > 0.5).astype(int)]
+    shares = np.stack([1 - scores, scores], 1).astype(np.float32)
+    found = Classified(truth, guess, shares, names=("no", "yes"))
+    assert shown_of(found).count("note: ") == 0
+
+
 @pytest.mark.parametrize("loss", ["mse", "huber", "quantile:0.9", "quantile:0.1"])
 def test_numbers_are_compared_with_the_best_number_for_the_loss(loss: str) -> None:
     """Costs are skewed: the best number for one loss is bad for another."""
