@@ -44,7 +44,7 @@ def test_noise_has_the_stated_deviation_and_is_independent(door: str, secure: bo
     trained = train_by(door, "still", sigma=1.5, secure=secure, fails=TWICE)
     assert len({len(move.drawn) for move in trained.moves}) > 1
     noise = noise_of(trained.moves) / 1.5
-    assert_deviation_of(noise.reshape(-1), 1.0)
+    assert_deviation_of(noise.reshape(-1), 1.0, least=1e-7)
     products = np.corrcoef(noise)[np.triu_indices(len(noise), 1)]
     assert np.abs(products).max() < 6 / np.sqrt(RECORDS)
 
@@ -63,7 +63,7 @@ def test_a_step_uses_who_was_drawn_clipped_and_divided_by_the_expected_batch(
     sizes = [len(move.drawn) for move in trained.moves]
     assert len({tuple(move.drawn) for move in trained.moves}) == len(sizes) >= STEPS
     assert abs(np.mean(sizes) - BATCH) < 6 * np.sqrt(BATCH / len(sizes))
-    assert np.std(sizes) > 1
+    assert len(set(sizes)) > 1
 
 
 @pytest.mark.promise("sampling")
