@@ -155,6 +155,13 @@ def test_a_model_that_never_says_yes_is_seen_as_such(tmp_path: Path) -> None:
         assert shown in page.replace(' style="text-align:right"', "")
 
 
+def test_an_infinite_epsilon_is_said(finished: Finished) -> None:
+    """A report has null for it."""
+    privacy = finished.report["privacy"] | {"epsilon": None}
+    written = Report.model_validate({**finished.report, "privacy": privacy})
+    assert ", epsilon infinite at delta" in model_card(written, load_model(finished.folder).model)
+
+
 # What it says
 
 

@@ -1,6 +1,7 @@
 """Model card of a run as Markdown, and self-contained web pages of runs and comparisons."""
 
 import functools
+import math
 import re
 from collections.abc import Mapping
 from html import escape
@@ -94,11 +95,16 @@ def templates() -> "Environment":
     )
     environment.filters |= {
         "fmt": format,
-        "epsilon": statements.format_epsilon,
+        "epsilon": _epsilon,
         "as_code": _as_code,
         "as_text": _as_text,
     }
     return environment
+
+
+def _epsilon(epsilon: float | None) -> str:
+    """Return an epsilon as it is shown; a report has none where it is infinite."""
+    return statements.format_epsilon(math.inf if epsilon is None else epsilon)
 
 
 def _as_code(name: str) -> str:
