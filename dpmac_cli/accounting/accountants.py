@@ -3,8 +3,7 @@
 ``pld`` composes privacy loss distributions with the Connect-the-Dots discretisation (Doroshenko et
 al. 2022), ``rdp`` uses Renyi differential privacy (Mironov 2017). Both give rigorous upper bounds
 under add-or-remove-one adjacency. So at deltas that are too small for the float64 arithmetic of
-``pld``, the cost is the smaller of the two. dp-accounting takes a second to import and is imported
-on first use.
+``pld``, the cost is the smaller of the two.
 """
 
 import contextlib
@@ -13,10 +12,18 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
+from dpmac_cli.accounting.allocation import allocated_gaussian
 from dpmac_cli.accounting.events import TrainingEvent, by_records, merged
 from dpmac_cli.errors import InputError
+from dpmac_cli.libraries import (
+    dp_accounting,
+    np,
+    privacy_loss_distribution,
+    rdp_privacy_accountant,
+)
 
 #: Accountants by name, with their method.
 ACCOUNTANTS: Mapping[str, str] = {"pld": "Connect-the-Dots", "rdp": "Renyi orders up to 1024"}
@@ -69,8 +76,6 @@ class Losses:
         """Return upper bounds of delta at each epsilon, a float64 array if they are one."""
         if isinstance(epsilons, float):
             return self.computed.get_delta_for_epsilon(epsilons) + self.rounding
-        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
         both = (self.computed._pmf_remove, self.computed._pmf_add)
         return np.maximum(*(_divergences(pmf, epsilons) for pmf in both)) + self.rounding
 
@@ -81,8 +86,6 @@ def _divergences(pmf: Any, epsilons: Any) -> Any:
     Its sums of masses from the largest loss down, which it adds up one by one in Python, are
     cumulative sums here, in the same order.
     """
-    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
     dense = pmf.to_dense_pmf()
     losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization
     counted = losses > epsilons.min()
@@ -95,8 +98,6 @@ def _divergences(pmf: Any, epsilons: Any) -> Any:
 
 def accountant_name(accountant: str) -> str:
     """Return the name of an accountant with its method and version."""
-    from importlib.metadata import version  # noqa: PLC0415  (help need not wait for it)
-
     return f"{accountant} ({ACCOUNTANTS[accountant]}, dp-accounting {version('dp-accounting')})"
 
 
@@ -150,8 +151,6 @@ def _cost(
     check_noise(parts)
     if accountant == "rdp":
         return _by_rdp(parts, delta), "rdp"
-    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
     with np.errstate(over="ignore"):  # for huge epsilon a ratio of masses may overflow to inf
         losses = loss_distribution(parts, widest)
         cost = losses.epsilon(delta), "pld"
@@ -160,14 +159,13 @@ def _cost(
 
 
 def _by_rdp(parts: Sequence[TrainingEvent], delta: float) -> float:
-    from dp_accounting import ComposedDpEvent, GaussianDpEvent  # noqa: PLC0415  (a second to load)
-    from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415  (a second to load)
-
     by_rdp = rdp_privacy_accountant.RdpAccountant()
     # One more Gaussian mechanism covers rounding: its divergence is ROUNDING per composition,
     # times the order. Without it a divergence too small for float64 would cost nothing.
-    rounding = GaussianDpEvent(math.sqrt(0.5 / ROUNDING / sum(e.compositions for e in parts)))
-    done = ComposedDpEvent([*(event.dp_event() for event in parts), rounding])
+    rounding = dp_accounting.GaussianDpEvent(
+        math.sqrt(0.5 / ROUNDING / sum(e.compositions for e in parts))
+    )
+    done = dp_accounting.ComposedDpEvent([*(event.dp_event() for event in parts), rounding])
     # It leaves out the orders at which a series does not converge, with a warning each time.
     with _only_errors(logging.getLogger("absl")):
         by_rdp.compose(done)
@@ -211,8 +209,6 @@ def loss_distribution(parts: tuple[TrainingEvent, ...], widest: float) -> Losses
 @functools.lru_cache(maxsize=8)
 def _part(event: TrainingEvent, width: float) -> Any:
     if event.sampling.once_an_epoch:
-        from dpmac_cli.accounting.allocation import allocated_gaussian  # noqa: PLC0415  (numpy)
-
         steps = event.steps_per_epoch if event.sampling.amplified else 1
         one = allocated_gaussian(steps, event.noise_multiplier, width)
     else:
@@ -243,8 +239,6 @@ def _largest_loss(event: TrainingEvent) -> float:
 
 @functools.lru_cache(maxsize=4)
 def _sampled_gaussian(sampling_rate: float, noise_multiplier: float, width: float) -> Any:
-    from dp_accounting.pld import privacy_loss_distribution  # noqa: PLC0415  (a second to load)
-
     return privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, sampling_prob=sampling_rate, value_discretization_interval=width
     )
@@ -262,8 +256,6 @@ def _repeated(pld: Any, times: int) -> Any:
 @functools.lru_cache(maxsize=4)
 def delta_curve(parts: tuple[TrainingEvent, ...]) -> Curve:
     """Return a grid of epsilons from 0, and upper bounds on delta at each, for merged events."""
-    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
     epsilons = np.append(0.0, np.geomspace(1e-6, LARGEST_EPSILON, EPSILONS))
     if noiseless(parts):
         return epsilons, np.ones_like(epsilons)
@@ -287,8 +279,6 @@ def type_two_errors(curve: Curve, thinning: int = 1) -> Callable[[float], float]
 
     With ``thinning``, only every k-th grid point is used, which is faster but less tight.
     """
-    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
     epsilons, deltas = (values[::thinning] for values in curve)
     factors, kept = np.exp(epsilons), 1 - deltas
 

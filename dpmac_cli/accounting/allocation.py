@@ -16,19 +16,27 @@ the other, since R has mean 1:
     E_Q (R - e^epsilon)+ = 1 - e^epsilon + e^epsilon E_Q (1 - e^-epsilon R)+.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from dp_accounting.pld import pld_pmf, privacy_loss_distribution
-from numpy.typing import NDArray
-from scipy import fft, signal, stats
+from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.accounting.events import LEAST_NOISE
+from dpmac_cli.libraries import (
+    fft,
+    np,
+    pld_pmf,
+    privacy_loss_distribution,
+    signal,
+    stats,
+)
 
-Float64Array = NDArray[np.float64]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Float64Array = NDArray[np.float64]
 
 #: Largest number of grid points; grid width in standard deviations of Z, and its lower limit.
 POINTS = 2**22

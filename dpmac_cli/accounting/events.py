@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dpmac_cli.errors import raise_errors
+from dpmac_cli.libraries import dp_accounting
 
 #: Smaller rates are rounded up to this one, because privacy loss arithmetic fails for them.
 LEAST_RATE = 1e-6
@@ -115,8 +116,6 @@ class TrainingEvent:
 
         It does not support random allocation: an epoch counts as one mechanism on all records.
         """
-        import dp_accounting  # noqa: PLC0415  (a second to load)
-
         one: Any = dp_accounting.GaussianDpEvent(self.noise_multiplier)
         if not self.sampling.once_an_epoch:
             one = dp_accounting.PoissonSampledDpEvent(self.rate, one)

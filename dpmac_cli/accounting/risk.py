@@ -19,9 +19,11 @@ from typing import Any
 
 from dpmac_cli.accounting import accountants
 from dpmac_cli.accounting.accountants import Curve, delta_curve, type_two_errors
+from dpmac_cli.accounting.allocation import gaussian_deltas
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.accounting.selection import Done, Search, epsilon_of
 from dpmac_cli.accounting.statements import RECORD, format_epsilon, short
+from dpmac_cli.libraries import np
 from dpmac_cli.storage.files import finite_or_none
 
 #: False positive rates of the bounds, and the one used in the statement.
@@ -122,8 +124,6 @@ def assess_risk(
 
 def trade_off(done: Done, alphas: Iterable[float]) -> Any:
     """Return lower bounds on the type II error at given type I errors, a float64 array."""
-    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
     return np.array(list(map(type_two_errors(_curve(done)), alphas)))
 
 
@@ -133,8 +133,6 @@ def gaussian_mu(done: Done) -> float:
     Between neighbours of the grid, delta(epsilon) is at most that of the first, and delta of
     mu-Gaussian DP at least that of the second.
     """
-    from dpmac_cli.accounting.allocation import gaussian_deltas  # noqa: PLC0415  (numpy)
-
     epsilons, deltas = _curve(done)
     count = int((deltas >= least_delta(done)).sum())
     if count in (0, len(deltas)):

@@ -28,6 +28,7 @@ from dpmac_cli.accounting import accountants
 from dpmac_cli.accounting.accountants import Curve, delta_curve, type_two_errors
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.errors import raise_errors
+from dpmac_cli.libraries import np, optimize
 
 #: Limits of the mean number of trials.
 LEAST_MEAN, MOST_MEAN = 2, 1_000
@@ -85,15 +86,11 @@ class Trials:
 
     def slope(self, q: Any) -> Any:
         """Return g(q) = E K q^(K-1) for a float64 array with values in [0, 1]."""
-        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
         weights = self.probabilities * np.arange(1, self.most + 1)
         return np.polynomial.polynomial.polyval(q, weights)
 
     def draw(self) -> int:
         """Return a secret number of trials, from the operating system's secure random numbers."""
-        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
         shares = np.cumsum(self.probabilities)
         place = np.searchsorted(shares, secrets.SystemRandom().random() * shares[-1], "right")
         return int(min(place + 1, len(shares)))
@@ -107,20 +104,15 @@ def trials_of(mean: float) -> Trials:
 @functools.lru_cache(maxsize=16)
 def _log_weight(mean: float, most: int) -> float:
     """Return the log w at which the mean of K is ``mean``."""
-    from scipy.optimize import brentq  # noqa: PLC0415  (not needed to report mistakes)
 
     def excess(log_weight: float) -> float:
-        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
         counts = np.arange(1, most + 1)
         return math.log(float(_limited(log_weight, most) @ counts) / mean)
 
-    return float(brentq(excess, -3.0, 50.0, xtol=1e-14))
+    return float(optimize.brentq(excess, -3.0, 50.0, xtol=1e-14))
 
 
 def _limited(log_weight: float, most: int) -> Any:
-    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
     counts = np.arange(1, most + 1)
     logs = log_weight * counts - np.log(counts)
     shares = np.exp(logs - logs.max())
@@ -166,8 +158,6 @@ class Search:
 
     def curve(self) -> Curve:
         """Return a grid of epsilons from 0, and upper bounds on delta of the search at each."""
-        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
         epsilons, deltas = _worst(self.candidates)
         before = np.searchsorted(epsilons, epsilons - self.surcharge, "right") - 1
         known = np.minimum(self.trials.mean * deltas[np.maximum(before, 0)], 1.0)
@@ -179,8 +169,6 @@ class Search:
 
 def _worst(candidates: Sequence[tuple[TrainingEvent, ...]]) -> Curve:
     """Return the privacy curve of the most expensive candidate at each epsilon."""
-    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
     curves = [delta_curve(merged(events)) for events in candidates]
     return curves[0][0], functools.reduce(np.maximum, (deltas for _, deltas in curves))
 
@@ -188,8 +176,6 @@ def _worst(candidates: Sequence[tuple[TrainingEvent, ...]]) -> Curve:
 @functools.lru_cache(maxsize=64)
 def _surcharge(trials: Trials, candidates: tuple[tuple[TrainingEvent, ...], ...]) -> float:
     """Return an upper bound of log g(q) / g(beta(1 - q)) over all q."""
-    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
     beta = type_two_errors(_worst(candidates), THINNING)
     alphas = np.append(0.0, np.geomspace(LEAST, 1.0, PLACES))
     above = trials.slope(1 - alphas[:-1])
