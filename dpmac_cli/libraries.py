@@ -9,14 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 __all__ = (
     "dp_accounting",
+    "efficientnet_lite",
     "fft",
+    "fused_adam",
+    "jinja2",
+    "markdown_it",
+    "matplotlib",
+    "mpl_figure",
     "np",
     "optimize",
     "pld_pmf",
     "privacy_loss_distribution",
     "rdp_privacy_accountant",
     "signal",
+    "sklearn_datasets",
     "stats",
+    "tokenizers",
+    "transformers",
+    "vision_datasets",
+    "vision_models",
 )
 
 
@@ -32,17 +43,39 @@ class OnFirstUse:
 
 if TYPE_CHECKING:
     import dp_accounting
+    import efficientnet_lite_pytorch as efficientnet_lite
+    import jinja2
+    import markdown_it
+    import matplotlib
     import numpy as np
+    import tokenizers
+    import transformers
     from dp_accounting.pld import pld_pmf, privacy_loss_distribution
     from dp_accounting.rdp import rdp_privacy_accountant
+    from matplotlib import figure as mpl_figure
     from scipy import fft, optimize, signal, stats
+    from sklearn import datasets as sklearn_datasets
+    from torch.optim import adam as fused_adam
+    from torchvision import datasets as vision_datasets
+    from torchvision import models as vision_models
 else:
     dp_accounting = OnFirstUse("dp_accounting")
+    efficientnet_lite = OnFirstUse("efficientnet_lite_pytorch")
     fft = OnFirstUse("scipy.fft")
+    fused_adam = OnFirstUse("torch.optim.adam")
+    jinja2 = OnFirstUse("jinja2")
+    markdown_it = OnFirstUse("markdown_it")
+    matplotlib = OnFirstUse("matplotlib")
+    mpl_figure = OnFirstUse("matplotlib.figure")
     np = OnFirstUse("numpy")
     optimize = OnFirstUse("scipy.optimize")
     pld_pmf = OnFirstUse("dp_accounting.pld.pld_pmf")
     privacy_loss_distribution = OnFirstUse("dp_accounting.pld.privacy_loss_distribution")
     rdp_privacy_accountant = OnFirstUse("dp_accounting.rdp.rdp_privacy_accountant")
     signal = OnFirstUse("scipy.signal")
+    sklearn_datasets = OnFirstUse("sklearn.datasets")
     stats = OnFirstUse("scipy.stats")
+    tokenizers = OnFirstUse("tokenizers")
+    transformers = OnFirstUse("transformers")
+    vision_datasets = OnFirstUse("torchvision.datasets")
+    vision_models = OnFirstUse("torchvision.models")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import trade_off
 from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.libraries import matplotlib, mpl_figure, np
 from dpmac_cli.storage.files import write_atomically
 
 if TYPE_CHECKING:
@@ -23,9 +24,7 @@ KINDS = (".png", ".svg", ".pdf")
 
 def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:
     """Return a figure with panels side by side. In each, the first 28 lines have unique styles."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  (a second to load)
-
-    figure = Figure(figsize=(5.2 * panels, 3.8), layout="constrained")
+    figure = mpl_figure.Figure(figsize=(5.2 * panels, 3.8), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for panel in axes:
         panel.grid(visible=True, color="#dddddd", linewidth=0.6)
@@ -46,10 +45,8 @@ def as_svg(figure: "Figure") -> str:
 
 
 def _rendered(figure: "Figure", kind: str) -> bytes:
-    from matplotlib import rc_context  # noqa: PLC0415  (a second to load)
-
     picture = io.BytesIO()
-    with rc_context({"svg.hashsalt": "dpmac"}):
+    with matplotlib.rc_context({"svg.hashsalt": "dpmac"}):
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
         figure.savefig(picture, dpi=200, format=kind, metadata=metadata)
     return picture.getvalue()
@@ -60,8 +57,6 @@ def trade_offs(rows: Sequence[Row]) -> "Figure":
 
     One line per row.
     """
-    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
-
     figure, (errors, roc) = new_figure(2)
     alphas = np.geomspace(1e-5, 1, 500)
     for panel, guessing in ((errors, 1 - alphas), (roc, alphas)):

@@ -5,17 +5,15 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
+from rich import progress
 from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
 from dpmac_cli.errors import InputError, explain_os_error
 from dpmac_cli.storage.progress import Computing, heard_by
-
-if TYPE_CHECKING:
-    from rich import progress
 
 #: Style for important messages. In many terminals yellow, green and cyan are too faint on white,
 #: and blue is too faint on black.
@@ -121,11 +119,9 @@ def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 def bar(
-    *columns: "str | progress.ProgressColumn", console: Console, **more: Any
-) -> "progress.Progress":
+    *columns: str | progress.ProgressColumn, console: Console, **more: Any
+) -> progress.Progress:
     """Return a transient progress bar with the remaining time, only shown on a terminal."""
-    from rich import progress  # noqa: PLC0415  (help need not wait for it)
-
     off, left = console.quiet or not console.is_terminal, progress.TimeRemainingColumn(compact=True)
     return progress.Progress(*columns, left, console=console, transient=True, disable=off, **more)
 
@@ -133,8 +129,6 @@ def bar(
 @contextlib.contextmanager
 def waiting(quiet: bool, first: str = "") -> Iterator[None]:
     """Show the progress of computations on a terminal's stderr, and ``first`` before they start."""
-    from rich import progress  # noqa: PLC0415  (help need not wait for it)
-
     columns = ("{task.description}", progress.BarColumn(), progress.MofNCompleteColumn())
     console = _console(sys.stderr, quiet or os.environ.get("RANK", "0") != "0")
     shown = bar(*columns, console=console)

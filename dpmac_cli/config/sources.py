@@ -5,10 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dpmac_cli.config.flags import flag_name, is_given, valid
 from dpmac_cli.config.named import RECIPES, file_of
 from dpmac_cli.config.settings import EXCLUSIVE, OWN_MODEL, Settings
 from dpmac_cli.errors import raise_errors
+from dpmac_cli.storage.bounded_yaml import TextLoader, read_text
 
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
@@ -24,10 +27,6 @@ def read_yaml(file: Path, errors: list[str]) -> dict[str, Any]:
     A value is the text of a flag's value, true, false or None, or a list of such: YAML's number
     parsing (010 is 8, 1:30 is 90, 1e-5 is text) is not used.
     """
-    import yaml  # noqa: PLC0415  (help need not wait for it)
-
-    from dpmac_cli.storage.bounded_yaml import TextLoader, read_text  # noqa: PLC0415
-
     try:
         loader = TextLoader(read_text(file))
         loader.name = str(file)  # for its messages
@@ -67,8 +66,6 @@ def _value(value: Any) -> Any:
 
 def to_yaml(recorded: Values) -> str:
     """Return a file that repeats a run exactly, with --config and the same --seed."""
-    import yaml  # noqa: PLC0415
-
     body = yaml.safe_dump(by_flag(recorded), sort_keys=False)
     return f"{HEADER} Repeat it with dpmac train --config FILE; a seed is not saved.\n{body}"
 

@@ -17,6 +17,7 @@ from dpmac_cli.data.units import units_of
 from dpmac_cli.data.user_data import inspect
 from dpmac_cli.data.user_data import load as load_own
 from dpmac_cli.errors import InputError
+from dpmac_cli.libraries import sklearn_datasets, vision_datasets
 from dpmac_cli.storage.cache import Rows
 
 
@@ -79,9 +80,7 @@ def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
 
 def _digits() -> list[Records]:
     """Load scikit-learn's digits; a fixed fifth, drawn with a public seed, is the test set."""
-    from sklearn.datasets import load_digits  # noqa: PLC0415  (a second to import)
-
-    bunch, held_out = load_digits(), DATASETS["digits"].test_size
+    bunch, held_out = sklearn_datasets.load_digits(), DATASETS["digits"].test_size
     # RandomState's streams are frozen by numpy, so this split never changes.
     order = np.random.RandomState(0).permutation(len(bunch.target))
     records = Records(bunch.images.astype(np.uint8)[:, None], bunch.target)
@@ -104,9 +103,7 @@ def _from_torchvision(name: str, data_dir: Path, download: bool) -> list[Records
 
 def _part(name: str, data_dir: Path, which: str, download: bool) -> Records:
     """Load one split. torchvision checks the MD5 of pickled files before reading them."""
-    from torchvision import datasets  # noqa: PLC0415  (seconds to import)
-
-    given = getattr(datasets, DATASETS[name].torchvision)
+    given = getattr(vision_datasets, DATASETS[name].torchvision)
     # torchvision would read a cache of MNIST in its first format with torch.load.
     kind: Any = type(given.__name__, (given,), {"_check_legacy_exist": lambda self: False})
     by_name = "split" in signature(kind).parameters

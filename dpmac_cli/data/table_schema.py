@@ -29,6 +29,7 @@ from dpmac_cli.data.column_schema import (
     is_encoding,
 )
 from dpmac_cli.errors import InputError
+from dpmac_cli.libraries import jinja2
 from dpmac_cli.storage.bounded_yaml import TextLoader, read_text
 
 #: Placeholder in a draft for values that the author must fill in.
@@ -185,10 +186,8 @@ def draft(
         escaped: whether to write letters beyond ASCII as escapes.
         encoding: encoding of a CSV.
     """
-    from jinja2 import Template  # noqa: PLC0415  (only drafts need it)
-
     text = Path(__file__).with_name("schema.yaml.jinja").read_text("utf-8")
-    template: Template = Template(text, trim_blocks=True, keep_trailing_newline=True)
+    template: jinja2.Template = jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True)
     names = {name: _quoted(name, escaped) for name in kinds}
     return template.render(
         file=file.name,

@@ -10,6 +10,7 @@ from torch.nn.functional import relu
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.dp.clipping.custom_layers import StandardisedConv2d
 from dpmac_cli.errors import ModelError
+from dpmac_cli.libraries import vision_models
 
 GROUPS = 16
 
@@ -94,10 +95,8 @@ def wide_resnet(signature: Signature, depth: int, width: int) -> nn.Module:
 
 def resnet18(signature: Signature) -> nn.Module:
     """Return torchvision's ResNet-18 with group norm instead of batch norm."""
-    from torchvision import models  # noqa: PLC0415  (seconds to import)
-
     norm = partial(nn.GroupNorm, 32)
-    network: nn.Module = models.resnet18(num_classes=signature.outputs, norm_layer=norm)
+    network: nn.Module = vision_models.resnet18(num_classes=signature.outputs, norm_layer=norm)
     if signature.shape[0] != 3:
         network.conv1 = nn.Conv2d(signature.shape[0], 64, 7, stride=2, padding=3, bias=False)
     return network

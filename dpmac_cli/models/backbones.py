@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.functional import interpolate, layer_norm
 
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.errors import InputError
+from dpmac_cli.libraries import efficientnet_lite, vision_models
 from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone
 from dpmac_cli.models.weights import PublicWeights, read_weights
 
@@ -71,9 +73,7 @@ def at_a_time(size: int) -> int:
 
 def of_torchvision(name: str) -> nn.Module:
     """Return a torchvision network."""
-    from torchvision import models  # noqa: PLC0415  (seconds to import)
-
-    network: nn.Module = models.get_model(name, weights=None)
+    network: nn.Module = vision_models.get_model(name, weights=None)
     return network
 
 
@@ -83,14 +83,14 @@ def lite(name: str) -> nn.Module:
     Raises InputError if its package is not installed.
     """
     try:
-        from efficientnet_lite_pytorch import EfficientNet  # noqa: PLC0415  (an extra)
+        base: Any = efficientnet_lite.EfficientNet
     except ImportError as failure:
         raise InputError(
             f"--backbone {name}: the package efficientnet-lite-pytorch is missing. Install it with "
             "pip install 'dpmac[backbones]'."
         ) from failure
 
-    class Features(EfficientNet):  # type: ignore[misc]  # it has no types
+    class Features(base):  # type: ignore[misc]  # it has no types
         """The network up to the mean of its features over positions, (images, 1280)."""
 
         def forward(self, inputs: Tensor) -> Tensor:

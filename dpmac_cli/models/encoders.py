@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 from dpmac_cli.data.tokens import TextReader, scale_of
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, panics_as_errors, raise_errors
+from dpmac_cli.libraries import tokenizers, transformers
 from dpmac_cli.storage.files import table
 
 HERE = Path(__file__).parent
@@ -383,9 +384,7 @@ def _config_of(values: Mapping[str, Any], pooling: Pooling, tokenizer: bytes) ->
 
 def transformers_config(form: Mapping[str, Any]) -> Any:
     """Return the configuration of transformers that describes a network."""
-    from transformers import AutoConfig  # noqa: PLC0415  (slow to import, and an extra)
-
-    return AutoConfig.for_model(**form, use_cache=False)
+    return transformers.AutoConfig.for_model(**form, use_cache=False)
 
 
 def reader_of(content: bytes, config: EncoderConfig, limit: int) -> TextReader:
@@ -393,13 +392,11 @@ def reader_of(content: bytes, config: EncoderConfig, limit: int) -> TextReader:
 
     Raises ValueError if it is not one, or not the one of ``config``.
     """
-    from tokenizers import Tokenizer  # noqa: PLC0415  (an extra)
-
     if hashlib.sha256(content).hexdigest() != config.vocabulary_sha256:
         raise ValueError(f"its SHA-256 is not {config.vocabulary_sha256}")
     try:
         with panics_as_errors():
-            tokenizer = Tokenizer.from_str(content.decode())
+            tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except ValueError as failure:
         raise ValueError(f"it is not of the library tokenizers ({reason(failure)})") from failure
     try:

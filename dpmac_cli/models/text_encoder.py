@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from dpmac_cli.data.writing import WRITTEN
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.libraries import transformers
 from dpmac_cli.models.encoders import (
     CONFIG,
     EncoderConfig,
@@ -39,12 +40,7 @@ def network_of(config: EncoderConfig) -> nn.Module:
     Layers that torch has, too, are torch's, so that their per-sample gradients are known. Raises
     ModelError if transformers cannot build it.
     """
-    from transformers import (  # noqa: PLC0415  (slow to import, and an extra)
-        AutoModel,
-        AutoModelForCausalLM,
-    )
-
-    kind: Any = AutoModelForCausalLM if config.causal else AutoModel
+    kind: Any = transformers.AutoModelForCausalLM if config.causal else transformers.AutoModel
     try:
         network: Any = kind.from_config(
             transformers_config(config.form), attn_implementation="sdpa", dtype=torch.float32

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
+from dpmac_cli.libraries import fused_adam
 from dpmac_cli.optim.optimizer import Decay, InBall, Scale, Stability, register_optimizer
 
 if TYPE_CHECKING:
@@ -44,10 +45,8 @@ def adam(
     gamma: float,
 ) -> None:
     """Update theta and the moments with torch's fused kernel: one pass over the vectors."""
-    from torch.optim.adam import adam as fused  # noqa: PLC0415  (imports torch)
-
     before = theta.new_full((), moments.step - 1.0)  # torch increments it
-    fused(
+    fused_adam.adam(
         [theta],
         [private.value],
         [moments.m],

@@ -13,6 +13,7 @@ from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.errors import InputError, first_fault
+from dpmac_cli.libraries import jinja2, markdown_it
 from dpmac_cli.plots import as_svg, course, trade_offs
 from dpmac_cli.release.report import Report, read_report
 from dpmac_cli.runs import folder
@@ -29,10 +30,8 @@ if TYPE_CHECKING:
 
 def web_page(text: str, pictures: Mapping[str, "Figure"]) -> str:
     """Convert Markdown to a self-contained web page, with titled pictures below."""
-    from markdown_it import MarkdownIt  # noqa: PLC0415  (help is fast)
-
     drawn = {escape(title): as_svg(figure) for title, figure in pictures.items()}
-    body = MarkdownIt("js-default").enable("table").render(text)
+    body = markdown_it.MarkdownIt("js-default").enable("table").render(text)
     title = escape(re.sub(r"\\(.)", r"\1", text.partition("\n")[0].removeprefix("# ")))
     template = templates().get_template("page.html.jinja")
     return template.render(title=title, body=body, pictures=drawn)
@@ -84,11 +83,9 @@ QUESTIONS = (
 @functools.cache  # compiling them takes as long as a short run
 def templates() -> "Environment":
     """Return the templates of cards and pages. They do not escape: pages get escaped values."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  (help is fast)
-
-    environment = Environment(  # noqa: S701  (Markdown; a page gets escaped parts)
-        loader=PackageLoader("dpmac_cli.release", ""),
-        undefined=StrictUndefined,
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("dpmac_cli.release", ""),
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
+
 Kind = TypeVar("Kind")
 
 #: Suffix of a file that is being written.
@@ -88,7 +90,5 @@ def table(kind: Callable[..., Kind], file: Path) -> Mapping[str, Kind]:
 
 def catalogue(kind: type[Kind], file: Path) -> Mapping[str, Kind]:
     """Return the entries of a TOML file by name, each as a dataclass of type ``kind``."""
-    from pydantic import TypeAdapter  # noqa: PLC0415  (not needed for plain values)
-
     entries = tomllib.loads(file.read_text("utf-8"))
     return TypeAdapter(dict[str, kind]).validate_python(entries)  # type: ignore[valid-type]

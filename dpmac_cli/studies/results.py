@@ -17,6 +17,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import InputError, first_fault
+from dpmac_cli.libraries import stats
 from dpmac_cli.optim import OPTIMIZERS
 from dpmac_cli.plots import means
 from dpmac_cli.release.card import web_page
@@ -178,14 +179,12 @@ def standing_of(cells: Sequence[Cell], metric: EvaluationMetric) -> list[str]:
 
 def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> float:
     """Return the p-value of a paired t-test over common seeds; 1 below :data:`FEWEST`."""
-    from scipy.stats import ttest_1samp  # noqa: PLC0415  (a second to import)
-
     seeds = sorted(one.keys() & other.keys())
     differences = [one[seed] - other[seed] for seed in seeds]
     # Metrics are ratios of counts, so all differences may be equal by chance.
     if len(seeds) < FEWEST or stdev(differences) < LEAST_SPREAD:
         return 1.0
-    return float(ttest_1samp(differences, 0.0).pvalue)
+    return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
 
 def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
