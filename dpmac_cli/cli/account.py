@@ -20,7 +20,7 @@ from dpmac_cli.accounting.pricing import Row, accountant_note, price
 from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.selection import epsilon_of
 from dpmac_cli.accounting.statements import format_epsilon, meaning
-from dpmac_cli.cli import console
+from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import argument, faults_of_file, with_options
 from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.defaults import completed, recipe_notes
@@ -261,9 +261,7 @@ def recount(path: Path, asked: Question) -> tuple[list[Row], float, float]:
     Raises:
         InputError: the file is not a dpmac report, or a flag does not apply to it.
     """
-    from dpmac_cli.release.report import read_report  # noqa: PLC0415  (help need not wait for it)
-
-    report = read_report(path)
+    report = late.report.read_report(path)
     privacy, search = report.privacy, report.privacy.trials
     if search is not None and asked.accountant != DEFAULT_ACCOUNTANT:
         raise InputError(f"{path} is of a search: use --accountant {DEFAULT_ACCOUNTANT}.")

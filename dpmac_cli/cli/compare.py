@@ -16,7 +16,7 @@ from rich.text import Text
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.cli import console
+from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import stop, stop_request, with_options
 from dpmac_cli.config.checks import fault_of_package, private_notes
 from dpmac_cli.config.flags import Choice, Flags, SomePath, options
@@ -119,25 +119,21 @@ def compare(flags: CompareFlags, **given: Any) -> None:
 def _carry_out(grid: Grid, flags: CompareFlags, screen: Console) -> tuple[dict[int, str], bool]:
     """Train unfinished runs; return reasons of failures by number, and whether interrupted."""
     with console.waiting(screen.quiet, "data"):
-        from dpmac_cli.studies import local  # noqa: PLC0415  (loads torch)
-
         # Nothing is written if the data or the cluster is not available.
-        data = local.share_data([grid.runs[number] for number in _missing(grid)])
+        data = late.local.share_data([grid.runs[number] for number in _missing(grid)])
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         asked = held.enter_context(stop_request())
-        executor: local.Executor | None = None
+        executor: late.local.Executor | None = None
         if data and flags.executor == "ray":
-            from dpmac_cli.studies import ray_cluster  # noqa: PLC0415  (loads ray)
-
-            held.enter_context(ray_cluster.connected(flags.cluster))
-            executor = ray_cluster.Tasks(grid.runs, flags.jobs)
+            held.enter_context(late.ray_cluster.connected(flags.cluster))
+            executor = late.ray_cluster.Tasks(grid.runs, flags.jobs)
         elif data:
-            executor = local.Pool(grid.runs, flags.jobs, data)
+            executor = late.local.Pool(grid.runs, flags.jobs, data)
         folder.make_folder(flags.out / RUNS)
         held.enter_context(folder.locked(flags.out))
         missing = _missing(grid)
-        events = local.carry_out(executor, grid.runs, missing, asked) if executor else ()
+        events = late.local.carry_out(executor, grid.runs, missing, asked) if executor else ()
         for event in shown(events, screen, grid, len(missing)):
             if event.failure:
                 failures[event.number] = event.failure

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli.cli import console
+from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import (
     JsonFlags,
     ReplaceFile,
@@ -156,9 +156,7 @@ def env(flags: JsonFlags) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage.
     """
-    from dpmac_cli.runs.environment import facts  # noqa: PLC0415  (loads torch)
-
-    found = facts()
+    found = late.environment.facts()
     if flags.json:
         console.print_result(to_json(found))
         return
@@ -223,10 +221,7 @@ def schema(flags: Columns, file: Path) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    from dpmac_cli.data.csv_file import CsvFile  # noqa: PLC0415  (loads pyarrow)
-    from dpmac_cli.data.table import column_kinds  # noqa: PLC0415  (loads numpy)
-
-    kinds = column_kinds(CsvFile(file, flags.encoding))
+    kinds = late.table.column_kinds(late.csv_file.CsvFile(file, flags.encoding))
     named = {n: [*of] for n, of in flags.explicit.items() if isinstance(of, tuple)}
     raise_errors(_faults_of_columns(named, kinds, file))
     labels, drop = named.pop("label", []), named.pop("drop", [])
@@ -264,11 +259,9 @@ def cache(flags: CacheFlags) -> None:
 
     Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
     """
-    from dpmac_cli.storage.cache import kept_files, make_room  # noqa: PLC0415  (loads numpy)
-
     folder, limit = cache_folder(), cache_size()
-    removed = make_room(folder, -1) if flags.clear else []
-    sizes = [file.stat().st_size for file in kept_files(folder)]
+    removed = late.cache.make_room(folder, -1) if flags.clear else []
+    sizes = [file.stat().st_size for file in late.cache.kept_files(folder)]
     total, most = decimal(sum(sizes)), decimal(int(limit))
     said = f"{folder}: {counted(len(sizes), 'file')}, {total} of {most}; {len(removed)} removed"
     console.stdout().print(Text(said))

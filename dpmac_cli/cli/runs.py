@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.cli import console
+from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import JsonFlags, argument, with_options
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
@@ -117,9 +117,7 @@ def _facts(where: Path) -> dict[str, Any]:
 
 def _reported(where: Path) -> dict[str, Any]:
     """Return the facts in the report of a run. Raises ``DAMAGE``."""
-    from dpmac_cli.release.report import read_report  # noqa: PLC0415  (help need not wait for it)
-
-    report = read_report(where)
+    report = late.report.read_report(where)
     privacy, (metric, score) = report.privacy, report.score
     return {
         "state": report.state,

@@ -11,7 +11,7 @@ from pydantic import Field, StrictBool
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.cli import console
+from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import (
     ReplaceFile,
     argument,
@@ -112,16 +112,14 @@ def evaluate(flags: EvalFlags, run: Path) -> None:
     """
     if flags.audit:  # only reads files of the run
         with console.waiting(flags.json, "bounds"):
-            from dpmac_cli.release.audit import read_audit  # noqa: PLC0415  (loads numpy)
-
-            found = read_audit(run)
+            found = late.audit.read_audit(run)
             verdict = found.verdict()
         _judge(found, verdict, run, flags.json)
         return
     with console.waiting(flags.json, "scores"), console.kept_clear(flags.json):
-        from dpmac_cli.release.prediction import score  # noqa: PLC0415  (loads torch)
-
-        scored = score(run, flags.dataset, flags.data_dir, flags.device, flags.model)
+        scored = late.prediction.score(
+            run, flags.dataset, flags.data_dir, flags.device, flags.model
+        )
     if flags.dataset is not None and scored.held_out:
         part = f"{counted(scored.result.samples, 'record')} that the run's split holds out"
         console.print_notes([f"{flags.dataset} has no test set: only the {part} are scored."])
@@ -155,9 +153,7 @@ def predict(flags: PredictFlags, run: Path, data: Path) -> None:
     ]
     raise_errors([*faults_of_file(out, (".csv",), flags.force), *absent])
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
-        from dpmac_cli.release.prediction import predict  # noqa: PLC0415  (loads torch)
-
-        found = predict(
+        found = late.prediction.predict(
             *(run, data, flags.device, flags.model),
             skip_bad=flags.skip_bad,
             id_column=flags.id,
@@ -178,14 +174,12 @@ def predict(flags: PredictFlags, run: Path, data: Path) -> None:
 
 def _show(scored: "Scored", json: bool) -> None:
     """Print the scores of a model."""
-    from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
-
     result, card = scored.result, scored.path.with_name(CARD)
     results, headline = result.results, result.task.headline
     values = results.metrics()
     intervals = results.intervals(values)
     exact = "these scores are exact and not covered by epsilon, unlike those in report.json"
-    console.print_notes([*display.doubts(result), *[exact] * scored.covered])
+    console.print_notes([*late.display.doubts(result), *[exact] * scored.covered])
     if json:
         body = {
             "model": str(scored.path),
@@ -218,7 +212,7 @@ def _show(scored: "Scored", json: bool) -> None:
     )
     metrics = Table("", ("value", "95% interval"), tuple(cells), bold=("value",))
     for table in filter(None, (metrics, results.table())):
-        out.print(*display.as_tables(table, out.width), sep="\n")
+        out.print(*late.display.as_tables(table, out.width), sep="\n")
     if card.is_file():
         out.print(f"model card, with the privacy guarantee: {card}")
 

@@ -5,7 +5,7 @@ import os
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dpmac_cli.cli import console
+from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import stop, stop_request, take, with_options
 from dpmac_cli.config.flags import Flags, SomePath
 from dpmac_cli.config.settings import SETTINGS, Config, DisplayFlags, Settings
@@ -58,9 +58,7 @@ def train(start: Start, **flags: Any) -> None:
         return
     # If a process dies, torch would show the others' stacks. Read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from dpmac_cli.training.distributed import join  # noqa: PLC0415  (loads torch)
-
-    ranks = join()
+    ranks = late.distributed.join()
     try:
         if ranks.leads:
             _train(start, flags, ranks)
@@ -75,33 +73,26 @@ def train(start: Start, **flags: Any) -> None:
 def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     resolved = None
     if run := start.resume or start.fork:
-        from dpmac_cli.runs.folder import check_run_folder  # noqa: PLC0415  (help need not wait)
-
-        check_run_folder(run, "--resume" if start.resume else "--fork")
+        late.folder.check_run_folder(run, "--resume" if start.resume else "--fork")
         settings = Settings.model_validate(flags)
     else:
         shown = take(DisplayFlags, dict(flags))
         with console.waiting(shown.quiet, "settings"):
-            from dpmac_cli.config.resolve import resolve  # noqa: PLC0415  (help need not wait)
-
-            resolved = resolve(flags, start.config)
+            resolved = late.resolve.resolve(flags, start.config)
         settings = resolved.settings
         if not settings.quiet:
             console.print_notes((*resolved.chosen, *resolved.notes))
     quiet, json = settings.quiet, settings.json
     # Importing torch takes seconds, so wait until there is something to train.
     with console.waiting(quiet, "loading torch"):
-        from dpmac_cli.cli.display import RunDisplay, follow  # noqa: PLC0415  (loads torch)
-        from dpmac_cli.release.run import fork, resume, train  # noqa: PLC0415  (loads torch)
-
-    display = RunDisplay(console.for_display(quiet, json))
+        display = late.display.RunDisplay(console.for_display(quiet, json))
     with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
-            events = train(resolved.plan, asked, ranks=ranks)
+            events = late.run.train(resolved.plan, asked, ranks=ranks)
         elif run:
-            way = resume if start.resume else fork
+            way = late.run.resume if start.resume else late.run.fork
             events = way(run, settings, asked, ranks=ranks)
-        finished = follow(events, display, asked)
+        finished = late.display.follow(events, display, asked)
     if json:
         console.print_result(to_json(finished.report))
     _end(finished)
@@ -109,22 +100,20 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
 
 def _end(finished: "Finished") -> None:
     """Exit with the code of a run that ended before its last step, and say how to go on."""
-    from dpmac_cli.runs import folder  # noqa: PLC0415  (help need not wait for it)
-
     where, kept = finished.folder, f"the run so far is in {finished.folder}."
     if finished.state == "interrupted":
-        stop(f"interrupted; {kept} To resume: {folder.resume_command(where)}", INTERRUPTED)
+        stop(f"interrupted; {kept} To resume: {late.folder.resume_command(where)}", INTERRUPTED)
     if finished.state == "budget-spent":
-        more = folder.fork_command(where, ["--max-epsilon MORE"])
+        more = late.folder.fork_command(where, ["--max-epsilon MORE"])
         stop(f"epsilon would exceed --max-epsilon; {kept} To train longer: {more}", BUDGET)
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
     """Run as a rank other than 0. Only rank 0 handles stop requests and prints."""
-    from dpmac_cli.runs.workers import run_worker  # noqa: PLC0415  (loads torch)
-
     with stop_request():
         try:
-            run_worker(ranks, parse_settings({name: flags[name] for name in OF_MACHINE}))
+            late.workers.run_worker(
+                ranks, parse_settings({name: flags[name] for name in OF_MACHINE})
+            )
         except DpmacError as failure:
             raise RunError(f"Rank {ranks.rank}: {failure}") from failure

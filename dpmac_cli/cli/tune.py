@@ -7,7 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.cli import console
+from dpmac_cli.cli import console, late
 from dpmac_cli.cli.options import stop, stop_request, take, with_options
 from dpmac_cli.config.checks import private_notes
 from dpmac_cli.config.flags import Flags, SomePath, options
@@ -68,19 +68,15 @@ def tune(flags: TuneFlags, **given: Any) -> None:
         return
     screen.print(Text(f"writing {space.out}", style="dim"))
     with console.waiting(shown.quiet, "searching"), stop_request() as asked:
-        from dpmac_cli.studies.tune import carry_out_search  # noqa: PLC0415  (loads torch)
-
         try:
-            [finished] = carry_out_search(space, asked)
+            [finished] = late.tune.carry_out_search(space, asked)
         except KeyboardInterrupt:
             said = "interrupted. Nothing of the search was released, so no epsilon was spent. To "
             stop(f"{said}start it again, repeat the command.", INTERRUPTED)
     if json:
         console.print_result(to_json(finished.report))
-    from dpmac_cli.cli.display import summary  # noqa: PLC0415  (loads torch)
-
     chosen = (f"{n} {v:g}" for n, v in finished.report["hyperparameters"].items())
-    screen.print(*summary(finished, space.plans[0].settings.metric), sep="\n")
+    screen.print(*late.display.summary(finished, space.plans[0].settings.metric), sep="\n")
     screen.print(Text(f"settings of the best trial: {', '.join(chosen)}"))
 
 

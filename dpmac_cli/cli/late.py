@@ -1,0 +1,54 @@
+"""Modules that load torch, NumPy or pyarrow, each imported when a command first uses it.
+
+Help and messages about mistakes need none of them, and must not wait for them.
+"""
+
+from typing import TYPE_CHECKING
+
+from dpmac_cli.libraries import OnFirstUse
+
+__all__ = (
+    "audit",
+    "cache",
+    "csv_file",
+    "display",
+    "distributed",
+    "environment",
+    "folder",
+    "local",
+    "prediction",
+    "ray_cluster",
+    "report",
+    "resolve",
+    "run",
+    "table",
+    "tune",
+    "workers",
+)
+
+if TYPE_CHECKING:
+    from dpmac_cli.cli import display
+    from dpmac_cli.config import resolve
+    from dpmac_cli.data import csv_file, table
+    from dpmac_cli.release import audit, prediction, report, run
+    from dpmac_cli.runs import environment, folder, workers
+    from dpmac_cli.storage import cache
+    from dpmac_cli.studies import local, ray_cluster, tune
+    from dpmac_cli.training import distributed
+else:
+    audit = OnFirstUse("dpmac_cli.release.audit")
+    cache = OnFirstUse("dpmac_cli.storage.cache")
+    csv_file = OnFirstUse("dpmac_cli.data.csv_file")
+    display = OnFirstUse("dpmac_cli.cli.display")
+    distributed = OnFirstUse("dpmac_cli.training.distributed")
+    environment = OnFirstUse("dpmac_cli.runs.environment")
+    folder = OnFirstUse("dpmac_cli.runs.folder")
+    local = OnFirstUse("dpmac_cli.studies.local")
+    prediction = OnFirstUse("dpmac_cli.release.prediction")
+    ray_cluster = OnFirstUse("dpmac_cli.studies.ray_cluster")
+    report = OnFirstUse("dpmac_cli.release.report")
+    resolve = OnFirstUse("dpmac_cli.config.resolve")
+    run = OnFirstUse("dpmac_cli.release.run")
+    table = OnFirstUse("dpmac_cli.data.table")
+    tune = OnFirstUse("dpmac_cli.studies.tune")
+    workers = OnFirstUse("dpmac_cli.runs.workers")
