@@ -20,7 +20,7 @@ from dpmac_cli.dp.clipping.batches import (
     samples_in,
     tensors_in,
 )
-from dpmac_cli.dp.clipping.per_sample import unwrapped
+from dpmac_cli.dp.clipping.vmap_support import unwrapped
 from dpmac_cli.randomness.layers import forked, seed_all
 
 #: Number of parameters to name; of more, the first and the last are named.

@@ -21,7 +21,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, parts_by_name, tensors_in
-from dpmac_cli.dp.clipping.per_sample import SINGLE, constant_draws
+from dpmac_cli.dp.clipping.one_sample import SINGLE
+from dpmac_cli.dp.clipping.vmap_support import constant_draws
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.fingerprint import Fingerprint
 from dpmac_cli.models.modes import evaluating

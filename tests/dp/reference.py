@@ -11,7 +11,8 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedChunkSum, clip_limit, clip_
 from dpmac_cli.dp.clipping.forms import ByLayer, PerSampleGradients
 from dpmac_cli.dp.clipping.layers import flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric, SquaredNorms
-from dpmac_cli.dp.clipping.per_sample import PerSample, constant_draws
+from dpmac_cli.dp.clipping.per_sample import PerSample
+from dpmac_cli.dp.clipping.vmap_support import constant_draws
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.dp.mechanism import Ellipsoid, ball, ellipsoid
 

@@ -28,19 +28,16 @@ from dpmac_cli.dp.clipping.clipped_sum import (
 from dpmac_cli.dp.clipping.custom_layers import ConstantNorm, StandardisedConv2d
 from dpmac_cli.dp.clipping.forms import Instantiated, PerSampleGradients
 from dpmac_cli.dp.clipping.ghost_clipping import UseSizes
+from dpmac_cli.dp.clipping.layer_calls import chain_of
 from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import RegionMetric
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.per_sample import (
-    PerSample,
-    chain_of,
-    constant_draws,
-    each_alone,
-)
+from dpmac_cli.dp.clipping.per_sample import PerSample
 from dpmac_cli.dp.clipping.projections import MASKS, by_projections
 from dpmac_cli.dp.clipping.tied_products import TiedProducts
 from dpmac_cli.dp.clipping.unfold import inputs_by_position
+from dpmac_cli.dp.clipping.vmap_support import constant_draws, each_alone
 from dpmac_cli.dp.losses import build_loss, check_loss
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.dp.clipping.batches import Batch, map_rows, tensors_in
-from dpmac_cli.dp.clipping.per_sample import constant_draws, each_alone
+from dpmac_cli.dp.clipping.vmap_support import constant_draws, each_alone
 from dpmac_cli.torch_errors import out_of_memory
 
 #: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows

@@ -1,0 +1,129 @@
+"""Calls of layers whose per-sample gradients follow from inputs and output gradients."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import linear
+from torch.nn.modules import module as of_modules
+
+from dpmac_cli.dp.clipping.batches import tensors_in
+from dpmac_cli.dp.clipping.layer_rules import KNOWN, RULES, Use, instantiate
+from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.clipping.projections import by_projections, replaced
+
+#: Modules without parameters that act on each row alone.
+ROWWISE = frozenset(
+    {
+        *(nn.Identity, nn.Dropout, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d),
+        *(nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU),
+    }
+)
+#: Inputs and output gradients of the calls of modules.
+Calls = defaultdict[nn.Module, list[tuple[Tensor, Tensor]]]
+
+
+def chain_of(model: nn.Module) -> list[nn.Module] | None:
+    """Return the parts of a sequence of known layers; None for any other network.
+
+    It has no hooks, not even those of all modules, because they would see several samples.
+    """
+    held = vars(model)
+    hooked = any(held[key] for key in held if key.endswith("_hooks"))
+    if "forward" in held or hooked or of_modules._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return None
+    if type(model) is nn.Sequential:
+        parts = list(map(chain_of, model))
+        return None if None in parts else [part for some in parts for part in some or []]
+    plain: Any = model
+    rowwise = type(model) in ROWWISE and not getattr(model, "inplace", False)
+    flat = type(model) is nn.Flatten and plain.start_dim == 1
+    return [model] if rowwise or flat or type(model) in RULES else None
+
+
+def known_layers(layers: Sequence[Layer]) -> set[str]:
+    """Return the names of the layers whose gradients follow from calls by a rule."""
+    return {
+        layer.name
+        for layer in layers
+        if layer.called
+        and all(type(module) in RULES or layer.swapped for module in layer.called)
+        and layer.parameters.keys() <= KNOWN
+    }
+
+
+def calls_by_module(
+    modules: Sequence[nn.Module], inputs: Sequence[Tensor], deltas: Sequence[Tensor]
+) -> Calls:
+    """Return the inputs and output gradients of calls by module."""
+    calls = Calls(list)
+    for module, *found in zip(modules, inputs, deltas, strict=True):
+        calls[module].append((found[0], found[1]))
+    return calls
+
+
+def uses_of(layer: Layer, calls: Calls) -> list[Use]:
+    """Return the uses of a recorded layer."""
+    if layer.swapped:
+        [module] = layer.called
+        return [Use.of(layer.module, delta, a) for a, delta in calls.get(module, [])]
+    return [Use.of(m, a, delta) for m in layer.called for a, delta in calls.get(m, [])]
+
+
+def gradients_of_sample(
+    layer: Layer, found: Sequence[Use] | Tensor, sample: int
+) -> Sequence[Tensor]:
+    """Return the gradients of one sample by parameter, flat."""
+    if isinstance(found, Tensor):
+        return [found[sample, slot] for slot in layer.slices.values()]
+    uses = [use.part(slice(sample, sample + 1)) for use in found]
+    return [column[0] for column in instantiate(layer, uses)]
+
+
+@contextmanager
+def tapped(
+    recorded: Sequence[Layer],
+    by_function: Collection[str],
+    tap: Callable[[nn.Module, Tensor, Tensor], Tensor],
+) -> Iterator[None]:
+    """Call ``tap`` with the module, input and output of each call of recorded layers.
+
+    ``by_function`` names those whose products are computed by ``F.linear``.
+    """
+
+    def hook(module: nn.Module, inputs: Any, named: Any, out: Tensor) -> Tensor:
+        # A network's no_grad block needs no tap.
+        given = tensors_in((inputs, named))[0]
+        return tap(module, given, out) if torch.is_grad_enabled() else out
+
+    modules = dict.fromkeys(module for layer in recorded for module in layer.called)
+    functional_only = {m for la in recorded if la.name in by_function for m in la.called}
+    composites = {layer.composite for layer in recorded if layer.composite is not None}
+    with ExitStack() as stack:
+        if functional_only:
+            product = partial(_tapped_product, functional_only, tap)
+            stack.enter_context(replaced(functional, "linear", product))
+        stack.enter_context(by_projections(composites))
+        for module in modules.keys() - functional_only:
+            # Before the hooks of the program, which may change the output.
+            handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def _tapped_product(
+    layers: Iterable[Any],
+    tap: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Compute ``F.linear``; tap products of layers that are not called themselves."""
+    out, used = linear(x, weight, bias), (la for la in layers if la.weight is weight)
+    layer = next(used, None) if torch.is_grad_enabled() else None
+    return out if layer is None else tap(layer, x, out)

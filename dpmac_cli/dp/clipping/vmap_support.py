@@ -1,0 +1,137 @@
+"""Contexts in which vmap runs a network on one record at a time, and reasons why it cannot."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import autograd_function
+from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpmac_cli.dp.clipping.batches import tensors_in
+from dpmac_cli.dp.clipping.projections import masks_kept, replaced
+from dpmac_cli.torch_errors import what_failed
+
+_NO_RULE = (
+    "it has a torch.autograd.Function without a rule for vmap. If its forward and backward consist "
+    "of torch operations, define setup_context in it and set generate_vmap_rule = True."
+)
+OWN_RULE = "a torch.autograd.Function with a vmap of its own"
+#: Words of messages of torch, and remedies.
+REMEDIES = {
+    "generate_vmap_rule": _NO_RULE,
+    "setup_context": _NO_RULE,
+    OWN_RULE: (
+        f"it has {OWN_RULE}, which sees several records. If its forward and backward consist of "
+        "torch operations, remove its vmap, and set generate_vmap_rule = True."
+    ),
+    "data-dependent control flow": (
+        "it decides by the values of a record, as in if x.max() > 1 or x.item(). Use "
+        "torch.where(condition, a, b)."
+    ),
+    "saved tensor hooks": "it uses torch.utils.checkpoint. Leave that out.",
+}
+
+
+def reason_of_vmap(failure: Exception) -> str:
+    """Return why vmap failed on made-up samples, as the end of a sentence."""
+    remedies = (remedy for word, remedy in REMEDIES.items() if word in str(failure))
+    return next(remedies, what_failed(failure))
+
+
+def unwrapped(network: nn.Module) -> nn.Module:
+    """Return a network without torch.compile and nn.DataParallel, which vmap cannot run."""
+    if isinstance(network, nn.DataParallel):
+        return unwrapped(network.module)
+    before = getattr(network, "_orig_mod", None)
+    return before if isinstance(before, nn.Module) else network
+
+
+def each_alone(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function of rows that runs a function on each row alone, without gradients.
+
+    ``run`` maps (1, ...) to (1, ...), by operations that vmap can run.
+    """
+
+    def one(row: Tensor) -> Tensor:
+        return run(row.unsqueeze(0)).squeeze(0)
+
+    def mapped(rows: Tensor) -> Tensor:
+        with torch.no_grad(), supported():
+            found: Tensor = vmap(one, randomness="different")(rows)
+        return found
+
+    return mapped
+
+
+@contextmanager
+def supported() -> Iterator[None]:
+    """Choose what vmap supports: the only backend of attention with a batching rule, and masks.
+
+    A vmap of the network's own is not called, because it sees several samples.
+    """
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        masks_kept(),
+        replaced(autograd_function, "custom_function_call_vmap_helper", _reject_own_rule),
+    ):
+        yield
+
+
+def _reject_own_rule(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(OWN_RULE)
+
+
+class _Constant(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """Replaces random numbers by one half."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for tensor in tensors_in(result):
+                tensor.fill_(0.5)
+        return result
+
+
+class DrawnAgain(TorchFunctionMode):
+    """Returns a new tensor from ``tensor.bernoulli_(p)``, which vmap only runs on batched tensors.
+
+    So stochastic depth is written: ``torch.empty(shape).bernoulli_(p)``.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.bernoulli_:
+            given = dict(zip(("tensor", "p"), args, strict=False)) | (kwargs or {})
+            return torch.bernoulli(torch.zeros_like(given["tensor"]) + given.get("p", 0.5))
+        return func(*args, **(kwargs or {}))
+
+
+class KeptResults(TorchFunctionMode):
+    """Keeps copies of the results of operations on a sample, inside of vmap."""
+
+    def __init__(self, results: list[Tensor]) -> None:
+        super().__init__()
+        self._results = results
+        self._level = torch._C._functorch.maybe_current_level() or 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "empty" not in getattr(func, "__name__", ""):  # which has no values yet
+            self._results += [t.detach().clone() for t in tensors_in(result) if self._keeps(t)]
+        return result
+
+    def _keeps(self, tensor: Tensor) -> bool:
+        """Return whether a result depends on samples, and outlives a vmap of the network's own."""
+        return 0 < torch._C._functorch.maybe_get_level(tensor) <= self._level
+
+
+@contextmanager
+def constant_draws() -> Iterator[None]:
+    """Make torch's random numbers one half, wherever they are drawn."""
+    # The other kernels of attention draw and use random numbers in one operation.
+    with sdpa_kernel(SDPBackend.MATH), _Constant():  # type: ignore[no-untyped-call]
+        yield
