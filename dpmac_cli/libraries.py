@@ -23,6 +23,7 @@ __all__ = (
     "rdp_privacy_accountant",
     "signal",
     "sklearn_datasets",
+    "special",
     "stats",
     "tokenizers",
     "transformers",
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from dp_accounting.pld import pld_pmf, privacy_loss_distribution
     from dp_accounting.rdp import rdp_privacy_accountant
     from matplotlib import figure as mpl_figure
-    from scipy import fft, optimize, signal, stats
+    from scipy import fft, optimize, signal, special, stats
     from sklearn import datasets as sklearn_datasets
     from torch.optim import adam as fused_adam
     from torchvision import datasets as vision_datasets
@@ -74,6 +75,7 @@ else:
     rdp_privacy_accountant = OnFirstUse("dp_accounting.rdp.rdp_privacy_accountant")
     signal = OnFirstUse("scipy.signal")
     sklearn_datasets = OnFirstUse("sklearn.datasets")
+    special = OnFirstUse("scipy.special")
     stats = OnFirstUse("scipy.stats")
     tokenizers = OnFirstUse("tokenizers")
     transformers = OnFirstUse("transformers")

@@ -58,8 +58,8 @@ def test_every_sample_is_scored(tail: int) -> None:
     logits = model(data.standardised(data.train.images))
     truth, guess = data.train.labels.numpy(), logits.argmax(1).numpy()
     assert result.samples == count
-    assert (result.confusion.numpy() == confusion_matrix(truth, guess)).all()
-    assert result.confusion.dtype == torch.int64
+    assert (result.confusion == confusion_matrix(truth, guess)).all()
+    assert result.confusion.dtype == np.int64
     assert result.accuracy == pytest.approx(accuracy_score(truth, guess))
     assert result.per_class == pytest.approx(recall_score(truth, guess, average=None).tolist())
     assert result.loss == pytest.approx(cross_entropy(logits, data.train.labels).item())

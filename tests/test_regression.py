@@ -91,7 +91,7 @@ def test_no_target_is_beyond_its_range_and_none_moves_another(task: Regression) 
     assert scaled[[0, 19]].tolist() == [[-1] * len(parts), [1] * len(parts)]
     assert scaled[20:].tolist() == [signs.tolist(), (-signs).tolist()]
     np.testing.assert_array_equal(scaled[:20], task.encoded(given[:20].squeeze()))
-    outputs = torch.from_numpy(np.stack([1e30 * signs, -math.inf * signs])).float()
+    outputs = np.stack([1e30 * signs, -math.inf * signs]).astype(np.float32)
     ends = [[p.high if sign > 0 else p.low for p, sign in zip(parts, of, strict=True)]
             for of in (signs, -signs)]  # fmt: skip
     assert task.answers(outputs).reshape(2, -1).tolist() == ends
@@ -163,8 +163,8 @@ def test_losses_and_their_gradients_are_torchs(name: str) -> None:
 @pytest.mark.parametrize("task", [TASK, PLAIN])
 def test_metrics_are_scikit_learns(task: Regression) -> None:
     result = evaluated(task)
-    truth = task.decoded(result.labels).numpy()[1:, 0]
-    guess = task.decoded(result.logits).numpy()[1:, 0]
+    truth = task.decoded(result.labels.numpy())[1:, 0]
+    guess = task.decoded(result.logits.numpy())[1:, 0]
     found = replace(result, logits=result.logits[1:], labels=result.labels[1:]).results.metrics()
     assert found["mae"] == pytest.approx(sklearn.mean_absolute_error(truth, guess))
     assert found["rmse"] == pytest.approx(sklearn.root_mean_squared_error(truth, guess))
@@ -175,7 +175,7 @@ def test_metrics_are_scikit_learns(task: Regression) -> None:
 @pytest.mark.parametrize("task", [TASK, PLAIN])
 def test_an_output_that_is_no_number_is_as_wrong_as_possible(task: Regression) -> None:
     result = evaluated(task)
-    truth = float(task.decoded(result.labels)[0, 0])
+    truth = float(task.decoded(result.labels.numpy())[0, 0])
     lost = replace(result, logits=result.logits[:1], labels=result.labels[:1])
     [target] = task.targets
     wanted = max(truth - target.low, target.high - truth)
@@ -306,8 +306,8 @@ def _check_predictions(folder: Path, where: Path) -> None:
 
 
 def test_a_target_at_the_prediction_counts_as_at_or_below_it() -> None:
-    ends = torch.tensor([[-1.0], [1.0], [1.0], [0.0]])
-    found = PLAIN.results(ends, torch.tensor([[-1.0], [1.0], [0.0], [1.0]])).metrics()
+    ends = np.array([[-1.0], [1.0], [1.0], [0.0]])
+    found = PLAIN.results(ends, np.array([[-1.0], [1.0], [0.0], [1.0]])).metrics()
     assert found["at-or-below"] == 0.75
 
 

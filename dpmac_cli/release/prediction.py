@@ -417,7 +417,7 @@ def predict(
     released = load_model(run, where, factory=factory, network=network)
     records = read_unlabelled(data, released, skip_bad=skip_bad, id_column=id_column)
     _check_some_left(records.path, len(records.names), records.skipped)
-    answers = torch.cat([*_answers(released, records, where)]).numpy()
+    answers = np.concatenate([*_answers(released, records, where)])
     texts = _continued(released, records, where, length, temperature)
     if not skip_bad:  # only now, because images are decoded one batch after another
         strays, faults = records.skipped.records, records.faults.values()
@@ -461,11 +461,14 @@ def _inputs(released: Released, records: Unlabelled, device: torch.device) -> It
     return (each.reshape(len(each), *known.record) for each in inputs)
 
 
-def _answers(released: Released, records: Unlabelled, device: torch.device) -> Iterator[Tensor]:
+def _answers(
+    released: Released, records: Unlabelled, device: torch.device
+) -> Iterator[NDArray[np.float32]]:
     """Yield what the model's outputs mean for some records after the other, and report progress."""
     done = 0
     for logits in outputs(released.model, _inputs(released, records, device)):
-        found = released.header.task.answers(logits).cpu()
+        numbers = logits.to("cpu", torch.promote_types(logits.dtype, torch.float32)).numpy()
+        found = released.header.task.answers(numbers)
         yield found
         done += len(found)
         report(done, len(records.names), released.path, "predictions")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from dpmac_cli.accounting.events import Scores
@@ -108,7 +109,7 @@ def make_trainer(
     device = task.data.gain.device
     _check_size(plan, task.data.train.size, task.data.test.size)
     if loss is not None and not plan.network.isolate:
-        outputs, labels = plan.data.facts.task.examples()
+        outputs, labels = map(torch.from_numpy, plan.data.facts.task.examples())
         check_loss(loss, outputs.to(device), labels.to(device))
     privacy, secure, rank = plan.privacy, plan.settings.secure, 0 if ranks is None else ranks.rank
     fixed = steps_of(plan, steps, device)

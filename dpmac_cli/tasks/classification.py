@@ -1,18 +1,22 @@
 """Classification: one class per record.
 
-Imports nothing slow; see :mod:`dpmac_cli.tasks.task`.
+See :mod:`dpmac_cli.tasks.task`.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dpmac_cli.libraries import np, special
+from dpmac_cli.tasks.classified import Classified
 from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
+
+    from dpmac_cli.tasks.task import Outputs
 
 BALANCED = EvaluationMetric(
     "balanced-accuracy",
@@ -72,18 +76,19 @@ class Classification(Task):
         row = "classes", self.names
         return Usage("classifier", row, "", "classify", "{}.argmax(1)", result)
 
-    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
+    def untested(self, targets: NDArray[Any]) -> tuple[str, ...]:
         """Return classes that no test record has."""
         tested = set(targets.tolist())
         return tuple(name for k, name in enumerate(self.names) if k not in tested)
 
-    def answers(self, outputs: "Tensor") -> "Tensor":
+    def answers(self, outputs: Outputs) -> NDArray[np.float32]:
         """Return probabilities of the classes."""
         # Infinity is the largest number: softmax is not NaN.
-        found = outputs.nan_to_num(0.0).softmax(1).float()
-        return found.masked_fill_(outputs.isnan().any(1, keepdim=True), float("nan"))
+        probabilities = special.softmax(np.nan_to_num(outputs).astype(np.float64), 1)
+        lost = np.isnan(outputs).any(1, keepdims=True)
+        return np.where(lost, np.nan, probabilities).astype(np.float32)
 
-    def columns(self, answers: "NDArray[np.float32]") -> dict[str, Sequence[Any]]:
+    def columns(self, answers: NDArray[np.float32]) -> dict[str, Sequence[Any]]:
         """Return the most probable class, "" if an output contains NaN, and probabilities."""
         lost = (answers != answers).any(1)  # noqa: PLR0124  (NaN)
         chosen = zip(lost, answers.argmax(1), strict=True)
@@ -92,16 +97,12 @@ class Classification(Task):
         return {"predicted": predicted, **{f"p_{name}": part for name, part in probabilities}}
 
     def results(
-        self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
+        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
     ) -> Results:
         """Compare outputs with targets. A record whose output contains NaN is wrong."""
-        from torch.nn.functional import one_hot  # noqa: PLC0415  (help is fast)
-
-        from dpmac_cli.tasks.classified import Classified  # noqa: PLC0415  (help is fast)
-
-        lost = outputs.isnan().any(1, keepdim=True)
-        truth = one_hot(targets, self.outputs).bool()
-        guess = one_hot(outputs.argmax(1), self.outputs).bool() & ~lost
+        classes, lost = np.arange(self.outputs), np.isnan(outputs).any(1, keepdims=True)
+        truth = targets[:, None] == classes
+        guess = (outputs.argmax(1)[:, None] == classes) & ~lost
         # Scores that are worse than all others.
-        scores = (2 - 3 * truth.float()).where(lost, self.answers(outputs))
-        return Classified(truth.numpy(), guess.numpy(), scores.numpy(), owners, self.names)
+        scores = np.where(lost, 2 - 3 * truth.astype(np.float32), self.answers(outputs))
+        return Classified(truth, guess, scores, owners, self.names)

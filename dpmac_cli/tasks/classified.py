@@ -4,20 +4,17 @@ Macro averages leave out classes for which a metric is not defined. A metric tha
 any class, such as the AUROC of a test set with a single class, is nan.
 """
 
+from __future__ import annotations
+
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
+from dpmac_cli.libraries import np
 from dpmac_cli.storage.files import finite_or_none
 from dpmac_cli.tasks.intervals import (
-    Floats,
     Sizes,
     clopper_pearson,
     effective_size,
@@ -25,6 +22,11 @@ from dpmac_cli.tasks.intervals import (
     size_of_shares,
 )
 from dpmac_cli.tasks.task import Interval, Remark, Results, Table, percent_or_dash
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from dpmac_cli.tasks.intervals import Floats
 
 #: Accuracy in a class below which it is almost never predicted.
 RARELY = 0.05
@@ -233,13 +235,13 @@ class Classified(Results):
         return dict(zip(RANKINGS, map(_mean, values), strict=True))
 
     @property
-    def confusion(self) -> Tensor:
+    def confusion(self) -> NDArray[np.int64]:
         """Return int64 counts by true and predicted class, shape (classes, classes).
 
         Records whose output contains NaN are left out.
         """
-        truth, guess = (torch.from_numpy(part) for part in (self.truth, self.guess))
-        return (truth.double().T @ guess.double()).long()
+        counts: NDArray[np.float64] = self.truth.T.astype(float) @ self.guess.astype(float)
+        return counts.astype(np.int64)
 
     def table(self) -> Table:
         """Return counts with sensitivity and specificity, one row per true class."""

@@ -1,19 +1,23 @@
 """Results of a network that predicts numbers on test records."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-from scipy.special import stdtrit
-
+from dpmac_cli.libraries import np, special
 from dpmac_cli.storage.files import finite_or_none
-from dpmac_cli.tasks.intervals import TAIL, Floats, resampled
+from dpmac_cli.tasks.intervals import TAIL, resampled
 from dpmac_cli.tasks.target import Target
 from dpmac_cli.tasks.task import Interval, Remark, Results, Table, Task
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from dpmac_cli.tasks.intervals import Floats
 
 #: Number of bootstrap resamples.
 RESAMPLES = 1000
@@ -87,7 +91,7 @@ class Estimates(Results):
         if units < 2:
             return dict.fromkeys(metrics, (math.nan, math.nan))
         drawn = {n: v.mean(0) for n, v in resampled(self.weighted, owners, RESAMPLES).items()}
-        reach = stdtrit(units - 1, 1 - TAIL) * math.sqrt(units / (units - 1))
+        reach = special.stdtrit(units - 1, 1 - TAIL) * math.sqrt(units / (units - 1))
         return {name: _around(name, value, drawn[name], reach) for name, value in metrics.items()}
 
     def values(self) -> dict[str, Any]:

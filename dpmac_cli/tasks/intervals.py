@@ -14,19 +14,21 @@ class, times the number of classes. No metric has more effective answers than th
 few units do not make one interval narrow beside a wide one.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-from scipy.special import betaincinv, stdtrit
-
+from dpmac_cli.libraries import np, special
 from dpmac_cli.tasks.task import Interval
 
-Floats = NDArray[np.floating[Any]]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.floating[Any]]
 #: Largest number of record weights in memory at a time.
 AT_A_TIME = 4_000_000
 #: Probability below and above an interval.
@@ -59,7 +61,7 @@ def effective_size(value: float, variance: float, sizes: Sizes) -> float:
     if sizes.freedom < 1 or not variance > 0 or not spread > 0:
         return max(1.0, min(sizes.answers, sizes.units))
     most, freedom = max(sizes.answers, 2.0), sizes.freedom
-    few = stdtrit(max(most - 1, freedom), 1 - TAIL) / stdtrit(freedom, 1 - TAIL)
+    few = special.stdtrit(max(most - 1, freedom), 1 - TAIL) / special.stdtrit(freedom, 1 - TAIL)
     return float(min(most, most / (most - 1) * spread / variance * few**2))
 
 
@@ -68,8 +70,8 @@ def clopper_pearson(share: float, size: float) -> Interval:
     if math.isnan(share):
         return math.nan, math.nan
     hits, misses = share * size, (1 - share) * size
-    low = betaincinv(hits, misses + 1, TAIL) if hits > 0 else 0.0
-    high = betaincinv(hits + 1, misses, 1 - TAIL) if misses > 0 else 1.0
+    low = special.betaincinv(hits, misses + 1, TAIL) if hits > 0 else 0.0
+    high = special.betaincinv(hits + 1, misses, 1 - TAIL) if misses > 0 else 1.0
     return min(float(low), share), max(float(high), share)
 
 
@@ -110,7 +112,7 @@ def resampled(
         owners: index of each record's unit, shape (records,).
     """
     units, generator = int(owners.max()) + 1, np.random.default_rng(0)
-    drawn = list[dict[str, Floats]]()
+    drawn: list[dict[str, Floats]] = []
     while resamples > 0:
         count = min(resamples, max(1, AT_A_TIME // len(owners)))
         resamples -= count

@@ -1,19 +1,23 @@
 """Language models: the tokens of a text, each from those before it.
 
 The network computes its own loss, so its one output for a record is the mean loss of the record's
-tokens, in nats. Imports nothing slow; see :mod:`dpmac_cli.tasks.task`.
+tokens, in nats. See :mod:`dpmac_cli.tasks.task`.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dpmac_cli.libraries import np
+from dpmac_cli.tasks.estimates import Perplexity
 from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
+
+    from dpmac_cli.tasks.task import Outputs
 
 #: Name of the task in commands and reports.
 LANGUAGE_MODEL = "language-model"
@@ -66,19 +70,17 @@ class LanguageModel(Task):
         result = "The result is the perplexity of each text."
         return Usage("language model", ("predicts", self.names), "", "score", "{}.exp()", result)
 
-    def answers(self, outputs: "Tensor") -> "Tensor":
+    def answers(self, outputs: Outputs) -> NDArray[np.float32]:
         """Return the perplexity of each text."""
-        return outputs.exp().float()
+        return np.exp(outputs).astype(np.float32)
 
-    def columns(self, answers: "NDArray[np.float32]") -> dict[str, Sequence[Any]]:
+    def columns(self, answers: NDArray[np.float32]) -> dict[str, Sequence[Any]]:
         """Return the perplexity of each text; NaN if an output is."""
         return {"perplexity": [float(f"{number:.7g}") for number in answers[:, 0].tolist()]}
 
     def results(
-        self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
+        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
     ) -> Results:
         """Return the perplexity of test records."""
-        from dpmac_cli.tasks.estimates import Perplexity  # noqa: PLC0415  (help is fast)
-
-        losses = outputs.double().numpy()
+        losses = outputs.astype(np.float64)
         return Perplexity(losses * 0, losses, self, unit_of=owners)

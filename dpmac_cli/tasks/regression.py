@@ -1,21 +1,25 @@
 """Regression: numbers in public ranges, one or several per record.
 
 A target y is clipped to the range [low, high], transformed, and scaled to t in [-1, 1]. The output
-z of a network predicts t. Imports nothing slow; see :mod:`dpmac_cli.tasks.task`.
+z of a network predicts t. See :mod:`dpmac_cli.tasks.task`.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dpmac_cli.libraries import np
+from dpmac_cli.tasks.estimates import Estimates
 from dpmac_cli.tasks.target import OF_ONE, R2, Target
 from dpmac_cli.tasks.task import EvaluationMetric, Results, Task, TaskFacts, Usage
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
+
+    from dpmac_cli.tasks.task import Outputs
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Regression(Task):
     start: ClassVar[float | None] = 0.0
 
     @staticmethod
-    def of(targets: "Sequence[Target]") -> "Regression":
+    def of(targets: Sequence[Target]) -> Regression:
         """Return the task of one target or several."""
         kind = SeveralNumbers if len(targets) > 1 else Regression
         return kind(tuple(target.name for target in targets), tuple(targets))
@@ -81,26 +85,22 @@ class Regression(Task):
         """Largest error of a prediction, in the units of the target."""
         return self.targets[0].width
 
-    def encoded(self, targets: "NDArray[Any]") -> "NDArray[Any]":
+    def encoded(self, targets: NDArray[Any]) -> NDArray[Any]:
         """Return targets as a network learns them, float32, shape (records, targets)."""
-        import numpy as np  # noqa: PLC0415  (help is fast)
-
         columns = targets.reshape(-1, len(self.names)).T
         parts = zip(self.targets, columns, strict=True)
         return np.stack([target.scaled(column) for target, column in parts], 1)
 
-    def answers(self, outputs: "Tensor") -> "Tensor":
+    def answers(self, outputs: Outputs) -> NDArray[np.float32]:
         """Return predicted numbers, in the units of their targets."""
-        return self.decoded(outputs).float()
+        return self.decoded(outputs).astype(np.float32)
 
-    def decoded(self, scaled: "Tensor") -> "Tensor":
-        """Return numbers in the units of the targets, in their ranges, float64."""
-        import torch  # noqa: PLC0415  (help is fast)
-
+    def decoded(self, scaled: Outputs) -> NDArray[np.float64]:
+        """Return numbers in the units of the targets, in their ranges."""
         parts = zip(self.targets, scaled.T, strict=True)
-        return torch.stack([target.in_units(column) for target, column in parts], 1)
+        return np.stack([target.in_units(column) for target, column in parts], 1)
 
-    def columns(self, answers: "NDArray[np.float32]") -> dict[str, Sequence[Any]]:
+    def columns(self, answers: NDArray[np.float32]) -> dict[str, Sequence[Any]]:
         """Return predicted numbers; NaN if an output contains NaN.
 
         Several are joined by ";", "" if one is NaN, and have a column each, too.
@@ -114,19 +114,14 @@ class Regression(Task):
         return {"predicted": joined, **{f"predicted_{name}": found for name, found in named}}
 
     def results(
-        self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
+        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
     ) -> Results:
         """Compare predicted numbers with targets. One that is NaN is as wrong as possible."""
-        import torch  # noqa: PLC0415  (help is fast)
-
-        from dpmac_cli.tasks.estimates import Estimates  # noqa: PLC0415  (help is fast)
-
         truth, guess = self.decoded(targets), self.decoded(outputs)
-        ends = torch.tensor([(of.low, of.high) for of in self.targets], dtype=torch.float64)
-        low, high = ends.T
-        worst = torch.where(truth - low > high - truth, low, high)
-        guess = worst.where(guess.isnan(), guess)
-        return Estimates(truth.numpy(), guess.numpy(), self, self.targets, owners)
+        low, high = np.array([(target.low, target.high) for target in self.targets]).T
+        worst = np.where(truth - low > high - truth, low, high)
+        guess = np.where(np.isnan(guess), worst, guess)
+        return Estimates(truth, guess, self, self.targets, owners)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,22 @@
 """A number to predict, in its public range.
 
-A target y is clipped to the range [low, high], transformed, and scaled to t in [-1, 1]. Imports
-nothing slow; see :mod:`dpmac_cli.tasks.task`.
+A target y is clipped to the range [low, high], transformed, and scaled to t in [-1, 1].
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from dpmac_cli.libraries import np
 from dpmac_cli.tasks.task import EvaluationMetric, Interval
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
+
+    from dpmac_cli.tasks.task import Outputs
 
 #: Transforms of a target, with their inverses; see :class:`Target`.
 Transform = Literal["none", "log1p"]
@@ -81,18 +83,17 @@ class Target:
         code = f"{low!r} + ({output}.clamp(-1, 1) + 1) / 2 * {high - low!r}"
         return f"({code}).expm1()" if self.transform == "log1p" else code
 
-    def scaled(self, targets: "NDArray[Any]") -> "NDArray[np.float32]":
+    def scaled(self, targets: NDArray[Any]) -> NDArray[np.float32]:
         """Return targets scaled to [-1, 1]."""
-        import numpy as np  # noqa: PLC0415  (help is fast)
-
         clipped = np.clip(targets.astype(np.float64), self.low, self.high)
         low, high = self.ends
         moved = np.log1p(clipped) if self.transform == "log1p" else clipped
         return (2 * (moved - low) / (high - low) - 1).clip(-1, 1).astype(np.float32)
 
-    def in_units(self, scaled: "Tensor") -> "Tensor":
-        """Return numbers in the units of the target, in its range, float64."""
+    def in_units(self, scaled: Outputs) -> NDArray[np.float64]:
+        """Return numbers in the units of the target, in its range."""
         low, high = self.ends
-        moved = low + (scaled.double() + 1) / 2 * (high - low)
-        found = moved.expm1() if self.transform == "log1p" else moved
-        return found.clamp(self.low, self.high)
+        with np.errstate(over="ignore"):  # an output may be far beyond the range
+            moved = low + (scaled.astype(np.float64) + 1) / 2 * (high - low)
+            found = np.expm1(moved) if self.transform == "log1p" else moved
+        return found.clip(self.low, self.high)

@@ -1,8 +1,10 @@
 """Task: what a network predicts for a record, and how its outputs are scored.
 
-Imports nothing slow, because datasets have a task before torch is loaded. Methods that compute with
-outputs import what they need.
+Outputs and targets are NumPy arrays on the CPU. Tasks load neither NumPy nor torch: settings, and
+so help, know them.
 """
+
+from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
@@ -10,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
+from dpmac_cli.libraries import np
+
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
+
+    Outputs = NDArray[np.floating[Any]]
 
 Interval = tuple[float, float]
 
@@ -134,7 +138,7 @@ class Results(ABC):
         """Return all metrics of the task by name."""
 
     @abstractmethod
-    def intervals(self, metrics: Mapping[str, float]) -> "dict[str, Interval]":
+    def intervals(self, metrics: Mapping[str, float]) -> dict[str, Interval]:
         """Return 95% intervals of metrics, see :mod:`~dpmac_cli.tasks.intervals`."""
 
     @abstractmethod
@@ -150,7 +154,7 @@ class Results(ABC):
         """Return what ``dpmac eval`` prints besides metrics."""
 
     @abstractmethod
-    def cells(self, *, by_class: bool) -> "tuple[NDArray[np.int64], int]":
+    def cells(self, *, by_class: bool) -> tuple[NDArray[np.int64], int]:
         """Return what each record adds to a covered score, and the most that it can add.
 
         Cells are integers, shape (records, cells), at least 0. Those of a record add up to at most
@@ -167,11 +171,9 @@ class Results(ABC):
         return []
 
     @property
-    def confusion(self) -> "Tensor":
+    def confusion(self) -> NDArray[np.int64]:
         """Counts of records by true and predicted class; empty without classes."""
-        import torch  # noqa: PLC0415  (help is fast)
-
-        return torch.zeros(0, 0, dtype=torch.int64)
+        return np.zeros((0, 0), np.int64)
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def of_facts(cls, facts: TaskFacts) -> "Task":
+    def of_facts(cls, facts: TaskFacts) -> Task:
         """Return the task with these :attr:`facts`, which are of its kind."""
 
     @property
@@ -239,7 +241,7 @@ class Task(ABC):
 
     @property
     @abstractmethod
-    def usage(self) -> "Usage":
+    def usage(self) -> Usage:
         """Return how a model card names and uses the model."""
 
     @property
@@ -257,30 +259,31 @@ class Task(ABC):
         """Return whether a loss fits; its parameter follows a colon."""
         return loss.partition(":")[0] in {name.partition(":")[0] for name in cls.losses}
 
-    def encoded(self, targets: "NDArray[Any]") -> "NDArray[Any]":
+    def encoded(self, targets: NDArray[Any]) -> NDArray[Any]:
         """Return targets as a network learns them, of the dtype :attr:`target`."""
         return targets.astype(self.target)
 
-    def untested(self, targets: "NDArray[Any]") -> tuple[str, ...]:
+    def untested(self, targets: NDArray[Any]) -> tuple[str, ...]:
         """Return names of the outputs that the targets of test records say nothing about."""
         return ()
 
-    def examples(self) -> "tuple[Tensor, Tensor]":
+    def examples(self) -> tuple[NDArray[np.float32], NDArray[Any]]:
         """Return made-up outputs, shape (records, outputs), and their targets."""
-        import torch  # noqa: PLC0415  (help is fast)
-
-        draws = torch.Generator().manual_seed(0)
-        outputs = torch.randn(max(4, 2 * self.outputs), self.outputs, generator=draws)
+        shape = max(4, 2 * self.outputs), self.outputs
+        outputs = np.random.RandomState(0).standard_normal(shape).astype(np.float32)
         if self.target == "int64":
-            return outputs, torch.arange(len(outputs)) % self.outputs
-        return outputs, torch.linspace(-1, 1, outputs.numel()).view_as(outputs)
+            return outputs, np.arange(len(outputs)) % self.outputs
+        return outputs, np.linspace(-1, 1, outputs.size, dtype=np.float32).reshape(shape)
 
     @abstractmethod
-    def answers(self, outputs: "Tensor") -> "Tensor":
-        """Return what outputs mean, float32, in their shape; NaN if one contains NaN."""
+    def answers(self, outputs: Outputs) -> NDArray[np.float32]:
+        """Return what outputs mean, in their shape; NaN if one contains NaN.
+
+        ``outputs`` are those of a network, float32 or float64, shape (records, outputs).
+        """
 
     @abstractmethod
-    def columns(self, answers: "NDArray[np.float32]") -> dict[str, Sequence[Any]]:
+    def columns(self, answers: NDArray[np.float32]) -> dict[str, Sequence[Any]]:
         """Return the columns that ``dpmac predict`` writes for :meth:`answers`.
 
         One of them is "predicted".
@@ -288,9 +291,9 @@ class Task(ABC):
 
     @abstractmethod
     def results(
-        self, outputs: "Tensor", targets: "Tensor", owners: "NDArray[np.int64] | None" = None
+        self, outputs: Outputs, targets: NDArray[Any], owners: NDArray[np.int64] | None = None
     ) -> Results:
-        """Compare outputs with targets, on the CPU.
+        """Compare outputs, shape (records, outputs), with targets.
 
         ``owners`` is the index of each record's unit of privacy; None if each record is one.
         """

@@ -6,7 +6,9 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpmac_cli.data.dataset import Data, Split
@@ -58,10 +60,10 @@ class Evaluation:
     def results(self) -> Results:
         """Outputs compared with targets."""
         owners = None if self.units is None else self.units.owners
-        return self.task.results(self.logits, self.labels, owners)
+        return self.task.results(self.logits.numpy(), self.labels.numpy(), owners)
 
     @property
-    def confusion(self) -> Tensor:
+    def confusion(self) -> NDArray[np.int64]:
         """Return int64 counts by true and predicted class, (classes, classes), or (labels, 2, 2).
 
         For multi-class problems, samples whose output contains NaN are left out.
@@ -144,6 +146,6 @@ def evaluate(model: nn.Module, data: Data, split: Split, *, covered: bool = Fals
     loss, found = 0.0, list[Tensor]()
     for some, logits in zip(batches, outputs(model, inputs, run), strict=True):
         loss += standard(logits, split.labels[some]).sum().item()
-        found.append(logits.cpu())
+        found.append(logits.to("cpu", torch.promote_types(logits.dtype, torch.float32)))
     logits, labels = torch.cat(found), split.labels.cpu()
     return Evaluation(loss / len(split), logits, labels, data.task, split.units)
