@@ -16,10 +16,10 @@ from .config.settings import Settings as Settings
 from .data.in_memory import ArrayData as ArrayData
 from .data.in_memory import from_dataframe as from_dataframe
 from .data.in_memory import from_torch as from_torch
-from .dp.geometry import AdaClip as AdaClip
+from .dp.geometry import AdaClipEllipsoid as AdaClipEllipsoid
 from .dp.geometry import Ball as Ball
 from .dp.geometry import Geometry as Geometry
-from .dp.geometry import MacAdam as MacAdam
+from .dp.geometry import MacAdamEllipsoid as MacAdamEllipsoid
 from .dp.mechanism import Ellipsoid as Ellipsoid
 from .dp.mechanism import GaussianMechanism as GaussianMechanism
 from .dp.mechanism import PrivateMean as PrivateMean

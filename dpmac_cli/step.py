@@ -40,8 +40,17 @@ from dpmac_cli.dp.clipping.batches import (
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.dp.clipping.norms import RegionMetric
-from dpmac_cli.dp.geometry import NO_CLIPPING, Ball, Spread, at_places, joined, part_of
+from dpmac_cli.dp.geometry import (
+    NO_CLIPPING,
+    Ball,
+    Spread,
+    at_places,
+    geometry_of,
+    joined,
+    part_of,
+)
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
+from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.dp.weights import RecordWeights
 from dpmac_cli.errors import (
@@ -163,7 +172,7 @@ class Step(Unshared):
             raise ValueError("noise needs clipping, which is turned off without privacy")
         self.sums, self.model, self.notes = sums, sums.model, sums.notes
         self.sampler, self.mechanism, self.noise = sampler, mechanism, noise
-        self.geometry = optimizer.geometry() if plan.private else Ball(NO_CLIPPING)
+        self.geometry = geometry_of(optimizer) if plan.private else Ball(NO_CLIPPING)
         self.optimizer, self.plan, self.training, self.hooks = optimizer, plan, training, hooks
         self._ranks = ranks or Ranks()
         theta = sums.theta
@@ -171,7 +180,7 @@ class Step(Unshared):
         region, spread = self._first_region()
         self.state = TrainState(
             theta=theta,
-            moments=optimizer.start(theta),
+            moments=Moments.before(theta, optimizer.keeps),
             region=region,
             spread=spread,
             chunk=sums.chunk,

@@ -5,7 +5,7 @@ coordinate, except for one sum, so a step can process vectors in blocks that sta
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball, ellipsoid
 from dpmac_cli.dp.moments import Moments
+from dpmac_cli.optim.optimizer import Optimizer
 
 LEAST_KAPPA = 1e-6
 #: Radius of a ball that clips nothing; a power of two, so scaling by it is exact.
@@ -102,7 +103,7 @@ class Ball(Geometry):
 
 
 @dataclass(frozen=True)
-class AdaClip(Geometry):
+class AdaClipEllipsoid(Geometry):
     """AdaClip's ellipsoid (Pichapati et al. 2019, arXiv 1908.07643)."""
 
     beta1: float  # decay rate of the mean, in [0, 1)
@@ -128,7 +129,7 @@ class AdaClip(Geometry):
 
 
 @dataclass(frozen=True)
-class MacAdam(Geometry):
+class MacAdamEllipsoid(Geometry):
     """DP-MacAdam's ellipsoid: lines 16 to 20 of Algorithm 1.
 
     ``kappa`` selects how the variance of the gradient is estimated from s_t:
@@ -176,6 +177,21 @@ class MacAdam(Geometry):
         if self.kappa != "tracked":
             private.without_noise(variance)
         return _scaled(region, variance.clamp_(self.h1, self.h2))  # lines 19, 20
+
+
+#: Geometries by name: dataclasses whose fields are hyperparameters of the optimizers that use them.
+GEOMETRIES: dict[str, type[Any]] = {
+    "ball": Ball,
+    "adaclip": AdaClipEllipsoid,
+    "macadam": MacAdamEllipsoid,
+}
+
+
+def geometry_of(optimizer: Optimizer) -> Geometry:
+    """Return what chooses the region that an optimizer's gradients are clipped to."""
+    kind = GEOMETRIES[optimizer.clips]
+    geometry: Geometry = kind(**{of.name: getattr(optimizer, of.name) for of in fields(kind)})
+    return geometry
 
 
 def _squares(x: Tensor, y: Tensor) -> Tensor:

@@ -14,6 +14,12 @@ class Moments:
     v: Tensor  # average of g-tilde^2, (d,), or (0,)
     step: int = 0  # step t, from 1, of the last private mean
 
+    @staticmethod
+    def before(theta: Tensor, keeps: str) -> "Moments":
+        """Return the moments before step 1; ``keeps`` names those that are kept."""
+        m, v = (theta.new_zeros(theta.shape if name in keeps else 0) for name in "mv")
+        return Moments(m, v)
+
     def update(self, g: Tensor, beta1: float, beta2: float) -> None:
         """Update the averages with g-tilde_t, in place; the decay rates are in [0, 1)."""
         self.m.lerp_(g, 1 - beta1)  # line 12

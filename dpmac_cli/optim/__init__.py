@@ -1,4 +1,7 @@
-"""Optimizers: one file each, in the order of help and tables. Imports no torch."""
+"""Optimizers: one file each, in the order of help and tables.
+
+Settings and help read them, so they name torch's types without loading torch.
+"""
 
 # isort: off
 from dpmac_cli.optim import dp_sgd as dp_sgd

@@ -7,7 +7,6 @@ from dpmac_cli.optim.optimizer import Decay, Optimizer, Scale, Variance, registe
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dpmac_cli.dp import geometry
     from dpmac_cli.dp.mechanism import PrivateMean
     from dpmac_cli.dp.moments import Moments
 
@@ -30,6 +29,7 @@ class AdaClip(Optimizer, frozen=True):
     """
 
     of_privacy: ClassVar[frozenset[str]] = frozenset({"beta1", "beta2", "h1", "h2"})
+    clips: ClassVar[str] = "adaclip"
     proportional: ClassVar[bool] = True
     centred: ClassVar[bool] = True
 
@@ -38,12 +38,6 @@ class AdaClip(Optimizer, frozen=True):
     beta2: Decay = 0.9
     h1: Variance
     h2: Variance
-
-    def geometry(self) -> "geometry.AdaClip":
-        """Return AdaClip's ellipsoid."""
-        from dpmac_cli.dp.geometry import AdaClip  # noqa: PLC0415  (imports torch)
-
-        return AdaClip(self.beta1, self.beta2, self.h1, self.h2)
 
     def update(
         self, theta: "Tensor", eta: float, private: "PrivateMean", moments: "Moments"

@@ -15,7 +15,6 @@ from dpmac_cli.optim.optimizer import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dpmac_cli.dp.geometry import MacAdam
     from dpmac_cli.dp.mechanism import PrivateMean
     from dpmac_cli.dp.moments import Moments
 
@@ -27,6 +26,7 @@ class InEllipsoid(Optimizer, frozen=True):
     """An optimizer with DP-MacAdam's ellipsoid."""
 
     of_privacy: ClassVar[frozenset[str]] = frozenset({"h1", "h2", "kappa"})
+    clips: ClassVar[str] = "macadam"
     keeps: ClassVar[str] = "mv"
     centred: ClassVar[bool] = True
 
@@ -34,12 +34,6 @@ class InEllipsoid(Optimizer, frozen=True):
     h1: Variance
     h2: Variance
     kappa: Kappa = "tracked"
-
-    def geometry(self) -> "MacAdam":
-        """Return lines 16 to 20 of Algorithm 1."""
-        from dpmac_cli.dp.geometry import MacAdam  # noqa: PLC0415  (imports torch)
-
-        return MacAdam(self.beta1, self.h1, self.h2, self.kappa)
 
 
 @register_optimizer("dp-macadam", lr_on={"digits": 0.005}, paper=True)

@@ -1,4 +1,4 @@
-"""Base class of optimizers, types of hyperparameters, and the registry. Imports no torch."""
+"""Base class of optimizers, types of hyperparameters, and the registry."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dpmac_cli.dp.geometry import Geometry
     from dpmac_cli.dp.mechanism import PrivateMean
     from dpmac_cli.dp.moments import Moments
 
@@ -38,6 +37,9 @@ class Optimizer(BaseModel, frozen=True, extra="forbid"):
     lr_on: ClassVar[Mapping[str, float]] = {}
     #: Hyperparameters that have no effect without privacy: those of clipping and noise.
     of_privacy: ClassVar[frozenset[str]] = frozenset()
+    #: Region that gradients are clipped to: a key of :data:`~dpmac_cli.dp.geometry.GEOMETRIES`, a
+    #: class whose fields are among the hyperparameters.
+    clips: ClassVar[str] = "ball"
     #: Moments that it keeps, each of the size of theta: "m", "v", "mv" or none.
     keeps: ClassVar[str] = ""
     #: Whether updates are proportional to gradients. The rate is then divided by the public mean
@@ -69,17 +71,6 @@ class Optimizer(BaseModel, frozen=True, extra="forbid"):
         """Return the optimizer with another learning rate."""
         return self.model_copy(update={"lr": float(rate)})
 
-    def geometry(self) -> "Geometry":
-        """Return what chooses the region that gradients are clipped to."""
-        raise NotImplementedError
-
-    def start(self, theta: "Tensor") -> "Moments":
-        """Return the moments before step 1."""
-        from dpmac_cli.dp.moments import Moments  # noqa: PLC0415  (imports torch)
-
-        m, v = (theta.new_zeros(theta.shape if name in self.keeps else 0) for name in "mv")
-        return Moments(m, v)
-
     def update(
         self, theta: "Tensor", eta: float, private: "PrivateMean", moments: "Moments"
     ) -> None:
@@ -97,12 +88,6 @@ class InBall(Optimizer, frozen=True):
     of_privacy: ClassVar[frozenset[str]] = frozenset({"clip_norm"})
 
     clip_norm: Scale  # C
-
-    def geometry(self) -> "Geometry":
-        """Return the ball of radius C."""
-        from dpmac_cli.dp.geometry import Ball  # noqa: PLC0415  (imports torch)
-
-        return Ball(self.clip_norm)
 
 
 Registered = TypeVar("Registered", bound=type[Optimizer])
